@@ -55,7 +55,7 @@ class Client:
         callback: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> Job:
-        """Queues a request to `/v1/chat/completions` or `/v1/completions`, once even if the
+        """Queues a request to an endpoint, such as `/v1/chat/completions`, once even if the
         connection breaks. Times are in seconds.
         """
         terms: dict[str, Any] = {

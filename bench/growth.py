@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from contract.jobs import SamplingParams
@@ -88,6 +89,8 @@ def _shown(cell: Cell | None) -> str:
 
 def measure_growth(options: EngineOptions, batches: Seq[int], contexts: Seq[int]) -> Growth:
     """Raises ModelRefused."""
+    if options.steps == "auto":
+        options = msgspec.structs.replace(options, steps="direct")
     runner = load_model(options, lambda text: print(text, file=sys.stderr)).model
     if not isinstance(runner, ModelRunner):
         raise ModelRefused("only models with paged attention and `--steps direct` are measured")

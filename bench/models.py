@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.jobs import SamplingParams
@@ -61,12 +61,13 @@ def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
                 scale = 1.0 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5
                 parameter.normal_(std=scale)
     model.save_pretrained(folder)
-    _save_tokenizer(folder, config.vocab_size)
+    save_tokenizer(folder, config.vocab_size)
     return folder
 
 
-def _save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Bytes as tokens after the special ones; other ids get unique names."""
+def save_tokenizer(folder: Path, vocab_size: int, *, has_pairs: bool = False) -> None:
+    """Bytes as tokens after the special ones; other ids get unique names. With pairs, special
+    tokens are put around each text, as encoders have it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*_SPECIAL, *alphabet]
     words += [f"<{i}>" for i in range(len(words), vocab_size)]
@@ -74,6 +75,12 @@ def _save_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if has_pairs:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>",
+            pair="<s> $A </s> $B:1 </s>:1",
+            special_tokens=[("<s>", 0), ("</s>", 1)],
+        )
     tokenizer_class: Any = PreTrainedTokenizerFast
     saved = tokenizer_class(
         tokenizer_object=tokenizer,

@@ -13,6 +13,8 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -116,18 +118,24 @@ def running_server(arguments: Sequence[str]) -> Iterator[Server]:
         start_new_session=True,
     )
     assert process.stdout is not None
+    # Its logs are read to their end: a full pipe would stop it.
+    reader = threading.Thread(target=deque, args=(process.stdout, 0), daemon=True)
     try:
         ready = next((line for line in process.stdout if _READY in line), None)
         if ready is None:
             raise RuntimeError("`batchway up` ended before it was ready")
+        reader.start()
         yield Server(ready.split(_READY)[1].split()[0], process.pid)
     finally:
         process.terminate()
         try:
-            process.communicate(timeout=_END_S)
+            process.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
+            process.wait()
+        if reader.ident is not None:
+            reader.join()
+        process.stdout.close()
 
 
 async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -> Comparison:

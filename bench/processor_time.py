@@ -35,14 +35,14 @@ class ProcessorTime:
     def _now_s(self) -> dict[str, float]:
         times = os.times()
         by_part = {CALLERS: times.user + times.system}
-        for pid in _below(self._pid):
+        for pid in below(self._pid):
             with contextlib.suppress(OSError):  # it has ended
-                part = _part_of(pid)
+                part = part_of(pid)
                 by_part[part] = by_part.get(part, 0.0) + _used_s(pid)
         return by_part
 
 
-def _below(pid: int) -> list[int]:
+def below(pid: int) -> list[int]:
     """The process and its descendants."""
     found = [pid]
     for parent in found:
@@ -52,7 +52,8 @@ def _below(pid: int) -> list[int]:
     return found
 
 
-def _part_of(pid: int) -> str:
+def part_of(pid: int) -> str:
+    """The part's name. Raises OSError if the process has ended."""
     command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     return next((part for part, text in _PARTS.items() if text in command), OTHERS)
 

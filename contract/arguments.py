@@ -19,12 +19,15 @@ _NO_ROOM = LaneRoom(0, 0)
 
 
 def stored_bytes(job: Job, submission: Submission, parts: Iterable[bytes]) -> int:
-    """Bytes that count as stored until a job is forgotten: its encoded parts, its prompt in the
-    object store, its record, and an output of full length."""
+    """Bytes that count as stored until a job is forgotten: its encoded parts, those in the object
+    store, its record, and an output of full length."""
     num_bytes = sum(map(len, parts))
     if job.stored_prompt is not None:
         num_bytes += job.stored_prompt.ref.num_bytes
-    return num_bytes + _RECORD_BYTES + _BYTES_PER_OUTPUT_TOKEN * submission.max_output_tokens
+    if job.stored_response is not None:
+        num_bytes += job.stored_response.num_bytes
+    num_bytes += _RECORD_BYTES + submission.vector_bytes
+    return num_bytes + _BYTES_PER_OUTPUT_TOKEN * submission.max_output_tokens
 
 
 def encoded_parts(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes]:
@@ -41,7 +44,7 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
     terms: dict[str, str | int | float] = {
         "prompt_tokens": job.num_prompt_tokens,
         "max_tokens": s.max_output_tokens,
-        "choices": job.num_choices,
+        "choices": job.num_places,
         "expected_tokens": job.params.expected_tokens * job.num_choices,
         "deadline_ms": int(s.deadline_s * 1000),
         "ttl_ms": int(s.retention_s * 1000),
@@ -56,6 +59,7 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
         "requests_per_min": limits.requests_per_min,
         "tokens_per_min": limits.tokens_per_min,
         "concurrent_tokens": limits.concurrent_tokens,
+        "batch_price": s.batch_price,
         "weight": job.weight,
         "lane_share": limits.lane_share,
         "stored_bytes": stored_bytes(job, s, parts),
@@ -63,10 +67,11 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
         "max_bytes": s.max_stored_bytes,
         "needs_worker": s.needs_worker,
         "cold_ms": int(s.cold_start_s * 1000),
-        "is_stored": job.stored_prompt is not None,
+        "is_stored": job.has_objects,
         "callback_to": "" if s.callback is None else s.callback.destination(job.tenant),
         "callback_started": s.callback is not None and s.callback.notifies_start,
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
+        "part": "parent" if job.flow is not None else "child" if job.parent else "",
     }
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane
@@ -88,7 +93,8 @@ def _encode_end(item: Append) -> bytes:
     message = item.message.encode()
     result = b"" if item.result is None else encode(item.result)
     words = f"\0{item.fin}\0{item.code}\0".encode()
-    return b"".join((words, _SIZE.pack(len(message)), message, _SIZE.pack(len(result)), result))
+    sizes = _SIZE.pack(len(message)), _SIZE.pack(len(result)), _SIZE.pack(item.prompt_tokens)
+    return b"".join((words, sizes[0], message, sizes[1], result, sizes[2]))
 
 
 def lane_argument(

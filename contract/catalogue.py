@@ -9,8 +9,8 @@ import redis.asyncio
 from contract.codec import decode_card, decode_tokenizer, encode, encode_tokenizer
 from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import WireError, wire_errors
-from contract.jobs import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 from contract.keys import Keys
+from contract.model_cards import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +28,24 @@ class Catalogue:
         self._has_list = True
 
     async def publish(self, card: ModelCard, files: TokenizerFiles) -> None:
-        """Publishes a model or replaces it."""
+        """Publishes a model or replaces it. Raises WireError."""
         sha256, packed = encode_tokenizer(files)
         assert card.tokenizer_sha256 == sha256, "the card names another tokenizer"
-        with broker_errors(self._client, "SET or SADD"):
+        with broker_errors(self._client, "SET"):
             await self._client.set(self._keys.of("tokenizer", sha256), packed)
+        await self.publish_card(card)
+
+    async def publish_card(self, card: ModelCard) -> None:
+        """Publishes a model whose tokenizer is published already. Raises WireError."""
+        with wire_errors("list of models"), broker_errors(self._client, "SET or SADD"):
             await self._client.set(self._keys.model(card.name), encode(card))
             await self._client.sadd(self._keys.of("models"), card.name)
+
+    async def withdraw(self, name: str) -> None:
+        """Takes a model off the list. Raises WireError."""
+        with wire_errors("list of models"), broker_errors(self._client, "SREM or DEL"):
+            await self._client.srem(self._keys.of("models"), name)
+            await self._client.delete(self._keys.model(name))
 
     async def models(self) -> list[ModelCard]:
         """All models ever published, by name. Omits models with unreadable cards and logs each
@@ -124,6 +135,14 @@ async def orphaned_jobs(client: redis.asyncio.Redis, keys: Keys, max_jobs: int) 
     with wire_errors("list of orphaned objects"), broker_errors(client, "SRANDMEMBER"):
         found: Any = await client.srandmember(keys.of("orphaned"), max_jobs)
     return [job_id.decode(errors="replace") for job_id in found or ()]
+
+
+async def knows_key(
+    client: redis.asyncio.Redis, keys: Keys, tenant: str, idempotency_key: str
+) -> bool:
+    """Whether a job was accepted under this Idempotency-Key. Raises BrokerUnavailable."""
+    with broker_errors(client, "EXISTS"):
+        return bool(await client.exists(keys.of("idem", tenant, idempotency_key)))
 
 
 async def clear_orphan(client: redis.asyncio.Redis, keys: Keys, job_id: str) -> None:

@@ -10,7 +10,8 @@ import msgspec
 from contract.callbacks import Callback
 from contract.errors import WireError, wire_errors
 from contract.events import LogEntry, LogEvent
-from contract.jobs import MAX_TOKENIZER_BYTES, Job, ModelCard, ObjectRef, TokenizerFiles
+from contract.jobs import Job, ObjectRef
+from contract.model_cards import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 
 WIRE_VERSION = 1
 

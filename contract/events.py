@@ -5,6 +5,7 @@ Event k of a job is the entry `k-0` of its log. Only the last event is an `End`.
 
 import msgspec
 
+from contract.errors import ErrorCode
 from contract.jobs import FinishReason, JobStatus
 
 
@@ -39,6 +40,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    vector: bytes = b""  # of a prefill-only job's prompt: float32, little-endian
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
@@ -59,6 +61,24 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     deltas: tuple[ChoiceDelta, ...]
 
 
+class MemberRun(msgspec.Struct, frozen=True, array_like=True):
+    """A call of a model by a flow, once it begins and once it has ended."""
+
+    model: str
+    job_id: str
+    status: JobStatus | None = None  # None: it has begun
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    code: str = ""  # of an ErrorCode, where it failed
+    name: str = ""  # of a pipeline's step
+
+
+class Members(msgspec.Struct, frozen=True, array_like=True, tag="members"):
+    """The calls of a flow that have begun or ended since the last such event."""
+
+    runs: tuple[MemberRun, ...]
+
+
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """The one terminal event. `code` and `message` are empty unless the job failed."""
 
@@ -68,8 +88,21 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     prompt_tokens: int
     output_tokens: int
 
+    @property
+    def error(self) -> tuple[str, str] | None:
+        """The code and the message that callers get; None if the job succeeded."""
+        match self.status:
+            case JobStatus.SUCCEEDED:
+                return None
+            case JobStatus.EXPIRED:
+                return "deadline_exceeded", "the job did not end before its deadline"
+            case JobStatus.CANCELLED:
+                return "cancelled", "the job was cancelled"
+        code = self.code if self.code in set(ErrorCode) else ErrorCode.ENGINE_ERROR
+        return code, self.message or "the job failed"
 
-LogEvent = Prompt | Tokens | End
+
+LogEvent = Prompt | Tokens | Members | End
 
 
 class LogEntry(msgspec.Struct, frozen=True):

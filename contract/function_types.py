@@ -54,6 +54,7 @@ class Submission(msgspec.Struct, frozen=True):
     lane_bound_tokens: int = 0  # waiting in the lane; 0: no bound
     lane_bound_s: float = 0.0  # predicted wait; 0: no bound
     limits: TenantLimits = TenantLimits()
+    batch_price: float = 1.0  # of a token in the lane `batch`, in the meter of tokens: 0 to 1
     max_stored_bytes: int = 0  # of all kept jobs; 0: no bound
     max_tenant_stored_bytes: int = 0  # of its tenant's
     needs_worker: bool = False  # refuse without a live worker of the model
@@ -63,6 +64,7 @@ class Submission(msgspec.Struct, frozen=True):
     attendance_s: float = 0.0  # cancelled after this long without a caller; 0: never
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)  # the caller's, for searches
     callback: Callback | None = None  # receives messages about the job
+    vector_bytes: int = 0  # of a prefill-only job's output
 
 
 class QueuePosition(msgspec.Struct, frozen=True):
@@ -159,6 +161,7 @@ class Append(msgspec.Struct, frozen=True):
     code: str = ""
     message: str = ""
     result: ObjectRef | None = None  # with an end: the object that holds the log before it
+    prompt_tokens: int = 0  # with a flow's end: of all its calls; 0: of the job's own prompt
 
 
 class Release(msgspec.Struct, frozen=True):

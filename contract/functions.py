@@ -104,7 +104,8 @@ class Functions:
 
         Lanes are in order of urgency; a lane with waiting jobs and a minimum share gets at least
         that share of the claimed tokens. An idle worker may get a suspect job, which must run
-        alone. The job's record keeps the version of the worker's configuration.
+        alone. The job's record keeps the version of the worker's configuration; in an A/B
+        ` candidate` follows that of the candidate.
 
         Not repeated when the reply is lost; `mine` returns the jobs of a lost reply. Jobs with
         unreadable records fail as poison.

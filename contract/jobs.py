@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from contract.endpoints import Endpoint as Endpoint
+from contract.flows import FlowCall
+
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
 
@@ -53,13 +56,6 @@ PUBLIC_STATUSES = {
 def public_status(status: JobStatus) -> str:
     """The state in the API: `claimed` and `streaming` are both `running`."""
     return next(name for name, statuses in PUBLIC_STATUSES.items() if status in statuses)
-
-
-class Endpoint(StrEnum):
-    """The HTTP endpoint that defines the format of the job's response."""
-
-    CHAT = "/v1/chat/completions"
-    COMPLETIONS = "/v1/completions"
 
 
 class FinishReason(StrEnum):
@@ -137,6 +133,21 @@ class TraceContext(msgspec.Struct, frozen=True, array_like=True):
     submitted_ns: int
 
 
+class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a prefill-only job computes: one vector for each of its prompts, and no tokens.
+
+    The worker applies `dimensions` and `first_parts`; the rest is for the answer.
+    """
+
+    dimensions: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # of embeddings; 0: all
+    # For each prompt, the number of its tokens that belong to the first text of a pair.
+    first_parts: tuple[int, ...] = ()
+    num_queries: int = 0  # the first prompts are queries, the others documents; 0: pairs, or texts
+    is_base64: bool = False  # embeddings are shown in base64
+    documents: tuple[str, ...] = ()  # of a rerank that returns them
+    top_n: int | None = None
+
+
 # How a job goes on after its worker has died: with the tokens that it would have had, or with
 # others of the same distribution. Greedy jobs without penalties have the same tokens either way.
 ResumeKind = Literal["exact", "distribution"]
@@ -171,11 +182,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     resume: ResumeKind = "exact"  # of the model's engine when the job came
     parses_tools: bool = False  # the log has the output's tool calls apart from its text
+    pooling: Pooling | None = None  # of a prefill-only job; then `params` has only defaults
+    flow: FlowCall | None = None  # of a flow's job, which calls other models
+    parent: str = ""  # the id of the flow's job that called the model
+    asked_model: str = ""  # the route that chose `model`; "": the caller chose it
+    # Of /v1/responses: the request and its items, for the gateways, which alone decode it.
+    response: bytes = b""
+    stored_response: ObjectRef | None = None  # then `response` is empty until fetched
+
+    @property
+    def named_model(self) -> str:
+        """The model's name in answers: the one that the caller gave."""
+        return self.asked_model or self.model
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
         """The token ids of each prompt; empty where they must be fetched first."""
         return self.prompt_list or (self.prompt_ids,) * self.num_prompts
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether parts of it are in the object store."""
+        return self.stored_prompt is not None or self.stored_response is not None
 
     @property
     def num_prompts(self) -> int:
@@ -188,75 +216,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.params.n * self.num_prompts
 
     @property
+    def num_places(self) -> int:
+        """The slots of a worker that the job fills: one for each choice; one in all where its
+        prompts leave nothing behind."""
+        return 1 if self.pooling is not None else self.num_choices
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Of all prompts."""
         return sum(map(len, self.prompts)) or (
             self.stored_prompt.num_tokens if self.stored_prompt else 0
         )
-
-
-MAX_EOS_TOKENS = 1024
-
-_Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-_Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
-
-
-class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine of a model's workers can do. Gateways refuse the rest by name."""
-
-    prompt_logprobs: bool = True
-    structured_output: bool = False
-    tools: bool = False
-    lora: bool = False
-    embeddings: bool = False
-    resume: ResumeKind = "exact"
-
-
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway needs to validate, render and tokenise requests for a model. Decoding checks
-    the bounds, because gateways do not trust workers.
-    """
-
-    name: _Name
-    context_length: _Count  # prompt + output, in tokens
-    vocab_size: _Count
-    eos_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=MAX_EOS_TOKENS)]
-    tokenizer_sha256: Annotated[
-        str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")
-    ]  # see encode_tokenizer
-    created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    # The lanes that its workers serve, most urgent first.
-    lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES
-    capabilities: Capabilities = Capabilities()
-
-
-MAX_LITERAL_CHARS = 256
-_Literal = Annotated[str, msgspec.Meta(max_length=MAX_LITERAL_CHARS)]
-
-
-class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The literal text around the names and arguments (JSON objects) of tool calls:
-    `begin name middle arguments (between name middle arguments)* end`."""
-
-    begin: _Literal
-    middle: _Literal
-    between: _Literal | None  # None: the model writes one call only
-    end: _Literal
-
-
-MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles in msgpack, plain and compressed
-
-
-class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's tokenizer in the format of `tokenizers`, and its chat template."""
-
-    tokenizer_json: str
-    chat_template: str | None
-    special_tokens: dict[str, str] = {}  # bos_token, eos_token …: variables of the template
-    # How tool calls and reasoning are found in an output: transformers' format, as JSON.
-    response_template: str | None = None
-    tool_format: ToolFormat | None = None  # None: no grammar can force a call
 
 
 def new_job_id(partition: int = 0) -> str:

@@ -24,6 +24,7 @@ _SHARED = (  # in this order
     "recount",
     "promises",
     "pools",
+    "ab",
     "admission",
     "memory",
 )
@@ -31,9 +32,11 @@ _LUA = Path(__file__).parent / "lua"
 
 
 def library_source() -> str:
-    """The library's source: the shared parts, then the functions by name."""
-    files = [*(_LUA / f"_{name}.lua" for name in _SHARED), *sorted(_LUA.glob("[a-z]*.lua"))]
-    return "\n".join(path.read_text() for path in files)
+    """The library's source: the shared parts, then the functions by name. Each function is in a
+    block, as Lua has room for 200 local names outside of blocks."""
+    shared = [(_LUA / f"_{name}.lua").read_text() for name in _SHARED]
+    functions = [path.read_text() for path in sorted(_LUA.glob("[a-z]*.lua"))]
+    return "\n".join([*shared, *(f"do\n{text}end" for text in functions)])
 
 
 async def ensure_library(client: redis.asyncio.Redis) -> None:

@@ -84,7 +84,7 @@ class Quarantine:
                 f"the record and prompt of {job_id} have expired: submit the job anew"
             )
         job = decode_job(raw["job"])
-        if job.stored_prompt is not None:
+        if job.has_objects:
             raise CannotRequeue(
                 f"the prompt of {job_id} is in an object store and expires: submit the job anew"
             )

@@ -86,8 +86,19 @@ class GatewaySettings(BaseSettings):
     callback_aws: _Names = ()  # patterns of AWS resources that callbacks may use
     # Used only to know which callbacks need no secret of their own.
     callback_secrets: Annotated[str, _read_by(Secrets.parse)] = Field(default="", repr=False)
-    max_body_bytes: PositiveInt = 256 * 1024
+    models: str = ""  # models.yaml, whose flows this gateway publishes and runs; "": none
+    max_body_bytes: PositiveInt | None = None  # None: 256 kB, of calls for vectors 4 MB
     body_timeout_s: PositiveFloat = 10.0
+    max_file_bytes: PositiveInt = 200 * 10**6
+    max_tenant_file_bytes: NonNegativeInt = 10 * 10**9  # of all files of a tenant; 0: no limit
+    file_lifetime_s: Annotated[float, Field(ge=3_600, le=30 * 86_400)] = 30 * 86_400.0
+    upload_timeout_s: PositiveFloat = 600.0  # of a file
+    max_batch_lines: PositiveInt = 50_000
+    # Of one batch, waiting or running at a time.
+    max_batch_jobs: Annotated[int, Field(ge=64)] = 256
+    # Of a token in the lane `batch`, where tokens per minute are counted.
+    batch_price: Annotated[float, Field(ge=0, le=1)] = 1.0
+    feeds_batches: bool = True  # whether this gateway runs batches
     head_timeout_s: PositiveFloat = 10.0
     idle_timeout_s: PositiveFloat = 30.0  # until a request's first byte
     max_connections_per_address: NonNegativeInt = 1_024  # 0: unlimited
@@ -125,6 +136,11 @@ class GatewaySettings(BaseSettings):
             next(bound for bound in tokens if bound is not None),
             next(bound for bound in seconds if bound is not None),
         )
+
+    def body_bound(self, *, is_vectors: bool = False) -> int:
+        """The bytes that a body may have. Calls for vectors have up to 2,048 texts."""
+        default = 4 * 1024 * 1024 if is_vectors else 256 * 1024
+        return default if self.max_body_bytes is None else self.max_body_bytes
 
     def stored_bounds(self, memory_bytes: int) -> tuple[int, int]:
         """The bytes that may be stored, of all jobs and of one tenant's; 0: no limit.

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from infra import options as opts
+from infra.ab_command import candidate_arguments, candidate_share, check_candidate, run_ab
 from infra.bench_command import run_bench
 from infra.callbacks_command import (
     ALLOW_VARIABLE,
     run_callbacks_command,
 )
+from infra.cascade_command import run_cascade
 from infra.compare_command import run_compare
 from infra.computing_options import engine_python
 from infra.drain_command import run_drain
+from infra.fleet import fleet_of, share_threads, worker_arguments, worker_names
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
 from infra.parser import build_parser
@@ -29,7 +32,7 @@ from infra.preconditions import (
     UsageError,
     check_directory,
     check_extra,
-    check_model,
+    check_flows_file,
     check_redis,
     check_store,
     known_redis,
@@ -56,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
     commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
-    commands["compare"] = _compare
+    commands |= {"compare": _compare, "cascade": _cascade}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
+    commands["ab"] = partial(_with_redis, run_ab)
     try:
         return commands[options.command](options)
     except (UsageError, CommandDenied, WireError, argparse.ArgumentTypeError) as exc:
@@ -73,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _up(options: argparse.Namespace) -> int:
     check_extra("serve")
     check_directory(options.object_store)
-    engine_python(options)
-    if options.engine_module is None:
-        check_model(options.model)
+    entries = fleet_of(options)
+    num_candidates = check_candidate(options)
+    if options.models:
+        own = {entry.served_model_name for entry in entries} if options.redis_url is None else ()
+        check_flows_file(options.models, served=sorted(own))
     os.environ[ALLOW_VARIABLE] = options.callback_allow  # read by gateway and callbacks
     if options.redis_url is not None and options.data_dir is not None:
         raise UsageError(
@@ -89,11 +95,17 @@ def _up(options: argparse.Namespace) -> int:
         )
     shared = (f"--namespace={options.namespace}", f"--log-level={options.log_level}")
     drain = f"--drain-s={options.drain_s}"
-    if options.threads is None and options.workers > 1:
-        options.threads = max(1, (os.cpu_count() or 1) // options.workers)
 
-    from infra.local_stack import StackOptions
+    from infra.fleet_memory import share_memory
+    from infra.local_stack import StackOptions, WorkerPlan
     from infra.up import run_up
+
+    share_memory(entries)
+    share_threads(entries)
+
+    named = list(worker_names(entries))
+    candidate = candidate_arguments(options, num_candidates)
+    are_candidates = [len(named) - number <= num_candidates for number in range(len(named))]
 
     settings = _gateway_settings(options, options.redis_url or "")
     stack = StackOptions(
@@ -105,18 +117,24 @@ def _up(options: argparse.Namespace) -> int:
         redis_memory_bytes=options.redis_memory_gib and int(options.redis_memory_gib * opts.GIB),
         listener=_bind(settings, options),
         allowed_hosts=settings.allowed_hosts,
-        num_workers=options.workers,
-        served_model_name=opts.served_name(options),
+        workers=tuple(
+            WorkerPlan(
+                name,
+                entry.served_model_name,
+                (*worker_arguments(entry), *(candidate if is_candidate else ()), drain, *shared),
+            )
+            for is_candidate, (name, entry) in zip(are_candidates, named, strict=True)
+        ),
         drain_s=options.drain_s,
-        gateway_arguments=(drain, *shared),
+        gateway_arguments=(drain, f"--models={options.models}", *shared),
         callbacks_arguments=(drain, *shared),
-        worker_arguments=(*opts.model_arguments(options), drain, *shared),
     )
     return asyncio.run(run_up(stack))
 
 
 def _gateway(options: argparse.Namespace) -> int:
     check_extra("gateway")
+    check_flows_file(options.models)
     settings = _gateway_settings(options, known_redis(options))
     check_redis(settings.redis_url)
     check_store(settings.redis_url, settings.namespace, settings.object_store)
@@ -146,6 +164,7 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> "GatewaySettings
             namespace=options.namespace,
             drain_s=options.drain_s,
             object_store=options.object_store,
+            models=options.models,
         )
     except ValueError as exc:
         raise UsageError(str(exc)) from exc
@@ -187,6 +206,7 @@ def _say_where(host: str, port: int) -> None:
 
 def _worker(options: argparse.Namespace) -> int:
     check_extra("worker")
+    opts.choose_gpu(options)
     takes_jobs = options.node_rank == 0
     url = known_redis(options) if takes_jobs else ""
     if takes_jobs:
@@ -213,6 +233,8 @@ def _worker(options: argparse.Namespace) -> int:
         spot_notice=options.spot_notice,
         object_store=options.object_store,
         batching_path=options.batching,
+        candidate_path=options.candidate,
+        candidate_share=candidate_share(options),
         metrics_port=options.metrics_port,
     )
     if options.engine == "vllm":
@@ -252,6 +274,12 @@ def _compare(options: argparse.Namespace) -> int:
     if options.png is not None:
         check_extra("bench")
     return run_compare(options)
+
+
+def _cascade(options: argparse.Namespace) -> int:
+    check_extra("gateway")  # it reads models.yaml
+    check_extra("bench")
+    return run_cascade(options)
 
 
 def _profile(options: argparse.Namespace) -> int:

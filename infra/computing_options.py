@@ -1,7 +1,4 @@
-"""Options for kernels and step execution.
-
-Code that has never run on a GPU is off by default, and its help says so.
-"""
+"""Options for kernels and step execution."""
 
 import argparse
 import os
@@ -12,7 +9,7 @@ from typing import Any
 from infra.option_values import host_and_port, integer, lengths, number
 
 _ATTENTIONS = ("auto", "torch", "triton")
-_STEPS = ("direct", "ahead", "graphs")
+_STEPS = ("auto", "direct", "ahead", "graphs")
 _QUANTIZATIONS = ("none", "int8")
 
 
@@ -51,7 +48,7 @@ def engine_python(options: argparse.Namespace) -> str | None:
         if given:
             raise argparse.ArgumentTypeError(f"--{given[0].replace('_', '-')} needs --engine vllm")
         return None
-    for name, default in (("quantization", "none"), ("attention", "auto"), ("steps", "direct")):
+    for name, default in (("quantization", "none"), ("attention", "auto"), ("steps", "auto")):
         if getattr(options, name) != default:
             raise argparse.ArgumentTypeError(
                 f"--{name} is of batchway's own engine; vLLM's arguments go by --engine-arg"
@@ -158,15 +155,16 @@ def add_computing_options(group: argparse._ArgumentGroup) -> None:
         "--attention",
         choices=_ATTENTIONS,
         default="auto",
-        help="auto: the kernel for the processor, or torch; for NVIDIA GPUs, unmeasured: triton "
-        "(default: auto)",
+        help="auto: the kernel for the processor or GPU, if it passes the self-test, else torch; "
+        "triton: that or nothing (default: auto)",
     )
     group.add_argument(
         "--steps",
         choices=_STEPS,
-        default="direct",
+        default="auto",
         help="direct: one after the other; ahead: the device computes the next one while the host "
-        "books the last; graphs: ahead, as CUDA graphs; both unmeasured (default: direct)",
+        "books the last; graphs: ahead, as CUDA graphs; auto: graphs with Triton's attention on a "
+        "GPU, else direct (default: auto)",
     )
     group.add_argument(
         "--torch-only",

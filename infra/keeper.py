@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from infra.child import Child, Console
@@ -35,9 +36,17 @@ class Restarts:
         return _PAUSES_S[self._num_quick - 1]
 
 
-async def keep_running(child: Child, console: Console) -> NoReturn:
-    """Starts a child and restarts it whenever it ends. Raises PartLost."""
+async def _tell_nobody(starts_in_s: float) -> None:
+    pass
+
+
+async def keep_running(
+    child: Child, console: Console, announce: Callable[[float], Awaitable[None]] = _tell_nobody
+) -> NoReturn:
+    """Starts a child and restarts it whenever it ends; `announce` is told before each start, in how
+    many seconds it is. Raises PartLost."""
     restarts = Restarts()
+    await announce(0.0)
     while True:
         started_s = time.monotonic()
         child.start()
@@ -49,6 +58,7 @@ async def keep_running(child: Child, console: Console) -> NoReturn:
         if pause_s is None:
             raise PartLost(f"{child.name} ended again and again, at last with {how}: giving up")
         console.line("batchway", f"{child.name} ended with {how}; starts again in {pause_s:g} s")
+        await announce(pause_s)
         await asyncio.sleep(pause_s)
 
 

@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from contract.connection import broker_errors, connect, without_password
-from contract.errors import BrokerUnavailable
+from contract.errors import BatchwayError, BrokerUnavailable
 from contract.fitness import check_fitness
+from contract.keys import Keys
 from contract.library import ensure_library
+from contract.starts import Starts
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import Child, Console
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
@@ -26,6 +29,7 @@ from infra.running_up import RunningUp, welcome, write_note
 
 _GRACE_S = 10.0  # beyond a child's own drain budget, before it is killed
 _POLL_S = 0.1
+_ANNOUNCE_TIMEOUT_S = 1.0
 _ROOT = Path(__file__).resolve().parent.parent
 _API_KEY_VARIABLE = "BATCHWAY_API_KEY"
 _SECRET_VARIABLES = (  # not passed to workers
@@ -34,9 +38,18 @@ _SECRET_VARIABLES = (  # not passed to workers
 )
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker: its name in the output, and the arguments of `batchway worker`."""
+
+    name: str
+    served_model_name: str
+    arguments: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """What to run; the arguments are passed to `batchway gateway` and `batchway worker`."""
+    """What to run; the arguments are passed to `batchway gateway` and `batchway callbacks`."""
 
     redis_url: str | None  # None: a private Redis
     namespace: str
@@ -46,11 +59,9 @@ class StackOptions:
     redis_memory_bytes: int | None  # of a private Redis; None: its default
     listener: socket.socket  # bound and listening; the gateway gets a copy
     allowed_hosts: tuple[str, ...]  # host names that the gateway accepts; (): its default
-    num_workers: int
-    served_model_name: str
+    workers: tuple[WorkerPlan, ...]
     drain_s: float
     gateway_arguments: tuple[str, ...]
-    worker_arguments: tuple[str, ...]
     callbacks_arguments: tuple[str, ...]
 
 
@@ -82,8 +93,11 @@ class LocalStack:
             async with asyncio.TaskGroup() as group:
                 if self._redis is not None:
                     group.create_task(self._keep_redis(self._redis))
-                for child in self._children():
+                for child in filter(None, [self._gateway, self._callbacks]):
                     group.create_task(keep_running(child, self._console))
+                for plan, worker in zip(self._options.workers, self._workers, strict=True):
+                    announce = partial(self._announce, url, plan.served_model_name)
+                    group.create_task(keep_running(worker, self._console, announce))
                 group.create_task(self._say_when_ready())
         except ExceptionGroup as group_of_errors:
             lost = group_of_errors.subgroup(PartLost)
@@ -177,8 +191,8 @@ class LocalStack:
         }
         keyless = {n: value for n, value in environ.items() if n not in _SECRET_VARIABLES}
         self._workers = [
-            self._child(f"worker-{number}", "worker", self._options.worker_arguments, keyless)
-            for number in range(1, self._options.num_workers + 1)
+            self._child(plan.name, "worker", plan.arguments, keyless)
+            for plan in self._options.workers
         ]
         fd = self._options.listener.fileno()
         self._gateway = self._child(
@@ -200,6 +214,13 @@ class LocalStack:
                 "batchway", f"WARNING: callbacks may reach private addresses: {allowed}"
             )
 
+    async def _announce(self, redis_url: str, model: str, starts_in_s: float) -> None:
+        """Tells callers of a model without workers when one will be ready."""
+        with contextlib.suppress(BatchwayError):
+            async with connect(redis_url, command_timeout_s=_ANNOUNCE_TIMEOUT_S) as client:
+                starts = Starts(client, Keys(self._options.namespace))
+                await starts.announce_another(model, starts_in_s)
+
     def _child(
         self,
         name: str,
@@ -214,15 +235,13 @@ class LocalStack:
 
     async def _say_when_ready(self) -> None:
         host, port = self._options.listener.getsockname()[:2]
+        has_key = bool(os.environ.get(_API_KEY_VARIABLE))
+        names = tuple(dict.fromkeys(plan.served_model_name for plan in self._options.workers))
         await until_ready(
-            host,
-            port,
-            self._options.allowed_hosts,
-            lambda: self._console.line("batchway", "still waiting for a worker to be ready"),
+            host, port, self._options.allowed_hosts, names, partial(self._console.line, "batchway")
         )
-        model, has_key = self._options.served_model_name, bool(os.environ.get(_API_KEY_VARIABLE))
         with contextlib.suppress(OSError):  # a closed output
-            print(welcome(self._gateway_url, model, has_key=has_key), flush=True)
+            print(welcome(self._gateway_url, names, has_key=has_key), flush=True)
 
 
 def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ from contract.payloads import open_store
 from workers.settings import LANES
 from workers.supervisor.spot_notice import SpotNotice
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
@@ -108,6 +109,12 @@ def model_name(raw: str) -> str:
             f"must be at most 128 letters, digits and ._/- that begin with one of the first "
             f"two, not {raw!r}"
         )
+    return raw
+
+
+def device(raw: str) -> str:
+    if not _DEVICE.fullmatch(raw):
+        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, not {raw!r}")
     return raw
 
 

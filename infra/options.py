@@ -21,6 +21,7 @@ from infra.computing_options import (
 )
 from infra.demo_model import demo_model_path
 from infra.option_values import (
+    device,
     integer,
     lanes,
     model_name,
@@ -39,14 +40,15 @@ DEFAULT_NAMESPACE = "default"
 OF_RUNNING_UP = "that of the running `batchway up`"
 NAMESPACE_VARIABLE = "BATCHWAY_NAMESPACE"
 OBJECT_STORE_VARIABLE = "BATCHWAY_OBJECT_STORE"
+MODELS_VARIABLE = "BATCHWAY_MODELS"
 DRAIN_VARIABLE = "BATCHWAY_DRAIN_S"
 DRAIN_RELEASE_VARIABLE = "BATCHWAY_DRAIN_RELEASE_S"
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SPOT_NOTICE_VARIABLE = "BATCHWAY_SPOT_NOTICE"
 
 _ENGINE = EngineOptions(model_path="")
 GATEWAY_DRAIN_S = 20.0
 WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
-_DEVICES = ("auto", "cpu", "cuda")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 GIB = 2**30
 
@@ -88,6 +90,16 @@ def add_object_store_option(parser: argparse.ArgumentParser, default: str) -> No
         help="where long prompts and results are stored: a directory that gateways and workers "
         f"share, or s3://bucket/prefix (default: the variable {OBJECT_STORE_VARIABLE}, else "
         f"{default})",
+    )
+
+
+def add_models_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--models",
+        default=os.environ.get(MODELS_VARIABLE) or "",
+        metavar="FILE",
+        help="models that consist of others, see docs/flows.md; read again when the file changes "
+        f"(default: the variable {MODELS_VARIABLE}, else none)",
     )
 
 
@@ -155,9 +167,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_quantization_option(group)
     group.add_argument(
         "--device",
-        choices=_DEVICES,
+        type=device,
         default="auto",
-        help="the model's device (default: auto)",
+        metavar="DEVICE",
+        help="auto, cpu, cuda, or cuda:N for one of several GPUs (default: auto)",
     )
     group.add_argument(
         "--strategy",
@@ -190,9 +203,23 @@ def _add_limit_options(group: argparse._ArgumentGroup) -> None:
     for name, text in limits:
         group.add_argument(name, type=integer(1), metavar="N", help=text)
     add_kv_cache_option(group)
+    group.add_argument(
+        "--memory-share",
+        type=number(may_be_zero=False, most=1.0),
+        metavar="SHARE",
+        help="of the device's memory, for a worker's weights and KV cache; it does not start where "
+        "they do not fit (default: what is free)",
+    )
 
 
 def add_up_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fleet",
+        type=Path,
+        metavar="FILE",
+        help="several models, each with its workers, as docs/configuration.md describes "
+        "(default: the one of --model)",
+    )
     parser.add_argument(
         "--workers",
         type=integer(1, 64),
@@ -222,7 +249,7 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_worker_options(parser: argparse.ArgumentParser) -> None:
+def add_lanes_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lanes",
         type=lanes,
@@ -230,6 +257,10 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"lanes to take jobs from, most urgent first (default: {','.join(LANES)})",
     )
+
+
+def add_worker_options(parser: argparse.ArgumentParser) -> None:
+    add_lanes_option(parser)
     parser.add_argument(
         "--lease-s",
         type=number(may_be_zero=False),
@@ -284,6 +315,26 @@ def served_name(options: argparse.Namespace) -> str:
     return model_name(Path(options.model).name or options.model)
 
 
+def choose_gpu(options: argparse.Namespace) -> None:
+    """Shows this process and its children only the GPU of `--device cuda:N`, the N-th of those that
+    it sees. Call it before torch is imported. Raises argparse.ArgumentTypeError."""
+    _, _, number = options.device.partition(":")
+    if number:
+        os.environ[VISIBLE_VARIABLE] = visible_gpu(int(number), os.environ.get(VISIBLE_VARIABLE))
+
+
+def visible_gpu(number: int, visible: str | None) -> str:
+    """The id of the N-th GPU of CUDA_VISIBLE_DEVICES. Raises argparse.ArgumentTypeError."""
+    if visible is None:
+        return str(number)
+    ids = [each for each in visible.split(",") if each.strip()]
+    if number >= len(ids):
+        raise argparse.ArgumentTypeError(
+            f"--device cuda:{number}: {VISIBLE_VARIABLE} shows only {len(ids)}"
+        )
+    return ids[number].strip()
+
+
 def engine_options(options: argparse.Namespace) -> EngineOptions:
     """The engine's options; those not given keep the engine's defaults."""
     given = {
@@ -299,7 +350,8 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         model_path=options.model,
         dtype=options.dtype,
         quantization=options.quantization,
-        device=options.device,
+        device=options.device.partition(":")[0],
+        memory_share=options.memory_share,
         attention=options.attention,
         steps=options.steps,
         fused=not options.torch_only,
@@ -313,8 +365,8 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     """The model options again, as arguments of a worker."""
     names = (
         "model", "dtype", "quantization", "device", "threads", "max_model_len", "max_num_seqs",
-        "max_num_batched_tokens", "block_size", "kv_cache_gib", "strategy", "batching",
-        "attention", "steps", "engine_module",
+        "max_num_batched_tokens", "block_size", "kv_cache_gib", "memory_share", "strategy",
+        "batching", "attention", "steps", "engine_module",
     )  # fmt: skip
     pairs = [(name, getattr(options, name)) for name in names]
     pairs.append(("served_model_name", served_name(options)))

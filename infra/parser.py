@@ -4,6 +4,7 @@ import argparse
 import importlib.metadata
 
 from infra import options as opts
+from infra.ab_command import WORKER_CANDIDATE_SHARE, add_ab_options, add_candidate_options
 from infra.bench_command import add_bench_options
 from infra.callbacks_command import (
     KEY_VARIABLE,
@@ -11,6 +12,7 @@ from infra.callbacks_command import (
     add_allow_option,
     add_callbacks_options,
 )
+from infra.cascade_command import add_cascade_options
 from infra.compare_command import add_compare_options
 from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
@@ -34,12 +36,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_allow_option(up)
     opts.add_shared_options(up, redis_default="a server of its own")
     opts.add_object_store_option(up, "a directory beside its own Redis")
+    opts.add_models_option(up)
     opts.add_drain_option(
         up,
         opts.WORKER_DEFAULTS.drain_s,
         "on SIGTERM or Ctrl-C, how long requests, and then jobs without a caller, may continue",
     )
     opts.add_model_options(up)
+    add_candidate_options(up, share_default="that of its workers, half of --workers")
 
     gateway = _add(
         commands,
@@ -51,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_address_options(gateway)
     opts.add_shared_options(gateway, redis_default="refused")
     opts.add_object_store_option(gateway, "they stay in Redis")
+    opts.add_models_option(gateway)
     opts.add_drain_option(
         gateway,
         opts.GATEWAY_DRAIN_S,
@@ -66,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         worker, opts.WORKER_DEFAULTS.drain_s, "on SIGTERM, how long running jobs may continue"
     )
     opts.add_model_options(worker)
+    add_candidate_options(worker, share_default=f"{WORKER_CANDIDATE_SHARE:g}")
 
     callbacks = _add(
         commands,
@@ -87,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add(commands, "jobs", "list, show, cancel and delete jobs; manage quarantined jobs")
     )
     add_drain_options(_add(commands, "drain", "order workers to finish their jobs and end"))
+    add_ab_options(_add(commands, "ab", "compare two batching configurations on live jobs"))
     add_redis_roles_options(
         _add(
             commands,
@@ -99,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_compare_options(
         _add(commands, "compare", "compare static, dynamic and continuous batching on a model")
     )
+    add_cascade_options(_add(commands, "cascade", "fit the threshold of a cascade of models"))
     add_bench_options(_add(commands, "bench", "measure parts of the system"))
     return parser
 

@@ -51,6 +51,7 @@ class PoolView:
     load: float = 0.0  # of the ready, the sum of how full each is: 0 to 1
     tokens_per_s: float | None = None  # of one worker, as measured
     failed_starts_s: Sequence[float] = ()  # when workers ended that had never been ready
+    is_wanted: bool = False  # calls were refused lately because no worker was ready
 
     @property
     def num_starting(self) -> int:
@@ -68,8 +69,8 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The desired number of workers and the reason. `eta_s`: until one is ready; None if none is
-    coming.
+    """The desired number of workers and the reason. `eta_s`: until one is ready, or would be if
+    it were wanted now; None while starts are stopped.
 
     Workers to retire take no more jobs and end when their jobs have ended.
     """
@@ -106,7 +107,7 @@ def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()
         num,
         0 if is_open else max(0, view.num_ready - num),
         reason,
-        _eta_s(policy, view, num, started_s),
+        None if is_open and not view.num_ready else _eta_s(policy, view, started_s),
         wait_s,
         backlog_over_target(policy, view),
         is_open,
@@ -123,12 +124,13 @@ def num_outdated_to_retire(
 
 
 def num_needed(policy: PoolPolicy, view: PoolView) -> int:
-    """Workers needed for waiting and running work, before limits."""
+    """Workers needed for waiting and running work, at least one for refused calls; before
+    limits."""
     waiting = max(
         (tokens / (_rate(policy, view) * target_s) for tokens, target_s in _ahead(policy, view)),
         default=0.0,
     )
-    return math.ceil(round(waiting + view.load / FULL, 6))
+    return max(int(view.is_wanted), math.ceil(round(waiting + view.load / FULL, 6)))
 
 
 def backlog_s(policy: PoolPolicy, view: PoolView) -> float:
@@ -196,10 +198,10 @@ def _started_s(view: PoolView, memory: PoolMemory, num: int) -> float | None:
     return view.now_s if memory.started_s is None else memory.started_s
 
 
-def _eta_s(policy: PoolPolicy, view: PoolView, num: int, started_s: float | None) -> float | None:
+def _eta_s(policy: PoolPolicy, view: PoolView, started_s: float | None) -> float:
     if view.num_ready:
         return 0.0
-    if started_s is None or not num:
-        return None
+    if started_s is None:
+        return policy.cold_start_s
     # An overdue worker may be ready at any moment.
     return max(policy.cold_start_s - (view.now_s - started_s), policy.cold_start_s / 10)

@@ -10,6 +10,7 @@ import redis.asyncio
 from contract.catalogue import WORKER_TTL_S
 from contract.connection import broker_errors, now_ms
 from contract.keys import Keys
+from contract.starts import Starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,13 @@ class ReadyWorker:
 @dataclass(frozen=True, slots=True)
 class PoolState:
     """One observation. `tokens_per_s` is per worker, None until measured; `incarnations` are all
-    live workers, including draining ones."""
+    live workers, including draining ones; `is_wanted`: calls were refused for want of one."""
 
     queued_tokens: dict[str, int]
     workers: tuple[ReadyWorker, ...]
     tokens_per_s: float | None
     incarnations: tuple[str, ...]
+    is_wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,10 @@ class PoolWatch:
             incarnations = tuple(name.decode() for name in names)
             seen = [await self._worker(name) for name in incarnations]
             rate: Any = await self.client.hget(self.keys.of("pool", self.model), "tokens_per_s")
+        starts = Starts(self.client, self.keys)
+        wishes = [await starts.is_wanted(self.model, lane) for lane in self.lanes]
         workers = tuple(worker for worker in seen if worker is not None)
-        return PoolState(queued, workers, float(rate or 0) or None, incarnations)
+        return PoolState(queued, workers, float(rate or 0) or None, incarnations, any(wishes))
 
     async def _worker(self, incarnation: str) -> ReadyWorker | None:
         raw: Any = await self.client.hgetall(self.keys.worker(incarnation))

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import importlib.util
+from collections.abc import Collection
+from pathlib import Path
 
 from contract.catalogue import known_store
 from contract.connection import connect
@@ -62,6 +64,28 @@ def check_directory(setting: str) -> None:
             _ = store.name
         except PayloadUnavailable as exc:
             raise UsageError(f"--object-store {setting}: {exc}") from exc
+
+
+def check_flows_file(path: str, served: Collection[str] = ()) -> None:
+    """Raises UsageError if a models.yaml is wrong. `served`: the names of all models beside its
+    flows, where they are known; what they can do is checked once they are published."""
+    if not path:
+        return
+    from gateway.flows.definitions import FlowError, load_flows, members  # needs YAML
+
+    try:
+        definitions = load_flows(Path(path))
+    except FlowError as exc:
+        raise UsageError(f"--models: {exc}") from exc
+    known = {*served, *definitions}
+    for name, definition in definitions.items() if served else ():
+        for place, model in members(definition):
+            if model not in known:
+                there = ", ".join(sorted(known - {name}))
+                raise UsageError(
+                    f"--models: {path}: {name}: {place}: there is no model {model!r}; there are: "
+                    f"{there}"
+                )
 
 
 def check_model(model: str) -> None:

@@ -38,6 +38,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(options: argparse.Namespace) -> int:
+    opts.choose_gpu(options)
     # Imported by name: the command line itself must not load torch.
     command: Any = importlib.import_module("workers.profiling.command")
     try:

@@ -36,17 +36,19 @@ _READ_COMMANDS = (
 
 # Key families: what follows the tag in contract/keys.py.
 _JOB_KEYS = (
-    "active alone attended back corrections counters deadlines due idle job jobs kept leases "
-    "lengths line orphaned log out outbox own poison q quarantine recount run runid stored tenant "
-    "totals weights"
+    "ab ab_jobs active alone attended back corrections counters deadlines due idle job jobs kept "
+    "leases lengths line orphaned log out outbox own poison q quarantine recount run runid stored "
+    "tenant totals weights"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
+_FILE_KEYS = "batch batch_parts batches batches_fed batches_open file file_bytes files objects_due"
 _API_KEYS = "api_keys api_key key_pepper"
 
 _READING_FUNCTIONS = "read list quote outbox_dead snapshot"
 _GATEWAY_FUNCTIONS = (
     "submit cancel delete detach reprioritise attend sweep outbox_replay " + _READING_FUNCTIONS
 )
+_FILE_FUNCTIONS = "file_add file_drop batch_add batch_cancel batch_save batch_take objects_due"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,9 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
     {
         "gateway": RedisRole(
             purpose="batchway gateway, and the functions in front on AWS",
-            functions=_GATEWAY_FUNCTIONS,
+            functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS}",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
-            keeps=f"{_JOB_KEYS} dead idem memory object_store promised",
+            keeps=f"{_JOB_KEYS} {_FILE_KEYS} dead idem memory object_store promised wanted",
             reads=f"clock {_FLEET_KEYS} {_API_KEYS} deliveries",
             channels="ev wake ctl",
         ),
@@ -81,15 +83,25 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock object_store owed told turn",
             channels="ev wake ctl",
         ),
+        "flows": RedisRole(
+            purpose="batchway gateway --models, which runs flows: a gateway, and a worker of them",
+            functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} claim mine append heartbeat release",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange lpush ltrim "
+            "srandmember zrangebyscore",
+            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} calibration clock dead idem memory "
+            "object_store owed promised told turn wanted",
+            reads=f"{_API_KEYS} deliveries",
+            channels="ev wake ctl",
+        ),
         "callbacks": RedisRole(
             purpose="batchway callbacks: the relay, and RQ with keys of its own",
             functions="outbox_take outbox_start outbox_done read",
-            commands=f"{_CONNECTION} blmove blpop brpop del exists expire get hdel hexists hget "
-            "hgetall hincrby hincrbyfloat hmget hset hsetnx info llen lmove lpop lpos lrange lrem "
-            "persist pexpire rpush sadd scard set smembers srem time ttl xadd xlen xrange xtrim "
-            "zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
+            commands=f"{_CONNECTION} blmove blpop brpop del exists expire get getrange hdel "
+            "hexists hget hgetall hincrby hincrbyfloat hmget hset hsetnx info llen lmove lpop lpos "
+            "lrange lrem persist pexpire rpush sadd scard set smembers srem time ttl xadd "
+            "xlen xrange xtrim zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
-            reads="clock active counters job line log pool run tenant weights workers",
+            reads="clock active counters job line log model pool run tenant weights workers",
             other_keys="{rq}:*",
         ),
         "pool": RedisRole(
@@ -97,8 +109,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             functions="drain snapshot",
             commands=f"{_CONNECTION} exists get hget hgetall hmget hset publish scard time "
             "xinfo|groups xrange zrange zrangebyscore",
-            keeps="worker",
-            reads="active back corrections counters deliveries job own pool q totals workers",
+            keeps="pool worker",
+            reads="active back corrections counters deliveries job own q totals wanted workers",
             channels="ctl",
         ),
         "housekeeper": RedisRole(
@@ -158,7 +170,8 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 # Families with a single key; the others continue after a colon.
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
-    "memory models api_keys key_pepper object_store weights"
+    "memory models api_keys key_pepper object_store weights batches_fed batches_open file_bytes "
+    "objects_due"
 )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,16 +47,18 @@ def running_ups() -> list[RunningUp]:
 _QUESTION = "Count from 1 to 10."  # the demo model knows the answer
 
 
-def welcome(url: str, model: str, *, has_key: bool) -> str:
-    """The text; names the variable of an API key, never the key."""
+def welcome(url: str, models: Sequence[str], *, has_key: bool) -> str:
+    """The text, with calls of the first model; names the variable of an API key, never the key."""
+    model = models[0]
     messages = [{"role": "user", "content": _QUESTION}]
     body = json.dumps({"model": model, "temperature": 0, "messages": messages})
     header = ' -H "authorization: Bearer $BATCHWAY_API_KEY"' if has_key else ""
     key = 'os.environ["BATCHWAY_API_KEY"]' if has_key else '"none"'
     imports = "import openai, os" if has_key else "import openai"
     asked = f'model="{model}", temperature=0, messages={json.dumps(messages)}'
+    served = f"model {model!r}" if len(models) == 1 else f"models {', '.join(map(repr, models))}"
     return f"""
-batchway is ready: {url} serves the model {model!r}
+batchway is ready: {url} serves the {served}
 
   curl {url}/v1/chat/completions{header} -H 'content-type: application/json' -d '{body}'
 

@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from contract.jobs import FinishReason, SamplingParams, TokenizerFiles, ToolFormat
+from contract.jobs import FinishReason, SamplingParams
+from contract.model_cards import TokenizerFiles, ToolFormat
 from workers.engine.grammar import Grammars, StepMasks
-from workers.engine.model import Chunk, Padding, PromptLogprobs, Row, RowFailed, Sample
+from workers.engine.model import Chunk, Drawn, Padding, PromptLogprobs, Row, RowFailed, Sample
 from workers.engine.sequence import Sequence
 
 # Ids below 256 are the bytes.
@@ -59,6 +60,7 @@ class HashModel:
 
     eos_token_ids = frozenset({EOS_ID})
     shares_blocks = True
+    runs_ahead = False
 
     def __init__(self, options: HashModelOptions | None = None) -> None:
         self.options = options or HashModelOptions()
@@ -90,7 +92,7 @@ class HashModel:
         for chunk in chunks:
             self._write(chunk)
         forbidden = {} if masks is None else _forbidden(chunks, masks)
-        return [self._row(chunk, forbidden.get(chunk.sequence)) for chunk in chunks]
+        return [self._row(chunk, forbidden) for chunk in chunks]
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Overwrites blocks that must not be read again."""
@@ -128,15 +130,17 @@ class HashModel:
 
     def _write(self, chunk: Chunk) -> None:
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.num_tokens
-        assert chunk.num_tokens > 0
-        assert chunk.samples == (end == len(sequence.token_ids))
-        hashes = np.array(self._prefix_hashes(sequence), dtype=np.int64)
+        assert chunk.num_known > 0
+        assert chunk.samples == (start + chunk.num_known == len(sequence.token_ids))
+        assert chunk.samples or not chunk.drafts
+        whole = chunk.drafts[-1] if chunk.drafts else sequence
+        hashes = np.array(self._prefix_hashes(whole), dtype=np.int64)
         cached_ids = self._slot_ids(sequence, 0, end)[:start]
         cached = self._slots[cached_ids].tolist()
         assert cached == sequence.token_ids[:start], "the cache holds what was computed"
         assert (self._prefixes[cached_ids] == hashes[:start]).all(), "with the same prefix"
         written_ids = self._slot_ids(sequence, start, end)
-        self._slots[written_ids] = sequence.token_ids[start:end]
+        self._slots[written_ids] = chunk.token_ids
         self._prefixes[written_ids] = hashes[start:end]
 
     def _prefix_hashes(self, sequence: Sequence) -> list[int]:
@@ -146,8 +150,21 @@ class HashModel:
             hashes.append(hash((hashes[-1] if hashes else 0, token_id)))
         return hashes
 
-    def _row(self, chunk: Chunk, forbidden: np.ndarray | None) -> Row:
-        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+    def _row(self, chunk: Chunk, forbidden: dict[Sequence, np.ndarray]) -> Row:
+        sequence = chunk.sequence
+        end = chunk.start + chunk.num_known
+        if not chunk.drafts:
+            return self._answer(chunk, sequence, end, forbidden.get(sequence))
+        rows = [
+            self._answer(chunk, supposed, end + number, forbidden.get(supposed))
+            for number, supposed in enumerate(chunk.sampled)
+        ]
+        assert all(isinstance(row, Sample | RowFailed) for row in rows)
+        return Drawn(tuple(row for row in rows if isinstance(row, Sample | RowFailed)))
+
+    def _answer(
+        self, chunk: Chunk, sequence: Sequence, end: int, forbidden: np.ndarray | None
+    ) -> Row:
         token_ids = self._slots[self._slot_ids(sequence, 0, end)].tolist()
         if self.options.crash_id in token_ids:
             raise RuntimeError("the device is lost")
@@ -170,7 +187,7 @@ class HashModel:
 
 
 def _forbidden(chunks: Seq[Chunk], masks: StepMasks) -> dict[Sequence, np.ndarray]:
-    sequences = [chunk.sequence for chunk in chunks]
+    sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
     rows, forbidden = masks.of(sequences)
     return {sequences[row]: mask for row, mask in zip(rows, forbidden, strict=True)}
 
@@ -209,7 +226,8 @@ def next_token(
         return _draw_allowed(prefix, np.flatnonzero(~forbidden).tolist())
     for salt in range(256):
         digest = hashlib.blake2b(prefix, digest_size=16, salt=salt.to_bytes(2, "little")).digest()
-        token_id = _draw(prefix_ids, int.from_bytes(digest, "little"), eos_rate)
+        number = int.from_bytes(digest, "little")
+        token_id = _draw(prefix_ids, number, eos_rate, params.top_k)
         if may_end or token_id not in stop_ids:
             return token_id
     return min(set(range(VOCAB_SIZE)) - stop_ids)
@@ -221,11 +239,14 @@ def _draw_allowed(prefix: bytes, allowed_ids: Seq[int]) -> int:
     return allowed_ids[int.from_bytes(digest, "little") % len(allowed_ids)]
 
 
-def _draw(prefix_ids: Seq[int], number: int, eos_rate: float) -> int:
-    """A token from a 128-bit number. Unfinished characters are finished first."""
+def _draw(prefix_ids: Seq[int], number: int, eos_rate: float, top_k: int) -> int:
+    """A token from a 128-bit number: one of the first `top_k` letters, if it is from 1 to 26. Else
+    unfinished characters are finished first."""
     number, ppm = number // 1_000_000, number % 1_000_000
     if ppm < eos_rate * 1_000_000:
         return EOS_ID
+    if 0 < top_k <= 26:
+        return ord("a") + number % top_k
     if _num_bytes_missing(prefix_ids) > 0:
         return 0x80 + number % 64
     number, percent = number // 100, number % 100

@@ -100,6 +100,7 @@ class Answer:
     text: dict[int, str] = field(default_factory=dict)
     finish_reason: dict[int, str | None] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    vectors: dict[int, bytes] = field(default_factory=dict)
     # For each prompt, from its second token on.
     prompts: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     ends: list[End] = field(default_factory=list)
@@ -120,6 +121,8 @@ class Answer:
             assert delta.start == len(ids), "no token is lost or repeated"
             assert self.finish_reason.get(delta.choice) is None, "nothing follows a finish"
             ids += delta.token_ids
+            if delta.vector:
+                self.vectors[delta.choice] = delta.vector
             self.text[delta.choice] = self.text.get(delta.choice, "") + delta.text
             self.finish_reason[delta.choice] = delta.finish_reason
             self.logprobs.setdefault(delta.choice, []).extend(delta.logprobs or ())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from contract.jobs import TokenizerFiles
+from contract.model_cards import PoolingCard, TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
 from workers.engine.grammar import StepMasks
 from workers.engine.limits import DEFAULT_STEP_TOKENS
@@ -45,6 +45,7 @@ class LoadedHashModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
     num_step_tokens: int = DEFAULT_STEP_TOKENS
+    pooling: PoolingCard | None = None
 
 
 def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedHashModel:

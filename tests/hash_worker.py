@@ -16,8 +16,8 @@ from workers.supervisor.supervisor import run_worker
 def hash_worker_settings(redis_url: str, **overrides: Any) -> WorkerSettings:
     """A worker of the model `m` in the namespace `test`, with a short lease."""
     engine = {"model_path": "hash", "max_num_batched_tokens": 256, **overrides.pop("engine", {})}
-    if "batching_path" in overrides:
-        overrides["batching_path"] = Path(overrides["batching_path"])
+    for name in {"batching_path", "candidate_path"} & set(overrides):
+        overrides[name] = Path(overrides[name])
     fields: dict[str, Any] = {
         "redis_url": redis_url,
         "served_model_name": "m",

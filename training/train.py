@@ -56,17 +56,38 @@ def rounds(seed: int) -> tuple[Recipe, ...]:
     )
 
 
-def build_model(seed: int) -> LlamaForCausalLM:
-    """An untrained Llama of one million parameters; its layers initially add nothing."""
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The width, depth and attention heads of a model. Heads have 32 dimensions."""
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+
+DEMO = Size(hidden=128, intermediate=384, num_layers=5, num_heads=4, num_kv_heads=2)
+TINY = Size(hidden=64, intermediate=192, num_layers=2, num_heads=2, num_kv_heads=1)
+
+
+def tiny_rounds(seed: int) -> tuple[Recipe, ...]:
+    """The training of a smaller model that is sometimes wrong, as a cascade's first member is."""
+    return (Recipe(seed=seed, num_steps=4_000),)
+
+
+def build_model(seed: int, size: Size = DEMO) -> LlamaForCausalLM:
+    """An untrained Llama, of one million parameters in the demo's size; its layers initially add
+    nothing."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=5,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_kv_heads,
             head_dim=32,
             max_position_embeddings=MAX_CONTEXT,
             rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import msgspec
 import yaml  # type: ignore[import-untyped]  # types are a separate package
 
+from contract.jobs import DEFAULT_LANES
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyName, StrategyOptions
 
 FILE_NAME = "batching.yaml"
@@ -50,6 +51,36 @@ def load(path: Path) -> BatchingConfig:
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigurationError(f"{path}: cannot be read: {exc}") from exc
     return parse(text, path.name)
+
+
+def configured(
+    options: EngineOptions, batching: Path | None, candidate: Path | None
+) -> EngineOptions:
+    """The options with the candidate's file, else with `batching`, else with that beside the model,
+    if it exists. Raises ConfigurationError, also where the candidate cannot be compared."""
+    path = batching or find(options.model_path)
+    control = options if path is None else load(path).apply(options)
+    if candidate is None:
+        return control
+    changed = load(candidate).apply(options)
+    if problems := _incomparable(control, changed):
+        raise ConfigurationError("\n".join(f"{candidate.name}: {text}" for text in problems))
+    return changed
+
+
+def _incomparable(control: EngineOptions, candidate: EngineOptions) -> list[str]:
+    """Why two configurations cannot serve one model's jobs beside each other."""
+    if msgspec.structs.replace(candidate, batching_version=control.batching_version) == control:
+        return ["both files are the same configuration, with the options of the command line"]
+    problems = [
+        f"{name}: must be the same for the control and the candidate, or they answer differently"
+        for name in ("max_model_len", "max_output_tokens")
+        if getattr(control, name) != getattr(candidate, name)
+    ]
+    names = [{lane.name for lane in options.lanes} for options in (control, candidate)]
+    if only := sorted((names[0] ^ names[1]) - set(DEFAULT_LANES)):
+        problems.append(f"lanes.{only[0]}: only one of control and candidate has it")
+    return problems
 
 
 def parse(text: str, file_name: str = FILE_NAME) -> BatchingConfig:
@@ -256,6 +287,7 @@ _FILE: Mapping[str, Rule] = {
     "token_budget": _checked(_integer(1)),
     "prefill_share": _checked(_positive_share),
     "prefix_cache": _checked(_truth),
+    "speculation": _checked(_truth),
     "kv_high_water": _checked(_positive_share),
     "max_num_seqs": _checked(_integer(1)),
     "max_model_len": _checked(_integer(1)),

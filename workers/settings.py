@@ -34,14 +34,15 @@ class WorkerSettings:
     object_store: str = ""  # a directory or s3://…; '': none
     object_min_bytes: int = 16 * 1024  # results below this stay in Redis
     batching_path: Path | None = None  # None: batching.yaml beside the model, if it exists
+    candidate_path: Path | None = None  # this worker runs it in an A/B with the file above
+    candidate_share: float = 0.5  # of the jobs, for the workers of the candidate
     metrics_port: int | None = None  # serves metrics on loopback; None: not served
 
     def engine_options(self) -> EngineOptions:
-        """The engine's options with batching.yaml as it is now. Raises ConfigurationError."""
+        """The engine's options with its file as it is now. Raises ConfigurationError."""
         from workers import configuration  # needs PyYAML, which a gateway does not have
 
-        path = self.batching_path or configuration.find(self.engine.model_path)
-        return self.engine if path is None else configuration.load(path).apply(self.engine)
+        return configuration.configured(self.engine, self.batching_path, self.candidate_path)
 
     def lane_terms(self, options: EngineOptions) -> dict[str, LaneTerms]:
         """Priorities and minimum shares of the lanes to claim from, in the order of claims.

@@ -1,9 +1,11 @@
 """The device, its timer, and its measured bandwidth and compute rate."""
 
+import gc
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -20,11 +22,7 @@ class Machine:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.is_tiny else torch.bfloat16
-
-    @property
-    def num_batched_tokens(self) -> int:
-        return 64 if self.is_tiny else 8192
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property
     def name(self) -> str:
@@ -32,14 +30,23 @@ class Machine:
             return torch.cuda.get_device_name(self.device)
         return platform.processor() or platform.machine()
 
-    def versions(self) -> dict[str, str]:
+    def about(self) -> dict[str, Any]:
+        """The device, the versions, and which products torch's own attention may choose."""
         import triton
 
+        may: Any = torch.backends.cuda
         return {
+            "device": self.name,
             "torch": torch.__version__,
             "cuda": str(torch.version.cuda),
             "triton": triton.__version__,
             "transformers": transformers.__version__,
+            "sdpa": {
+                "cudnn": may.cudnn_sdp_enabled(),
+                "flash": may.flash_sdp_enabled(),
+                "mem_efficient": may.mem_efficient_sdp_enabled(),
+                "math": may.math_sdp_enabled(),
+            },
         }
 
     def wait(self) -> None:
@@ -57,11 +64,11 @@ class Machine:
         self.wait()
         return (time.perf_counter() - start_s) / repeats
 
-    def free_bytes(self) -> int:
+    def release(self) -> None:
+        """Frees the memory of what is no longer referred to."""
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            return int(torch.cuda.mem_get_info(self.device)[0])
-        return 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,141 +1,128 @@
-"""The order of checks and timings, most important first."""
+"""What each stage measures, most important first."""
 
-import gc
-import time
+import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-import torch
-
-from bench.gpu_check.checks import Check, check_engine, check_kernels, run_check
-from bench.gpu_check.comparison import Closed, time_ours, time_strategies, time_transformers
-from bench.gpu_check.machine import Machine, measure_roofs
-from bench.gpu_check.report import Report
-from bench.gpu_check.served import serve
-from bench.gpu_check.shapes import (
-    LLAMA2_7B,
-    QWEN3_06B,
-    QWEN3_8B,
-    TINY_QWEN3,
-    Shape,
+from bench.gpu_check.checks import kernel_checks
+from bench.gpu_check.comparison import Transformers
+from bench.gpu_check.decoding import (
+    time_closed,
+    time_host_gap,
+    time_prefill,
+    time_streams,
+    warm_up,
 )
-from bench.gpu_check.timings import time_decoding, time_prefill
-
-TIME_LIMIT_S = 540.0
+from bench.gpu_check.device_profile import profile_steps
+from bench.gpu_check.machine import Machine, measure_roofs
+from bench.gpu_check.results import Results
+from bench.gpu_check.sampling import KINDS, time_sampling
+from bench.gpu_check.sanitizer import check_memory
+from bench.gpu_check.served import Served, at_once, serve
+from bench.gpu_check.shapes import Shape
+from bench.gpu_check.sizes import Sizes
+from bench.gpu_check.strategies import STRATEGIES, time_strategy
+from infra.bench.engine import run_workload
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How much to measure."""
+class Stage:
+    """What a stage works with; `folder` holds the files of all stages."""
 
-    shapes: tuple[Shape, ...]
-    compared: Shape  # against transformers' continuous batching
-    loaded: Shape  # under arrivals
-    streams: tuple[int, ...]
-    context: int
-    num_steps: int
-    num_prefill: int
-    closed: tuple[int, int, int]  # requests, prompt tokens, output tokens
-    rates: tuple[float, ...]  # requests per second
-    duration_s: float  # of arrivals
+    machine: Machine
+    sizes: Sizes
+    results: Results
+    folder: Path
 
-
-FULL = Sizes(
-    shapes=(QWEN3_8B, QWEN3_06B, LLAMA2_7B),
-    compared=QWEN3_8B,
-    loaded=LLAMA2_7B,
-    streams=(256, 128, 32, 1),
-    context=512,
-    num_steps=48,
-    num_prefill=8192,
-    closed=(128, 512, 128),
-    rates=(4.0, 16.0),
-    duration_s=12.0,
-)
-SMALL = Sizes(
-    shapes=(TINY_QWEN3,),
-    compared=TINY_QWEN3,
-    loaded=TINY_QWEN3,
-    streams=(2, 1),
-    context=10,
-    num_steps=2,
-    num_prefill=12,
-    closed=(2, 8, 3),
-    rates=(4.0,),
-    duration_s=0.5,
-)
+    def repeat(self, group: str, name: str, compute: Callable[[int], object]) -> None:
+        """Measures several times; `compute` gets the number of the repeat as its seed."""
+        for number in range(self.sizes.num_repeats):
+            self.results.measure(group, name, partial(compute, number + 1))
 
 
-class GpuCheck:
-    """Runs the plan; reports what was skipped for lack of time."""
+def _kernels(stage: Stage) -> None:
+    roofs = measure_roofs(stage.machine)
+    stage.results.put("roofs", dataclasses.asdict(roofs))
+    for name, check in kernel_checks(stage.machine):
+        stage.results.check(name, check)
 
-    def __init__(
-        self,
-        machine: Machine,
-        sizes: Sizes,
-        say: Callable[[str], None],
-        clock_s: Callable[[], float] = time.monotonic,
-        time_limit_s: float = TIME_LIMIT_S,
-    ) -> None:
-        self._machine = machine
-        self._sizes = sizes
-        self._say = say
-        self._clock_s = clock_s
-        self._end_s = clock_s() + time_limit_s
 
-    def run(self) -> Report:
-        self._say("measuring the device")
-        report = Report(self._machine, measure_roofs(self._machine))
-        self._say("checking kernels")
-        report.checks += run_check("kernels", lambda: check_kernels(self._machine))
-        for shape in self._sizes.shapes:
-            if self._has_time(report, f"{shape.name}"):
-                report.checks += run_check(shape.name, lambda s=shape: self._serve(report, s))  # type: ignore[misc]
-                self._release()
-        if self._has_time(report, "transformers' continuous batching"):
-            self._compare(report)
-        return report
+def _decoding(stage: Stage) -> None:
+    """The shape that is compared with other engines, by the default path."""
+    sizes, results = stage.sizes, stage.results
+    served = _serve(stage, sizes.decoding)
+    checked = run_workload(served.engine(), at_once(served.shape, sizes.checked, seed=0))
+    results.put("checked", [timeline.token_ids for timeline in checked.timelines])
+    results.measure("warm-up", "seconds", partial(warm_up, served, sizes))
+    # In rounds, so that each count of streams has a figure soon.
+    for number in range(sizes.num_repeats):
+        for n in sizes.streams:
+            results.measure("decoding", str(n), partial(time_streams, served, sizes, n, number + 1))
+        if number == 0:
+            stage.repeat("prefill", "prompts", partial(time_prefill, served, sizes))
+            for n in sizes.streams:
+                results.measure("host gap", str(n), partial(time_host_gap, served, sizes, n))
+    for n in sizes.streams:
+        results.measure("profile", str(n), partial(profile_steps, served, sizes, n))
+    for kind in KINDS:
+        results.measure("sampling", kind, partial(time_sampling, served, sizes, kind))
+    stage.repeat("closed", "ours", partial(time_closed, served, sizes))
 
-    def _serve(self, report: Report, shape: Shape) -> list[Check]:
-        """Measures a shape and returns its checks."""
-        sizes, name = self._sizes, shape.name
-        served = serve(shape, self._machine, lambda text: self._say(f"{name}: {text}"))
-        checks = [check_engine(served)]
-        self._say(f"{name}: timing")
-        report.decoding[name] = [
-            time_decoding(served, report.roofs, n, sizes.context, sizes.num_steps)
-            for n in sizes.streams
-        ]
-        report.prefill[name] = time_prefill(served, report.roofs, sizes.num_prefill)
-        if shape is sizes.compared:
-            report.closed[name] = Closed(sizes.closed[0], time_ours(served, *sizes.closed), None)
-        if shape is sizes.loaded and self._has_time(report, "strategies under load"):
-            report.loaded[name] = time_strategies(served, sizes.rates, sizes.duration_s)
-        return checks
 
-    def _compare(self, report: Report) -> None:
-        """transformers gets the device alone: two such models do not fit."""
-        shape, sizes = self._sizes.compared, self._sizes
-        if shape.name not in report.closed:
-            return
-        ours = report.closed[shape.name].ours
-        self._say(f"{shape.name}: transformers' continuous batching")
-        try:
-            theirs = time_transformers(shape, self._machine, *sizes.closed)
-        except Exception as exc:  # our engine's figure stays valid
-            report.closed[shape.name] = Closed(sizes.closed[0], ours, None, type(exc).__name__)
-        else:
-            report.closed[shape.name] = Closed(sizes.closed[0], ours, theirs)
-        self._release()
+def _strategies(stage: Stage) -> None:
+    sizes, results = stage.sizes, stage.results
+    served = _serve(stage, sizes.strategies)
+    results.measure("warm-up", "seconds", partial(warm_up, served, sizes))
+    for number in range(sizes.num_repeats):
+        for name in STRATEGIES:
+            timed = partial(time_strategy, served, sizes, name, number + 1)
+            results.measure("strategies", name, timed)
 
-    def _has_time(self, report: Report, what: str) -> bool:
-        if self._clock_s() < self._end_s:
-            return True
-        report.skipped.append(f"{what}: the time limit was reached")
-        return False
 
-    def _release(self) -> None:
-        """Frees the memory of a finished shape."""
-        gc.collect()
-        if self._machine.device.type == "cuda":
-            torch.cuda.empty_cache()
+def _transformers(stage: Stage) -> None:
+    """With the device to itself: two such models do not fit."""
+    sizes, results = stage.sizes, stage.results
+    model = Transformers(sizes.decoding, stage.machine)
+    if (outputs := _checked(stage.folder)) is not None:
+        prompts = [r.prompt_token_ids for r in at_once(sizes.decoding, sizes.checked, 0).requests]
+        results.check("engine's tokens", lambda: model.check(prompts, outputs))
+    # Its first run is not counted: it compiles and records.
+    for number in range(sizes.num_repeats + 1):
+        group = "closed" if number else "warm-up"
+        results.measure(group, "transformers", partial(model.tokens_per_s, sizes.closed, number))
+    model.close()
+
+
+def _sanitizer(stage: Stage) -> None:
+    check_memory(stage.results, has_gpu=stage.machine.device.type == "cuda")
+
+
+def _serve(stage: Stage, shape: Shape) -> Served:
+    results = stage.results
+    served = serve(shape, stage.machine, results.note)
+    results.put("shape", shape.name)
+    results.put("num_in", stage.sizes.num_in)
+    results.put("num_out", stage.sizes.num_out)
+    results.put("model", type(served.model).__name__)
+    return served
+
+
+def _checked(folder: Path) -> list[list[int]] | None:
+    """The engine's tokens of an earlier stage."""
+    path = folder / "decoding.json"
+    if not path.exists():
+        return None
+    found: list[list[int]] | None = json.loads(path.read_text()).get("checked")
+    return found
+
+
+PLAN: dict[str, Callable[[Stage], None]] = {
+    "kernels": _kernels,
+    "decoding": _decoding,
+    "strategies": _strategies,
+    "transformers": _transformers,
+    "sanitizer": _sanitizer,
+}

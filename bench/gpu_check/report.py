@@ -1,96 +1,203 @@
-"""The results of a check, as a table and as JSON."""
+"""The stages' figures as one page of tables. Uses only the standard library.
 
-import dataclasses
-from dataclasses import dataclass, field
+Spreads are written "median (least to most)" of the repeats.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.gpu_check.checks import Check
-from bench.gpu_check.comparison import Closed, Loaded
-from bench.gpu_check.machine import Machine, Roofs
-from bench.gpu_check.timings import Decoding, Prefill
+from infra.tables import markdown_table
+
+Figures = Mapping[str, Any]  # of a stage
+
+# vLLM 0.30's output tokens per second on an H100, by streams: given to us, not measured here.
+_GIVEN = {"Qwen3-8B": {"1": "146", "32": "3,910", "256": "13,567"}}
+_NUM_KERNELS = 10
 
 
-@dataclass(slots=True)
-class Report:
-    """Filled in during the check."""
-
-    machine: Machine
-    roofs: Roofs
-    checks: list[Check] = field(default_factory=list)
-    decoding: dict[str, list[Decoding]] = field(default_factory=dict)
-    prefill: dict[str, Prefill] = field(default_factory=dict)
-    closed: dict[str, Closed] = field(default_factory=dict)
-    loaded: dict[str, list[Loaded]] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-    def as_json(self) -> dict[str, Any]:
-        """Seconds, bytes, operations and tokens per second; shares of one."""
-        found = dataclasses.asdict(self)
-        del found["machine"]
-        about = {"device": self.machine.name, "versions": self.machine.versions()}
-        return about | {"passed": self.passed} | found
-
-    def table(self) -> str:
-        versions = ", ".join(f"{name} {text}" for name, text in self.machine.versions().items())
-        lines = [
-            f"{self.machine.name}: {versions}",
-            _row("copy", f"{self.roofs.bytes_per_s / 1e12:.2f} TB/s", "read and written"),
-            _row("matrix product", f"{self.roofs.flops / 1e12:.0f} TFLOP/s", "random data"),
-        ]
-        lines += [
-            _row(check.name, "ok" if check.passed else "FAILED", check.detail)
-            for check in self.checks
-        ]
-        for name, rows in self.decoding.items():
-            lines += [_decoding_line(name, row) for row in rows]
-        for name, prefill in self.prefill.items():
-            lines.append(
-                _row(
-                    f"{name}: prefill, {prefill.num_tokens} tokens",
-                    f"{prefill.tokens_per_s:,.0f} tok/s",
-                    f"{prefill.flops_share:.0%} of the matrix rate",
-                )
-            )
-        for name, closed in self.closed.items():
-            lines.append(_closed_line(name, closed))
-        for name, loads in self.loaded.items():
-            lines += [_loaded_line(name, load) for load in loads]
-        lines += [_row("skipped", "", reason) for reason in self.skipped]
-        return "\n".join(lines)
-
-
-def _row(what: str, figure: str, detail: str) -> str:
-    return f"{what:<48}{figure:>16}  {detail}"
-
-
-def _decoding_line(name: str, row: Decoding) -> str:
-    what = f"{name}: decode, {row.num_streams} streams"
-    if row.tokens_per_s is None:
-        return _row(what, "", "the KV does not fit")
-    return _row(
-        what,
-        f"{row.tokens_per_s:,.0f} tok/s",
-        f"{row.bandwidth_share:.0%} of the copy's bytes, {row.flops_share:.0%} of the matrix "
-        f"rate, host gap {row.host_gap_share:.1%}",
+def has_passed(stages: Mapping[str, Figures]) -> bool:
+    """Whether every check passed and every stage could measure. What fails in transformers' own
+    batching, and what did not fit into the time, does not count."""
+    ours = [figures for name, figures in stages.items() if name != "transformers"]
+    return all(check["passed"] for check in _checks(stages)) and not any(
+        figures["failed"] for figures in ours
     )
 
 
-def _closed_line(name: str, closed: Closed) -> str:
-    what = f"{name}: {closed.num_requests} requests at once"
-    if closed.transformers is None:
-        return _row(what, f"{closed.ours:,.0f} tok/s", f"transformers: {closed.reason}")
-    ratio = closed.ours / closed.transformers
-    beside = f"transformers {closed.transformers:,.0f} tok/s, ratio {ratio:.2f}"
-    return _row(what, f"{closed.ours:,.0f} tok/s", beside)
+def report(stages: Mapping[str, Figures]) -> str:
+    """Markdown. A stage that is not there yet is left out."""
+    parts = [_about(stages)]
+    roofs = stages.get("kernels", {}).get("roofs")
+    if "decoding" in stages:
+        figures = stages["decoding"]
+        theirs = stages.get("transformers", {}).get("closed", {})
+        parts += [
+            _decoding(figures, roofs),
+            _prefill(figures, roofs, theirs),
+            _sampling(figures),
+        ]
+    if "strategies" in stages:
+        parts.append(_strategies(stages["strategies"]))
+    parts.append(_check_lines(stages))
+    if "decoding" in stages:
+        parts += [
+            _profile(streams, found) for streams, found in _group(stages["decoding"], "profile")
+        ]
+    parts.append(_left_out(stages))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _loaded_line(name: str, load: Loaded) -> str:
-    return _row(
-        f"{name}: {load.strategy}, {load.requests_per_s:g} requests/s",
-        f"{load.output_tokens_per_s:,.0f} tok/s",
-        f"p50 {load.p50_s:.2f} s, p99 {load.p99_s:.2f} s of {load.num_requests} requests",
-    )
+def _about(stages: Mapping[str, Figures]) -> str:
+    found = [figures["about"] for figures in stages.values() if "about" in figures]
+    about: Figures = found[0] if found else {}
+    roofs = stages.get("kernels", {}).get("roofs")
+    names = ("torch", "cuda", "triton", "transformers")
+    line = f"{about.get('device')}: " + ", ".join(f"{n} {about.get(n)}" for n in names) + "."
+    if roofs is not None:
+        copy, product = roofs["bytes_per_s"] / 1e12, roofs["flops"] / 1e12
+        line += f" Copy {copy:.2f} TB/s, matrix product {product:.0f} TFLOP/s."
+    return line
+
+
+def _decoding(figures: Figures, roofs: Figures | None) -> str:
+    """In a step of the default path each of these streams gets a token."""
+    groups = _group(figures, "decoding")
+    rows = [
+        [
+            f"{figures.get('num_in')} tokens in, {figures.get('num_out')} out",
+            *(_streams(n) for n, _ in groups),
+        ]
+    ]
+
+    def row(name: str, cells: Sequence[str]) -> None:
+        rows.append([name, *cells])
+
+    every = [runs for _, runs in groups]
+    row("output tokens/s", [_spread([r["tokens_per_s"] for r in runs]) for runs in every])
+    if given := _GIVEN.get(figures.get("shape", "")):
+        row("vLLM 0.30 on an H100 (given, not measured)", [given.get(n, "") for n, _ in groups])
+    steady = [[run["decoding"] for run in runs if run["decoding"]] for runs in every]
+    row("step, ms", [_spread([r["step_s"] * 1e3 for r in runs], 2) for runs in steady])
+    row("mean context, tokens", [_median(runs, "mean_context", ",.0f") for runs in steady])
+    if roofs is not None:
+        for what, key in (("copy", "bytes_per_s"), ("matrix product", "flops")):
+            shares = [[r[key] / roofs[key] for r in runs] for runs in steady]
+            row(f"share of the {what}'s rate", [_percent(values) for values in shares])
+    gaps = dict(_group(figures, "host gap"))
+    row("host gap", [_percent([r["share"] for r in gaps.get(n, [])], 1) for n, _ in groups])
+    row("first token, ms, median request", [_latency(runs, "first_token_s") for runs in every])
+    row("between tokens, ms, p99", [_latency(runs, "between_tokens_s", "p99") for runs in every])
+    return _table(figures, rows) if groups else ""
+
+
+def _prefill(figures: Figures, roofs: Figures | None, theirs: Figures) -> str:
+    rows = [["throughput", "tokens/s", ""]]
+    for _, runs in _group(figures, "prefill"):
+        share = _percent([run["flops"] / roofs["flops"] for run in runs]) if roofs else ""
+        rates = _spread([run["tokens_per_s"] for run in runs])
+        rows.append(["prefill", rates, f"{share} of the matrix product's rate" if share else ""])
+    ours = dict(_group(figures, "closed")).get("ours", [])
+    others = theirs.get("transformers", [])
+    if ours:
+        rows.append(["the requests that transformers gets too, output", _spread(ours), ""])
+    if others:
+        ratio = f"{statistics.median(ours) / statistics.median(others):.2f} times" if ours else ""
+        rows.append(["transformers' continuous batching, output", _spread(others), ratio])
+    return _table(figures, rows) if len(rows) > 1 else ""
+
+
+def _sampling(figures: Figures) -> str:
+    groups = _group(figures, "sampling")
+    rows = [["sampling", "streams", "step, ms"]]
+    for kind, runs in groups:
+        steps_ms = [step_s * 1e3 for run in runs for step_s in run["steps_s"]]
+        rows.append([kind, str(runs[0]["num_streams"]), _spread(steps_ms, 2)])
+    return _table(figures, rows) if groups else ""
+
+
+def _strategies(figures: Figures) -> str:
+    groups = _group(figures, "strategies")
+    rates = {name: [run["tokens_per_s"] for run in runs] for name, runs in groups}
+    rows = [
+        ["strategy", "output tokens/s", "continuous beside it", "steps", "whole answer, s, p99"]
+    ]
+    for name, runs in groups:
+        ratio = ""
+        if name != "continuous" and "continuous" in rates:
+            median = statistics.median(rates["continuous"]) / statistics.median(rates[name])
+            ratio = f"{median:.2f} times"
+        whole = _spread([run["whole_s"]["p99"] for run in runs], 2)
+        steps = _spread([run["num_steps"] for run in runs])
+        rows.append([name, _spread(rates[name]), ratio, steps, whole])
+    return _table(figures, rows) if groups else ""
+
+
+def _check_lines(stages: Mapping[str, Figures]) -> str:
+    checks = list(_checks(stages))
+    lines = [f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed."]
+    lines += [f"- {c['name']} FAILED: {c['detail']}" for c in checks if not c["passed"]]
+    lines += [f"- {c['name']}: {c['detail']}" for c in checks if c["name"] == "engine's tokens"]
+    if state := stages.get("sanitizer", {}).get("state"):
+        lines.append(f"- compute-sanitizer: {state}")
+    return "\n".join(lines)
+
+
+def _profile(streams: str, runs: Sequence[Figures]) -> str:
+    run = runs[-1]
+    head = f"{_streams(streams)}: a step of {run['step_s'] * 1e3:.2f} ms, kernels of"
+    rows = [[f"{head} {run['device_s'] * 1e3:.2f} ms", "calls", "ms", "share"]]
+    for kernel in run["kernels"][:_NUM_KERNELS]:
+        name = kernel["name"].replace("|", " ")[:80]
+        cells = [f"{kernel['calls']:.0f}", f"{kernel['s'] * 1e3:.3f}", f"{kernel['share']:.1%}"]
+        rows.append([name, *cells])
+    return markdown_table(rows)
+
+
+def _left_out(stages: Mapping[str, Figures]) -> str:
+    lines = []
+    for name, figures in stages.items():
+        lines += [f"- {name}, not within the time: {what}" for what in figures["skipped"]]
+        lines += [f"- {name}, failed: {what}" for what in figures["failed"]]
+        lines += [f"- {name}: {text}" for text in figures.get("log", [])]
+    return "\n".join(lines)
+
+
+def _checks(stages: Mapping[str, Figures]) -> list[dict[str, Any]]:
+    return [check for figures in stages.values() for check in figures["checks"]]
+
+
+def _group(figures: Figures, name: str) -> list[tuple[str, list[Any]]]:
+    """What was measured under each name of a group, in order."""
+    return list(figures.get(name, {}).items())
+
+
+def _table(figures: Figures, rows: list[list[str]]) -> str:
+    """The shape's name stands before the heading."""
+    rows[0][0] = f"{figures.get('shape')}: {rows[0][0]}"
+    return markdown_table(rows)
+
+
+def _streams(number: str) -> str:
+    return "1 stream" if number == "1" else f"{number} streams"
+
+
+def _spread(values: Sequence[float], digits: int = 0) -> str:
+    if not values:
+        return ""
+    middle = f"{statistics.median(values):,.{digits}f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def _percent(values: Sequence[float], digits: int = 0) -> str:
+    return f"{statistics.median(values):.{digits}%}" if values else ""
+
+
+def _median(runs: Sequence[Figures], key: str, form: str) -> str:
+    return f"{statistics.median(run[key] for run in runs):{form}}" if runs else ""
+
+
+def _latency(runs: Sequence[Figures], key: str, share: str = "p50") -> str:
+    return _spread([run[key][share] * 1e3 for run in runs if run[key][share] is not None], 1)

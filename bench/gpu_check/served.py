@@ -1,81 +1,52 @@
-"""A decoder of random weights behind the engine, as in a worker; and its workloads."""
+"""A decoder of random weights behind the engine, by the loader's default path; and its requests."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.shapes import Shape, random_decoder, weight_bytes
+from infra.bench.engine import make_request
 from infra.bench.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
+from workers.engine.model import Model
+from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.messages import EngineOptions, StrategyName, StrategyOptions
-from workers.model.attention.triton_attention import TritonAttention
-from workers.model.gpu.ahead_runner import AheadRunner
-from workers.model.gpu.graphs import Compute, Graph, Record, recorder
+from workers.ipc.messages import EngineOptions, StrategyOptions
+from workers.model.checkpoint import context_length
 from workers.model.loader import wrap_decoder
-from workers.model.runner import ModelRunner
-
-MAX_STREAMS = 256
-_KV_SHARE = 0.8  # of the memory left beside the weights
 
 
-class _Replayed:
-    """Replaces a CUDA graph on a CPU: calls the recorded function."""
-
-    def __init__(self, compute: Compute) -> None:
-        self.replay = compute
-
-
-def make_recorder(machine: Machine) -> Record:
-    """Records CUDA graphs, or their replacement without a GPU."""
-    if machine.device.type == "cuda":
-        found = recorder("graphs")
-        assert found is not None
-        return found
-
-    def record(compute: Compute) -> Graph:
-        return _Replayed(compute)
-
-    return record
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Served:
-    """A prepared shape: its decoder with our kernels, and a runner."""
+    """A prepared shape: its model as a worker has it."""
 
     shape: Shape
     machine: Machine
-    runner: ModelRunner
-    ahead: AheadRunner
-    num_weight_bytes: int
-    num_parameters: int  # multiplied for each token
-    kv_bytes_per_token: int
-    max_streams: int
+    model: Model
+    options: EngineOptions
+    num_weight_bytes: int  # read in each step
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.shape.numbers["vocab_size"])
+    def num_parameters(self) -> int:
+        """Multiplied for each token."""
+        return self.num_weight_bytes // self.machine.dtype.itemsize
 
-    def engine(self, strategy: StrategyName = "continuous", num_streams: int = 0) -> Engine:
-        """A new engine over the runner, with one step in flight."""
-        num_streams = num_streams or self.max_streams
-        options = EngineOptions(
-            model_path="",
-            max_num_seqs=num_streams,
-            max_num_batched_tokens=self.machine.num_batched_tokens,
-            kv_high_water=1.0,
-            prefix_caching=False,
-            steps="ahead",
-            strategy=StrategyOptions(name=strategy, batch_size=min(32, num_streams)),
-        )
-        return build_engine(self.ahead, self.vocab_size, options)
+    def engine(self, strategy: StrategyOptions | None = None) -> Engine:
+        """A new engine, whose prefix cache is empty."""
+        options = self.options
+        if strategy is not None:
+            options = msgspec.structs.replace(options, strategy=strategy)
+        return build_engine(self.model, self.shape.vocab_size, options)
 
 
 def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
-    """Creates and prepares the decoder as the loader does. Raises ModelRefused."""
+    """Creates and prepares the decoder as the loader does, with the default options. On a CPU with
+    those that a GPU gets, as far as they run there. Raises ModelRefused."""
     sizes: list[int] = []
 
     def read() -> Any:
@@ -83,39 +54,40 @@ def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
         sizes.append(weight_bytes(decoder))
         return decoder
 
-    streams = 4 if machine.is_tiny else MAX_STREAMS
-    options = EngineOptions(
-        model_path="",
-        device=machine.device.type,
-        attention="triton",
-        kv_memory_bytes=int(machine.free_bytes() * _KV_SHARE),
-        max_num_seqs=streams,
-        max_num_batched_tokens=machine.num_batched_tokens,
+    options = EngineOptions(model_path="", device=machine.device.type)
+    if machine.device.type == "cpu":
+        small = {"kv_memory_bytes": 2**20, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+        options = msgspec.structs.replace(options, attention="triton", steps="ahead", **small)
+    config = shape.config()
+    length = context_length(config)
+    assert length is not None
+    model = wrap_decoder(
+        read, config, machine.device, machine.dtype, options, say, max_model_len=length
     )
-    length = 64 if machine.is_tiny else 4096
-    runner = wrap_decoder(
-        read, shape.config(), machine.device, machine.dtype, options, say, max_model_len=length
-    )
-    num_bytes = sizes[-1]
-    num_parameters = num_bytes // machine.dtype.itemsize
-    assert isinstance(runner, ModelRunner)
-    assert isinstance(runner.backend, TritonAttention)
-    cache = runner.cache
-    ahead = AheadRunner(
-        runner, runner.backend.prepare_rows, streams, machine.device, make_recorder(machine)
-    )
-    num_slots = (cache.num_blocks + 1) * cache.block_size
-    kv_bytes = cache.num_bytes // num_slots
-    return Served(shape, machine, runner, ahead, num_bytes, num_parameters, kv_bytes, streams)
+    return Served(shape, machine, model, options, sizes[-1])
 
 
-def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[tuple[int, ...]]:
+def random_prompts(
+    num_prompts: int, num_tokens: int, vocab_size: int, seed: int
+) -> list[tuple[int, ...]]:
     """Prompts of one length, the same at every call."""
-    generator = torch.Generator().manual_seed(num_prompts)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, vocab_size, (num_prompts, num_tokens), generator=generator)
     return [tuple(row) for row in ids.tolist()]
 
 
-def closed_workload(served: Served, num_streams: int, context: int, num_output: int) -> Workload:
-    prompts = random_prompts(num_streams, context, served.vocab_size)
-    return Workload(tuple(WorkloadRequest(prompt, num_output) for prompt in prompts))
+def at_once(shape: Shape, sizes: tuple[int, int, int], seed: int) -> Workload:
+    """`sizes`: requests, prompt tokens, output tokens."""
+    num_requests, num_in, num_out = sizes
+    prompts = random_prompts(num_requests, num_in, shape.vocab_size, seed)
+    return Workload(tuple(WorkloadRequest(prompt, num_out) for prompt in prompts))
+
+
+def requests_of(workload: Workload, **sampling: Any) -> list[Request]:
+    """Its requests; `sampling` changes their parameters."""
+    found = []
+    for number, drawn in enumerate(workload.requests):
+        request = make_request(number, drawn)
+        params = msgspec.structs.replace(request.params, **sampling)
+        found.append(dataclasses.replace(request, params=params))
+    return found

@@ -20,23 +20,32 @@ class Shape:
     def config(self) -> PretrainedConfig:
         return self.config_class(**self.numbers)
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.numbers["vocab_size"])
 
-def _qwen3(layers: int, hidden: int, heads: int, inner: int, *, tied: bool) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        config: Any = self.config()
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads: int = config.num_hidden_layers * config.num_key_value_heads
+        return 2 * heads * int(dim) * dtype.itemsize
+
+
+QWEN3_8B = Shape(
+    "Qwen3-8B",
+    Qwen3Config,
+    {
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "intermediate_size": inner,
+        "intermediate_size": 12_288,
         "vocab_size": 151_936,
         "max_position_embeddings": 40_960,
-        "tie_word_embeddings": tied,
-    }
-
-
-QWEN3_8B = Shape("Qwen3-8B", Qwen3Config, _qwen3(36, 4096, 32, 12_288, tied=False))
-QWEN3_06B = Shape("Qwen3-0.6B", Qwen3Config, _qwen3(28, 1024, 16, 3072, tied=True))
+        "tie_word_embeddings": False,
+    },
+)
 LLAMA2_7B = Shape(
     "Llama-2-7B",
     LlamaConfig,

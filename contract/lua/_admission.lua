@@ -93,6 +93,18 @@ local function meter_ms(level_now, amount, limit)
   return math.ceil((level_now + amount - limit) * 60000 / limit)
 end
 
+-- Charges the tenant's meter of tokens with the difference where a job's new lane has another price.
+function admission.reprice(tag, job, lane, now)
+  if job.metered == 0 then return end
+  local text = redis.call('HGET', job.key, 'batch_price')
+  local more = job.cost * (ledger.price(lane, text) - ledger.price(job.lane, text))
+  if more == 0 then return end
+  local key = tag .. ':tenant:' .. job.tenant
+  local found = numbers(key, {'tokens', 'tokens_ms'})
+  local used = level(found.tokens, found.tokens_ms, job.metered, now)
+  redis.call('HSET', key, 'tokens', math.max(0, used + more), 'tokens_ms', now)
+end
+
 -- The tenant's rate levels and reserved tokens, its stored bytes and those of all tenants.
 function admission.tenant(tag, tenant, terms, now)
   local found = numbers(tag .. ':tenant:' .. tenant,
@@ -118,15 +130,16 @@ function admission.rates(tenant, terms)
   return rates
 end
 
-local function tenant_refusal(pool, lane_rate, tenant, line_tokens, cost, terms)
+local function tenant_refusal(pool, lane_rate, tenant, line_tokens, job, terms)
+  local cost, metered = job.cost, job.cost * job.price
   if terms.max_tenant_bytes > 0 and tenant.stored + terms.stored_bytes > terms.max_tenant_bytes then
     return 'stored_bytes', UNKNOWN
   end
   if terms.requests_per_min > 0 and tenant.requests + 1 > terms.requests_per_min then
     return 'requests_per_min', meter_ms(tenant.requests, 1, terms.requests_per_min)
   end
-  if terms.tokens_per_min > 0 and tenant.tokens + cost > terms.tokens_per_min then
-    return 'tokens_per_min', meter_ms(tenant.tokens, cost, terms.tokens_per_min)
+  if terms.tokens_per_min > 0 and tenant.tokens + metered > terms.tokens_per_min then
+    return 'tokens_per_min', meter_ms(tenant.tokens, metered, terms.tokens_per_min)
   end
   local concurrent = terms.concurrent_tokens
   if concurrent > 0 and tenant.reserved + cost > concurrent then
@@ -169,13 +182,15 @@ local function serves_lane(pool, lane)
   return pool.lanes == '' or string.find(' ' .. pool.lanes .. ' ', ' ' .. lane .. ' ', 1, true)
 end
 
--- Evaluates a job (tenant, model, lane) and sets its cost and weight. Returns the tenant's levels, the
--- work ahead, wait and service time in ms, and where the job is refused {reason, limit, ms until a
--- retry may succeed} and in `promised` the earliest retry time of the next job of its tenant queue.
+-- Evaluates a job (tenant, model, lane) and sets its cost, price and weight. Returns the tenant's
+-- levels, the work ahead, wait and service time in ms, and where the job is refused {reason, limit, ms
+-- until a retry may succeed} and in `promised` the earliest retry time of the next job of its tenant
+-- queue.
 function admission.evaluate(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
   local output, basis = ledger.predicted_output(tag, job, terms)
   job.cost = terms.prompt_tokens + output
+  job.price = ledger.price(job.lane, terms.batch_price)
   job.weight = readable_weight(terms.weight)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
     {'jobs', 'tokens'})
@@ -197,11 +212,14 @@ function admission.evaluate(tag, job, terms, now)
     return found
   end
   if not serves_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
-  if pool.live == 0 and terms.needs_worker then return refused('no_workers', '', UNKNOWN) end
+  if pool.live == 0 and terms.needs_worker then
+    found.refusal = {'no_workers', '', pools.start_ms(pool, now)}  -- no promise: it may have room for all
+    return found
+  end
   if terms.max_bytes > 0 and tenant.all_stored + terms.stored_bytes > terms.max_bytes then
     return refused('storage_full', '', UNKNOWN)
   end
-  local limit, retry_ms = tenant_refusal(pool, lane_rate, tenant, line.tokens, job.cost, terms)
+  local limit, retry_ms = tenant_refusal(pool, lane_rate, tenant, line.tokens, job, terms)
   if limit then return refused('tenant_quota', limit, retry_ms) end
   limit, retry_ms = lane_refusal(pool, lane_rate, ahead, wait, job.cost, terms)
   if limit then return refused('lane_full', limit, retry_ms) end

@@ -9,7 +9,7 @@ local MIN_LENGTHS = 5  -- outputs after which their lengths predict others
 
 -- Whether the job's stream is its tenant's queue: not the lane's returned jobs, not the suspects.
 local function is_in_tenant_queue(job)
-  return job.stream == 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
+  return job.stream == tenant_stream(job)
 end
 
 local function tenant_queue_key(tag, job)
@@ -58,8 +58,14 @@ local function state_contributions(job, what)
   return added
 end
 
+-- What an unfinished job reserves of its tenant's tokens: nothing where a flow's job, which called it,
+-- has reserved them.
+local function reserved_tokens(job)
+  return job.part == 'child' and 0 or job.cost
+end
+
 local function reservation(job)
-  return {'tenant:' .. job.tenant .. ' reserved', job.cost}
+  return {'tenant:' .. job.tenant .. ' reserved', reserved_tokens(job)}
 end
 
 -- What an unfinished job adds to all counters.
@@ -153,11 +159,12 @@ local function lengths(tag, model, lane, tenant)
   return tonumber(estimate or 0), tonumber(seen or 0)
 end
 
--- Predicted output tokens of a job: what its caller expects; else the 90th percentile of the tenant's
+-- Predicted output tokens of a job: none where it may have none; what its caller expects; else the 90th percentile of the tenant's
 -- outputs in the lane, or of all tenants' there, times the number of choices; else, where fewer than
 -- MIN_LENGTHS were seen, the cap. And which of them it is: expected, learned or cap.
 function ledger.predicted_output(tag, job, terms)
   local max_tokens, choices, expected = terms.max_tokens, terms.choices, terms.expected_tokens or 0
+  if max_tokens == 0 then return 0, 'expected' end
   if expected > 0 then return math.min(max_tokens, expected), 'expected' end
   for _, tenant in ipairs({job.tenant, ''}) do
     local estimate, seen = lengths(tag, job.model, job.lane, tenant)
@@ -191,10 +198,18 @@ end
 -- Reserves a new job's cost with its tenant.
 function ledger.reserve(tag, job)
   local tenant = tag .. ':tenant:' .. job.tenant
-  if redis.call('HINCRBY', tenant, 'reserved', job.cost) == job.cost then
+  local tokens = reserved_tokens(job)
+  if redis.call('HINCRBY', tenant, 'reserved', tokens) == tokens and tokens > 0 then
     redis.call('PERSIST', tenant)  -- without reservations the key expires
   end
   if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), 1) end
+end
+
+-- What a token of a job counts in its tenant's meter of tokens: in the lane `batch` its submission's
+-- `batch_price`, from 0 to 1; elsewhere, and where the text is no such price, 1.
+function ledger.price(lane, text)
+  local price = lane == 'batch' and tonumber(text or 1)
+  return price and price >= 0 and price <= 1 and price or 1
 end
 
 -- Settles a job's cost at its end: charges the tokens used and refunds the rest. The charge may exceed
@@ -205,11 +220,12 @@ function ledger.settle(tag, job, status)
   redis.call('HSET', job.key, 'charge', charge, 'refund', refund)
   fairness.settle(tag, job, charge)
   local tenant = tag .. ':tenant:' .. job.tenant
-  if job.metered == 1 then
+  if job.metered > 0 then
     local used = tonumber(redis.call('HGET', tenant, 'tokens') or 0)
-    redis.call('HSET', tenant, 'tokens', math.max(0, used - refund))
+    local price = ledger.price(job.lane, redis.call('HGET', job.key, 'batch_price'))
+    redis.call('HSET', tenant, 'tokens', math.max(0, used - refund * price))
   end
-  if redis.call('HINCRBY', tenant, 'reserved', -job.cost) <= 0 then
+  if redis.call('HINCRBY', tenant, 'reserved', -reserved_tokens(job)) <= 0 then
     redis.call('PEXPIRE', tenant, TENANT_TTL_MS)
   end
   if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), -1) end

@@ -1,11 +1,14 @@
 -- The workers of a model and the rates at which they drain its lanes. tests/model/reference_pools.py is
 -- the same in Python. The hash `pool:<model>` holds a worker's average rates and capacity, the lanes,
 -- most urgent first, their minimum shares, and for each lane `used:<lane>`: `<window> <tokens claimed in
--- it> <tokens claimed in the window before>`.
+-- it> <tokens claimed in the window before>`; `ready_at` and `start_ms` are those of contract/starts.py,
+-- which the reference lacks.
 local UNKNOWN = -1
 local WORKER_TTL_MS = 15000  -- a worker is live until this long after its last heartbeat
 local POOL = {'tokens_per_s', 'stream_tokens_per_s', 'max_tokens', 'max_jobs'}
 local WINDOW_MS = 10000
+local OVERDUE_MS = 60000  -- an announced worker is no longer expected so long after its time
+local OVERDUE_RETRY_MS = 1000
 local MIN_SHARE = 0.05  -- of the rate, assumed for a lane that more urgent lanes leave nothing
 
 local pools = {}
@@ -36,6 +39,7 @@ function pools.find(tag, model, now)
   for i = 1, #flat, 2 do known[flat[i]] = flat[i + 1] end
   for _, name in ipairs(POOL) do pool[name] = tonumber(known[name] or 0) end
   pool.lanes = known.lanes or ''
+  pool.ready_at = tonumber(known.ready_at or 0) or 0
   pool.live = redis.call('ZCOUNT', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf')
   pool.rate = pool.tokens_per_s * math.max(1, pool.live)  -- without live workers, the rate of the first one
   local shares = string.gmatch(known.shares or '', '%S+')
@@ -68,6 +72,12 @@ function pools.available_rates(pool, lane, used, kept)
     left = math.max(pool.rate * (1 - kept) - used, MIN_SHARE * pool.rate),
     own = (pool.shares[lane] or 0) * pool.rate,
   }
+end
+
+-- ms until the next worker is ready; UNKNOWN where none is announced, or none came.
+function pools.start_ms(pool, now)
+  if now > pool.ready_at + OVERDUE_MS then return UNKNOWN end
+  return math.max(pool.ready_at - now, OVERDUE_RETRY_MS)
 end
 
 -- ms that a job runs; 0 where unknown, so that no job is refused for it.

@@ -5,7 +5,7 @@ local MAX_PASSED = 8   -- jobs that may be claimed ahead of a job that waits in 
 local MAX_SKIPPED = 4  -- jobs of one stream that a search passes over
 local WINDOW = 16      -- entries that a search reads
 local FAIR_WINDOW = 64     -- entries that a search reads for tenants below their share
-local MAX_TENANTS = 8  -- of a lane, whose queues are searched
+local MAX_TENANTS = 8  -- of a lane, whose queues are searched, or read at once
 
 local function last_delivered(key)
   local group = redis.call('XINFO', 'GROUPS', key)[1] or {}
@@ -58,16 +58,36 @@ local function find_fit(tag, key, room, skipped, fair)
   return nil
 end
 
--- The next job of a lane that fits: returned jobs first, then tenants by their counters. As find_fit.
-local function next_in_lane(tag, model, lane, room, skipped)
-  local found, is_blocked = find_fit(tag, lane_key(tag, 'back', model, lane), room, skipped)
-  if found or is_blocked then return found, is_blocked end
-  local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane), 0, MAX_TENANTS - 1)
-  for _, tenant in ipairs(tenants) do
-    found, is_blocked = find_fit(tag, lane_key(tag, 'q', model, lane) .. ':' .. tenant, room, skipped)
+-- What `find` returns for the first of a lane's tenants, by their counters, for which it returns
+-- anything. `searched`: see ab.searched.
+local function first_of_tenants(tag, model, lane, searched, find)
+  local active = lane_key(tag, 'active', model, lane)
+  for first = 0, searched.most - 1, MAX_TENANTS do
+    local tenants = redis.call('ZRANGE', active, first, first + MAX_TENANTS - 1)
+    for _, tenant in ipairs(tenants) do
+      local found, is_blocked = find(tenant)
+      if found or is_blocked then return found, is_blocked end
+    end
+    if #tenants < MAX_TENANTS then return nil end
+  end
+end
+
+-- A tenant's next job that fits, as find_fit.
+local function next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
+  local queue = lane_key(tag, 'q', model, lane) .. ':' .. tenant
+  for _, stream_end in ipairs(searched) do
+    local found, is_blocked = find_fit(tag, queue .. stream_end, room, skipped)
     if found or is_blocked then return found, is_blocked end
   end
-  return nil
+end
+
+-- The next job of a lane that fits: returned jobs first, then tenants by their counters. As find_fit.
+local function next_in_lane(tag, model, lane, room, skipped, searched)
+  local found, is_blocked = find_fit(tag, lane_key(tag, 'back', model, lane), room, skipped)
+  if found or is_blocked then return found, is_blocked end
+  return first_of_tenants(tag, model, lane, searched, function(tenant)
+    return next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
+  end)
 end
 
 -- Marks an entry as pending; the first one also becomes the last delivered id.

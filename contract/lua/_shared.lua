@@ -67,10 +67,12 @@ local JOB_FIELDS = {
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
   'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
+  'part', 'arm',
 }
 
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 
+local ab = {}  -- two configurations side by side; _ab.lua
 local ledger = {}  -- accounts for jobs' costs; _ledger.lua
 local outbox = {}  -- callback messages; _outbox.lua
 local recount = {}  -- checks counters and lists; _recount.lua
@@ -160,8 +162,13 @@ local function add_entry(key, job)
   return redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
 end
 
--- Appends a job to a queue stream: `q:<model>:<lane>:<tenant>`, `back:<model>:<lane>` or
--- `q:<model>:suspect`. `record`: further fields to set, {field, value, …}.
+-- The stream in which a tenant's jobs of a lane and an arm (_ab.lua) wait.
+local function tenant_stream(job)
+  return 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant .. ab.stream_end(job.arm)
+end
+
+-- Appends a job to a queue stream: its tenant's, `back:<model>:<lane>` or `q:<model>:suspect`; sets
+-- also the fields `record`, {field, value, …}.
 local function enqueue(tag, job, stream, record)
   job.stream = stream
   job.entry = add_entry(tag .. ':' .. stream, job)
@@ -238,8 +245,10 @@ end
 
 -- Ends a job: appends the terminal event, settles the cost, and updates record, queue, counters,
 -- callback and expiry. `result` (msgpack ObjectRef, '': none) names the object that holds the log before
--- the end, which is then deleted here.
+-- the end, which is then deleted here. `job.all_prompt_tokens`: of all calls of a flow; nil: its own.
 local function terminal(tag, job, status, code, message, now, result)
+  local own_prompt_tokens = job.prompt_tokens
+  job.prompt_tokens = job.all_prompt_tokens or own_prompt_tokens
   log_event(tag, job,
     cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
   if result and result ~= '' then
@@ -251,7 +260,13 @@ local function terminal(tag, job, status, code, message, now, result)
   end
   ledger.settle(tag, job, status)
   totals.ended(tag, job, status, now)
+  ab.ended(tag, job, status, now)
+  if job.all_prompt_tokens then
+    redis.call('HSET', job.key, 'prompt_tokens', job.all_prompt_tokens)
+    job.prompt_tokens = own_prompt_tokens  -- as the counters have it
+  end
   dequeue(tag, job)
+  job.prompt_tokens = job.all_prompt_tokens or own_prompt_tokens
   redis.call('ZREM', tag .. ':deadlines', job.id)
   redis.call('ZREM', tag .. ':attended', job.id)
   redis.call('HSET', job.key, 'state', status, 'code', code, 'message', message,

@@ -22,11 +22,17 @@ local function add_all(tag, model, gains)
   redis.call('HSET', key, unpack(gains))
 end
 
--- Adds an observation to a latency histogram, and a value to another field.
-local function observe(tag, job, metric, ms, field, value)
-  local bucket, name = 1, metric .. ':' .. job.lane
+-- Adds an observation to a latency histogram, and with `field` a value to another field.
+function totals.observe(tag, model, series, ms, field, value)
+  local bucket = 1
   while LATENCY_BOUNDS_MS[bucket] and ms > LATENCY_BOUNDS_MS[bucket] do bucket = bucket + 1 end
-  add_all(tag, job.model, {field, value, name .. ':' .. bucket, 1, name .. ':sum', ms * 1000})
+  local gains = {series .. ':' .. bucket, 1, series .. ':sum', ms * 1000}
+  if field then gains[5], gains[6] = field, value end
+  add_all(tag, model, gains)
+end
+
+local function observe(tag, job, metric, ms, field, value)
+  totals.observe(tag, job.model, metric .. ':' .. job.lane, ms, field, value)
 end
 
 function totals.age(job, now)

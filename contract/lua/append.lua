@@ -4,7 +4,8 @@
 --       4… job ids
 -- items  for each job an ITEM: epoch, output tokens in the event, the event (msgpack, '': none), its
 --       number (as text), '' or 'succeeded' or 'failed'. The latter two are followed by an END: error
---       code, error message, the object that holds the log before the end (msgpack ObjectRef, '': none)
+--       code, error message, the object that holds the log before the end (msgpack ObjectRef, '': none),
+--       the prompt tokens of all calls of a flow (0: of the job's own prompt)
 -- reply {job's index from 1, verdict, number, index, verdict, …} for the jobs whose event was not
 --       simply appended under its number
 --       'OK', next event number    also ended, or appended before
@@ -17,7 +18,7 @@
 -- written in one command for all jobs; packed arguments cost less than one argument per value. A job's
 -- first output, its end and refusals use the job's record (append_one).
 local ITEM = '<I4I4I4c0ss'
-local END = '<sI4c0I4c0'
+local END = '<sI4c0I4c0I4'
 local MAX_ARGUMENTS = 1000  -- arguments of one command
 local FIRST_ID = 4  -- argument
 
@@ -75,6 +76,7 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
   if item.fin == '' then
     table.insert(renewed, item.id)
   else
+    if item.prompt_tokens > 0 then job.all_prompt_tokens = item.prompt_tokens end
     terminal(tag, job, item.fin, item.code, item.message, now, item.result)
   end
   return 'OK', job.next
@@ -168,7 +170,8 @@ local function append(keys, argv)
       local item = {id = id, epoch = epoch, number = tonumber(number), event = event,
         num_tokens = num_tokens, fin = fin, packed = stored}
       if fin ~= '' then
-        item.code, item.message, item.result, from = struct.unpack(END, packed_items, from)
+        item.code, item.message, item.result, item.prompt_tokens, from =
+          struct.unpack(END, packed_items, from)
       end
       local verdict, verdict_number = append_one(tag, now, incarnation, item, gains_by_lane, renewed)
       if verdict ~= 'OK' or verdict_number ~= item.number + 1 then

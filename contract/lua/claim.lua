@@ -6,7 +6,8 @@
 -- until it is idle, and then that job alone.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most
---       6 '1' where the worker is idle  7 version of its configuration
+--       6 '1' where the worker is idle
+--       7 version of its configuration, then ` candidate` where that is the candidate (_ab.lua)
 --       8… lanes, most urgent first: name, then `<minimum share of the claimed tokens>` or
 --          `<share> <slots> <tokens> <deficit slots>`: the call claims a job of the lane only while it
 --          has filled fewer than `slots` over all lanes and one choice of the job fits into the tokens
@@ -78,30 +79,29 @@ end
 
 -- The next job of a tenant below its share of a lane's slots, returned jobs first; adds the jobs that it
 -- passes over to `skipped`.
-local function next_below_share(tag, model, lane, skipped)
+local function next_below_share(tag, model, lane, skipped, searched)
   local passed = {}
   local found = find_fit(tag, lane_key(tag, 'back', model, lane.name), 0, passed, lane.fair)
   if found then
     for _, id in ipairs(passed) do table.insert(skipped, id) end
     return found
   end
-  local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane.name), 0, MAX_TENANTS - 1)
-  for _, tenant in ipairs(tenants) do
+  return (first_of_tenants(tag, model, lane.name, searched, function(tenant)
     local room = fairness.tenant_room(tag, lane.fair, tenant)
     if room > 0 then
-      local passed, line = {}, lane_key(tag, 'q', model, lane.name) .. ':' .. tenant
-      found = find_fit(tag, line, room, passed)
+      local passed = {}
+      found = next_of_tenant(tag, model, lane.name, tenant, room, passed, searched)
       if found then
         for _, id in ipairs(passed) do table.insert(skipped, id) end
         found.tenant = tenant
         return found
       end
     end
-  end
+  end))
 end
 
 -- The job to claim next, and its lane; adds the jobs that it passes over to `skipped`.
-local function choose(tag, model, lanes, num_filled, skipped)
+local function choose(tag, model, lanes, num_filled, skipped, searched)
   for _, lane in ipairs(lanes) do
     local deficit = 0
     if num_filled < lane.slots and lane.num_taken < lane.max_deficit_slots and lane.share > 0 then
@@ -109,7 +109,7 @@ local function choose(tag, model, lanes, num_filled, skipped)
     end
     if deficit > 0 then
       local passed = {}
-      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, passed)
+      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, passed, searched)
       if is_blocked then return nil end
       if found and found.cost <= deficit then
         for _, id in ipairs(passed) do table.insert(skipped, id) end
@@ -119,10 +119,10 @@ local function choose(tag, model, lanes, num_filled, skipped)
   end
   for _, lane in ipairs(lanes) do
     if lane.slots > num_filled then
-      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped)
+      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped, searched)
       if found or is_blocked then return found, lane.name end
     elseif lane.slots == 0 and lane.fair then
-      local found = next_below_share(tag, model, lane, skipped)
+      local found = next_below_share(tag, model, lane, skipped, searched)
       if found then return found, lane.name end
     end
   end
@@ -148,16 +148,18 @@ end
 local function claim(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
   local now, lanes = now_ms(), lanes_of(tag, argv)
+  local config, is_candidate = string.match(argv[7], '^(%S*)( ?)')
   if has_turn(tag, model, incarnation, lease_ms, now) then
-    return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, argv[7])
+    return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, config)
       or {}
   end
-  local claimed, num_filled = {}, 0
+  local claimed, num_filled, searched = {}, 0, nil
   while has_waiting(tag, model, lanes) do
     local skipped = {}
-    local found, lane = choose(tag, model, lanes, num_filled, skipped)
+    searched = searched or ab.searched(tag, model, is_candidate ~= '', now)
+    local found, lane = choose(tag, model, lanes, num_filled, skipped, searched)
     if not found then break end
-    local job = claim_job(tag, found, incarnation, lease_ms, now, argv[7])
+    local job = claim_job(tag, found, incarnation, lease_ms, now, config)
     if job then
       for _, served in ipairs(lanes) do
         served.room = served.room - found.cost

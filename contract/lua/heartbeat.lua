@@ -1,7 +1,7 @@
 -- heartbeat: reports that a worker is alive and renews the leases of its jobs.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'draining' (claims no more jobs) | 'gone'
---       5 status of its jobs and KV blocks (JSON)
+--       5 status of its jobs and KV blocks, its configuration (JSON)
 --       6 tokens per second of the worker, 7 of one stream (0: not measured)
 --       8 tokens, 9 jobs that it holds at most (0: unknown)
 --       10 lanes that it serves, most urgent first: `<lane>` or `<lane>=<minimum share>`, separated by
@@ -49,6 +49,7 @@ local function heartbeat(keys, argv)
   else
     if argv[4] == 'up' then
       redis.call('ZADD', workers, now, incarnation)
+      ab.report(tag, model, argv[5], now, lease_ms)
     else
       redis.call('ZREM', workers, incarnation)
     end

@@ -21,6 +21,7 @@ local function reprioritise(keys, argv)
       'moved ' .. job.id .. ' ' .. lane .. ' ' .. job.deadline - now)
   end
   if argv[3] == '' or argv[3] == job.lane then return {'OK'} end
+  admission.reprice(tag, job, argv[3], now)
   if job.state == 'queued' then
     local suspect = string.find(job.stream, ':suspect$')
     dequeue(tag, job)
@@ -30,7 +31,7 @@ local function reprioritise(keys, argv)
     if suspect then
       enqueue(tag, job, job.stream)
     else
-      enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant)
+      enqueue(tag, job, tenant_stream(job))
     end
   else
     ledger.count(tag, job, 'running', -1)

@@ -19,8 +19,10 @@ local function oldest_wait(tag, model, lane, now)
   local oldest = first_created(tag, lane_key(tag, 'back', model, lane)) or now
   local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane), 0, MAX_LINES - 1)
   for _, tenant in ipairs(tenants) do
-    local created = first_created(tag, lane_key(tag, 'q', model, lane) .. ':' .. tenant)
-    oldest = math.min(oldest, created or now)
+    for _, stream_end in pairs(STREAM_ENDS) do
+      local queue = lane_key(tag, 'q', model, lane) .. ':' .. tenant .. stream_end
+      oldest = math.min(oldest, first_created(tag, queue) or now)
+    end
   end
   return now - oldest
 end

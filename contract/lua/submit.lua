@@ -8,11 +8,13 @@
 --       lane_tokens, lane_wait_ms (bounds of the lane; 0: none),
 --       weight (of the tenant, from now on; absent: 1),
 --       requests_per_min, tokens_per_min, concurrent_tokens (limits of the tenant; 0: none),
+--       batch_price (of a token in the lane `batch`, in the meter of tokens: 0 to 1; absent: 1),
 --       lane_share (share of lane_tokens that the tenant's waiting jobs may use; 0: all),
 --       stored_bytes (of the job until it is forgotten), max_tenant_bytes, max_bytes
 --       (bounds of the stored bytes of its tenant, of all tenants; 0: none),
 --       needs_worker (refuse without a live worker), cold_ms (until a first worker is up),
 --       is_stored (the object store holds its prompt),
+--       part ('parent': a flow's job, 'child': a call of one, which its parent has reserved; '': neither),
 --       callback_to (destination, '': no callback), callback_started (send a message at the start),
 --       callback_every (output tokens between progress messages; 0: none)
 --       7 metadata (msgpack map, '': none)  8 callback (msgpack, '': none)
@@ -41,6 +43,7 @@ end
 local function accept(tag, job, terms, argv, found, now)
   local deadline, tenant = now + terms.deadline_ms, found.tenant
   job.deadline = deadline
+  job.arm = ab.assign(tag, job.model, job.id, now)
   local record = {'v', terms.version, 'tenant', job.tenant, 'model', job.model,
     'lane', job.lane, 'epoch', 0, 'attempt', 0, 'releases', 0, 'lapses', 0, 'crashes', 0,
     'next', 1, 'hash', '00000000', 'tokens', 0, 'cost', job.cost,
@@ -49,8 +52,13 @@ local function accept(tag, job, terms, argv, found, now)
     'max_attempts', terms.max_attempts, 'deadline', deadline, 'ttl_ms', terms.ttl_ms,
     'created', now, 'attendance', terms.attendance_ms, 'cold_ms', terms.cold_ms,
     'predicted', found.wait,
-    'metered', terms.tokens_per_min > 0 and 1 or 0, 'job', argv[5],
+    'metered', terms.tokens_per_min, 'job', argv[5],
     'metadata', argv[7], 'has_objects', terms.is_stored and '1' or ''}
+  if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end
+  if (terms.batch_price or 1) ~= 1 then
+    redis.call('HSET', job.key, 'batch_price', terms.batch_price)
+  end
+  if job.arm ~= '' then redis.call('HSET', job.key, 'arm', job.arm) end
   if terms.callback_to ~= '' then
     redis.call('HSET', job.key, 'callback', argv[8], 'callback_to', terms.callback_to,
       'callback_started', terms.callback_started and 1 or 0,
@@ -66,11 +74,11 @@ local function accept(tag, job, terms, argv, found, now)
   ledger.store(tag, job, terms.stored_bytes)
   for _, what in ipairs({'requests', 'tokens'}) do
     if terms[what .. '_per_min'] > 0 then
-      tenant[what] = tenant[what] + (what == 'tokens' and job.cost or 1)
+      tenant[what] = tenant[what] + (what == 'tokens' and job.cost * job.price or 1)
       redis.call('HSET', tag .. ':tenant:' .. job.tenant, what, tenant[what], what .. '_ms', now)
     end
   end
-  enqueue(tag, job, 'q:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant, record)
+  enqueue(tag, job, tenant_stream(job), record)
 end
 
 local function submit(keys, argv)
@@ -80,6 +88,7 @@ local function submit(keys, argv)
   }
   local reply, idem = known(tag, job, terms)
   if reply then return reply end
+  job.part = terms.part
   if is_memory_full(tag) then return {'MEMORY_FULL'} end
   local found = admission.evaluate(tag, job, terms, now)
   if found.refusal then

@@ -58,7 +58,9 @@ local function requeue_lapsed(tag, now, limit)
     local job = load_job(tag, id)
     if job and (job.state == 'claimed' or job.state == 'streaming') then
       redis.call('HSET', job.key, 'lapses', job.lapses + 1)
-      if job.lapses == 0 then requeue(tag, job) else requeue_as_suspect(tag, job) end
+      -- What runs flows runs no engine that a job could kill.
+      local is_suspect = job.lapses > 0 and job.part ~= 'parent'
+      if is_suspect then requeue_as_suspect(tag, job) else requeue(tag, job) end
       return true
     end
   end)

@@ -6,6 +6,7 @@ machines, and the secret that signs URLs.
 
 import hashlib
 import hmac
+import io
 import os
 import secrets
 import shutil
@@ -13,10 +14,18 @@ import time
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlencode
 
 from contract.jobs import ObjectRef
-from contract.payloads.store import PayloadLost, PayloadUnavailable, check_place, checked, reference
+from contract.payloads.store import (
+    PayloadLost,
+    PayloadUnavailable,
+    check_place,
+    checked,
+    is_key,
+    reference,
+)
 
 _IDENTITY = ".store"
 _ID_CHARS = 16
@@ -36,18 +45,33 @@ class DirectoryStore:
 
     def put(self, key: str, data: bytes) -> ObjectRef:
         ref = reference(self.name, key, data)
+        self.write(key, io.BytesIO(data))
+        return ref
+
+    def write(self, key: str, content: BinaryIO) -> None:
+        assert is_key(key), key
         path = self._path / key
         partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            _write(partial, data)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(partial, content)
             partial.replace(path)
             _sync(path.parent)
         except OSError as exc:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise PayloadUnavailable(f"cannot write an object: {exc.strerror}") from exc
-        return ref
+
+    def read(self, key: str, start: int, num_bytes: int) -> bytes:
+        assert is_key(key), key
+        try:
+            with (self._path / key).open("rb") as file:
+                file.seek(start)
+                return file.read(num_bytes)
+        except FileNotFoundError as exc:
+            raise PayloadLost(f"object {key} is not there") from exc
+        except OSError as exc:
+            raise PayloadUnavailable(f"cannot read an object: {exc.strerror}") from exc
 
     def get(self, ref: ObjectRef) -> bytes:
         check_place(self.name, ref)
@@ -111,7 +135,7 @@ class DirectoryStore:
             self._path.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 partial = path.with_name(f"{_IDENTITY}.{secrets.token_hex(8)}.part")
-                _write(partial, secrets.token_hex(_ID_CHARS // 2 + 32).encode())
+                _write(partial, io.BytesIO(secrets.token_hex(_ID_CHARS // 2 + 32).encode()))
                 with suppress(FileExistsError):
                     os.link(partial, path)  # atomic; fails where another process was faster
                 partial.unlink()
@@ -122,11 +146,11 @@ class DirectoryStore:
             ) from exc
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, content: BinaryIO) -> None:
     """Writes and syncs a file: objects must be as durable as the jobs that refer to them."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "wb") as file:
-        file.write(data)
+        shutil.copyfileobj(content, file)
         file.flush()
         os.fsync(file.fileno())
 

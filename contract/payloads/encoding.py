@@ -1,8 +1,8 @@
 """Encodes what the objects of jobs hold.
 
 A prompt's object holds the token ids in msgpack, as a job's record does. A result's object holds in
-JSON the answer's texts, for readers of its URL, and the log, from which a gateway serves results
-and streams.
+JSON the answer's texts or vectors, for readers of its URL, and the log, from which a gateway serves
+results and streams.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,12 +15,13 @@ from contract.payloads.store import PayloadLost
 
 
 class ResultChoice(msgspec.Struct, kw_only=True):
-    """A choice's complete output."""
+    """A choice's complete output; of a prefill-only job a prompt's vector, in base64."""
 
     index: int
     text: str = ""
     token_ids: list[int] = []
     finish_reason: str | None = None
+    vector: bytes = b""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +72,7 @@ def _choices(number: int, entries: Iterable[LogEntry]) -> list[ResultChoice]:
             choice.text += delta.text
             choice.token_ids += delta.token_ids
             choice.finish_reason = delta.finish_reason or choice.finish_reason
+            choice.vector = delta.vector
     return choices
 
 

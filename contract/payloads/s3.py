@@ -7,16 +7,28 @@ lifecycle, which the operator sets, expires old objects.
 
 import importlib
 from functools import cached_property
-from typing import Any
+from typing import Any, BinaryIO
 
 from contract.jobs import ObjectRef
-from contract.payloads.store import PayloadLost, PayloadUnavailable, check_place, checked, reference
+from contract.payloads.store import (
+    PayloadLost,
+    PayloadUnavailable,
+    check_place,
+    checked,
+    is_key,
+    reference,
+)
 
 _CONNECT_TIMEOUT_S = 2.0
 _READ_TIMEOUT_S = 10.0
 _ATTEMPTS = 3
 _MISSING = ("NoSuchKey", "404")
+_PAST_THE_END = ("InvalidRange", "416")
 _PAGE = 1000  # keys of one deletion
+
+
+class _OutOfRange(Exception):
+    """An object ends before the range."""
 
 
 class S3Store:
@@ -35,12 +47,31 @@ class S3Store:
 
     def get(self, ref: ObjectRef) -> bytes:
         check_place(self.name, ref)
-        found = self._call("get_object", Key=self._prefix + ref.key)
+        return checked(ref, self._read(ref.key))
+
+    def write(self, key: str, content: BinaryIO) -> None:
+        """In parts of 8 MB, one at a time."""
+        assert is_key(key), key
+        transfer = importlib.import_module("boto3.s3.transfer")
+        config = transfer.TransferConfig(use_threads=False)
+        self._call("upload_fileobj", Fileobj=content, Key=self._prefix + key, Config=config)
+
+    def read(self, key: str, start: int, num_bytes: int) -> bytes:
+        assert is_key(key), key
+        if not num_bytes:
+            return b""
+        try:
+            return self._read(key, Range=f"bytes={start}-{start + num_bytes - 1}")
+        except _OutOfRange:
+            return b""
+
+    def _read(self, key: str, **arguments: str) -> bytes:
+        found = self._call("get_object", Key=self._prefix + key, **arguments)
         try:
             data: bytes = found["Body"].read()
         except Exception as exc:  # botocore's stream raises errors of several libraries
             raise PayloadUnavailable(f"S3 broke off an object ({type(exc).__name__})") from exc
-        return checked(ref, data)
+        return data
 
     def delete_job(self, job_id: str) -> None:
         while True:
@@ -62,15 +93,19 @@ class S3Store:
         return url
 
     def _call(self, operation: str, **arguments: object) -> Any:
+        client = self._client
         errors = importlib.import_module("botocore.exceptions")
+        exceptions = importlib.import_module("boto3.exceptions")
         try:
-            return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
+            return getattr(client, operation)(Bucket=self._bucket, **arguments)
         except errors.ClientError as exc:
             code = exc.response.get("Error", {}).get("Code", "")
+            if code in _PAST_THE_END:
+                raise _OutOfRange from exc
             if code in _MISSING:
                 raise PayloadLost("the object is not there") from exc
             raise PayloadUnavailable(f"S3 refused {operation} ({code})") from exc
-        except errors.BotoCoreError as exc:
+        except (errors.BotoCoreError, exceptions.Boto3Error) as exc:
             raise PayloadUnavailable(f"S3 does not answer ({type(exc).__name__})") from exc
 
     @cached_property

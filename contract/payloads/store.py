@@ -4,14 +4,15 @@ PayloadError
 ├── PayloadUnavailable   the store does not answer or refuses: a retry may succeed
 └── PayloadLost          the object is missing or damaged: a retry does not help
 
-Objects are written once, under a job's id: `<job id>/prompt` before the job is submitted,
-`<job id>/result-<epoch>` before its end. Readers find objects only through the job's record, which
-only fenced transitions write, so that an object of a stale worker is never read.
+Objects are written once, under a job's id: `<job id>/prompt` and `<job id>/response` before the job
+is submitted, `<job id>/result-<epoch>` before its end. Readers find objects only through the job's
+record, which only fenced transitions write, so that an object of a stale worker is never read.
+Files and the parts of a batch's results lie under their own ids; their records name them.
 """
 
 import hashlib
 import re
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from contract.errors import BatchwayError
 from contract.jobs import ObjectRef
@@ -19,7 +20,11 @@ from contract.jobs import ObjectRef
 # The longest time that a job may wait and be kept; older objects belong to no job.
 MAX_AGE_S = 38 * 86_400.0
 
-_KEY = re.compile(r"job-\d{1,4}-[0-9a-f]{32}/(?:prompt|result-\d{1,9})")
+_KEY = re.compile(
+    r"job-\d{1,4}-[0-9a-f]{32}/(?:prompt|response|result-\d{1,9})"
+    r"|file-[0-9a-f]{32}/content"
+    r"|batch_[0-9a-f]{32}/(?:output|error)-\d{1,9}-[0-9a-f]{16}"
+)
 
 
 class PayloadError(BatchwayError):
@@ -43,8 +48,15 @@ class ObjectStore(Protocol):
     def get(self, ref: ObjectRef) -> bytes:
         """The object's bytes. Raises PayloadLost where it is missing or damaged."""
 
+    def write(self, key: str, content: BinaryIO) -> None:
+        """Writes an object atomically, reading the content to its end bit by bit."""
+
+    def read(self, key: str, start: int, num_bytes: int) -> bytes:
+        """Bytes of an object that `write` wrote, fewer at its end. Raises PayloadLost where it is
+        missing."""
+
     def delete_job(self, job_id: str) -> None:
-        """Deletes all objects of a job, if any."""
+        """Deletes all objects of a job, file or batch, if any."""
 
     def delete_older(self, age_s: float) -> int:
         """Deletes objects older than `age_s` seconds; the number of their jobs. Does nothing where
@@ -57,6 +69,10 @@ class ObjectStore(Protocol):
 
 def prompt_key(job_id: str) -> str:
     return f"{job_id}/prompt"
+
+
+def response_key(job_id: str) -> str:
+    return f"{job_id}/response"
 
 
 def result_key(job_id: str, epoch: int) -> str:

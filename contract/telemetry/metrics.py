@@ -59,6 +59,7 @@ class Metric:
 
 
 _LANE = ("lane",)
+_CONFIG = ("config",)
 _US = 1e-6  # seconds and shares are summed in millionths
 
 
@@ -66,8 +67,12 @@ def _jobs(name: str, help_: str, *labels: str) -> Metric:
     return Metric(name, "counter", Source.JOBS, help_, ("lane", *labels))
 
 
-def _latency(name: str, help_: str) -> Metric:
-    return Metric(name, "histogram", Source.JOBS, help_, _LANE, LATENCY_BOUNDS_S, _US)
+def _latency(name: str, help_: str, labels: tuple[str, ...] = _LANE) -> Metric:
+    return Metric(name, "histogram", Source.JOBS, help_, labels, LATENCY_BOUNDS_S, _US)
+
+
+def _config(name: str, help_: str, *labels: str) -> Metric:
+    return Metric(name, "counter", Source.JOBS, help_, (*_CONFIG, *labels))
 
 
 def _engines(name: str, help_: str, *labels: str) -> Metric:
@@ -96,12 +101,32 @@ _ALL = (
     _latency("time_to_first_token_seconds", "From a job's submission to its first output."),
     _latency("request_queue_time_seconds", "From a job's submission to its first claim."),
     _latency("e2e_request_latency_seconds", "From a job's submission to its success."),
+    _config("config_submitted_total", "Jobs that an A/B assigned to a configuration's version."),
+    _config("config_requests_total", "Of these, the jobs that have ended, by how.", "status"),
+    _config("config_generation_tokens_total", "Output tokens of these jobs, at their end."),
+    _latency(
+        "config_time_to_first_token_seconds",
+        "As time_to_first_token_seconds, of an A/B's jobs that succeeded.",
+        _CONFIG,
+    ),
+    _latency(
+        "config_inter_token_latency_seconds",
+        "Mean time between the tokens of a choice, by job of an A/B that succeeded.",
+        _CONFIG,
+    ),
+    _latency(
+        "config_e2e_request_latency_seconds",
+        "As e2e_request_latency_seconds, of an A/B's jobs.",
+        _CONFIG,
+    ),
     _engines("num_preemptions_total", "Sequences that lost their KV blocks to others."),
     _engines("tokens_recomputed_total", "Tokens computed again after a preemption."),
     _engines("tokens_forced_total", "Output tokens that a grammar forced, without a sample."),
     _engines("tokens_after_cancel_total", "Tokens computed for jobs that were cancelled already."),
     _engines("prefix_cache_queries_total", "Tokens that were looked for in the prefix cache."),
     _engines("prefix_cache_hits_total", "Tokens that were found in the prefix cache."),
+    _engines("spec_decode_num_draft_tokens_total", "Tokens drafted by prompt lookup."),
+    _engines("spec_decode_num_accepted_tokens_total", "Drafted tokens that were right."),
     _engines("step_tokens_total", "Tokens that steps computed: prefill, decode, padding.", "kind"),
     _engines("engine_failures_total", "Engine processes that died."),
     _engine_histogram(

@@ -24,7 +24,16 @@ log = logging.getLogger("batchway.telemetry")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _FLUSH_MS = 2000  # at the end of a process; later spans are lost
 PROVIDER = "batchway"
-_OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETIONS: "text_completion"}
+_OPERATIONS = {
+    Endpoint.CHAT: "chat",
+    Endpoint.COMPLETIONS: "text_completion",
+    Endpoint.RESPONSES: "chat",
+    Endpoint.EMBEDDINGS: "embeddings",
+    # The conventions have no names for these.
+    Endpoint.RERANK: "rerank",
+    Endpoint.SCORE: "score",
+    Endpoint.CLASSIFY: "classify",
+}
 
 # The span of the request that the current task answers.
 _current: ContextVar["Span | None"] = ContextVar("batchway_span", default=None)
@@ -91,14 +100,18 @@ def parent_of(traceparent: str) -> Any:
 
 def job_attributes(job: Job) -> dict[str, str | int | float]:
     """A job's attributes by the GenAI semantic conventions."""
-    return {
+    attributes: dict[str, str | int | float] = {
         "gen_ai.operation.name": _OPERATIONS[job.endpoint],
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": job.model,
-        "gen_ai.request.max_tokens": job.params.max_tokens,
-        "gen_ai.request.temperature": job.params.temperature,
-        "gen_ai.request.top_p": job.params.top_p,
-        "gen_ai.request.choice.count": job.num_choices,
         "batchway.job_id": job.id,
         "batchway.lane": job.lane,
     }
+    if job.pooling is None:
+        attributes |= {
+            "gen_ai.request.max_tokens": job.params.max_tokens,
+            "gen_ai.request.temperature": job.params.temperature,
+            "gen_ai.request.top_p": job.params.top_p,
+            "gen_ai.request.choice.count": job.num_choices,
+        }
+    return attributes

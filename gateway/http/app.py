@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
 from contract.connection import end_tasks
 from contract.telemetry.tracing import Tracing
+from gateway.batches import routes as batch_routes
+from gateway.batches.feeder import Feeder
+from gateway.files import routes as file_routes
 from gateway.http import health, metrics_route
 from gateway.http.embedded_metrics import EmbeddedMetrics
 from gateway.http.errors import SYSTEM_RANDOM
@@ -19,7 +22,8 @@ from gateway.http.middleware import RequestObserver
 from gateway.http.sse import StreamDrain
 from gateway.jobs import dead_letters, job_lists, job_routes, objects, quotes
 from gateway.jobs.streams import Gateway
-from gateway.openai import models, sync_answers
+from gateway.openai import models, sync_answers, vector_routes
+from gateway.openai.responses import routes as responses
 from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
@@ -33,7 +37,9 @@ _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
 _JOBS = (dead_letters, job_routes, job_lists, quotes, objects)
-_ROUTERS = [m.router for m in (sync_answers, *_JOBS, models, health, metrics_route)]
+_CALLS = (sync_answers, vector_routes, responses)
+_STORED = (file_routes, batch_routes)
+_ROUTERS = [m.router for m in (*_CALLS, *_JOBS, *_STORED, models, health, metrics_route)]
 
 
 def create_app(
@@ -48,9 +54,20 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tracing.open()
-        attending = asyncio.create_task(gateway.broker.attend())
+        ending = AsyncExitStack()
+        duties = [asyncio.create_task(gateway.broker.attendance.report())]
+        if settings.feeds_batches and gateway.broker.payloads.store is not None:
+            duties.append(asyncio.create_task(Feeder(gateway).run()))
+        if settings.models:
+            # Only here, because it needs YAML, which a gateway without flows need not have.
+            from gateway.flows.service import FlowService
+
+            flows = FlowService(settings, gateway.broker, gateway.grammars, gateway.drain)
+            ending.push_async_callback(flows.aclose)
+            duties.append(asyncio.create_task(flows.serve()))
         yield
-        await end_tasks(attending)
+        await end_tasks(*duties)
+        await ending.aclose()
         await gateway.grammars.aclose()
         if broker is None:
             await gateway.broker.aclose()

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError
-from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap
+from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, is_upload
 from gateway.http.uvicorn_compat import HttpProtocol
 
 log = logging.getLogger("batchway.gateway")
@@ -29,8 +29,8 @@ _IPV6_PREFIX_BITS = 64  # providers give each customer a network of this size
 
 class ConnectionConfig(uvicorn.Config):
     """uvicorn's settings and these limits. `idle_s`: seconds until the first byte of a request;
-    `head_s`: then until the end of its head; `body_s`: then until the end of its body.
-    `max_per_address`: connections; 0: unlimited."""
+    `head_s`: then until the end of its head; `body_s`: then until the end of its body, of an upload
+    `upload_s`. `max_per_address`: connections; 0: unlimited."""
 
     def __init__(
         self,
@@ -39,11 +39,12 @@ class ConnectionConfig(uvicorn.Config):
         idle_s: float,
         head_s: float,
         body_s: float,
+        upload_s: float,
         max_per_address: int,
         **options: Any,
     ) -> None:
         super().__init__(
-            RequestGuard(app, body_s),
+            RequestGuard(app, body_s, upload_s),
             http=Connection,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_keep_alive=math.ceil(idle_s),
@@ -146,9 +147,10 @@ class RequestGuard:
     application passes on.
     """
 
-    def __init__(self, app: ASGIApp, body_s: float) -> None:
+    def __init__(self, app: ASGIApp, body_s: float, upload_s: float) -> None:
         self._app = app
         self._body_s = body_s
+        self._upload_s = upload_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,7 +162,8 @@ class RequestGuard:
             if _is_ambiguous(scope):
                 await _ambiguous().response()(scope, receive, send)
             else:
-                await self._app(scope, _InTime(receive, self._body_s).receive, send)
+                body_s = self._upload_s if is_upload(scope) else self._body_s
+                await self._app(scope, _InTime(receive, body_s).receive, send)
         except Exception as exc:
             # uvicorn would answer 500, or close the connection in the middle of an answer
             _log_without_text(exc)

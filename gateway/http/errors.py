@@ -260,16 +260,13 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal_error", "an internal error; the request id finds it in the log")
 
 
+_STATUS_BY_END = {JobStatus.EXPIRED: 504, JobStatus.CANCELLED: 409}
+
+
 def failure_of(end: End) -> ApiError | None:
     """The error with which a job's end answers a synchronous call; None if the job succeeded."""
-    match end.status:
-        case JobStatus.SUCCEEDED:
-            return None
-        case JobStatus.EXPIRED:
-            message = "the job did not end before its deadline"
-            return ApiError(504, "deadline_exceeded", message, headers=_NO_RETRY)
-        case JobStatus.CANCELLED:
-            return ApiError(409, "cancelled", "the job was cancelled", headers=_NO_RETRY)
-    code = ErrorCode(end.code) if end.code in set(ErrorCode) else ErrorCode.ENGINE_ERROR
-    status = STATUS_BY_CODE[code]
-    return ApiError(status, code, end.message or "the job failed", headers=_NO_RETRY)
+    if end.error is None:
+        return None
+    code, message = end.error
+    status = _STATUS_BY_END.get(end.status) or STATUS_BY_CODE[ErrorCode(code)]
+    return ApiError(status, code, message, headers=_NO_RETRY)

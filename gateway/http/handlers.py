@@ -35,12 +35,11 @@ _CODES = {
     "extra_forbidden": UNKNOWN,
     **{code: code for code in (MISSING, UNKNOWN, UNSUPPORTED)},
 }
+_COMPACT = "/v1/responses/compact"
 # Endpoints of OpenAI that this server does not have, by the start of their paths.
 _ELSEWHERE = {
-    "/v1/responses": "no Responses API; POST /v1/chat/completions answers conversations",
-    "/v1/embeddings": "no embeddings",
-    "/v1/batches": "no Batch API; POST /v1/jobs queues a call that nobody waits for",
-    "/v1/files": "no files; POST /v1/jobs queues a call that nobody waits for",
+    _COMPACT: "no compaction; a response goes on with previous_response_id",
+    "/v1/conversations": "no conversations; a response goes on with previous_response_id",
     "/v1/assistants": "no assistants; POST /v1/chat/completions answers conversations",
     "/v1/threads": "no threads; POST /v1/chat/completions answers conversations",
     "/v1/images": "no images, text only",
@@ -71,7 +70,8 @@ _REASONS: Mapping[int, str] = {
     408: "The body did not arrive in time",
     409: "The job is not in a state for this",
     413: "The body is too long",
-    415: "The content-type is not application/json",
+    415: "The content-type is not application/json, or for files multipart/form-data",
+    416: "The file has no byte in this range",
     422: "The Idempotency-Key was used with another body",
     429: "Capacity exists, but not for this now; see `x-dropped-reason` and `Retry-After`",
     431: "The request line and headers are too long",
@@ -99,13 +99,14 @@ def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) 
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, exc: RequestValidationError) -> Response:
-        return _translated(exc.errors()[0], exc.body).response()
+        return translated(exc.errors()[0], exc.body).response()
 
     @app.exception_handler(HTTPException)
     async def by_framework(request: Request, exc: HTTPException) -> Response:
         message = exc.detail
-        if exc.status_code == 404:
-            message = _no_such_path(request.url.path[:_MAX_PATH], paths)
+        path = request.url.path[:_MAX_PATH]
+        if exc.status_code == 404 or path == _COMPACT:  # which looks like the id of a response
+            message = _no_such_path(path, paths)
         elif exc.status_code == 405 and exc.headers is not None:
             message = f"this path takes {exc.headers['Allow']}"
         code = _HTTP_CODES.get(exc.status_code, "bad_request")
@@ -128,7 +129,7 @@ def _no_such_path(path: str, known: Sequence[str]) -> str:
     return f"{message}; GET /openapi.json lists the routes"
 
 
-def _translated(error: Mapping[str, Any], body: Any) -> ApiError:
+def translated(error: Mapping[str, Any], body: Any) -> ApiError:
     """The first validation error, with the parameter named as in the body."""
     place, *loc = error["loc"]
     if error["type"] == "missing" and place == "body" and not loc:

@@ -60,7 +60,8 @@ async def _readiness(gateway: Gateway) -> Response:
         return _not_ready("draining")
     try:
         models = await gateway.broker.known.models()
-        num_workers = {name: await gateway.broker.known.num_live_workers(name) for name in models}
+        served = [card.name for card in models.values() if card.flow is None]
+        num_workers = {name: await gateway.broker.known.num_live_workers(name) for name in served}
     except (BrokerUnavailable, CommandDenied) as exc:
         return _not_ready("redis", _reason(exc))
     if not any(num_workers.values()):

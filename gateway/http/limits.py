@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from contract.endpoints import VECTOR_ENDPOINTS
 from gateway.http.errors import ApiError, bad_request
 from gateway.settings import GatewaySettings
 
@@ -15,6 +16,8 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_HEADER_BYTES = 16 * 1024
 _DISCARD_TIMES = 8  # of the allowed length, at most
 _DISCARD_S = 1.0
+_UPLOAD = "/v1/files"
+_FORM_BYTES = 64 * 1024  # of an upload around the file
 
 _HOST = re.compile(r"\[([0-9a-f:.]+)\](:\d+)?|([^:\[\]]+)(:\d+)?")
 
@@ -25,7 +28,8 @@ class RequestLimits:
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._app = app
-        self.max_body_bytes = settings.max_body_bytes
+        self._settings = settings
+        self._max_file_bytes = settings.max_file_bytes
         # `*` allows every host.
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts_of(settings))
 
@@ -33,7 +37,7 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = Body(receive, self)
+        body = Body(receive, self._max_bytes(scope))
         try:
             self._check_head(scope)
             await body.check_announced(scope)
@@ -41,6 +45,12 @@ class RequestLimits:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, body.receive, send)
+
+    def _max_bytes(self, scope: Scope) -> int:
+        """Of the body."""
+        if is_upload(scope):
+            return self._max_file_bytes + _FORM_BYTES
+        return self._settings.body_bound(is_vectors=scope["path"] in VECTOR_ENDPOINTS)
 
     def _check_head(self, scope: Scope) -> None:
         """Raises ApiError if the head is too long or the Host header is not allowed. uvicorn stops
@@ -58,19 +68,19 @@ class Body:
     """The body of one request. Raises ApiError (413) if it is too long, by its Content-Length or by
     its actual bytes."""
 
-    def __init__(self, receive: Receive, limits: RequestLimits) -> None:
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
-        self._limits = limits
+        self._max_bytes = max_bytes
         self._num_bytes = 0
         self._is_complete = False
 
     async def check_announced(self, scope: Scope) -> None:
         """Checks the Content-Length, before any byte is read."""
         length = header(scope, b"content-length")
-        if length is None or not length.isdigit() or int(length) <= self._limits.max_body_bytes:
+        if length is None or not length.isdigit() or int(length) <= self._max_bytes:
             return
         asks_first = header(scope, b"expect") is not None  # the client waits for `100 Continue`
-        if int(length) <= _DISCARD_TIMES * self._limits.max_body_bytes and not asks_first:
+        if int(length) <= _DISCARD_TIMES * self._max_bytes and not asks_first:
             await self._discard()
         raise self._too_long()
 
@@ -81,7 +91,7 @@ class Body:
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
         self._is_complete = not message.get("more_body", False)
-        if self._num_bytes > self._limits.max_body_bytes:
+        if self._num_bytes > self._max_bytes:
             if not self._is_complete:
                 await self._discard()
             raise self._too_long()
@@ -92,15 +102,20 @@ class Body:
         its 413."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_S):
-                while self._num_bytes <= _DISCARD_TIMES * self._limits.max_body_bytes:
+                while self._num_bytes <= _DISCARD_TIMES * self._max_bytes:
                     message = await self._receive()
                     self._num_bytes += len(message.get("body", b""))
                     if not message.get("more_body", False):
                         return
 
     def _too_long(self) -> ApiError:
-        message = f"the body has more than {self._limits.max_body_bytes} bytes"
+        message = f"the body has more than {self._max_bytes} bytes"
         return ApiError(413, "body_too_large", message, headers={"connection": "close"})
+
+
+def is_upload(scope: Scope) -> bool:
+    """Whether the request's body is a file."""
+    return (scope["method"], scope["path"]) == ("POST", _UPLOAD)
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

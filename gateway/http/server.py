@@ -26,6 +26,7 @@ def build_server(settings: GatewaySettings) -> StoppingServer:
         idle_s=settings.idle_timeout_s,
         head_s=settings.head_timeout_s,
         body_s=settings.body_timeout_s,
+        upload_s=settings.upload_timeout_s,
         max_per_address=settings.max_connections_per_address,
         ws="none",
         lifespan="on",

@@ -4,7 +4,7 @@ from contract.callback_secrets import is_secret
 from contract.callback_urls import BadCallbackUrl, parse_callback_url
 from contract.callbacks import Callback, CallbackKind, is_open_target
 from gateway.http.errors import bad_request, invalid_value
-from gateway.openai.schemas import CallbackBody
+from gateway.openai.job_bodies import CallbackBody
 from gateway.settings import GatewaySettings
 
 PROGRESS_TOKENS = 256  # default number of tokens between two progress messages

@@ -1,25 +1,31 @@
 """Job objects, as `/v1/jobs` returns them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Path
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from contract.events import MemberRun
 from contract.function_types import JobView, QueuePosition, Submitted
-from contract.jobs import Job, JobStatus, ResumeKind, public_status
+from contract.jobs import Endpoint, Job, JobStatus, ResumeKind, public_status
 from contract.outbox import CallbackState
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
 from gateway.openai.answer_models import (
     ChatCompletion,
+    Classes,
+    Embeddings,
     EndpointPath,
+    Ranking,
+    Scores,
     TextCompletion,
     Usage,
 )
 from gateway.openai.answers import usage
+from gateway.openai.responses.objects import ResponseObject
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 UnixSeconds = Annotated[float, Field(description="Unix seconds")]
@@ -54,6 +60,15 @@ class JobError(BaseModel):
     message: str
 
 
+class MemberObject(BaseModel):
+    """A call of a model by a flow."""
+
+    model: str
+    job_id: str
+    status: JobState
+    usage: Usage
+
+
 class JobObject(AcceptedJob):
     """The job without its result, which `GET /v1/jobs/{id}` adds."""
 
@@ -68,6 +83,10 @@ class JobObject(AcceptedJob):
         description="exact: after the death of its worker the job goes on with the tokens that it "
         "would have had; distribution: with others of the same distribution"
     )
+    parent: str | None = Field(description="the id of the flow's job that called the model")
+    members: list[MemberObject] | None = Field(
+        description="the calls of a flow; null in lists, and where the job is no flow's"
+    )
 
 
 class CallbackObject(BaseModel):
@@ -79,7 +98,16 @@ class CallbackObject(BaseModel):
 
 
 class JobWithResult(JobObject):
-    result: ChatCompletion | TextCompletion | None
+    result: (
+        ChatCompletion
+        | TextCompletion
+        | ResponseObject
+        | Embeddings
+        | Ranking
+        | Scores
+        | Classes
+        | None
+    )
     result_url: str | None = Field(description="where a long result can be read without a key")
     callback: CallbackObject | None
 
@@ -125,13 +153,23 @@ def accepted_object(view: JobView) -> AcceptedJob:
     return AcceptedJob(**_shown(view.job.id, view.job, view.status, view.lane, view.position))
 
 
+def has_result(view: JobView) -> bool:
+    """Whether there is an answer to show: also of an interrupted job with output, but vectors only
+    if all are there. A response tells its end itself."""
+    if view.job.pooling is not None:
+        return view.status is JobStatus.SUCCEEDED
+    is_told = view.num_output_tokens > 0 or view.job.endpoint is Endpoint.RESPONSES
+    return view.is_terminal and is_told
+
+
 def accepted_response(shown: AcceptedJob, headers: Mapping[str, str]) -> Response:
     """202 with a `location` header."""
     own = {"x-job-id": shown.id, "location": f"/v1/jobs/{shown.id}"}
     return json_response(shown.model_dump(), status=202, headers={**headers, **own})
 
 
-def job_object(view: JobView) -> JobObject:
+def job_object(view: JobView, members: Sequence[MemberRun] = ()) -> JobObject:
+    """`members`: the calls of a flow."""
     return JobObject(
         **_shown(view.job.id, view.job, view.status, view.lane, view.position),
         attempt=view.attempt,
@@ -148,7 +186,19 @@ def job_object(view: JobView) -> JobObject:
         wait_s=None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
         error=JobError(code=view.code, message=view.message) if view.code else None,
         resume=view.job.resume,
+        parent=view.job.parent or None,
+        members=[_member(view.job, run) for run in members] or None,
     )
+
+
+def _member(job: Job, run: MemberRun) -> MemberObject:
+    fields: dict[str, Any] = {
+        "model": run.model,
+        "job_id": run.job_id,
+        "status": public_status(run.status or JobStatus.CLAIMED),
+        "usage": Usage(**usage(job, run.prompt_tokens, run.output_tokens)),
+    }
+    return MemberObject(**fields)
 
 
 def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
@@ -169,7 +219,7 @@ def _shown(
         "id": job_id,
         "status": public_status(status),
         "endpoint": job.endpoint,
-        "model": job.model,
+        "model": job.named_model,
         "lane": lane,
         **place(position),
         "events_url": events_url(job_id),

@@ -6,9 +6,10 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from starlette.responses import Response, StreamingResponse
 
-from contract.errors import BrokerUnavailable
 from contract.function_types import JobView, Submission
 from contract.jobs import Endpoint, Job, JobStatus
+from gateway.flows.entry import prepare_any
+from gateway.flows.members import cancel_members, members_of
 from gateway.http import sse
 from gateway.http.auth import Caller, JobsReader, JobsWriter
 from gateway.http.bodies import StrictRoute, WellFormed
@@ -22,12 +23,15 @@ from gateway.jobs.job_objects import (
     JobObject,
     JobWithResult,
     callback_object,
+    has_result,
     job_object,
 )
 from gateway.jobs.streams import AcceptingGateway, Gateway, ThisGateway, job_stream
-from gateway.openai.admission import Terms, check_goes_on, check_lane, prepare
-from gateway.openai.answers import Answer
-from gateway.openai.schemas import AnyJob, JobChange
+from gateway.jobs.whole_answers import ended_answer
+from gateway.openai.admission import Terms, check_goes_on, check_lane
+from gateway.openai.job_bodies import AnyJob, JobChange
+from gateway.openai.responses.bodies import ResponseBody
+from gateway.openai.responses.jobs import prepare_response
 from gateway.openai.sync_answers import (
     EVENTS,
     IdempotencyKey,
@@ -67,19 +71,12 @@ async def get_job(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> Re
     """A job's state, and its result once it has ended."""
     await gateway.broker.sweep()
     view, _ = await gateway.broker.read(job_id, caller.tenant)
-    shown = job_object(view).model_dump()
+    members = await members_of(gateway.broker, view)
+    shown = job_object(view, members).model_dump()
     shown |= {"result": None, "result_url": await _result_url(gateway, view)}
     shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, caller.tenant))
-    if view.is_terminal and view.num_output_tokens:
-        job = await gateway.whole(view.job)
-        answer = Answer(job, await gateway.tokenizer_for(job))
-        number = 0
-        async for entry in gateway.broker.log(job_id, caller.tenant, up_to=view.next_number - 1):
-            answer.add(entry)
-            number = entry.number
-        if number < view.next_number - 1:
-            raise BrokerUnavailable("Redis lost a part of the log between two reads")
-        shown["result"] = answer.build(view.num_prompt_tokens, view.num_output_tokens)
+    if has_result(view):
+        shown["result"] = await ended_answer(gateway, view)
     return sse.json_response(shown)
 
 
@@ -110,6 +107,7 @@ async def cancel_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) ->
     if status is not JobStatus.CANCELLED:
         raise _already_terminal(status)
     view, _ = await broker.read(job_id, caller.tenant)
+    await cancel_members(broker, view.job)
     return job_object(view)
 
 
@@ -167,13 +165,23 @@ async def prepare_job(
     )
     try:
         check_goes_on(asked.body)
-        return await prepare(
+        if isinstance(asked.body, ResponseBody):
+            _check_is_stored(asked.body)
+            return await prepare_response(gateway, asked.body, terms)
+        return await prepare_any(
             gateway.broker, gateway.grammars, settings, endpoint, asked.body, terms
         )
     except ApiError as exc:
         if exc.param not in (None, "lane"):
             exc.param = f"body.{exc.param}"
         raise
+
+
+def _check_is_stored(body: ResponseBody) -> None:
+    """Raises ApiError if nothing may be kept of what is only read later."""
+    if not body.is_stored:
+        message = "store: a job is kept for its retention_s; delete it when you have read it"
+        raise invalid_value("store", message)
 
 
 def _retention_s(settings: GatewaySettings, asked: AnyJob, caller: Caller) -> float:

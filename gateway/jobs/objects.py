@@ -7,7 +7,7 @@ import asyncio
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from contract.payloads.directory import DirectoryStore
@@ -25,6 +25,7 @@ class StoredChoice(BaseModel):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    vector: str = Field(description="of a prompt, in base64: float32, little-endian; or empty")
 
 
 class StoredResult(BaseModel):

@@ -55,6 +55,8 @@ async def quote_job(
     job, submission = await prepare_job(gateway, asked, caller, idempotency_key="", body_hash="")
     quote = await gateway.broker.quote(job, submission)
     response.headers.update(rate_headers(quote.rates))
+    if job.flow is not None and quote.refusal is None:
+        quote = await gateway.first_calls.quote(job, submission)
     return _shown(job, quote)
 
 
@@ -66,7 +68,7 @@ def _shown(job: Job, quote: Quote) -> QuoteObject:
     num_prompt = job.num_prompt_tokens
     return QuoteObject(
         endpoint=job.endpoint.value,
-        model=job.model,
+        model=job.named_model,
         lane=job.lane,
         prompt_tokens=num_prompt,
         predicted_output_tokens=quote.cost_tokens - num_prompt,

@@ -10,10 +10,13 @@ from fastapi import Depends, Request
 from msgspec.structs import replace
 
 from contract.errors import BatchwayError
-from contract.events import End, LogEntry
+from contract.events import End, LogEntry, Members
 from contract.function_types import JobView, Submission, Submitted
-from contract.jobs import Job, JobStatus
+from contract.jobs import Endpoint, Job, JobStatus
+from contract.response_events import ResponseEvents
+from contract.response_records import decode_record
 from contract.telemetry.tracing import traced
+from gateway.flows.quotes import FirstCalls
 from gateway.http import sse
 from gateway.http.errors import (
     ApiError,
@@ -28,7 +31,8 @@ from gateway.http.sse import StreamDrain
 from gateway.jobs.event_ids import START, LogPosition
 from gateway.jobs.job_objects import events_url, job_object, place
 from gateway.jobs.sync_call import SyncCall
-from gateway.openai.answers import Answer, Chunks, needs_tokenizer
+from gateway.openai.answers import Chunks, needs_tokenizer
+from gateway.openai.logprobs import response_logprobs
 from gateway.openai.structured import GrammarCompiler
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
@@ -47,6 +51,11 @@ class Gateway(msgspec.Struct, frozen=True):
     metrics: GatewayMetrics
     grammars: GrammarCompiler
 
+    @property
+    def first_calls(self) -> FirstCalls:
+        """Quotes of flows."""
+        return FirstCalls(self.broker, self.grammars, self.settings)
+
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Queues a job and counts the outcome. Raises what Broker.submit raises."""
         job = traced(job, time.time_ns())
@@ -54,6 +63,7 @@ class Gateway(msgspec.Struct, frozen=True):
             callback = msgspec.structs.replace(callback, traceparent=job.trace.traceparent)
             submission = replace(submission, callback=callback)
         try:
+            await self.first_calls.check(job, submission)
             submitted = await self.broker.submit(job, submission)
         except BatchwayError as exc:
             self.metrics.note_refusal(job, to_api_error(exc).code)
@@ -92,7 +102,7 @@ ThisGateway = Annotated[Gateway, Depends(gateway_of)]
 AcceptingGateway = Annotated[Gateway, Depends(accepting_gateway_of)]
 
 
-def _log_answered(job: Job, end: End) -> None:
+def log_answered(job: Job, end: End) -> None:
     """Logs a synchronous call at its end. Before its first token, logging would delay it."""
     log.info(
         "answered job_id=%s lane=%s status=%s num_prompt=%d num_output=%d",
@@ -107,34 +117,9 @@ def _log_answered(job: Job, end: End) -> None:
 _RESET = sse.message({"from": 0}, event="stream_reset")
 
 
-def _reset_error() -> ApiError:
+def reset_error() -> ApiError:
     message = "the queue lost the end of this answer after it was sent: start again"
     return ApiError(500, "stream_reset", message)
-
-
-async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, object]:
-    """The response of a call, once its job has ended. Raises ApiError if the job failed, and
-    AnsweredOtherwise if the call became a job."""
-    job = call.job
-    answer = Answer(job, await gateway.tokenizer_for(job))
-    async for item in gateway.broker.events(job.id, job.tenant, submitted_s=call.submitted_s):
-        match item:
-            case LogEntry(event=End() as end):
-                _log_answered(job, end)
-                failure = failure_of(end)
-                if failure is not None:
-                    raise failure
-                return answer.build(end.prompt_tokens, end.output_tokens)
-            case LogEntry():
-                call.timing.mark("first_token")
-                answer.add(item)
-            case Reset():
-                answer.reset()
-        if call.patience.is_over(has_sent=False):
-            raise await call.hand_over()
-        if gateway.drain.is_over:
-            raise draining()
-    raise AssertionError("a log that ends without an End")
 
 
 async def call_stream(
@@ -166,19 +151,22 @@ async def call_stream(
         await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     has_sent, last_id = starts_over, position.sse_id
+    may_begin_early = not call.patience.is_wished
     try:
         async for item in gateway.broker.events(
             job.id, job.tenant, position.number, position.hash, submitted_s=call.submitted_s
         ):
             match item:
                 case LogEntry(event=End() as end):
-                    _log_answered(job, end)
+                    log_answered(job, end)
                     failure = failure_of(end)
                     if failure is not None:
                         raise failure
                     if includes_usage:
                         yield sse.message(chunks.usage(end.prompt_tokens, end.output_tokens))
                     break
+                case LogEntry(event=Members() as event):
+                    call.note_members(event)
                 case LogEntry():
                     if messages := _chunk_messages(chunks, item, has_id=has_ids):
                         yield messages
@@ -189,8 +177,8 @@ async def call_stream(
                     yield _RESET
                     has_sent = True
                 case Reset() if has_sent:
-                    raise _reset_error()
-                case Idle() if heartbeat.is_due() and (has_sent or not call.patience.is_wished):
+                    raise reset_error()
+                case Idle() if heartbeat.is_due() and (has_sent or may_begin_early):
                     yield sse.COMMENT if has_ids else sse.EMPTY_LINE
                     has_sent = True
             if call.patience.is_over(has_sent=has_sent):
@@ -221,8 +209,13 @@ async def job_stream(
 ) -> AsyncGenerator[bytes, None]:
     """The events of `GET /v1/jobs/{id}/events`, from a position on."""
     job = await gateway.whole(view.job)
-    chunks = Chunks(job, await gateway.tokenizer_for(job))
-    if needs_tokenizer(job):
+    tokenizer = await gateway.tokenizer_for(job)
+    chunks: Chunks | ResponseEvents = Chunks(job, tokenizer)
+    if job.endpoint is Endpoint.RESPONSES:
+        record = decode_record(await gateway.broker.payloads.response(job))
+        chunks = ResponseEvents(job, record, response_logprobs(tokenizer))
+    begun = _begun(chunks)
+    if begun or needs_tokenizer(job):
         await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     last_id = position.sse_id
@@ -230,10 +223,14 @@ async def job_stream(
     if position is not START:
         gateway.metrics.note_resumed()
     yield queue_news.of(view) or sse.COMMENT
+    if begun and position is START:
+        yield begun
     async for item in gateway.broker.events(job.id, job.tenant, position.number, position.hash):
         match item:
             case LogEntry(event=End() as end):
                 ended, _ = await gateway.broker.read(job.id, job.tenant)
+                if isinstance(chunks, ResponseEvents):
+                    yield b"".join(map(sse.message, chunks.end(ended)))
                 yield sse.message(job_object(ended).model_dump(), event=end.status, id_=item.sse_id)
                 break
             case LogEntry():
@@ -243,7 +240,7 @@ async def job_stream(
                     heartbeat.touch()
             case Reset():
                 chunks.reset()
-                yield _RESET
+                yield _RESET + _begun(chunks)
             case Idle(view=read):
                 if read is not None and (news := queue_news.of(read)):
                     yield news
@@ -256,14 +253,21 @@ async def job_stream(
     yield sse.DONE
 
 
-async def _prime(gateway: Gateway, chunks: Chunks, job: Job, after: int) -> None:
-    """Replays earlier events: text offsets and token counts depend on them."""
+def _begun(chunks: Chunks | ResponseEvents) -> bytes:
+    """What a response tells before its first output."""
+    events = chunks.begin() if isinstance(chunks, ResponseEvents) else ()
+    return b"".join(map(sse.message, events))
+
+
+async def _prime(gateway: Gateway, chunks: Chunks | ResponseEvents, job: Job, after: int) -> None:
+    """Replays earlier events: text offsets, token counts and a response's numbers depend on
+    them."""
     async for entry in gateway.broker.log(job.id, job.tenant, up_to=after):
         if not isinstance(entry.event, End):
             chunks.of(entry)
 
 
-def _chunk_messages(chunks: Chunks, entry: LogEntry, *, has_id: bool) -> bytes:
+def _chunk_messages(chunks: Chunks | ResponseEvents, entry: LogEntry, *, has_id: bool) -> bytes:
     """Only the last message has the id: a client that resumes there has them all. Empty if the
     event shows nothing."""
     if not (messages := chunks.of(entry)):

@@ -1,10 +1,11 @@
 """A synchronous call: its job is cancelled with the caller, until the call becomes a job."""
 
 import logging
-from collections.abc import Mapping
 
 from contract.errors import BatchwayError
+from contract.events import Members
 from contract.jobs import Job
+from gateway.flows.members import KnownMembers, cancel_members
 from gateway.http.load_headers import ServerTiming
 from gateway.http.sse import AnsweredOtherwise
 from gateway.jobs.job_objects import accepted_object, accepted_response
@@ -31,7 +32,7 @@ class SyncCall:
         job_retention_s: float,
         submitted_s: float | None,
         may_return: bool,
-        headers: Mapping[str, str],
+        headers: dict[str, str],
     ) -> None:
         self.job = job
         self.patience = patience
@@ -41,7 +42,13 @@ class SyncCall:
         self._settings = settings
         self._job_retention_s = job_retention_s
         self._goes_on = may_return
-        self._headers = headers
+        self.headers = headers  # of the answer
+        self._members = KnownMembers()
+
+    def note_members(self, event: Members) -> None:
+        """Adds the models that a flow has called to the answer's headers."""
+        self._members.add(event)
+        self.headers |= self._members.header()
 
     async def detach(self) -> None:
         """Turns the call into a job, which needs no caller. Raises BatchwayError."""
@@ -59,7 +66,7 @@ class SyncCall:
         sent."""
         await self.detach()
         view, _ = await self._broker.read(self.job.id, self.job.tenant)
-        return AnsweredOtherwise(accepted_response(accepted_object(view), self._headers))
+        return AnsweredOtherwise(accepted_response(accepted_object(view), self.headers))
 
     async def on_gone(self) -> None:
         """The caller has disconnected: cancels the job, unless it does not need a caller."""
@@ -67,6 +74,7 @@ class SyncCall:
             return
         try:
             status = await self._broker.cancel(self.job.id, self.job.tenant)
+            await cancel_members(self._broker, self.job)
         except BatchwayError as exc:
             log.warning(
                 "caller gone, not cancelled (%s) job_id=%s", type(exc).__name__, self.job.id

@@ -1,38 +1,34 @@
-"""Turns a validated body into a job: tokenises it, checks it against the model, computes its cost.
+"""What all calls share on their way to a job: their terms, the model's and the lane's checks, and
+the submission.
 
 What the model cannot run is rejected with 400 and the parameter's name.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 
 from contract.callbacks import Callback
+from contract.endpoints import VECTOR_ENDPOINTS
 from contract.function_types import Submission
-from contract.jobs import Endpoint, Job, ModelCard, new_job_id
+from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
+from contract.model_cards import ModelCard
 from gateway.http.auth import Caller
-from gateway.http.errors import (
-    UNSUPPORTED,
-    ApiError,
-    TemplateRefused,
-    bad_request,
-    invalid_value,
-    no_such_model,
-)
-from gateway.openai.sampling import check_ids, echoes, num_prompt_logprobs, sampling_params
-from gateway.openai.schemas import MAX_CHOICES, CallBody, ChatBody
-from gateway.openai.structured import Constraint, GrammarCompiler
-from gateway.openai.tokens import ModelTokenizer
+from gateway.http.errors import bad_request, invalid_value, no_such_model
+from gateway.openai.job_bodies import CallBody
+from gateway.openai.unsupported import CallFields
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
 
-COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
-_DEFAULT_LANE = "standard"
+_PREFILL_LANE, _DEFAULT_LANE = "scoring", "standard"
 Prompts = tuple[tuple[int, ...], ...]
 _SMALL_CHARS = 4_096  # up to this length, tokenising takes less time than starting a thread
+
+T = TypeVar("T")
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +37,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     caller: Caller
     deadline_s: float
     retention_s: float
+    job_id: str = msgspec.field(default_factory=new_job_id)
     attendance_s: float = 0.0  # cancelled after so long without a caller; 0: never
     needs_worker: bool = False  # rejected if no worker is live
     lane: str | None = None  # None: by the body's service_tier
@@ -50,82 +47,89 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     callback: Callback | None = None
 
 
-async def prepare(
-    broker: Broker,
-    grammars: GrammarCompiler,
-    settings: GatewaySettings,
-    endpoint: Endpoint,
-    body: CallBody,
-    terms: Terms,
-) -> tuple[Job, Submission]:
-    """Returns the job and its submission. Raises ApiError."""
-    lane = terms.lane or _LANE_OF_TIER.get(body.service_tier or "", _DEFAULT_LANE)
+class Admission(msgspec.Struct, frozen=True):
+    """A call that its model can answer, in a lane that its caller may use."""
+
+    broker: Broker
+    settings: GatewaySettings
+    endpoint: Endpoint
+    card: ModelCard
+    lane: str
+    terms: Terms
+
+    def job(self, prompts: Prompts, params: SamplingParams) -> Job:
+        is_list = len(prompts) > 1
+        return Job(
+            id=self.terms.job_id,
+            tenant=self.terms.caller.tenant,
+            model=self.card.name,
+            lane=self.lane,
+            endpoint=self.endpoint,
+            prompt_ids=() if is_list else prompts[0],
+            prompt_list=prompts if is_list else (),
+            params=params,
+            created_s=int(time.time()),
+            weight=self.terms.caller.terms.weight,
+            resume=self.card.capabilities.resume,
+        )
+
+    async def submission(self, *, max_output_tokens: int, vector_bytes: int = 0) -> Submission:
+        """The terms for Redis; the output is that of all prompts."""
+        terms, settings = self.terms, self.settings
+        memory_bytes = await self.broker.known.max_memory_bytes()
+        bound_tokens, bound_s = settings.bound_of(self.lane, memory_bytes)
+        max_stored_bytes, max_tenant_stored_bytes = settings.stored_bounds(memory_bytes)
+        return Submission(
+            max_output_tokens=max_output_tokens,
+            deadline_s=terms.deadline_s,
+            retention_s=terms.retention_s,
+            lane_bound_tokens=bound_tokens,
+            lane_bound_s=bound_s,
+            limits=terms.caller.limits,
+            batch_price=settings.batch_price,
+            max_stored_bytes=max_stored_bytes,
+            max_tenant_stored_bytes=max_tenant_stored_bytes,
+            needs_worker=terms.needs_worker,
+            cold_start_s=settings.cold_start_s,
+            idempotency_key=terms.idempotency_key,
+            body_hash=terms.body_hash,
+            attendance_s=terms.attendance_s,
+            metadata=terms.metadata,
+            callback=terms.callback,
+            vector_bytes=vector_bytes,
+        )
+
+
+async def admit(
+    broker: Broker, settings: GatewaySettings, endpoint: Endpoint, body: CallBody, terms: Terms
+) -> Admission:
+    """Checks the caller's right to the lane, the model, its endpoints and its lanes. Raises
+    ApiError."""
+    lane = terms.lane or _lane_of(endpoint, body)
     terms.caller.check_lane(lane)
     card = (await broker.known.models()).get(body.model)
     if card is None:
         raise no_such_model(body.model, await broker.known.models())
+    check_endpoint(card, endpoint)
     check_lane(card, lane)
-    _check_capabilities(card, body)
-    tokenizer = await broker.known.tokenizer(card)
-    prompts = await _prompts(tokenizer, card, body)
-    caps = _output_caps(settings, card, body, prompts)
-    job_id = new_job_id()
-    params = sampling_params(card, body, caps, job_id)
-    tools = body.offered if isinstance(body, ChatBody) else []
-    if (constraint := _constraint(tokenizer, card, body)) is not None:
-        _check_constrained(body, constraint.param)
-        grammar = await grammars.compile(constraint)
-        params = msgspec.structs.replace(params, grammar=grammar)
-    is_list = len(prompts) > 1
-    job = Job(
-        id=job_id,
-        tenant=terms.caller.tenant,
-        model=card.name,
-        lane=lane,
-        endpoint=endpoint,
-        prompt_ids=() if is_list else prompts[0],
-        prompt_list=prompts if is_list else (),
-        params=params,
-        created_s=int(time.time()),
-        return_token_ids=bool(body.return_token_ids),
-        echo=echoes(body),
-        shows_output=body.max_tokens != 0,
-        prompt_logprobs=body.prompt_logprobs,
-        weight=terms.caller.terms.weight,
-        resume=card.capabilities.resume,
-        parses_tools=bool(tools),
-    )
-    memory_bytes = await broker.known.max_memory_bytes()
-    bound_tokens, bound_s = settings.bound_of(lane, memory_bytes)
-    max_stored_bytes, max_tenant_stored_bytes = settings.stored_bounds(memory_bytes)
-    return job, Submission(
-        max_output_tokens=params.n * sum(caps),
-        deadline_s=terms.deadline_s,
-        retention_s=terms.retention_s,
-        lane_bound_tokens=bound_tokens,
-        lane_bound_s=bound_s,
-        limits=terms.caller.limits,
-        max_stored_bytes=max_stored_bytes,
-        max_tenant_stored_bytes=max_tenant_stored_bytes,
-        needs_worker=terms.needs_worker,
-        cold_start_s=settings.cold_start_s,
-        idempotency_key=terms.idempotency_key,
-        body_hash=terms.body_hash,
-        attendance_s=terms.attendance_s,
-        metadata=terms.metadata,
-        callback=terms.callback,
-    )
+    return Admission(broker, settings, endpoint, card, lane, terms)
 
 
-def _check_constrained(body: CallBody, param: str) -> None:
-    """Raises ApiError for parameters that contradict a grammar, which alone decides where an output
-    may end."""
-    for name in ("min_tokens", "ignore_eos"):
-        if getattr(body, name):
-            raise invalid_value(name, f"{name} cannot be combined with {param}")
+def _lane_of(endpoint: Endpoint, body: CallBody) -> str:
+    """The lane of a call that names none."""
+    default = _PREFILL_LANE if endpoint in VECTOR_ENDPOINTS else _DEFAULT_LANE
+    return _LANE_OF_TIER.get(body.service_tier or "", default)
 
 
-def check_goes_on(body: CallBody) -> None:
+def check_endpoint(card: ModelCard, endpoint: Endpoint) -> None:
+    """Raises ApiError if the model does not answer calls of the endpoint."""
+    if endpoint not in card.endpoints:
+        answered = ", ".join(card.endpoints)
+        message = f"the model {card.name!r} does not answer {endpoint}: it answers {answered}"
+        raise bad_request("unsupported_endpoint", message, "model")
+
+
+def check_goes_on(body: CallFields) -> None:
     """Raises ApiError if a job, which has no caller to disconnect, shall be cancelled on
     disconnect."""
     if body.on_disconnect == "cancel":
@@ -140,129 +144,12 @@ def check_lane(card: ModelCard, lane: str) -> None:
         raise bad_request("unknown_lane", message, "lane")
 
 
-def _check_capabilities(card: ModelCard, body: CallBody) -> None:
-    """Raises ApiError if the model's engine cannot do what the body asks for."""
-    if isinstance(body, ChatBody) and body.offered and not card.capabilities.tools:
-        message = f"tools are not supported by {card.name!r}: their format is not known"
-        raise bad_request(UNSUPPORTED, message, "tools")
-    constraint = body.constraint()
-    if constraint is not None and not card.capabilities.structured_output:
-        param = constraint.param.split(".")[0]
-        message = f"{param}: the engine of {card.name!r} cannot constrain its output"
-        raise bad_request(UNSUPPORTED, message, param)
-    if num_prompt_logprobs(body) is not None and not card.capabilities.prompt_logprobs:
-        param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
-        message = f"{param}: the engine of {card.name!r} gives no log probabilities of prompts"
-        raise bad_request(UNSUPPORTED, message, param)
+def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
+        message = f"{param}: token ids must be from 0 to {card.vocab_size - 1}"
+        raise invalid_value(param, message)
 
 
-def _constraint(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Constraint | None:
-    """The constraint on the output, if any. Raises ApiError if tool calls cannot be forced."""
-    if not isinstance(body, ChatBody) or not body.offered:
-        return body.constraint()
-    format_, can = tokenizer.tool_format, card.capabilities.structured_output
-    if format_ is not None and can:
-        return body.tool_constraint(format_, tokenizer.special_ids)
-    is_strict = any(tool.function.strict for tool in body.offered)
-    if body.forces_calls or is_strict:
-        param = "tool_choice" if body.forces_calls else "tools"
-        reason = "are in a format that no grammar forces" if can else "cannot be constrained"
-        raise bad_request(UNSUPPORTED, f"{param}: the calls of {card.name!r} {reason}", param)
-    return None
-
-
-async def _prompts(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> Prompts:
-    """The token ids of each prompt. A chat is one prompt."""
-    given: Sequence[str | tuple[int, ...]]
-    if isinstance(body, ChatBody):
-        given, encode = [await _rendered(tokenizer, card, body)], tokenizer.encode_chat
-    else:
-        given, encode = body.prompt, tokenizer.encode_text
-
-    def encoded() -> Prompts:
-        return tuple(tuple(encode(each)) if isinstance(each, str) else each for each in given)
-
-    num_chars = sum(len(each) for each in given if isinstance(each, str))
-    prompts = encoded() if num_chars <= _SMALL_CHARS else await asyncio.to_thread(encoded)
-    for number, prompt_ids in enumerate(prompts):
-        param = _name_of(body, number)
-        if not prompt_ids:
-            raise invalid_value(param, f"{param} has no tokens")
-        check_ids(param, prompt_ids, card)
-    return prompts
-
-
-async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) -> str:
-    """Raises ApiError, TemplateFailed, ModelUnreadable."""
-    if tokenizer.template is None:
-        message = f"the model {card.name!r} has no chat template: use /v1/completions"
-        raise invalid_value("messages", message)
-    messages = [message.rendered() for message in body.messages]
-    tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
-    try:
-        return await tokenizer.template.render(messages, tools or None)
-    except TemplateRefused as exc:
-        raise invalid_value("messages", str(exc)) from None
-
-
-def _name_of(body: CallBody, number: int) -> str:
-    """The parameter name of a prompt in errors."""
-    if isinstance(body, ChatBody):
-        return "messages"
-    return f"prompt.{number}" if len(body.prompt) > 1 else "prompt"
-
-
-def _output_caps(
-    settings: GatewaySettings, card: ModelCard, body: CallBody, prompts: Prompts
-) -> list[int]:
-    """The maximum output tokens of one choice, for each prompt. Raises ApiError, also if all
-    choices together exceed the maximum of one prompt's choices."""
-    caps = [
-        _max_tokens(settings, card, body, len(prompt_ids), _name_of(body, number))
-        for number, prompt_ids in enumerate(prompts)
-    ]
-    num_output, most = (body.n or 1) * sum(caps), MAX_CHOICES * settings.max_output_tokens
-    if num_output > most:
-        name, _ = _given_max_tokens(body)
-        message = f"{name}: all choices together may have {num_output} tokens, over {most}"
-        raise invalid_value(name, message)
-    return caps
-
-
-def _max_tokens(
-    settings: GatewaySettings, card: ModelCard, body: CallBody, num_prompt: int, param: str
-) -> int:
-    """The maximum output tokens of a prompt's choice, clipped to the room in the context. Raises
-    ApiError if there is no room, or if the body asks for more than the gateway allows."""
-    room = card.context_length - num_prompt
-    name, given = _given_max_tokens(body)
-    if room < 1:
-        raise _over_context(card, num_prompt, given or 0, param)
-    if given == 0:
-        return 1  # the minimum that an engine computes; it is not shown
-    if given is None:
-        default = settings.default_output_tokens
-        return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
-    if given > room:
-        if not settings.clip_max_tokens:
-            raise _over_context(card, num_prompt, given, param)
-        given = room
-    if given > settings.max_output_tokens:
-        raise invalid_value(name, f"{name} may be at most {settings.max_output_tokens} here")
-    return given
-
-
-def _over_context(card: ModelCard, num_prompt: int, num_output: int, param: str) -> ApiError:
-    """In OpenAI's words, by which clients recognise the error."""
-    message = (
-        f"This model's maximum context length is {card.context_length} tokens. However, you "
-        f"requested {num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in "
-        f"the completion). Please reduce the length of the {param} or completion."
-    )
-    return bad_request("context_length_exceeded", message, param)
-
-
-def _given_max_tokens(body: CallBody) -> tuple[str, int | None]:
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        return "max_completion_tokens", body.max_completion_tokens
-    return "max_tokens", body.max_tokens
+async def tokenised(work: Callable[[], T], num_chars: int) -> T:
+    """The result of `work`, which tokenises so many characters: in a thread if they are many."""
+    return work() if num_chars <= _SMALL_CHARS else await asyncio.to_thread(work)

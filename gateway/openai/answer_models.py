@@ -1,11 +1,19 @@
-"""Response models, for the OpenAPI document. `answers` builds dicts instead, because validating
-long lists of log probabilities would take longer than building them."""
+"""Response models, for the OpenAPI document. `answers` and `vector_answers` build dicts instead,
+because validating long lists of numbers would take longer than building them."""
 
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
-EndpointPath = Literal["/v1/chat/completions", "/v1/completions"]
+EndpointPath = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
+    "/v1/responses",
+]
 FinishReason = Literal["stop", "length", "tool_calls"] | None
 
 
@@ -103,3 +111,71 @@ class TextCompletion(BaseModel):
     choices: list[TextChoice]
     usage: Usage
     prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
+
+
+class PromptUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="base64: float32, little-endian")
+
+
+class Embeddings(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PromptUsage
+
+
+class RankedText(BaseModel):
+    text: str
+
+
+class RankedDocument(BaseModel):
+    index: int
+    document: RankedText | None = Field(default=None, description="with return_documents")
+    relevance_score: float
+
+
+class Ranking(BaseModel):
+    id: str
+    model: str
+    usage: PromptUsage
+    results: list[RankedDocument]
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PromptUsage
+
+
+class Class(BaseModel):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Class]
+    usage: PromptUsage

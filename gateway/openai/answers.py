@@ -9,7 +9,15 @@ from typing import Any
 
 import msgspec
 
-from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens, ToolCallDelta
+from contract.events import (
+    ChoiceDelta,
+    LogEntry,
+    Members,
+    Prompt,
+    TokenLogprob,
+    Tokens,
+    ToolCallDelta,
+)
 from contract.jobs import Endpoint, FinishReason, Job
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.openai.prompts import PromptPart
@@ -37,7 +45,7 @@ def _head(job: Job, *, is_chunk: bool) -> dict[str, Any]:
         "id": prefix + job.id.removeprefix("job-"),
         "object": kind,
         "created": job.created_s,
-        "model": job.model,
+        "model": job.named_model,
         "system_fingerprint": None,
     }
 
@@ -82,7 +90,9 @@ class Chunks:
 
     def of(self, entry: LogEntry) -> list[dict[str, Any]]:
         """The chunks of one event. If choices begin in it, a chunk that introduces them comes
-        first; data of the prompt is kept until then."""
+        first; data of the prompt is kept until then. Vectors have no chunks."""
+        if self._job.pooling is not None or isinstance(entry.event, Members):
+            return []
         if isinstance(entry.event, Prompt):
             self._prompts[entry.event.prompt].add(entry.event)
             return []

@@ -32,9 +32,14 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        is_answered: bool = True,
     ) -> str:
-        """The prompt, up to the start of the assistant's message. Raises Refused, MemoryError."""
+        """The prompt, up to the start of the assistant's message if it is answered. Raises Refused,
+        MemoryError."""
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
         context = self._special_tokens | {"tools": tools, "documents": None}
@@ -42,7 +47,7 @@ class ChatTemplate:
         num_chars = 0
         try:
             for part in self._template.generate(
-                messages=messages, add_generation_prompt=True, **context
+                messages=messages, add_generation_prompt=is_answered, **context
             ):
                 num_chars += len(part)
                 if num_chars > MAX_RENDERED_CHARS:
@@ -56,6 +61,23 @@ class ChatTemplate:
         except Exception as exc:  # for example of a filter with a wrong argument
             raise Refused("the model's chat template failed on these messages") from exc
         return "".join(parts)
+
+    def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        """The prompt of each query and document, in the roles that rerankers give them, after the
+        instruction if there is one. Raises Refused, MemoryError."""
+        head = [{"role": "system", "content": instruction}] if instruction else []
+        prompts: list[str] = []
+        num_chars = 0
+        for query, document in pairs:
+            pair = [
+                {"role": "query", "content": query},
+                {"role": "document", "content": document},
+            ]
+            prompts.append(self.render([*head, *pair], is_answered=False))
+            num_chars += len(prompts[-1])
+            if num_chars > MAX_RENDERED_CHARS:
+                raise Refused("the chat template's output is too long")
+        return prompts
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:

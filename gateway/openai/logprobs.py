@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contract.events import TokenLogprob
+from contract.response_events import ShowLogprobs
 from gateway.openai.text_stream import TextStream
 from gateway.openai.tokens import ModelTokenizer
 
@@ -20,6 +21,11 @@ def chat_logprobs(tokenizer: ModelTokenizer, items: Sequence[TokenLogprob]) -> d
         for item in items
     ]
     return {"content": content, "refusal": None}
+
+
+def response_logprobs(tokenizer: ModelTokenizer | None) -> ShowLogprobs | None:
+    """Shows those of a response's text; None without a tokenizer."""
+    return None if tokenizer is None else lambda items: chat_logprobs(tokenizer, items)["content"]
 
 
 def _chat_token(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """GET /v1/models, /v1/models/{id}."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Path
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from contract.jobs import ModelCard, ResumeKind
+from contract.flows import Cascade, Definition, Ensemble, Pipeline, Route
+from contract.jobs import ResumeKind
+from contract.model_cards import ModelCard, PoolingCard
 from gateway.http.auth import AnyCaller
 from gateway.http.errors import no_such_model
 from gateway.http.handlers import answers
 from gateway.jobs.streams import ThisGateway
+from gateway.openai.answer_models import EndpointPath
 
 router = APIRouter(tags=["models"], responses=answers(401, 403, 429))
 
@@ -23,8 +27,26 @@ class ModelCapabilities(BaseModel):
     structured_output: bool
     tools: bool
     lora: bool
-    embeddings: bool
     resume: ResumeKind
+
+
+class ModelPooling(BaseModel):
+    """What a prefill-only model computes from a text, or from a pair of texts."""
+
+    kind: Literal["embedding", "classifier", "reranker"]
+    num_outputs: int
+    dimensions: list[int] = Field(description="to which embeddings can be shortened")
+    input_types: list[str] = Field(description="names of the model's instructions")
+    labels: list[str]
+
+
+FlowKind = Literal["route", "cascade", "ensemble", "pipeline"]
+_KINDS: Mapping[type[Definition], FlowKind] = {
+    Route: "route",
+    Cascade: "cascade",
+    Ensemble: "ensemble",
+    Pipeline: "pipeline",
+}
 
 
 class Model(BaseModel):
@@ -33,7 +55,10 @@ class Model(BaseModel):
     created: int
     owned_by: str = "batchway"
     max_model_len: int
+    endpoints: list[EndpointPath]
     capabilities: ModelCapabilities
+    pooling: ModelPooling | None
+    flow: FlowKind | None = Field(description="of a model that consists of others")
 
 
 class ModelList(BaseModel):
@@ -66,5 +91,18 @@ def _shown(card: ModelCard) -> Model:
         id=card.name,
         created=card.created_s,
         max_model_len=card.context_length,
+        endpoints=[endpoint.value for endpoint in card.endpoints],
         capabilities=ModelCapabilities(**msgspec.structs.asdict(card.capabilities)),
+        pooling=None if (can := card.pooling) is None else _pooling(can),
+        flow=None if card.flow is None else _KINDS[type(card.flow.definition)],
+    )
+
+
+def _pooling(can: PoolingCard) -> ModelPooling:
+    return ModelPooling(
+        kind=can.kind,
+        num_outputs=can.num_outputs,
+        dimensions=list(can.dimensions),
+        input_types=sorted(can.prompts),
+        labels=list(can.labels),
     )

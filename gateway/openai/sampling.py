@@ -1,12 +1,14 @@
 """Sampling parameters of a validated body."""
 
-from contract.jobs import ModelCard, SamplingParams, default_seed
+from contract.jobs import SamplingParams, default_seed
+from contract.model_cards import ModelCard
 from gateway.http.errors import ApiError, invalid_value
-from gateway.openai.schemas import CallBody, CompletionBody
+from gateway.openai.admission import check_ids
+from gateway.openai.schemas import CompletionBody, GenerationBody
 
 
 def sampling_params(
-    card: ModelCard, body: CallBody, caps: list[int], job_id: str
+    card: ModelCard, body: GenerationBody, caps: list[int], job_id: str
 ) -> SamplingParams:
     """The parameters for all prompts. Their maxima differ because the engine also ends each choice
     at the end of the context."""
@@ -40,11 +42,11 @@ def sampling_params(
     )
 
 
-def echoes(body: CallBody) -> bool:
+def echoes(body: GenerationBody) -> bool:
     return isinstance(body, CompletionBody) and bool(body.echo)
 
 
-def num_prompt_logprobs(body: CallBody) -> int | None:
+def num_prompt_logprobs(body: GenerationBody) -> int | None:
     """The larger of two numbers: for `prompt_logprobs`, and for the log probabilities of
     an echo."""
     echoed = body.num_logprobs if echoes(body) else None
@@ -55,7 +57,7 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _logit_bias(card: ModelCard, body: CallBody) -> dict[int, float]:
+def _logit_bias(card: ModelCard, body: GenerationBody) -> dict[int, float]:
     biases: dict[int, float] = {}
     for name, bias in (body.logit_bias or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 10):
@@ -68,9 +70,3 @@ def _logit_bias(card: ModelCard, body: CallBody) -> dict[int, float]:
 
 def _bad_bias(message: str) -> ApiError:
     return invalid_value("logit_bias", message)
-
-
-def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
-        message = f"{param}: token ids must be from 0 to {card.vocab_size - 1}"
-        raise invalid_value(param, message)

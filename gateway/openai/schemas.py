@@ -1,8 +1,6 @@
 """Request bodies in OpenAI's format: types and ranges of all fields.
 
-admission.py checks what depends on the model: vocabulary, context length, defaults.
-
-Over 300 lines: it is one list of fields.
+generation.py checks what depends on the model: vocabulary, context length, defaults.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -16,8 +14,6 @@ from pydantic import (
     model_validator,
 )
 
-from contract.api_keys import MIN_RETENTION_S
-from contract.callback_urls import MAX_URL_CHARS
 from gateway.http.errors import MISSING
 from gateway.openai.structured import Constrained
 from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
@@ -27,6 +23,7 @@ from gateway.openai.unsupported import (
     PARTS,
     ROLES,
     UNSUPPORTED,
+    CallFields,
     StrictModel,
     refusal,
     unsupported,
@@ -39,13 +36,8 @@ MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 8  # of one prompt
 MAX_CHOICES_IN_ALL = 128  # of all prompts of a call
 MAX_TOP_LOGPROBS = 20
-MAX_DEADLINE_S = 7 * 86_400
 _INT64 = 2**63
 _MAX_NAME = 64
-
-
-MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]  # OpenAI's limits
-MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 # Schemas in the OpenAPI document for fields with validators of their own.
@@ -199,12 +191,11 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None  # accepted; chunks are never padded
 
 
-class _SamplingBody(Constrained):
-    """Parameters of both endpoints. None always means the default."""
+class _SamplingBody(CallFields, Constrained):
+    """Parameters of both endpoints."""
 
     unasked = UNSUPPORTED
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     expected_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # of a choice
@@ -231,15 +222,7 @@ class _SamplingBody(Constrained):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    # None: depends on the idempotency key
-    on_disconnect: Literal["cancel", "continue"] | None = None
-    # Accepted without effect: IGNORED in `unsupported`.
-    user: Annotated[str, Field(max_length=512)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_retention: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    documents: Annotated[list[str], Field(max_length=2048)] | None = None  # for flows
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -314,55 +297,4 @@ class CompletionBody(_SamplingBody):
         return self.logprobs
 
 
-class CallbackBody(StrictModel):
-    """Where to report a job's end: exactly one of the first six."""
-
-    url: Annotated[str, Field(max_length=MAX_URL_CHARS)] | None = None
-    sqs: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    sns: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    eventbridge: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    function: Annotated[str | None, Field(alias="lambda", min_length=1, max_length=512)] = None
-    s3: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    secret: Annotated[str, Field(max_length=128)] | None = None
-    payload: Literal["thin", "full"] | None = None
-    events: Annotated[list[Literal["job.started", "job.progress"]], Field(max_length=2)] | None = (
-        None
-    )
-    progress_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-
-
-class JobBody(StrictModel):
-    """Fields of POST /v1/jobs and POST /v1/quote besides the call itself."""
-
-    lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
-    deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
-    retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = None  # from the job's end
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
-    callback: CallbackBody | None = None
-
-
-class ChatJob(JobBody):
-    endpoint: Literal["/v1/chat/completions"]
-    body: ChatBody
-
-
-class CompletionJob(JobBody):
-    endpoint: Literal["/v1/completions"]
-    body: CompletionBody
-
-
-class JobChange(StrictModel):
-    """PATCH /v1/jobs/{id}."""
-
-    lane: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
-    deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None  # from now
-
-    @model_validator(mode="after")
-    def _changes(self) -> Self:
-        if self.lane is None and self.deadline_s is None:
-            raise refusal("give a lane, a deadline_s or both", "lane", MISSING)
-        return self
-
-
-CallBody = ChatBody | CompletionBody
-AnyJob = ChatJob | CompletionJob
+GenerationBody = ChatBody | CompletionBody

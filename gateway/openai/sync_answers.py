@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and POST /v1/completions: synchronous calls."""
+"""Synchronous calls, and the routes of POST /v1/chat/completions and POST /v1/completions."""
 
 import hashlib
 import json
@@ -14,6 +14,8 @@ from contract.api_keys import Scope
 from contract.errors import BatchwayError
 from contract.function_types import JobView, Submission, Submitted
 from contract.jobs import Endpoint, Job, JobStatus
+from gateway.flows.entry import prepare_any
+from gateway.flows.members import MODELS_HEADER, chosen_header
 from gateway.http import sse
 from gateway.http.auth import Caller, Inference
 from gateway.http.bodies import StrictRoute, WellFormed
@@ -23,11 +25,13 @@ from gateway.http.load_headers import ServerTiming, rate_headers
 from gateway.jobs.event_ids import START, AskedPosition, LogPosition
 from gateway.jobs.job_objects import AcceptedJob, accepted_response, submitted_object
 from gateway.jobs.patience import AskedPreference, Patience, Preference
-from gateway.jobs.streams import AcceptingGateway, Gateway, call_stream, whole_answer
+from gateway.jobs.streams import AcceptingGateway, Gateway, call_stream
 from gateway.jobs.sync_call import SyncCall
-from gateway.openai.admission import Terms, check_goes_on, prepare
+from gateway.jobs.whole_answers import whole_answer
+from gateway.openai.admission import Terms, check_goes_on
 from gateway.openai.answer_models import ChatCompletion, TextCompletion
-from gateway.openai.schemas import CallBody, ChatBody, CompletionBody
+from gateway.openai.job_bodies import CallBody
+from gateway.openai.schemas import ChatBody, CompletionBody
 from gateway.openai.unsupported import ignored_header
 from gateway.redis.broker import Broker
 
@@ -127,12 +131,12 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
     terms = _terms(gateway, caller, preference, body, key, hashed)
     if preference.is_at_once:
         check_goes_on(body)
-        prepared = await prepare(
+        prepared = await prepare_any(
             gateway.broker, gateway.grammars, gateway.settings, endpoint, body, terms
         )
         return await submit_job(gateway, *prepared, preference.applied() | ignored_header(body))
     _check_resumes(request, position, body, key)
-    job, submission = await prepare(
+    job, submission = await prepare_any(
         gateway.broker, gateway.grammars, gateway.settings, endpoint, body, terms
     )
     submitted_s = gateway.broker.clock()
@@ -140,7 +144,7 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
     timing.mark("admission")
     job = await accepted_job(gateway, job, submitted, caller)
     answer_headers = preference.applied() | ignored_header(body) | rate_headers(submitted.rates)
-    headers = {"x-job-id": job.id, **answer_headers}
+    headers = {"x-job-id": job.id, **answer_headers, **chosen_header(job)}
     call = SyncCall(
         gateway.broker,
         gateway.settings,
@@ -150,10 +154,10 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
         job_retention_s=caller.job_retention_s(gateway.settings),
         submitted_s=submitted_s if submitted.is_new else None,
         may_return=not _ends_with_caller(body, key),
-        headers=answer_headers,
+        headers=headers,
     )
     try:
-        if not body.stream:
+        if not isinstance(body, ChatBody | CompletionBody) or not body.stream:
             return await _whole(request, gateway, call, headers)
         events = call_stream(
             gateway,
@@ -168,7 +172,8 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
         return await sse.sse_response(request, events, headers=headers, on_gone=call.on_gone)
     except BatchwayError as exc:
         error = to_call_error(exc)
-        error.headers["x-job-id"] = call.job.id
+        names = ("x-job-id", MODELS_HEADER)
+        error.headers |= {name: headers[name] for name in names if name in headers}
         raise error from exc
 
 
@@ -275,7 +280,8 @@ def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
 
 def _check_resumes(request: Request, position: LogPosition, body: CallBody, key: str) -> None:
     """Raises ApiError if a position is given for anything but the caller's own earlier stream."""
-    if position is not START and not (key and body.stream):
+    is_stream = isinstance(body, ChatBody | CompletionBody) and body.stream
+    if position is not START and not (key and is_stream):
         param = "Last-Event-ID" if "last-event-id" in request.headers else "starting_after"
         message = (
             f"{param} goes on with the stream of an earlier call: that needs stream: true, the "

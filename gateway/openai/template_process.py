@@ -1,5 +1,6 @@
 """The gateway's side of the process that renders a model's chat template."""
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,8 +45,17 @@ class TemplateProcess:
 
         Raises TemplateRefused, TemplateFailed, TemplateBusy, ModelUnreadable.
         """
+        return await self._ask([messages, tools])
+
+    async def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        """The prompt of each query and document. Raises as `render`."""
+        rendered = await self._ask({"instruction": instruction, "pairs": pairs})
+        prompts: list[str] = json.loads(rendered)
+        return prompts
+
+    async def _ask(self, request: object) -> str:
         try:
-            return await self._process.ask([messages, tools])
+            return await self._process.ask(request)
         except Refused as refusal:
             raise TemplateRefused(str(refusal)) from None
         except ChildBusy:

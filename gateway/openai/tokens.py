@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from contract.jobs import TokenizerFiles
+from contract.model_cards import TokenizerFiles
 from gateway.openai.template_process import TemplateProcess
 from gateway.openai.text_stream import TextStream
 
@@ -46,6 +46,12 @@ class ModelTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
+
+    def encode_pair(self, first: str, second: str) -> tuple[tuple[int, ...], int]:
+        """Token ids of a pair with the special tokens around them, and how many of them belong to
+        the first text."""
+        encoding = self._tokenizer.encode(first, second)
+        return tuple(encoding.ids), encoding.type_ids.count(0)
 
     def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
         """Decodes ids token by token."""

@@ -1,7 +1,6 @@
 """Tools in chats: OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`, and messages with
 calls and their results."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
@@ -10,7 +9,9 @@ import msgspec
 from pydantic import Field, field_validator, model_validator
 
 from contract.events import ToolCallDelta
-from contract.jobs import Job, ToolFormat
+from contract.jobs import Job
+from contract.model_cards import ToolFormat
+from contract.response_events import call_id
 from gateway.openai.structured import Constrained, Constraint, Schema
 from gateway.openai.unsupported import StrictModel, refusal
 
@@ -128,12 +129,6 @@ class WithTools(Constrained):
             and not isinstance(choice, NamedTool),
         }
         return Constraint("tools", "tools", calls)
-
-
-def call_id(job: Job, choice: int, index: int) -> str:
-    """The id of a call; the same in every response of the job."""
-    digest = hashlib.sha256(f"{job.id}/{choice}/{index}".encode()).hexdigest()
-    return f"call_{digest[:24]}"
 
 
 def delta_of(job: Job, choice: int, call: ToolCallDelta) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The base class of request bodies, and parameters of other servers that this one does not support.
+"""The base classes of request bodies, and parameters of other servers that are not supported.
 
 Values without effect (null, or a value listed here) are dropped, because clients send them.
 Parameters that would change the response are rejected by name. Others are ignored, and a response
@@ -8,13 +8,19 @@ header names them.
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.http.errors import UNKNOWN
 from gateway.http.errors import UNSUPPORTED as CODE
+
+# OpenAI's limits.
+Metadata = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 
 # Parameter -> values without effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -26,7 +32,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
-    "documents": ([],),
     "early_stopping": (False,),
     "function_call": ("none", "auto"),  # no effect without functions
     "functions": ([],),
@@ -47,14 +52,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# Validated, but without effect.
-IGNORED = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "user",
-)
 OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
@@ -90,13 +87,6 @@ def without(fields: Mapping[str, Any], unasked: Mapping[str, tuple[Any, ...]]) -
     return kept
 
 
-def ignored_header(body: Any) -> dict[str, str]:
-    """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
-    there are none."""
-    names = [name for name in IGNORED if getattr(body, name) is not None]
-    return {"x-ignored-parameters": ", ".join(names)} if names else {}
-
-
 class StrictModel(BaseModel):
     """The base class of request bodies: rejects unknown names, wrong types and coercions."""
 
@@ -118,3 +108,33 @@ class StrictModel(BaseModel):
                 hint = f"; did you mean {similar[0]}?" if similar else ""
                 raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
         return kept
+
+
+class CallFields(StrictModel):
+    """The fields of every call. None always means the default."""
+
+    # Validated, but without effect.
+    ignored: ClassVar[tuple[str, ...]] = (
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    )
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    # None: depends on the idempotency key
+    on_disconnect: Literal["cancel", "continue"] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_retention: Annotated[str, Field(max_length=64)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
+def ignored_header(body: CallFields) -> dict[str, str]:
+    """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
+    there are none."""
+    names = [name for name in body.ignored if getattr(body, name) is not None]
+    return {"x-ignored-parameters": ", ".join(names)} if names else {}

@@ -5,24 +5,26 @@ first connection, so a gateway can start while Redis is down.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from contract.api_keys import ApiKeys, Pepper
-from contract.catalogue import Catalogue, clear_orphan
+from contract.batches import Batches
+from contract.catalogue import Catalogue, clear_orphan, knows_key
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
 from contract.events import LogEntry
+from contract.files import Files
 from contract.function_types import JobPage, JobView, Quote, Submission, Submitted, Wanted
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.outbox import CallbackState, Outbox, callback_state
+from contract.starts import Starts
 from gateway.http.errors import UnknownJob
+from gateway.redis.attendance import Attendance
 from gateway.redis.breaker import Breaker
 from gateway.redis.cursor import Cursor, Idle, LogPage, Reset, is_end
 from gateway.redis.guarded_redis import GuardedRedis
@@ -30,6 +32,7 @@ from gateway.redis.hints import Hints
 from gateway.redis.key_ring import KeyRing
 from gateway.redis.known_models import KnownModels
 from gateway.redis.payloads import Payloads
+from gateway.redis.wishes import Wishes
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
@@ -56,15 +59,19 @@ class Broker:
         self._client = connect(settings.redis_url)
         self._functions = Functions(self._client, self.keys)
         self._outbox = Outbox(self._client, self.keys)
+        self._files = Files(self._client, self.keys)
+        self._batches = Batches(self._client, self.keys)
         guarded = GuardedRedis(self._client, Breaker(settings.breaker_open_s))
         self._call = guarded.call
+        self.attendance = Attendance(guarded, self._functions, lapses_s=settings.attendance_s)
         self.known = KnownModels(guarded, Catalogue(self._client, self.keys), self._functions)
+        starts = Starts(self._client, self.keys)
+        self._wishes = Wishes(guarded, starts, settings.cold_start_s)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), guarded.call)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
         self._hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
         self._swept_s = 0.0
-        self._followed: Counter[str] = Counter()
 
     async def aclose(self) -> None:
         for part in (self.known, self._hints, self._client):
@@ -75,8 +82,9 @@ class Broker:
         held = await self.payloads.outsourced(job)
         try:
             submitted = await self._call(lambda: self._functions.submit(held, submission))
-        except JobRefused:
+        except JobRefused as exc:
             await self._discard(held)
+            await self._wishes.leave(job, exc)
             raise
         if submitted.job_id != job.id:
             await self._discard(held)
@@ -84,11 +92,17 @@ class Broker:
 
     async def _discard(self, held: Job) -> None:
         """Deletes the objects of a job that was not accepted."""
-        if held.stored_prompt is not None:
+        if held.has_objects:
             await self.payloads.discard(held.id)
 
+    async def knows_key(self, tenant: str, idempotency_key: str) -> bool:
+        """Whether a job was accepted under this Idempotency-Key."""
+        return await self._call(lambda: knows_key(self._client, self.keys, tenant, idempotency_key))
+
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        return await self._call(lambda: self._functions.quote(job, submission))
+        quote = await self._call(lambda: self._functions.quote(job, submission))
+        await self._wishes.leave(job, quote.refusal)
+        return quote
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
@@ -120,6 +134,14 @@ class Broker:
     async def ask_outbox(self, ask: Callable[[Outbox], Awaitable[T]]) -> T:
         """One call to the outbox of callbacks. Raises WireError."""
         return await self._call(lambda: ask(self._outbox))
+
+    async def ask_files(self, ask: Callable[[Files], Awaitable[T]]) -> T:
+        """One call to the records of files. Raises WireError."""
+        return await self._call(lambda: ask(self._files))
+
+    async def ask_batches(self, ask: Callable[[Batches], Awaitable[T]]) -> T:
+        """One call to the records of batches. Raises LeaseLost, StatusChanged, WireError."""
+        return await self._call(lambda: ask(self._batches))
 
     async def callback_state(self, job_id: str, tenant: str) -> CallbackState | None:
         """The state of the job's callback; None if it has none."""
@@ -209,10 +231,8 @@ class Broker:
         cursor = Cursor(after, after_hash)
         view: JobView | None = None
         answered_s = self.clock()
-        async with (
-            self._following(job_id),
-            self._hints.listen(self.keys.events_channel(job_id)) as mailbox,
-        ):
+        channel = self.keys.events_channel(job_id)
+        async with self.attendance.following(job_id), self._hints.listen(channel) as mailbox:
             is_whole, wait_s = False, self._settings.poll_s
             if submitted_s is not None:
                 is_whole, wait_s = True, min(wait_s, self._first_look_s(submitted_s))
@@ -273,21 +293,3 @@ class Broker:
             return  # the breaker logs it
         except (CommandDenied, WireError) as exc:
             log.info("no sweep: %s", exc)
-
-    async def attend(self) -> None:
-        """Until cancelled, reports that the followed jobs have callers."""
-        while True:
-            await asyncio.sleep(self._settings.attendance_s / 3)
-            if self._followed:
-                with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
-                    await self._call(lambda: self._functions.attend(list(self._followed)))
-
-    @contextlib.asynccontextmanager
-    async def _following(self, job_id: str) -> AsyncIterator[None]:
-        self._followed[job_id] += 1
-        try:
-            yield
-        finally:
-            self._followed[job_id] -= 1
-            if not self._followed[job_id]:
-                del self._followed[job_id]

@@ -14,7 +14,7 @@ from contract.catalogue import Catalogue
 from contract.errors import WireError
 from contract.fleet_snapshot import FleetSnapshot
 from contract.functions import Functions
-from contract.jobs import ModelCard
+from contract.model_cards import ModelCard
 from gateway.http.errors import ModelUnreadable
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.guarded_redis import GuardedRedis

@@ -16,7 +16,13 @@ from contract.function_types import JobView
 from contract.jobs import Job, StoredPrompt
 from contract.payloads import open_store
 from contract.payloads.encoding import decode_log, encode_prompts, with_prompts
-from contract.payloads.store import ObjectStore, PayloadError, PayloadUnavailable, prompt_key
+from contract.payloads.store import (
+    ObjectStore,
+    PayloadError,
+    PayloadUnavailable,
+    prompt_key,
+    response_key,
+)
 
 log = logging.getLogger("batchway.gateway")
 
@@ -34,8 +40,14 @@ class Payloads:
         self._logs: LRUCache[str, list[LogEntry]] = LRUCache(_MAX_KEPT_LOGS)
 
     async def outsourced(self, job: Job) -> Job:
-        """The job as Redis will hold it. A long prompt is moved to the store."""
-        if self.store is None or job.num_prompt_tokens * _MAX_ID_BYTES < self._min_bytes:
+        """The job as Redis will hold it. Its long parts are moved to the store."""
+        if self.store is None:
+            return job
+        if len(job.response) >= self._min_bytes:
+            key = response_key(job.id)
+            ref = await asyncio.to_thread(self.store.put, key, job.response)
+            job = replace(job, response=b"", stored_response=ref)
+        if job.num_prompt_tokens * _MAX_ID_BYTES < self._min_bytes:
             return job
         data = encode_prompts(job)
         if len(data) < self._min_bytes:
@@ -49,6 +61,12 @@ class Payloads:
         if job.stored_prompt is None or any(job.prompts):
             return job
         return with_prompts(job, await asyncio.to_thread(self._known().get, job.stored_prompt.ref))
+
+    async def response(self, job: Job) -> bytes:
+        """What /v1/responses keeps of the job's request; empty for other jobs."""
+        if job.stored_response is None or job.response:
+            return job.response
+        return await asyncio.to_thread(self._known().get, job.stored_response)
 
     async def joined(
         self, view: JobView, after: int, max_events: int, entries: Sequence[LogEntry]

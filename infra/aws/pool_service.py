@@ -24,6 +24,7 @@ from contract.connection import connect, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.starts import Starts
 from contract.telemetry.metrics import embedded_line
 from infra.aws.ecs_service import EcsService
 from infra.aws.fleet_lines import FleetLines
@@ -92,6 +93,10 @@ class PoolService:
         decision, retired = await asyncio.to_thread(self.size, observed)
         if retired:
             await self.functions.drain(retired)
+        if decision.eta_s:
+            await Starts(self.watch.client, self.watch.keys).announce(
+                self.watch.model, decision.eta_s
+            )
         snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
         num_dead = snapshot.deliveries.get("dead", 0)
         new_dead = max(0, num_dead - (num_dead if self.num_dead is None else self.num_dead))
@@ -121,6 +126,7 @@ class PoolService:
             load=sum(worker.load for worker in observed.workers),
             tokens_per_s=observed.tokens_per_s,
             failed_starts_s=self._failed_starts_s(),
+            is_wanted=observed.is_wanted,
         )
         decision = decide(self.policy, view, self.memory)
         self.memory = decision.memory

@@ -10,6 +10,8 @@ import redis.asyncio
 from contract.functions import Functions
 from contract.keys import Keys
 from gateway.aws import handler
+from gateway.aws.environment import load_settings
+from gateway.settings import GatewaySettings
 from tests.aws.conftest import Invoke
 from tests.aws.lambda_events import KEY, http_event, rest_event, sqs_event
 from tests.gateway.fake_worker import MODEL, FakeWorker
@@ -175,3 +177,11 @@ async def test_the_entry_point_reads_its_settings_once(
     thread.start()
     await asyncio.to_thread(thread.join)
     assert [answer["statusCode"] for answer in answers] == [200, 200]
+
+
+def test_functions_feed_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the variable says; other gateways do."""
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
+    monkeypatch.setenv("BATCHWAY_FEEDS_BATCHES", "1")
+    assert not load_settings().feeds_batches
+    assert GatewaySettings.from_env().feeds_batches

@@ -19,6 +19,7 @@ from infra.pool import PoolPolicy
 from infra.pool_watch import PoolWatch
 from tests.aws.conftest import Clock, Invoke
 from tests.aws.lambda_events import rest_event
+from tests.gateway.conftest import make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 pytestmark = pytest.mark.anyio
@@ -72,6 +73,33 @@ async def test_a_waiting_job_starts_the_first_worker(
     assert metrics["DesiredWorkers"] == 1
     assert metrics["StrandedTokens"] > 0
     assert metrics["Model"] == MODEL
+
+
+async def test_a_refused_call_starts_the_first_worker(
+    service: PoolService, ecs: EcsService, invoke: Invoke
+) -> None:
+    """It is told when the worker is ready, and leaves no job."""
+    assert (await service.step()).num_workers == 0
+    answer = await invoke(rest_event("POST", "/v1/completions", JOB["body"]))
+    assert answer["statusCode"] == 503
+    assert 290 <= int(answer["headers"]["retry-after"]) <= 400  # with jitter
+    decision = await service.step()
+    assert (decision.num_workers, decision.reason, decision.backlog_s) == (1, "from zero", 0.0)
+    assert ecs.num_desired() == 1
+
+
+async def test_a_refused_call_is_forgotten(
+    service: PoolService, invoke: Invoke, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """A minute after its worker should be ready; the pool's model and lanes alone count."""
+    await invoke(rest_event("POST", "/v1/completions", JOB["body"]))
+    left_ms = await redis_client.pttl(keys.of("wanted", MODEL, "standard"))
+    cold_start_ms = make_settings("redis://").cold_start_s * 1000
+    assert cold_start_ms < left_ms <= cold_start_ms + 60_000
+    await redis_client.rename(
+        keys.of("wanted", MODEL, "standard"), keys.of("wanted", MODEL, "batch")
+    )
+    assert (await service.step()).num_workers == 0
 
 
 async def test_the_emptiest_worker_is_drained(

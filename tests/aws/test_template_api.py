@@ -33,6 +33,9 @@ def integration(path: str, method: str) -> dict[str, Any]:
     [
         ("/v1/chat/completions", "post"),
         ("/v1/completions", "post"),
+        ("/v1/embeddings", "post"),
+        ("/v1/responses", "post"),
+        ("/v1/responses/{response}", "get"),
         ("/v1/jobs/{job}/events", "get"),
     ],
 )
@@ -55,7 +58,7 @@ def test_other_routes_use_the_buffered_function() -> None:
     uri, arguments = found["uri"]["Fn::Sub"]
     assert uri.endswith(":lambda:path/2015-03-31/functions/${Function}/invocations")
     assert arguments["Function"] == {"Ref": "ApiFunctionAliaslive"}
-    assert len(paths()) == 4
+    assert len(paths()) == 7
     timeout_s = of_type("AWS::Lambda::Function")["ApiFunction"]["Timeout"]
     assert timeout_s * 1000 <= found["timeoutInMillis"]
 

@@ -14,7 +14,7 @@ from tests.aws.template import (
     transformed,
 )
 
-PARTS = ("gateway", "worker", "callbacks", "pool", "housekeeper")
+PARTS = ("gateway", "worker", "flows", "callbacks", "pool", "housekeeper")
 
 
 def test_no_secret_is_in_plain_text() -> None:
@@ -63,7 +63,7 @@ def test_the_cache_is_a_cluster_where_it_is_durable(is_durable: bool) -> None:
     assert ("NumCacheClusters" in properties) != is_durable
     assert settings.get("cluster-enabled") == ("yes" if is_durable else None)
     urls = re.findall(r"rediss://[^\"]+", json.dumps(template))
-    assert len(urls) == 8
+    assert len(urls) == 9
     assert all(url.endswith("?cluster=true") == is_durable for url in urls)
     assert all(("ConfigurationEndPoint" in url) == is_durable for url in urls)
 
@@ -133,4 +133,5 @@ def test_each_part_reads_its_own_secrets() -> None:
         "MachineRole": {"WorkerCacheSecret"},
         "CallbacksExecutionRole": {"CallbacksCacheSecret", "CallbackKeySecret"},
         "PoolExecutionRole": {"PoolCacheSecret"},
+        "FlowsExecutionRole": {"FlowsCacheSecret"},
     }

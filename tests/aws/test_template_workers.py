@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.settings import variable
-from infra.aws import pool_service
+from infra.aws import gateway_entry, pool_service
 from infra.parser import build_parser
 from infra.pool import PoolPolicy
 from tests.aws.template import (
@@ -41,6 +41,10 @@ def test_every_service_runs_a_command_that_exists() -> None:
     """With options and values that the command accepts."""
     batchway = build_parser()
     assert batchway.parse_args(arguments("CallbacksTask")).command == "callbacks"
+    gateway = batchway.parse_args(["gateway", *arguments("FlowsTask")])
+    assert (gateway.host, gateway.port) == ("127.0.0.1", 8000)  # where its health is asked
+    assert gateway.drain_s < container("FlowsTask")["StopTimeout"]
+    assert container("FlowsTask")["EntryPoint"] == ["python", "-m", gateway_entry.__name__]
     # The image's entry point puts `worker` before them.
     assert batchway.parse_args(["worker", *arguments("WorkerTask")]).command == "worker"
     engines = written()["Parameters"]["WorkerEngine"]
@@ -63,6 +67,8 @@ def test_gateways_and_pool_have_the_same_cold_start() -> None:
         theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
         assert theirs[variable("cold_start_s")] == cold_start
     assert {"Fn::Sub": "--cold-start-s=${ColdStartS}"} in container("PoolTask")["Command"]
+    theirs = {pair["Name"]: pair["Value"] for pair in container("FlowsTask")["Environment"]}
+    assert theirs[variable("cold_start_s")] == cold_start
 
 
 def test_the_pool_is_given_a_service_or_a_group() -> None:

@@ -11,7 +11,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.chaos.campaign import FEW_CALLERS, CampaignOptions, run_campaign
+from tests.chaos.campaign import (
+    BATCH_CALLERS,
+    FEW_CALLERS,
+    FLOW_CALLERS,
+    CampaignOptions,
+    run_campaign,
+)
 from tests.chaos.faults import KINDS
 from tests.chaos.report import Report
 from tests.vllm_environment import interpreter
@@ -22,6 +28,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.model == "vllm" and not interpreter().exists():
         parser.error("vLLM is not installed: scripts/setup-vllm")
+    if options.flows and options.model != "hash":
+        parser.error("flows are called on the hash model")
     campaign = CampaignOptions(
         num_faults=options.faults,
         seed=options.seed,
@@ -30,9 +38,15 @@ def main() -> int:
         mean_gap_s=options.gap_s,
         keeps_logs=options.keep_logs,
         kinds=tuple(options.only or ()),
+        flows=options.flows,
+        batch_lines=options.batches,
     )
     if options.model == "vllm":  # whose next start needs the cores more than callers do
         campaign = replace(campaign, callers=FEW_CALLERS)
+    if options.flows:  # each of which takes three times as long
+        campaign = replace(campaign, callers=FLOW_CALLERS)
+    if options.batches:
+        campaign = replace(campaign, callers=BATCH_CALLERS)
     try:
         report = asyncio.run(_run(campaign))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -73,6 +87,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gap-s", type=float, default=0.4, help="mean time between two faults")
     parser.add_argument(
         "--only", action="append", choices=KINDS, metavar="KIND", help="of faults; may be repeated"
+    )
+    parser.add_argument("--flows", action="store_true", help="call the hash model through flows")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=0,
+        metavar="LINES",
+        help="a batch of this many lines, by default with kill -9 alone; give --gap-s",
     )
     parser.add_argument("--keep-logs", action="store_true", help="of all processes")
     return parser

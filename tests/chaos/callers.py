@@ -17,7 +17,6 @@ from tests.chaos.ledger import Event, Kind, Ledger, Story
 from tests.chaos.oracles import Ask, Oracle
 
 TIMEOUT = httpx.Timeout(connect=1.0, read=4.0, write=2.0, pool=None)
-PATIENCE_S = 240.0  # for one story, faults included; then it counts as lost
 TERMINAL = {"succeeded", "failed", "cancelled", "expired"}
 _PASSING = {"draining", "broker_unavailable", "no_workers", "lane_full"}  # codes: try again
 _LOST = {"job_not_found", "job_lost"}
@@ -108,6 +107,7 @@ class Client:
             self._ledger.counts[f"{self.kind} stories"] += 1
             await self._patiently(story, self.live(story, ask))
 
+    patience_s = 240.0  # for one story, faults included; then it counts as lost
     may_cancel = False
     asks_for_ids = True  # of events: by a key
 
@@ -117,10 +117,10 @@ class Client:
 
     async def _patiently(self, story: Story, life: Any) -> None:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(self.patience_s):
                 await life
         except TimeoutError:
-            story.violate(Kind.LOST, f"no end within {PATIENCE_S:.0f} s")
+            story.violate(Kind.LOST, f"no end within {self.patience_s:.0f} s")
 
     # --- one exchange -------------------------------------------------------------------------
 

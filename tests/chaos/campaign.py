@@ -18,10 +18,12 @@ from contract.keys import Keys
 from gateway.http.auth import DEFAULT_TENANT
 from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
+from tests.chaos.batches import KILLS, Batcher, BatchOracle
 from tests.chaos.callers import Callers, Client
 from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
 from tests.chaos.faults import VLLM_KINDS, Injector
 from tests.chaos.fleet import HASH_MODEL, Fleet, FleetOptions
+from tests.chaos.flows import MODELS_YAML, FlowOracle, check_calls
 from tests.chaos.ledger import Kind, Ledger, Violation
 from tests.chaos.mistakes import Mistake
 from tests.chaos.oracles import DemoOracle, HashOracle, Oracle
@@ -40,8 +42,11 @@ _LOOK_S = 0.2
 _TOLD = (b"delivered", b"dead")
 _RETENTION_MS = 8 * 24 * 3600 * 1000  # longer than any job is kept
 _SWEEP_JOBS = 1000
+_MAX_SWEEPS = 50
 _NUM_QUESTIONS = 6  # of the demo model
 FEW_CALLERS: Mapping[type[Client], int] = {Streamer: 3, Submitter: 1, Canceller: 1, Leaver: 1}
+FLOW_CALLERS: Mapping[type[Client], int] = {Streamer: 10, Submitter: 10, Canceller: 2, Leaver: 1}
+BATCH_CALLERS: Mapping[type[Client], int] = {Batcher: 1}
 _DEMO_WORKER: Mapping[str, Any] = {
     "served_model_name": "demo",
     "engine_module": "workers.engine_process.engine_loop",
@@ -81,6 +86,8 @@ class CampaignOptions:
     keeps_logs: bool = False
     kinds: Sequence[str] = ()  # of faults; (): all
     mistake: Mistake = Mistake.NONE
+    flows: bool = False  # the hash model is called through flows
+    batch_lines: int = 0  # of the file that BATCH_CALLERS run as a batch
     stops_at_violation: bool = False
     fleet: FleetOptions = field(default_factory=FleetOptions)
 
@@ -91,19 +98,21 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
     rng = random.Random(options.seed)
     async with Fleet(_fleet_options(options), rng) as fleet, _receiver(options) as receiver:
         fleet.keeps_logs = options.keeps_logs
-        ledger = Ledger(fleet.redis.cuts_s if options.fsync == "everysec" else ())
+        cuts_s = fleet.redis.cuts_s if options.fsync == "everysec" else ()
+        ledger = Ledger(cuts_s, has_hidden_events=options.flows)
         oracle = await _oracle(options, fleet, rng)
         callers = Callers(
             fleet.gateway_urls, oracle, ledger, [receiver.url(path) for path in receiver.behaviours]
         )
-        kinds = options.kinds or (VLLM_KINDS if options.model == "vllm" else ())
-        injector = Injector(fleet, rng, options.mean_gap_s, kinds)
+        injector = Injector(fleet, rng, options.mean_gap_s, _kinds(options))
         say(f"fleet is up: logs in {fleet.directory}")
         async with _progress(say, options, injector, ledger), callers.http:
+            if options.batch_lines:
+                await Batcher(callers, 0, options.seed).prepare()
             await _disturb(options, callers, injector)
             say("faults are over: all that was begun must end")
             await _rest(fleet)
-            await _reckon(fleet, ledger, callers, receiver)
+            await _reckon(options, fleet, ledger, callers, receiver)
         if ledger.violations and not options.mistake:
             fleet.keeps_logs = True
             say(f"violations: logs are kept in {fleet.directory}")
@@ -112,7 +121,19 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
 
 def _fleet_options(options: CampaignOptions) -> FleetOptions:
     worker = _WORKERS[options.model]
-    return replace(options.fleet, fsync=options.fsync, worker=worker, mistake=options.mistake)
+    return replace(
+        options.fleet,
+        fsync=options.fsync,
+        worker=worker,
+        mistake=options.mistake,
+        models=MODELS_YAML if options.flows else "",
+    )
+
+
+def _kinds(options: CampaignOptions) -> Sequence[str]:
+    if options.batch_lines:
+        return options.kinds or KILLS
+    return options.kinds or (VLLM_KINDS if options.model == "vllm" else ())
 
 
 def _receiver(options: CampaignOptions) -> Receiver:
@@ -122,10 +143,11 @@ def _receiver(options: CampaignOptions) -> Receiver:
 
 
 async def _oracle(options: CampaignOptions, fleet: Fleet, rng: random.Random) -> Oracle:
+    oracle: Oracle = FlowOracle(HASH_MODEL) if options.flows else HashOracle(HASH_MODEL)
     if options.model != "hash":
         url = fleet.gateway_urls()[0]
-        return await DemoOracle.ask_undisturbed(url, rng, _NUM_QUESTIONS)
-    return HashOracle(HASH_MODEL)
+        oracle = await DemoOracle.ask_undisturbed(url, rng, _NUM_QUESTIONS)
+    return BatchOracle(oracle, rng, options.batch_lines) if options.batch_lines else oracle
 
 
 async def _disturb(options: CampaignOptions, callers: Callers, injector: Injector) -> None:
@@ -167,7 +189,9 @@ async def _rest(fleet: Fleet) -> None:
             await until(is_at_rest, _REST_TIMEOUT_S)
 
 
-async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Receiver) -> None:
+async def _reckon(
+    options: CampaignOptions, fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Receiver
+) -> None:
     """Compares all logs with the expected and the received output, and delivered callbacks with the
     ends of jobs. Audits Redis."""
     keys = Keys(NAMESPACE)
@@ -179,7 +203,16 @@ async def _reckon(fleet: Fleet, ledger: Ledger, callers: Callers, receiver: Rece
     has_key = {
         key.decode()[len(prefix) :]: await client.hget(key, "attendance") == b"0" for key in found
     }
+    children = {
+        job_id for job_id in has_key if await client.hget(keys.job(job_id), "part") == b"child"
+    }
+    if isinstance(callers.oracle, BatchOracle):  # jobs that a killed feeder has not deleted
+        children |= callers.oracle.line_job_ids
+    for job_id in children:
+        has_key.pop(job_id, None)
     ledger.check_jobs(has_key)
+    if options.flows:
+        await check_calls(ledger, functions, sorted(has_key), children)
     statuses: dict[str, JobStatus] = {}
     for job_id in sorted(has_key.keys() & ledger.stories_by_job.keys()):
         read = await functions.read(job_id, DEFAULT_TENANT, max_events=100_000)
@@ -214,10 +247,13 @@ def _tellings(receiver: Receiver) -> list[Telling]:
 
 async def _outlive_retention(functions: Functions, client: redis.asyncio.Redis, keys: Keys) -> None:
     """Advances the clock of Redis until every record has expired, and sweeps."""
-    await client.function_load(library_with_test_clock(), replace=True)
     await client.set(TEST_CLOCK, _RETENTION_MS)
-    for _ in range(1 + await client.zcard(keys.of("kept")) // _SWEEP_JOBS):
+    for _ in range(_MAX_SWEEPS):
+        # Each time, because workers load the library again where it is not theirs.
+        await client.function_load(library_with_test_clock(), replace=True)
         await functions.sweep(_SWEEP_JOBS)
+        if not await client.zcard(keys.of("kept")):
+            return
 
 
 def _judge_differences(ledger: Ledger, oracle: Oracle) -> None:

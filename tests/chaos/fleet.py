@@ -33,6 +33,7 @@ class FleetOptions:
     worker: Mapping[str, Any] = field(default_factory=dict)
     hash_model: HashModelOptions = HASH_MODEL
     mistake: Mistake = Mistake.NONE  # planted in every process
+    models: str = ""  # the text of models.yaml; "": none
 
 
 class Fleet:
@@ -89,13 +90,22 @@ class Fleet:
                 )
             )
         for number in range(self._options.num_gateways):
-            self.gateways.append(GatewaySeat(await self._place(f"gateway-{number}", lifeline_fd)))
+            place = await self._place(f"gateway-{number}", lifeline_fd)
+            self.gateways.append(GatewaySeat(place, self._models_yaml()))
         for number in range(self._options.num_callbacks):
             place = await self._place(f"callbacks-{number}", lifeline_fd)
             self.callbacks.append(CallbacksSeat(place))
         for seat in self.seats:
             seat.start()
         await asyncio.gather(*(seat.until_ready() for seat in self.seats))
+
+    def _models_yaml(self) -> str:
+        """Its path; '' for none."""
+        if not self._options.models:
+            return ""
+        path = self.directory / "models.yaml"
+        path.write_text(self._options.models)
+        return str(path)
 
     async def _place(self, name: str, lifeline_fd: int) -> Place:
         link = Link(lambda: self.redis.socket_path)

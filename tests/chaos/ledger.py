@@ -143,7 +143,7 @@ class Story:
             self.violate(Kind.DUPLICATED, f"event {number} twice")
         elif number < self._next:
             self.violate(Kind.REORDERED, f"event {number} after event {self._next - 1}")
-        else:
+        elif not self.ledger.has_hidden_events:
             self.violate(Kind.LOST, f"event {number} where {self._next} was due")
 
     def _check_tokens(self, event: Event) -> None:
@@ -221,6 +221,7 @@ class Ledger:
     # Power cuts that lost what was acknowledged, each from its begin to its end.
     cuts_s: Sequence[tuple[float, float]] = ()
     clock_s: Callable[[], float] = time.monotonic
+    has_hidden_events: bool = False  # of flows, about their calls: no client sees them
     stories: list[Story] = field(default_factory=list)
     stories_by_job: dict[str, Story] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
@@ -312,6 +313,8 @@ class Ledger:
         if story.status not in (None, status) and not story.may_have_lost:
             story.violate(Kind.DOUBLE_TERMINAL, f"{story.status} to its client, {status} in Redis")
         num_tokens = sum(map(len, output.values()))
+        if self.has_hidden_events:
+            return  # the flow's usage is checked in tests/chaos/flows.py
         if story.num_tokens_at_cancel not in (None, num_tokens) and not story.may_have_lost:
             story.violate(Kind.WRONG, "it ran on after its cancel")
 

@@ -141,6 +141,10 @@ class GatewaySeat(Seat):
 
     sign_of_readiness = "listening on"
 
+    def __init__(self, place: Place, models: str = "") -> None:
+        super().__init__(place)
+        self._models = models
+
     @property
     def url(self) -> str:
         """The URL of the gateway, or the last one if no process runs."""
@@ -155,10 +159,12 @@ class GatewaySeat(Seat):
         return [
             *(sys.executable, "-m", "tests.chaos.gateway", "--port=0", "--drain-s=0.5"),
             *(f"--redis-url={self.link.url}", f"--namespace={NAMESPACE}"),
+            f"--models={self._models}",
         ]
 
     def _environ(self) -> Mapping[str, str]:
         return {
+            "BATCHWAY_OBJECT_STORE": str(self._log_path.with_name("objects")),
             "BATCHWAY_HEARTBEAT_S": "1",  # so that a client notices silence soon
             "BATCHWAY_POLL_S": "0.5",
             "BATCHWAY_ATTENDANCE_S": "4",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chaos.campaign import FEW_CALLERS, CampaignOptions, run_campaign
+from tests.chaos.campaign import BATCH_CALLERS, FEW_CALLERS, CampaignOptions, run_campaign
 from tests.chaos.clients import Streamer
 from tests.chaos.faults import ENGINE_CORE, REDIS_FAILOVER
 from tests.chaos.fleet import FleetOptions
@@ -30,6 +30,33 @@ async def test_nothing_is_lost_and_nothing_is_repeated() -> None:
     assert_clean(report)
     assert report.faults.total() >= 50
     assert report.ledger.num_deliveries >= report.ledger.num_callbacks > 0
+
+
+@pytest.mark.timeout(300)
+async def test_each_call_of_a_flow_runs_to_one_end() -> None:
+    """Also where the gateways that run the flows are killed: usage adds up, no call is lost."""
+    options = CampaignOptions(15, seed=6, mean_gap_s=0.5, flows=True, callers=FEW_CALLERS)
+    report = await run_campaign(options)
+    assert_clean(report)
+    assert report.ledger.counts["calls of flows"] > 0
+
+
+@pytest.mark.timeout(300)
+async def test_each_line_of_a_batch_is_answered_once() -> None:
+    """With the results of an undisturbed run, while workers, the gateways that feed, and Redis are
+    killed."""
+    options = CampaignOptions(
+        8,
+        seed=7,
+        mean_gap_s=0.5,
+        callers=BATCH_CALLERS,
+        batch_lines=300,
+        fleet=FleetOptions(num_workers=2, num_callbacks=1),
+    )
+    report = await run_campaign(options)
+    assert report.is_clean, report.as_table()
+    assert report.ledger.counts["lines of batches"] >= 300
+    assert report.ledger.num_tokens > 0
 
 
 @pytest.mark.timeout(300)

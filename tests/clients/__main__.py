@@ -14,8 +14,8 @@ HEAD = """\
 # Clients
 
 What was tried, end to end, against `batchway up` on the demo model, by `scripts/clients`, which \
-also writes this page. Each client runs in an environment of its own. What is not supported yet is \
-refused with an error that names it; nothing is silently left out.
+also writes this page. Each client runs in an environment of its own. What the server or the demo \
+model cannot do is refused with an error that names it; nothing is silently left out.
 
 """
 

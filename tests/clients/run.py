@@ -124,7 +124,7 @@ def _failed(error: str) -> dict[str, Any]:
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """One row for each client, in Markdown."""
     lines = [
-        "| client | version | works | refused by name, not supported yet |",
+        "| client | version | works | refused by name |",
         "|---|---|---|---|",
     ]
     for name, lined in results.items():

@@ -252,6 +252,21 @@ async def test_before_a_rate_is_measured_as_much_may_wait_as_workers_hold(
     await functions.submit(make_job(), make_submission(lane_bound_s=1.0))
 
 
+async def test_a_flood_on_one_model_refuses_nobody_of_another(functions: Functions) -> None:
+    """Lanes, their bounds and rates, and places are each model's own."""
+    capacity = WorkerCapacity(tokens_per_s=13.0, max_jobs=1, max_tokens=20, lanes=("standard",))
+    await beat(functions, capacity)
+    await functions.heartbeat("w2", "n", [], lease_s=10, info="{}", capacity=capacity)
+    terms = {"lane_bound_s": 2.5, "lane_bound_tokens": 100}
+    for _ in range(3):
+        await functions.submit(make_job(), make_submission(**terms))
+    for _ in range(50):
+        assert (await refusal(functions, **terms)).code is ErrorCode.LANE_FULL
+    other = structs.replace(make_job(), model="n")
+    submitted = await functions.submit(other, make_submission(**terms))
+    assert (submitted.position.num_jobs_ahead, submitted.position.eta_s) == (0, 0.0)
+
+
 async def test_an_unknown_lane_is_refused_by_name(functions: Functions) -> None:
     """The message lists the known lanes."""
     await beat(functions, WorkerCapacity(lanes=("fast", "slow")))

@@ -103,6 +103,7 @@ async def connected(
         idle_s=idle_s,
         head_s=head_s,
         body_s=body_s,
+        upload_s=body_s,
         max_per_address=0,
         lifespan="off",
         log_config=None,

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -16,7 +16,9 @@ from gateway.http.listener import bind
 from gateway.http.server import build_server
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
+from tests.fleet import until
 from tests.gateway.fake_worker import FakeWorker, publish_model
+from tests.gateway.vector_worker import CARDS, publish_vector_model, vector_worker
 
 
 def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
@@ -72,6 +74,34 @@ async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
     task = asyncio.create_task(idle_worker.serve())
     yield idle_worker
     await end_tasks(task)
+
+
+Serving = Callable[[str], Awaitable[FakeWorker]]
+
+
+@pytest.fixture
+async def serving(
+    redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys, http: httpx.AsyncClient
+) -> AsyncIterator[Serving]:
+    """Publishes the prefill-only models, and starts a worker of one of them."""
+    await publish_model(redis_client, keys)  # later tests ask for it, and the gateway remembers
+    for name in CARDS:
+        await publish_vector_model(redis_client, keys, name)
+
+    async def is_known() -> bool:
+        return (await http.get(f"/v1/models/{name}")).status_code == 200
+
+    await until(is_known)  # the gateway reads the cards once a second
+    tasks = []
+
+    async def start(model: str) -> FakeWorker:
+        worker = vector_worker(functions, model)
+        await worker.beat()
+        tasks.append(asyncio.create_task(worker.serve()))
+        return worker
+
+    yield start
+    await end_tasks(*tasks)
 
 
 @pytest.fixture

@@ -11,18 +11,10 @@ from contract.codec import encode_tokenizer
 from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
 from contract.function_types import Append, Claimed, Verdict, WorkerCapacity
 from contract.functions import Functions
-from contract.jobs import (
-    Capabilities,
-    Endpoint,
-    FinishReason,
-    Job,
-    JobStatus,
-    ModelCard,
-    SamplingParams,
-    TokenizerFiles,
-)
+from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams
 from contract.keys import Keys
 from contract.library import ensure_library
+from contract.model_cards import Capabilities, ModelCard, PoolingCard, TokenizerFiles
 from tests.fakes import EOS_ID, VOCAB_SIZE, encode_text, hash_tokenizer
 from tests.fleet import until
 
@@ -90,6 +82,7 @@ async def publish_model(
     context_length: int = CONTEXT_LENGTH,
     lanes: tuple[str, ...] = LANES,
     capabilities: Capabilities | None = None,
+    pooling: PoolingCard | None = None,
 ) -> ModelCard:
     files = files or hash_tokenizer()
     card = ModelCard(
@@ -101,6 +94,7 @@ async def publish_model(
         created_s=1_700_000_000,
         lanes=lanes,
         capabilities=capabilities or Capabilities(structured_output=True, tools=True),
+        pooling=pooling,
     )
     await Catalogue(client, keys).publish(card, files)
     return card
@@ -117,6 +111,7 @@ class FakeWorker:
     capacity: WorkerCapacity = field(default_factory=WorkerCapacity)
     script: Script = field(default_factory=lambda: says("Hello", " wörld", "!"))
     seen: list[Job] = field(default_factory=list)
+    lanes: tuple[str, ...] = LANES
 
     async def beat(self, *held: Claimed) -> list[str]:
         pairs = [(claimed.job.id, claimed.epoch) for claimed in held]
@@ -135,7 +130,7 @@ class FakeWorker:
             jobs = await self.functions.claim(
                 self.incarnation,
                 self.model,
-                LANES,
+                self.lanes,
                 lease_s=LEASE_S,
                 max_jobs=1,
                 max_tokens=10**6,

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
 JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": BODY}
 NO_JOB = "/v1/jobs/job-0-" + "0" * 32
+NO_RESPONSE = "/v1/responses/resp_0-" + "0" * 32
 
 
 @pytest.fixture
@@ -70,12 +71,22 @@ async def refused(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
 SCOPED = [
     (Scope.INFERENCE, "POST", "/v1/completions"),
     (Scope.INFERENCE, "POST", "/v1/chat/completions"),
+    (Scope.INFERENCE, "POST", "/v1/embeddings"),
+    (Scope.INFERENCE, "POST", "/v1/rerank"),
+    (Scope.INFERENCE, "POST", "/v1/score"),
+    (Scope.INFERENCE, "POST", "/v1/classify"),
+    (Scope.INFERENCE, "POST", "/v1/responses"),
+    (Scope.INFERENCE, "POST", "/v1/responses/input_tokens"),
     (Scope.INFERENCE, "POST", "/v1/quote"),
     (Scope.JOBS_WRITE, "POST", "/v1/jobs"),
     (Scope.JOBS_WRITE, "POST", NO_JOB + "/cancel"),
     (Scope.JOBS_WRITE, "PATCH", NO_JOB),
+    (Scope.JOBS_WRITE, "POST", NO_RESPONSE + "/cancel"),
+    (Scope.JOBS_WRITE, "DELETE", NO_RESPONSE),
     (Scope.JOBS_READ, "GET", NO_JOB),
     (Scope.JOBS_READ, "GET", NO_JOB + "/events"),
+    (Scope.JOBS_READ, "GET", NO_RESPONSE),
+    (Scope.JOBS_READ, "GET", NO_RESPONSE + "/input_items"),
 ]
 
 

@@ -59,8 +59,9 @@ async def _fails(http: httpx.AsyncClient, number: int, canaries: list[str]) -> h
         body | {"tools": [prompt]},
         {"endpoint": "/v1/completions", "body": body, "lane": prompt},
     ]
-    path = ("/v1/completions", "/v1/chat/completions", "/v1/jobs", f"/v1/{prompt}")[number // 8 % 4]
-    return await http.post(f"{path}?q={query}", json=bodies[number % 8], headers=headers)
+    paths = ("completions", "chat/completions", "embeddings", "jobs", prompt)
+    url = f"/v1/{paths[number // 8 % 5]}?q={query}"
+    return await http.post(url, json=bodies[number % 8], headers=headers)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -7,8 +7,8 @@ import httpx
 import pytest
 import redis.asyncio
 
-from contract.jobs import Capabilities
 from contract.keys import Keys
+from contract.model_cards import Capabilities
 from tests.gateway.fake_worker import publish_model
 
 pytestmark = pytest.mark.anyio
@@ -69,6 +69,5 @@ async def test_jobs_show_their_resume_kind_and_models_their_capabilities(
         "structured_output": False,
         "tools": False,
         "lora": False,
-        "embeddings": False,
         "resume": "distribution",
     }

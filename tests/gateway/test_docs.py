@@ -11,8 +11,11 @@ from gateway.http import health
 from gateway.http.app import create_app
 from gateway.http.errors import STATUS_BY_CODE
 from gateway.jobs import job_lists, job_routes, objects, quotes
-from gateway.openai import models, sync_answers
+from gateway.openai import models, sync_answers, vector_routes
+from gateway.openai.responses import routes as responses
+from gateway.openai.responses.bodies import UNSUPPORTED_OF_RESPONSES
 from gateway.openai.unsupported import UNSUPPORTED
+from gateway.openai.vector_bodies import UNSUPPORTED_OF_VECTORS
 from gateway.settings import GatewaySettings, variable
 from infra.options import GATEWAY_DRAIN_S
 
@@ -42,7 +45,8 @@ def test_every_code_of_the_gateway_is_documented() -> None:
 def test_every_route_is_documented() -> None:
     """Method and path."""
     text = (DOCS / "api.md").read_text()
-    modules = (sync_answers, health, job_lists, job_routes, models, objects, quotes)
+    calls = (sync_answers, vector_routes, responses)
+    modules = (*calls, health, job_lists, job_routes, models, objects, quotes)
     for router in (module.router for module in modules):
         for route in router.routes:
             assert isinstance(route, APIRoute)
@@ -54,7 +58,8 @@ def test_every_route_is_documented() -> None:
 def test_every_unsupported_parameter_is_documented() -> None:
     """-"""
     text = (DOCS / "api.md").read_text()
-    assert [name for name in UNSUPPORTED if f"`{name}`" not in text] == []
+    names = {*UNSUPPORTED, *UNSUPPORTED_OF_VECTORS, *UNSUPPORTED_OF_RESPONSES}
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_every_setting_is_documented_and_read(monkeypatch: pytest.MonkeyPatch) -> None:

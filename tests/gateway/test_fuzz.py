@@ -16,6 +16,12 @@ JSON = {"content-type": "application/json"}
 TAKES_BODIES = (
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/v1/score"),
+    ("POST", "/v1/classify"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/input_tokens"),
     ("POST", "/v1/jobs"),
     ("POST", "/v1/quote"),
     ("PATCH", "/v1/jobs/job-0-" + "0" * 32),

@@ -194,7 +194,8 @@ async def test_a_call_becomes_a_job_on_request(worker: FakeWorker, http: httpx.A
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint", "invalid_value"),
+        ({"endpoint": "/v1/images"}, "endpoint", "invalid_value"),
+        ({"endpoint": "/v1/embeddings"}, "body.prompt", "unknown_parameter"),
         ({"lane": "fast"}, "lane", "unknown_lane"),
         ({"deadline_s": 0}, "deadline_s", "invalid_value"),
         ({"x": 1}, "x", "unknown_parameter"),

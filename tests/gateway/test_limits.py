@@ -193,3 +193,24 @@ async def test_an_overridden_dependency_takes_effect() -> None:
     answer = await asked(app, "/v1/models")
     assert answer.status_code == 402
     assert answer.json()["error"]["message"] == "pay first"
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [("/v1/chat/completions", 262_144), ("/v1/embeddings", 4_194_304), ("/v1/score", 4_194_304)],
+)
+@pytest.mark.parametrize("own", [None, 1_000])
+async def test_calls_for_vectors_may_be_longer(path: str, limit: int, own: int | None) -> None:
+    """Unless the operator sets one limit for all. The refusal names it."""
+    settings = GatewaySettings(
+        redis_url="redis://127.0.0.1:1", allowed_hosts=("*",), max_body_bytes=own
+    )
+    limit = own or limit
+    transport = httpx.ASGITransport(create_app(settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        headers = {"content-type": "application/json"}
+        fits = await http.post(path, content=b'{"x":' + b" " * (limit - 5), headers=headers)
+        long = await http.post(path, content=b" " * (limit + 1), headers=headers)
+    assert fits.status_code != 413
+    assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
+    assert f"more than {limit} bytes" in long.json()["error"]["message"]

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -23,17 +23,33 @@ from schemathesis.specs.openapi.checks import (
 
 from contract.connection import connect, end_tasks
 from contract.functions import Functions
-from contract.jobs import new_job_id
+from contract.jobs import Endpoint, new_job_id
 from contract.keys import Keys
 from contract.library import ensure_library
 from gateway.http.app import create_app
-from gateway.openai.schemas import ChatBody, ChatJob, CompletionBody, CompletionJob, JobChange
+from gateway.openai.job_bodies import AnyJob, CallBody, JobChange
+from gateway.openai.responses.bodies import ResponseBody
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
+from tests.gateway.vector_worker import (
+    CLASSIFIER,
+    PLAIN,
+    RERANKER,
+    publish_vector_model,
+    vector_worker,
+)
 
 NUM_EXAMPLES = 10  # of each operation, good ones and bad ones
+# The models that answer, by the call's body.
+VECTOR_MODELS = {
+    "EmbeddingsBody": PLAIN,
+    "RerankBody": RERANKER,
+    "ScoreBody": RERANKER,
+    "ClassifyBody": CLASSIFIER,
+}
+CALLS = [endpoint.value for endpoint in Endpoint]
 CALL = {"model": MODEL, "prompt": "ab", "max_tokens": 8}
 CHECKS = [
     status_code_conformance,
@@ -49,6 +65,8 @@ REFUSED = {
     ("PATCH", "/v1/jobs/{job_id}"),
     ("GET", "/v1/objects/{job_id}/{name}"),
     ("GET", "/v1/models/{model_id}"),
+    ("POST", "/v1/batches"),  # of no file
+    ("POST", "/v1/batches/{batch_id}/cancel"),
 }
 
 
@@ -58,16 +76,21 @@ async def work(redis_url: str, has_begun: threading.Event, ending: threading.Eve
     await client.flushall()
     await ensure_library(client)
     await publish_model(client, keys)
-    worker = FakeWorker(Functions(client, keys), script=says("a"))  # no more than any job allows
-    serving = asyncio.create_task(worker.serve())
+    functions = Functions(client, keys)
+    workers = [FakeWorker(functions, script=says("a"))]  # no more than any job allows
+    for name in set(VECTOR_MODELS.values()):
+        await publish_vector_model(client, keys, name)
+        workers.append(vector_worker(functions, name))
+    serving = [asyncio.create_task(worker.serve()) for worker in workers]
     try:
-        while not ending.is_set() and not serving.done():
-            await worker.beat()
+        while not ending.is_set() and not any(task.done() for task in serving):
+            for worker in workers:
+                await worker.beat()
             has_begun.set()
             await asyncio.to_thread(ending.wait, 1.0)
-        assert not serving.done(), serving
+        assert not any(task.done() for task in serving), serving
     finally:
-        await end_tasks(serving)
+        await end_tasks(*serving)
         await client.aclose()
 
 
@@ -85,9 +108,10 @@ def running_worker(redis_url: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def url(redis_server: EmbeddedRedis) -> Iterator[str]:
-    """The URL of a gateway with a worker."""
-    gateway = running_gateway(make_settings(redis_server.url))
+def url(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a gateway with a worker and an object store."""
+    store = str(tmp_path_factory.mktemp("objects"))
+    gateway = running_gateway(make_settings(redis_server.url, object_store=store))
     with running_worker(redis_server.url), gateway as url:
         yield url
 
@@ -100,6 +124,36 @@ def some_job_ids(url: str) -> list[str]:
     return [*known, new_job_id(), "no id"]
 
 
+def some_response_ids(url: str) -> list[str]:
+    """Ids of responses in the background, and of none."""
+    asked = {"model": MODEL, "input": "a", "background": True, "max_output_tokens": 8}
+    known = [httpx.post(f"{url}/v1/responses", json=asked).json()["id"] for _ in range(3)]
+    return [*known, "no id"]
+
+
+def some_file_ids(url: str) -> list[str]:
+    """Ids of files, and of none."""
+    content, data = {"file": ("a.jsonl", b"{}")}, {"purpose": "batch"}
+    known = [httpx.post(f"{url}/v1/files", files=content, data=data).json()["id"] for _ in range(3)]
+    return [*known, "no id"]
+
+
+def some_batch_ids(url: str) -> list[str]:
+    """Ids of a batch, and of none."""
+    body = {
+        "input_file_id": some_file_ids(url)[0],
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    return [httpx.post(f"{url}/v1/batches", json=body).json()["id"], "no id"]
+
+
+SOME_IDS = {
+    "job_id": some_job_ids,
+    "response_id": some_response_ids,
+    "file_id": some_file_ids,
+    "batch_id": some_batch_ids,
+}
 # Valid only together with certain values of other fields.
 _ONLY_WITH_OTHERS = (
     "best_of", "min_tokens", "parallel_tool_calls", "stop_token_ids", "stream_options",
@@ -111,13 +165,21 @@ def generator() -> Any:
     """The document, limited to what the worker can serve, as schemathesis reads it."""
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
     schemas = document["components"]["schemas"]
-    for name in ("ChatBody", "CompletionBody"):
+    for name in ("ChatBody", "CompletionBody", "ResponseBody"):
         fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [MODEL]}
-        for length in {"max_tokens", "max_completion_tokens"} & set(fields):
+        for length in {"max_tokens", "max_completion_tokens", "max_output_tokens"} & set(fields):
             fields[length]["anyOf"][0]["maximum"] = 300
         for name in _ONLY_WITH_OTHERS:
             fields.pop(name, None)
+    for name, model in VECTOR_MODELS.items():
+        schemas[name]["properties"]["model"] = {"type": "string", "enum": [model]}
+    for name in ("dimensions", "input_type"):  # by the model
+        del schemas["EmbeddingsBody"]["properties"][name]
+    asked = schemas["ResponseBody"]
+    for name in ("background", "previous_response_id", "store", "text"):  # see _ONLY_WITH_OTHERS
+        del asked["properties"][name]
+    asked["properties"]["input"] = {"type": "string", "minLength": 1}
     message = schemas["Message"]
     message["required"] = ["role", "content"]  # optional only for assistants
     message["properties"]["role"]["enum"].remove("tool")
@@ -126,7 +188,10 @@ def generator() -> Any:
     text = {"type": "string", "minLength": 1}  # token ids would have to fit the vocabulary
     several = {"type": "array", "minItems": 1, "maxItems": 3, "items": text}
     schemas["CompletionBody"]["properties"]["prompt"] = {"anyOf": [text, several]}
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    for name in ("EmbeddingsBody", "ClassifyBody"):
+        schemas[name]["properties"]["input"] = {"anyOf": [text, several]}
+    schemas["ScoreBody"]["properties"]["text_1"] = text  # as many as of the others, or one
+    for path in CALLS:
         asked = document["paths"][path]["post"]
         going_on = ("Last-Event-ID", "starting_after")  # good only after an earlier call
         asked["parameters"] = [p for p in asked["parameters"] if p["name"] not in going_on]
@@ -162,8 +227,9 @@ def test_every_answer_is_announced(url: str, method: str, path: str, mode: Gener
     """Status, media type, headers and format."""
     operation = schema[path][method]
     ids: list[dict[str, Any]] = [{}]
-    if "{job_id}" in path and mode is GenerationMode.POSITIVE:
-        ids = [{"job_id": job_id} for job_id in some_job_ids(url)]
+    for name, some_ids in SOME_IDS.items():
+        if f"{{{name}}}" in path and mode is GenerationMode.POSITIVE:
+            ids = [{name: found} for found in some_ids(url)]
     cases = st.one_of([operation.as_strategy(mode, path_parameters=given) for given in ids])
 
     statuses = set()
@@ -199,7 +265,7 @@ def test_bodies_are_described_as_they_are_checked() -> None:
     schemas = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()["components"][
         "schemas"
     ]
-    for model in (ChatBody, CompletionBody, ChatJob, CompletionJob, JobChange):
+    for model in (*get_args(CallBody), ResponseBody, *get_args(AnyJob), JobChange):
         described = schemas[model.__name__]
         assert set(described["properties"]) == set(model.model_fields)
         assert described["additionalProperties"] is False

@@ -16,6 +16,7 @@ from contract.errors import RateLimit, RateLimits
 from contract.fitness import max_memory
 from contract.function_types import WorkerCapacity
 from contract.keys import Keys
+from contract.starts import Starts
 from gateway.http.app import create_app
 from gateway.http.load_headers import JITTER, rate_headers, retry_after
 from gateway.lane_bounds import INTERACTIVE_TARGET_S, LaneBound, parse_lane_bounds, tokens_in
@@ -243,6 +244,33 @@ async def test_no_worker_to_answer_a_call(
         assert refusal_of(answer) == (503, "no_workers", "no_workers", None)
         queued = (await http.post("/v1/jobs", json=JOB)).json()
         assert (queued["position"], queued["eta_s"]) == (0, 40.0)
+
+
+async def test_a_worker_that_is_on_its_way(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """The 503 names its time as announced, from what its last start took; a second once that is
+    over, and no time a minute later. A queue at another model changes nothing."""
+    await publish_model(redis_client, keys)
+    start_ms = 1_700_000_000_000
+    await redis_client.set(TEST_CLOCK, f"={start_ms}")
+    starts = Starts(redis_client, keys)
+    async with gateway(make_settings(redis_server.url)) as http:
+
+        async def retry_after_of_call() -> str | None:
+            answer = await http.post("/v1/completions", json=BODY)
+            assert refusal_of(answer)[:3] == (503, "no_workers", "no_workers")
+            return refusal_of(answer)[3]
+
+        await starts.announce_another(MODEL, 0.5)
+        assert await retry_after_of_call() is None  # nobody knows how long it takes
+        await starts.measured(MODEL, 30.0)
+        await redis_client.hset(keys.of("pool", MODEL), "ready_at", start_ms + 30_500)
+        assert await retry_after_of_call() == "31"
+        await redis_client.set(TEST_CLOCK, f"={start_ms + 40_000}")
+        assert await retry_after_of_call() == "1"
+        await redis_client.set(TEST_CLOCK, f"={start_ms + 100_000}")
+        assert await retry_after_of_call() is None
 
 
 async def test_a_redis_that_is_away() -> None:

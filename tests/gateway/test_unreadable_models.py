@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from contract.catalogue import MAX_CARD_BYTES, Catalogue
 from contract.codec import encode, encode_tokenizer
 from contract.errors import WireError
-from contract.jobs import MAX_TOKENIZER_BYTES, TokenizerFiles
 from contract.keys import Keys
+from contract.model_cards import MAX_TOKENIZER_BYTES, TokenizerFiles
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import hash_tokenizer
 from tests.gateway.conftest import make_settings, running_gateway

@@ -19,7 +19,14 @@ pytestmark = pytest.mark.anyio
 
 def config() -> ConnectionConfig:
     return ConnectionConfig(
-        echo, idle_s=1, head_s=1, body_s=1, max_per_address=0, lifespan="off", log_config=None
+        echo,
+        idle_s=1,
+        head_s=1,
+        body_s=1,
+        upload_s=1,
+        max_per_address=0,
+        lifespan="off",
+        log_config=None,
     )
 
 

@@ -424,8 +424,7 @@ async def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.AsyncC
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/v1/responses", "no Responses API; POST /v1/chat/completions"),
-        ("/v1/embeddings", "no embeddings"),
+        ("/v1/conversations", "no conversations; a response goes on"),
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
         ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),

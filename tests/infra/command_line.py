@@ -7,11 +7,12 @@ from infra.parser import build_parser
 
 COMMANDS = (
     *("up", "gateway", "worker", "callbacks", "drain", "redis-roles", "top", "profile"),
-    *("bench serve", "compare"),
+    *("bench serve", "cascade fit", "compare"),
     *(f"callbacks dead {action}" for action in callbacks_command.ACTIONS),
     *(f"keys {action}" for action in keys_command.ACTIONS),
     *(f"jobs {action}" for action in tenant_jobs.ACTIONS),
     "jobs calibration",
+    "ab report",
     *(f"jobs quarantine {action}" for action in jobs_command.ACTIONS),
 )
 

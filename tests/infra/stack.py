@@ -140,6 +140,13 @@ def running_demo_stack(*arguments: str) -> Iterator[Stack]:
 
 
 @contextlib.contextmanager
+def running_fleet(file: Path, *arguments: str) -> Iterator[Stack]:
+    """Runs `batchway up --fleet`."""
+    with _running([f"--fleet={file}", *arguments], {}) as stack:
+        yield stack
+
+
+@contextlib.contextmanager
 def running_stack_without_settings() -> Iterator[Stack]:
     """Runs `batchway up` on the demo model and a free port, with no other option."""
     with _running([], {}) as stack:

@@ -368,3 +368,25 @@ def test_a_wrong_model_is_an_error_before_anything_starts(model: str, complaint:
     assert done.returncode == 2
     assert complaint in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("models: [{name: a, ensemble: {members: [a, m], combine: vote}}]", "a -> a"),
+        ("models: [{name: a, ensemble: {members: [m], combine: vote}}]", "length >= 2"),
+        ("models: [{name: a, ensemble: {members: [demo, x], combine: vote}}]", "no model 'x'"),
+        ("models: [", "line 1"),
+    ],
+    ids=["circle", "one member", "unknown member", "no YAML"],
+)
+def test_wrong_flows_are_an_error_before_anything_starts(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    """In one sentence."""
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    done = run_cli("up", "--port=0", f"--models={path}")
+    assert done.returncode == 2, done.stderr
+    assert complaint in done.stderr
+    assert len(done.stderr.splitlines()) == 1

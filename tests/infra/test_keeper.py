@@ -65,6 +65,17 @@ async def test_permanent_failures_are_not_retried(status: int) -> None:
         await keep_running(child, Console(output, {}))
 
 
+async def test_each_start_is_announced() -> None:
+    """The first at once, the second with the pause before it."""
+    output, announced = io.StringIO(), asyncio.Queue[float]()
+    keeping = asyncio.create_task(
+        keep_running(child_of("raise SystemExit(1)", output), Console(output, {}), announced.put)
+    )
+    assert [await announced.get() for _ in range(2)] == [0.0, 0.5]
+    keeping.cancel()
+    await asyncio.wait([keeping])
+
+
 async def test_every_line_of_a_child_has_its_name() -> None:
     """Also long lines, malformed characters and a last line without a line end."""
     output = io.StringIO()

@@ -53,6 +53,9 @@ def test_waiting_and_running_jobs_need_workers(
     [
         (view(0), 0, "enough"),
         (view(0, queued_tokens={"batch": 1}), 1, "from zero"),
+        (view(0, is_wanted=True), 1, "from zero"),
+        (view(1, is_wanted=True, num_ready=0), 1, "enough"),
+        (view(2, is_wanted=True, queued_tokens={"interactive": 6_000}), 2, "enough"),
         (view(0, queued_tokens={"interactive": 10**6}), 1, "from zero"),
         (view(1, queued_tokens={"interactive": 10**6}, num_ready=0), 1, "starting"),
         (view(1, queued_tokens={"interactive": 10**6}), 2, "out"),
@@ -138,6 +141,7 @@ def test_a_crash_loop_stops_the_starts() -> None:
     open_ = decide(POLICY, seen(701, 1, 0, *failed))
     beside_good_ones = decide(POLICY, seen(701, 4, 2, *failed))
     still = decide(POLICY, seen(1599, 0, 0, *failed))
+    idle = decide(POLICY, view(0, at=701, failed_starts_s=failed))
     trial = decide(POLICY, seen(1600, 0, 0, *failed))
     failed_again = decide(POLICY, seen(1800, 1, 0, *failed, 1790.0))
     forgotten = decide(POLICY, seen(2500, 0, 0, *failed[:2], 2499.0))
@@ -146,6 +150,7 @@ def test_a_crash_loop_stops_the_starts() -> None:
     assert (open_.num_workers, open_.is_breaker_open, open_.eta_s) == (0, True, None)
     assert beside_good_ones.num_workers == 2
     assert still.num_workers == 0
+    assert (idle.num_workers, idle.eta_s) == (0, None)
     assert (trial.num_workers, trial.reason) == (1, "from zero")
     assert failed_again.num_workers == 0
     assert forgotten.num_workers == 1
@@ -161,7 +166,7 @@ def test_a_waiting_job_has_an_eta() -> None:
         view(1, at=401, queued_tokens=queued),
     )
     assert [first.eta_s, later.eta_s, overdue.eta_s, there.eta_s] == [300.0, 200.0, 30.0, 0.0]
-    assert decide(POLICY, view(0)).eta_s is None
+    assert decide(POLICY, view(0)).eta_s == 300.0  # if one were wanted now
 
 
 def test_the_backlog_is_reported() -> None:

@@ -1,13 +1,15 @@
 """The users of Redis: each part has the permissions that it needs, and no others."""
 
+import asyncio
 import contextlib
 import itertools
 import os
+import random
 import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,23 @@ import httpx
 import pytest
 import redis
 import redis.asyncio
+from openai import AsyncOpenAI
 from redis.exceptions import NoPermissionError, ResponseError
 
+from contract.api_keys import KeyTerms
+from contract.batches import (
+    Batches,
+    BatchStatus,
+    LeaseLost,
+    NewBatch,
+    Part,
+    StatusChanged,
+    new_batch_id,
+)
 from contract.callbacks import Callback, CallbackKind
 from contract.connection import Listener, broker_errors, connect
 from contract.errors import CommandDenied
+from contract.files import Files, FilesFull, StoredFile, new_file_id
 from contract.function_types import Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
@@ -29,6 +43,7 @@ from contract.library import LIBRARY, library_source
 from infra.embedded_redis import EmbeddedRedis
 from infra.preconditions import UsageError, check_store
 from infra.redis_roles import REDIS_ROLES, acl_rules
+from tests.batches.test_batches import ended, jsonl, line, results, start
 from tests.callbacks.callbacks_process import callbacks_processes
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.clock import TEST_CLOCK
@@ -60,6 +75,8 @@ OBJECT ENCODING k|PSUBSCRIBE *|PUBSUB CHANNELS|WAIT 0 0|SPUBLISH c x
 DISPENSABLE = {
     ("gateway", "function|list"),
     ("worker", "function|list"),
+    ("flows", "function|list"),
+    ("flows", "config|get"),
     ("gateway", "config|get"),  # to detect servers that may truncate a write
     ("worker", "config|get"),
     ("callbacks", "client|info"),
@@ -157,7 +174,7 @@ def test_only_operators_may_write_api_keys(user: redis.Redis) -> None:
     keys, name = Keys("test"), name_of(user)
     looks = [("GET", keys.of("key_pepper")), ("HMGET", keys.api_key("x"), "record")]
     changes = [("HSET", keys.api_key("x"), "record", "y"), ("SADD", keys.api_keys, "x")]
-    for command in looks if name not in ("gateway", "operator") else []:
+    for command in looks if name not in ("gateway", "flows", "operator") else []:
         with pytest.raises(NoPermissionError):
             run_command(user, *command)
     for command in changes if name != "operator" else []:
@@ -227,9 +244,61 @@ def test_every_function_runs_under_every_role_that_has_it(
             for seed in range(8):
                 walk(server.url, seed, 150, audit_every=50, draws=Walk)
                 walk(server.url, seed, 80, audit_every=50, draws=PostalWalk)
+            asyncio.run(walk_of_files(RoleClients(server.url, turns, calls), random.Random(0)))
         finally:
             make_users(admin, "test")
     assert set(calls) == owned
+
+
+async def walk_of_files(client: Any, rng: random.Random) -> None:
+    """A random walk through the functions of files and batches."""
+    files, batches = Files(client, Keys("world")), Batches(client, Keys("world"))
+    callback = Callback(kind=CallbackKind.URL, target="https://a/x", secret=SECRET)
+    asked = NewBatch(
+        endpoint=Endpoint.COMPLETIONS,
+        input_file_id="file-x",
+        completion_window="24h",
+        terms=KeyTerms(tenant="t"),
+        output_lifetime_s=60,
+    )
+    file_ids, batch_ids, taken = [new_file_id()], [new_batch_id()], ["none"]
+
+    async def add_file() -> None:
+        file_ids.append(new_file_id())
+        file = StoredFile(id=file_ids[-1], tenant="t", num_bytes=1, purpose="batch", filename="a")
+        with contextlib.suppress(FilesFull):
+            await files.add(file, lifetime_s=60, max_tenant_bytes=9)
+
+    async def add_batch() -> None:
+        batch_ids.append(new_batch_id())
+        await batches.add(batch_ids[-1], asked, window_s=60, callback=callback)
+
+    async def take() -> None:
+        taken.extend(await batches.take("token", lease_s=60, max_batches=2))
+
+    async def save() -> None:
+        status = rng.choice([None, BatchStatus.FINALIZING, BatchStatus.COMPLETED])
+        part = rng.choice([None, (0, Part("token", 1, 0, 1, 0, False))])
+        with contextlib.suppress(LeaseLost, StatusChanged):
+            lease_s = rng.choice([0, 60, 60])
+            await batches.save(
+                rng.choice(taken), "token", lease_s=lease_s, status=status, part=part
+            )
+
+    steps: list[Callable[[], Awaitable[object]]] = [
+        add_file,
+        add_batch,
+        take,
+        save,
+        lambda: files.drop(rng.choice(file_ids), "t"),
+        lambda: files.due(),
+        lambda: batches.cancel(rng.choice(batch_ids), "t"),
+    ]
+    try:
+        for _ in range(200):
+            await rng.choice(steps)()
+    finally:
+        await client.aclose()
 
 
 @pytest.mark.e2e
@@ -259,6 +328,55 @@ async def test_a_request_with_a_callback_works_under_the_roles(server: EmbeddedR
         await until(lambda: has_received(receiver))
     assert whole.status_code == 200
     assert "data: [DONE]" in streamed.text
+    with redis.Redis.from_url(server.url) as admin:
+        refused = {(e["username"], e["object"]) for e in admin.acl_log()}
+    assert refused <= DISPENSABLE
+
+
+@pytest.mark.e2e
+@pytest.mark.anyio
+async def test_a_batch_runs_under_the_roles(server: EmbeddedRedis, tmp_path: Path) -> None:
+    """From its file's upload to the deletion of both files."""
+    with redis.Redis.from_url(server.url) as admin:
+        run_command(admin, "ACL LOG", "RESET")
+    settings = make_settings(role_url(server.url, "gateway"), object_store=str(tmp_path))
+    async with fleet(role_url(server.url, "worker"), 1):
+        with running_gateway(settings) as url:
+            async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+
+                async def is_ready() -> bool:
+                    return "m" in [model.id async for model in client.models.list()]
+
+                await until(is_ready)
+                lines = [line(f"{number}", model="m") for number in range(3)]
+                batch = await ended(client, await start(client, jsonl(lines)))
+                assert len(await results(client, batch.output_file_id)) == len(lines)
+                assert [found.id async for found in client.batches.list()] == [batch.id]
+                for file in [file async for file in client.files.list()]:
+                    await client.files.delete(file.id)
+    with redis.Redis.from_url(server.url) as admin:
+        refused = {(e["username"], e["object"]) for e in admin.acl_log()}
+    assert refused <= DISPENSABLE
+
+
+@pytest.mark.e2e
+@pytest.mark.anyio
+async def test_flows_run_under_their_role(server: EmbeddedRedis, tmp_path: Path) -> None:
+    """A gateway with models.yaml publishes and runs a flow of a worker's model."""
+    path = tmp_path / "models.yaml"
+    path.write_text("models: [{name: vote, ensemble: {members: [m, m], combine: vote}}]")
+    with redis.Redis.from_url(server.url) as admin:
+        run_command(admin, "ACL LOG", "RESET")
+    settings = make_settings(role_url(server.url, "flows"), models=str(path))
+    async with fleet(role_url(server.url, "worker"), 1):
+        with running_gateway(settings) as url:
+            async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+
+                async def answers() -> bool:
+                    body = {"model": "vote", "prompt": "ab", "max_tokens": 8}
+                    return (await http.post("/v1/completions", json=body)).status_code == 200
+
+                await until(answers)
     with redis.Redis.from_url(server.url) as admin:
         refused = {(e["username"], e["object"]) for e in admin.acl_log()}
     assert refused <= DISPENSABLE

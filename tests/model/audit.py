@@ -6,6 +6,7 @@ A violation names the key without its tag, the field, its value, and the value b
 import hashlib
 import struct
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,11 @@ import msgspec
 import redis
 
 from contract.codec import decode_entry
-from contract.events import End, LogEntry, Tokens
+from contract.events import End, LogEntry, Members, Tokens
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
 from tests.clock import TEST_CLOCK
+from tests.model.audit_files import FilesAudit
 from tests.model.findings import Record, members, same
 from tests.model.reference import FIRST_HASH, MAX_RELEASES
 
@@ -34,6 +36,9 @@ class Audit:
     _rows: dict[str, Any] = field(default_factory=dict)
     _sound_rows: dict[str, Any] = field(default_factory=dict)  # logs that were checked before
     _ttls: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._files = FilesAudit(self.client, self.keys)
 
     def check(self) -> None:
         """Raises AssertionError at the first violated invariant."""
@@ -60,7 +65,8 @@ class Audit:
             counts = counters[f"counters:{job['model']}:{job['lane']}"]
             counts[f"{kind}_jobs"] += 1
             counts[f"{kind}_tokens"] += job.number("cost")
-            reserved[job["tenant"]] += job.number("cost")
+            if job.get("part") != "child":
+                reserved[job["tenant"]] += job.number("cost")
             line = f"{job['model']}:{job['lane']}:{job['tenant']}"
             if kind == "queued" and job["stream"] == f"q:{line}":
                 lines[f"line:{line}"]["jobs"] += 1
@@ -88,6 +94,7 @@ class Audit:
         )
         self._check_sets("own:", owners)
         self._check_sets("alone:", alone)
+        self._files.check()
 
     def check_all_ended(self) -> None:
         """After faults have stopped and every deadline has passed: I14."""
@@ -97,7 +104,7 @@ class Audit:
         assert not left, f"I14: every job ends: {left}"
 
     def check_at_rest(self) -> None:
-        """After every retention is over: I15."""
+        """After every retention of jobs is over: I15."""
         self.check()
         passing = ("job:*", "log:*", "jobs:*", "kept", "leases", "deadlines", "attended")
         left = [
@@ -115,6 +122,10 @@ class Audit:
             for key in self.client.keys(f"{self.keys.tag}:{pattern}")
         ]
         assert left == [], f"I15: nothing is left behind: {left}"
+
+    def check_files_at_rest(self) -> None:
+        """After the end of every file and batch, too, which may be kept for longer: I15."""
+        self._files.check_at_rest()
 
     # --- contents of Redis --------------------------------------------------------------------
 
@@ -266,7 +277,12 @@ class Audit:
         wanted_ends = {len(log): job["state"]} if job["state"] in TERMINAL else {}
         assert ends == wanted_ends, f"I5: log:{job_id} ends at {ends}, the state is {job['state']}"
         num_logged = sum(positions.values())
-        assert num_logged == job.number("tokens"), (
+        counted = {num_logged}
+        if (
+            job.get("part") == "parent"
+        ):  # its last event before the end counts its calls' other output
+            counted.add(max(num_logged, _num_called(log)))
+        assert job.number("tokens") in counted, (
             f"tokens are counted: {job.key} tokens: holds {job['tokens']}, the log {num_logged}"
         )
         before = self.logs.get(job_id, [])
@@ -476,3 +492,10 @@ class Audit:
             rows: Any = self.client.zrange(key, 0, -1, withscores=True)
             found[key.decode()[len(prefix) :]] = {i.decode(): score for i, score in rows}
         return found
+
+
+def _num_called(log: Sequence[LogEntry]) -> int:
+    """Output tokens of all calls of a flow."""
+    events = (entry.event for entry in log if isinstance(entry.event, Members))
+    last = {run.job_id: run.output_tokens for event in events for run in event.runs}
+    return sum(last.values())

@@ -1,6 +1,7 @@
 """Mistakes planted in the functions, to check that the tests find them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -10,7 +11,7 @@ class Mutant:
     name: str
     text: str
     instead: str
-    is_postal: bool = False  # in the outbox, which PostalWalk exercises more
+    part: Literal["jobs", "outbox", "files"] = "jobs"  # the walk that exercises it most
     seed: int = 0  # of the walk that is tried first: it found this one, which few do
 
     def apply(self, source: str) -> str:
@@ -227,8 +228,8 @@ MUTANTS = [
     Mutant("errors are tried for ever", "job.attempt >= job.max_attempts", "job.attempt > 1000"),
     Mutant(
         "the second lapse is as the first",
-        "if job.lapses == 0 then",
-        "if job.lapses < 9 then",
+        "is_suspect = job.lapses > 0 and",
+        "is_suspect = job.lapses > 9 and",
         seed=5,
     ),
     Mutant(
@@ -346,8 +347,20 @@ MUTANTS = [
         "a share is not used up", "if lane.name == name then deficit = deficit - tokens end", ""
     ),
     Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),
-    Mutant("a refund is kept", "math.max(0, used - refund)", "used"),
-    Mutant("a reservation is never over", "'reserved', -job.cost)", "'reserved', 0)"),
+    Mutant("a refund is kept", "math.max(0, used - refund * price)", "used"),
+    Mutant("a refund has no price", "used - refund * price)", "used - refund)", seed=15),
+    Mutant("every lane has the price of one", "lane == 'batch' and tonumber", "tonumber", seed=15),
+    Mutant("a meter knows no prices", "job.cost * job.price or 1)", "job.cost or 1)", seed=15),
+    Mutant(
+        "a limit knows no prices", "job.cost, job.cost * job.price", "job.cost, job.cost", seed=15
+    ),
+    Mutant(
+        "a job keeps its price in another lane",
+        "if more == 0 then return end",
+        "if true then return end",
+        seed=15,
+    ),
+    Mutant("a reservation is never over", "'reserved', -reserved_tokens(job))", "'reserved', 0)"),
     Mutant("what is forgotten stays stored", "name, -bytes)", "name, 0)"),
     Mutant(
         "no tenant stores too much",

@@ -127,4 +127,4 @@ _TEXTS = [
         "due = nil",
     ),
 ]
-OUTBOX_MUTANTS = [Mutant(*texts, is_postal=True) for texts in _TEXTS]
+OUTBOX_MUTANTS = [Mutant(*texts, part="outbox") for texts in _TEXTS]

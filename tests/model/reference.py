@@ -58,6 +58,7 @@ from tests.model.reference_admission import (
     wait_ms,
 )
 from tests.model.reference_fairness import MAX_BACK, MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
+from tests.model.reference_files import BatchesReference, FilesReference
 from tests.model.reference_outbox import OutboxReference
 from tests.model.reference_pools import WORKER_TTL_MS, Pool, Use
 from tests.model.reference_promises import Promises
@@ -133,6 +134,8 @@ class Reference:
         self.records: dict[str, Record] = {}
         self.orphaned: set[str] = set()  # forgotten jobs that keep something in the object store
         self.outbox = OutboxReference()
+        self.files = FilesReference()
+        self.batches = BatchesReference(self.files, self.outbox)
         self._queues: dict[tuple[str, str, str], list[str]] = {}  # (model, lane, queue) → ids
         self._turns_of: dict[tuple[str, str], Turns] = {}  # (model, lane) → its tenants
         self._shares: dict[str, Shares] = {}  # model → its lanes
@@ -184,7 +187,7 @@ class Reference:
         if s.idempotency_key:
             self._keys[(job.tenant, s.idempotency_key)] = (job.id, s.body_hash)
         self._weights[job.tenant] = job.weight
-        candidate.tenant.charge(s, record.cost, self.now_ms)
+        candidate.tenant.charge(s, record.lane, record.cost, self.now_ms)
         candidate.tenant.stored_bytes += candidate.stored_bytes
         self._enqueue(record, job.tenant)
         rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
@@ -236,6 +239,8 @@ class Reference:
             record.deadline_ms = self.now_ms + int(deadline_s * 1000)
         if lane in ("", record.lane):
             return Verdict.OK
+        tenant_of_job = self._tenants[record.job.tenant]
+        tenant_of_job.move(record.submission, record.lane, lane, record.cost, self.now_ms)
         if record.state is not JobStatus.QUEUED:
             self._move_charge(record, lane, keeps=True)
             record.lane, record.predicted_ms = lane, UNKNOWN_MS
@@ -362,10 +367,10 @@ class Reference:
                 continue
             claimed.append(taken)
             num_tokens += found.cost
-            num_filled += found.job.num_choices
-            num_taken[found.lane] += found.job.num_choices
+            num_filled += found.job.num_places
+            num_taken[found.lane] += found.job.num_places
             if found.lane in places:
-                places[found.lane].hold(found.job.tenant, found.job.num_choices, found.cost)
+                places[found.lane].hold(found.job.tenant, found.job.num_places, found.cost)
             for record in skipped:
                 record.passed += 1
             waiting = {lane for lane, load in self._loads(model).items() if load.queued_jobs}
@@ -605,7 +610,8 @@ class Reference:
         self._count(metric, record, 1000 * (self.now_ms - record.created_ms), ":sum")
 
     def _post(self, record: Record, kind: MessageKind) -> None:
-        self.outbox.post(record.job, record.submission, kind, self.now_ms)
+        job, callback = record.job, record.submission.callback
+        self.outbox.post(job.id, job.tenant, callback, kind, self.now_ms)
 
     def _is_over(self, record: Record) -> bool:
         """Whether a job ended so long ago that its record has expired."""
@@ -728,7 +734,7 @@ class Reference:
             room = places.room_of(record.job.tenant)
             if room <= 0:
                 continue
-            if record.cost / record.job.num_choices <= room:
+            if record.cost / record.job.num_places <= room:
                 skipped += passed
                 return record
             if record.passed >= self._max_passed:
@@ -755,7 +761,7 @@ class Reference:
         """The same for one tenant's queue."""
         for num_skipped, job_id in enumerate(self._queues.get(line, []), start=1):
             record = self.records[job_id]
-            if record.cost / record.job.num_choices <= room:
+            if record.cost / record.job.num_places <= room:
                 return record, False
             if record.passed >= self._max_passed:
                 return None, True
@@ -792,9 +798,9 @@ class Reference:
     def _candidate(self, job: Job, s: Submission) -> Candidate:
         model, lane, tenant = job.model, job.lane, job.tenant
         known = [self.lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
-        expected = job.params.expected_tokens * job.num_choices
+        expected = job.params.expected_tokens * job.num_places
         num_output = min(expected, s.max_output_tokens) or predicted_output(
-            known, s.max_output_tokens, job.num_choices, self._min_lengths
+            known, s.max_output_tokens, job.num_places, self._min_lengths
         )
         line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]
         own = len(line), sum(r.cost for r in line)
@@ -805,9 +811,9 @@ class Reference:
             line=(lane, tenant),
             cost=job.num_prompt_tokens + num_output,
             num_output=num_output,
-            is_expected=expected > 0,
+            is_expected=expected > 0 or s.max_output_tokens == 0,
             is_learned=any(lengths.num_seen >= self._min_lengths for lengths in known),
-            num_choices=job.num_choices,
+            num_choices=job.num_places,
             weight=job.weight,
             tenant=self._tenants.setdefault(tenant, Tenant()),
             line_tokens=own[1],
@@ -828,7 +834,7 @@ class Reference:
         num_prompt = record.job.num_prompt_tokens
         record.charge = num_prompt + record.num_tokens if record.epoch else 0
         tenant = self._tenants[record.job.tenant]
-        tenant.settle(record.submission, record.cost, record.charge)
+        tenant.settle(record.submission, record.lane, record.cost, record.charge)
         if record.charged:
             turns = self._turns_in(record.job.model, record.lane)
             weight = self._weight(record.job.tenant)
@@ -837,7 +843,7 @@ class Reference:
             for name in (record.job.tenant, ""):
                 key = (record.job.model, record.lane, name)
                 self.lengths.setdefault(key, Lengths()).learn(
-                    record.num_tokens, record.job.num_choices
+                    record.num_tokens, record.job.num_places
                 )
 
     def _live(self, model: str) -> list[WorkerCapacity]:

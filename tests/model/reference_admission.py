@@ -41,7 +41,10 @@ class Lengths:
 def predicted_output(
     known: Sequence[Lengths], max_tokens: int, num_choices: int, min_lengths: int = MIN_LENGTHS
 ) -> int:
-    """The expected output: by the first estimate with enough observations, otherwise the cap."""
+    """The expected output: none where there may be none; by the first estimate with enough
+    observations; otherwise the cap."""
+    if max_tokens == 0:
+        return 0
     for lengths in known:
         if lengths.num_seen >= min_lengths:
             return max(1, min(max_tokens, math.ceil(lengths.estimate * num_choices)))
@@ -83,20 +86,34 @@ class Tenant:
             rates.append(math.ceil(level * 60_000 / limit) if limit else 0)
         return rates
 
-    def charge(self, submission: Submission, cost: int, now_ms: int) -> None:
+    def charge(self, submission: Submission, lane: str, cost: int, now_ms: int) -> None:
         limits = submission.limits
         self.reserved += cost
         for meter, limit, amount in (
             (self.requests, limits.requests_per_min, 1),
-            (self.tokens, limits.tokens_per_min, cost),
+            (self.tokens, limits.tokens_per_min, cost * price(submission, lane)),
         ):
             if limit:
                 meter.used, meter.at_ms = meter.level(limit, now_ms) + amount, now_ms
 
-    def settle(self, submission: Submission, cost: int, charge: int) -> None:
+    def move(self, submission: Submission, before: str, lane: str, cost: int, now_ms: int) -> None:
+        """A job goes to another lane, where its tokens may count otherwise."""
+        limit, meter = submission.limits.tokens_per_min, self.tokens
+        more = cost * (price(submission, lane) - price(submission, before))
+        if limit and more:
+            meter.used = max(0.0, meter.level(limit, now_ms) + more)
+            meter.at_ms = now_ms
+
+    def settle(self, submission: Submission, lane: str, cost: int, charge: int) -> None:
         self.reserved -= cost
         if submission.limits.tokens_per_min:
-            self.tokens.used = max(0.0, self.tokens.used - (cost - charge))
+            refund = (cost - charge) * price(submission, lane)
+            self.tokens.used = max(0.0, self.tokens.used - refund)
+
+
+def price(submission: Submission, lane: str) -> float:
+    """What a token counts in the meter of tokens."""
+    return submission.batch_price if lane == "batch" else 1.0
 
 
 @dataclass(slots=True)
@@ -282,7 +299,11 @@ class Candidate:
             return self._over("stored_bytes", UNKNOWN_MS)
         for limit, meter, amount in (
             ("requests_per_min", self.tenant.requests, 1),
-            ("tokens_per_min", self.tenant.tokens, self.cost),
+            (
+                "tokens_per_min",
+                self.tenant.tokens,
+                self.cost * price(self.submission, self.line[0]),
+            ),
         ):
             a_minute = getattr(limits, limit)
             level = meter.level(a_minute, self.now_ms)

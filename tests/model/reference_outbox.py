@@ -4,9 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from contract.callbacks import MessageKind, OutboxState
-from contract.function_types import Submission
-from contract.jobs import Job
+from contract.callbacks import Callback, MessageKind, OutboxState
 from contract.outbox import DoneVerdict, Outcome, Taken
 
 
@@ -32,13 +30,14 @@ class OutboxReference:
     def __init__(self) -> None:
         self.entries: dict[str, OutboxEntry] = {}
 
-    def post(self, job: Job, submission: Submission, kind: MessageKind, now_ms: int) -> None:
-        """Writes what a job's transition writes for a job with a callback."""
-        callback = submission.callback
+    def post(
+        self, of_id: str, tenant: str, callback: Callback | None, kind: MessageKind, now_ms: int
+    ) -> None:
+        """Writes what a transition writes for a job or batch with a callback."""
         if callback is None:
             return
         entry = self.entries.setdefault(
-            job.id, OutboxEntry(job.tenant, callback.destination(job.tenant), kind)
+            of_id, OutboxEntry(tenant, callback.destination(tenant), kind)
         )
         entry.kind, entry.failures = kind, 0
         entry.number += 1

@@ -4,11 +4,13 @@ import pytest
 
 from contract.library import library_source
 from infra.embedded_redis import EmbeddedRedis
+from tests.model.files_mutants import FILES_MUTANTS
+from tests.model.files_walk import FilesWalk
 from tests.model.mutants import MUTANTS, Mutant
 from tests.model.outbox_mutants import OUTBOX_MUTANTS
 from tests.model.postal_walk import PostalWalk
 from tests.model.walk import Walk
-from tests.model.whole_walk import walk
+from tests.model.whole_walk import Draws, walk
 
 pytestmark = pytest.mark.campaign
 
@@ -16,16 +18,18 @@ pytestmark = pytest.mark.campaign
 # audit takes as long as ten steps: with one at every twelfth step, all mutants are found in half of
 # the time that it takes with one at every fourth.
 AUDIT_EVERY = 12
+WALKS: dict[str, Draws] = {"jobs": Walk, "outbox": PostalWalk, "files": FilesWalk}
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *OUTBOX_MUTANTS], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant", [*MUTANTS, *OUTBOX_MUTANTS, *FILES_MUTANTS], ids=lambda mutant: mutant.name
+)
 def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
     """Each mutant is found within a hundred walks."""
     source = mutant.apply(library_source())
-    draws = PostalWalk if mutant.is_postal else Walk
     for seed in (mutant.seed, *range(100)):  # rare faults take their time
         try:
-            walk(redis_server.url, seed, 150, source, AUDIT_EVERY, draws)
+            walk(redis_server.url, seed, 150, source, AUDIT_EVERY, WALKS[mutant.part])
         except Exception:  # an invariant, a difference, or a call that Redis refuses
             return
     pytest.fail("the walk did not notice")

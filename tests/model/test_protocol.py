@@ -8,13 +8,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from contract.batches import BatchStatus
 from contract.function_types import Wanted, WorkerState
 from contract.outbox import Outcome, Taken
 from infra.embedded_redis import EmbeddedRedis
+from tests.model.files_walk import FilesWalk
 from tests.model.postal_walk import PostalWalk
 from tests.model.postmen import NOBODY
+from tests.model.reference_files import END_KINDS
 from tests.model.walk import Walk
-from tests.model.whole_walk import walk
+from tests.model.whole_walk import Draws, walk
 from tests.model.world import CALLBACKS, LANES, STATES, TENANTS, WORKERS, World
 
 pytestmark = pytest.mark.campaign
@@ -23,6 +26,7 @@ workers = st.sampled_from(WORKERS)
 tenants = st.sampled_from(TENANTS)
 lanes = st.sampled_from(LANES)
 
+ENDED_BATCHES = tuple(status.value for status in END_KINDS)
 REFUSALS = (
     "unknown_lane",
     "no_workers",
@@ -75,6 +79,16 @@ OUTBOX_REPLIES = {
     "outbox_done": ("OK", "SUPERSEDED", "FENCED", "GONE"),
     "outbox_dead": ("some", "nothing"),
     "outbox_replay": ("None", "due", "taken", "idle", "delivered"),
+}
+FILES_REPLIES = {
+    "file_add": ("a file", "FilesFull"),
+    "file_drop": ("True", "False"),
+    "objects_due": ("some", "nothing"),
+    "objects_deleted": ("None",),
+    "batch_add": ("None",),
+    "batch_cancel": ("None", "cancelling", "finalizing", *ENDED_BATCHES),
+    "batch_take": ("some", "nothing"),
+    "batch_save": ("LeaseLost", "StatusChanged", *BatchStatus),
 }
 TIMES = 3
 MAX_STEPS = 60_000
@@ -269,10 +283,19 @@ def test_every_reply_of_the_outbox_is_reached(redis_server: EmbeddedRedis) -> No
     assert {reply for reply in counts if reply.startswith("outbox_")} <= known
 
 
+@pytest.mark.timeout(600)
+def test_every_reply_of_files_and_batches_is_reached(redis_server: EmbeddedRedis) -> None:
+    """In a walk mostly of their calls."""
+    counts = count_replies(redis_server.url, FILES_REPLIES, FilesWalk, TIMES)
+    known = {f"{name} {reply}" for name, replies in FILES_REPLIES.items() for reply in replies}
+    found = {reply for reply in counts if reply.startswith(("file_", "objects_", "batch_"))}
+    assert found <= known
+
+
 def count_replies(
     redis_url: str,
     replies: dict[str, tuple[str, ...]],
-    draws: type[Walk] | type[PostalWalk],
+    draws: Draws,
     times: int,
 ) -> Counter[str]:
     """Walks until each of the replies has occurred often enough."""

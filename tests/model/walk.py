@@ -82,6 +82,7 @@ class Walk:
         )
         self._weighing = random.Random(seed)  # its own, so that weights change no other step
         self._weights = (0.5, 1.0, 4.0) if seed % 2 else (1.0,)
+        self._batch_price = (1.0, 0.5, 0.3)[seed // 6 % 3]
         self._stage = STAGES[seed % len(STAGES)]
         self._measures = seed % 18 != 9  # in a third of the worlds of _LIMITS no worker does
 
@@ -154,6 +155,7 @@ class Walk:
         """Some jobs get this world's limits and bounds, the others none."""
         terms: dict[str, Any] = {"cold_start_s": self._rng.choice([0, 4])}
         terms["needs_worker"] = self._flip(0.1)
+        terms["batch_price"] = self._batch_price
         if self._flip(0.8 if self._stage is _LIMITS else 0.2):
             terms["limits"] = self._limits
         if self._stage is _LIMITS and self._flip(0.4):
@@ -231,12 +233,12 @@ class Walk:
         room = rng.choice(rooms)
         by_lane = {
             "interactive": LaneRoom(*room),
-            "standard": LaneRoom(*rng.choice([(0, 0), (1, 9), (2, 30)]), rng.choice([0, 1, 8])),
+            "batch": LaneRoom(*rng.choice([(0, 0), (1, 9), (2, 30)]), rng.choice([0, 1, 8])),
         }
         if self._flip(0.4):
             held = {t: (rng.randint(0, 3), rng.randint(0, 30)) for t in TENANTS if self._flip(0.6)}
             fair = FairRoom(rng.choice([2, 4, 7]), rng.choice([30, 60, 1000]), held)
-            by_lane["standard"] = LaneRoom(0, 0, fair=fair)
+            by_lane["batch"] = LaneRoom(0, 0, fair=fair)
         self._world.claim(
             worker,
             *room,
@@ -279,7 +281,7 @@ class Walk:
             max_tokens=rng.choice([0, 40]),
             max_jobs=rng.choice([0, 3]),
             lanes=LANES[:1] if self._flip(0.1) else LANES,
-            min_shares=rng.choice([{}, {"interactive": 0.3, "standard": 0.45}]),
+            min_shares=rng.choice([{}, {"interactive": 0.3, "batch": 0.45}]),
         )
         state = rng.choices(STATES, (8, 1, 1))[0]
         self._world.heartbeat(rng.choice(WORKERS), state, capacity)

@@ -1,11 +1,15 @@
 """A walk through one world from its first step to its end, when nothing may be left."""
 
 from collections import Counter
+from typing import TypeAlias
 
 from contract.library import library_source
+from tests.model.files_walk import FilesWalk
 from tests.model.postal_walk import PostalWalk
 from tests.model.walk import Walk
 from tests.model.world import World
+
+Draws: TypeAlias = type[Walk] | type[PostalWalk] | type[FilesWalk]
 
 
 def walk(
@@ -14,7 +18,7 @@ def walk(
     num_steps: int,
     source: str | None = None,
     audit_every: int = 1,
-    draws: type[Walk] | type[PostalWalk] = Walk,
+    draws: Draws = Walk,
 ) -> Counter[str]:
     """Runs one world; returns how often each reply occurred. Raises what it finds."""
     world = World(redis_url, source or library_source(), audit_every=audit_every)

@@ -40,6 +40,7 @@ from contract.jobs import (
     Job,
     JobStatus,
     ObjectRef,
+    Pooling,
     SamplingParams,
     StoredPrompt,
 )
@@ -47,11 +48,12 @@ from contract.keys import Keys
 from contract.library import library_source
 from tests.clock import TEST_CLOCK, with_test_clock
 from tests.model.audit import Audit
+from tests.model.feeders import Feeders
 from tests.model.postmen import Postmen
 from tests.model.reference import Reference
 
-LANES = ("interactive", "standard")
-MIN_SHARES = {"standard": 0.3}
+LANES = ("interactive", "batch")
+MIN_SHARES = {"batch": 0.3}
 TENANTS = ("t", "u")
 WORKERS = ("w1", "w2", "w3")
 STATES: tuple[WorkerState, ...] = ("up", "draining", "gone")
@@ -104,6 +106,7 @@ class World:
         self.functions = Functions(self.async_client, self.keys)
         self.audit = Audit(self.client, self.keys)
         self.postmen = Postmen(self)
+        self.feeders = Feeders(self)
         self._freeze_clock()
         self._hints: Any = self.client.pubsub(  # type: ignore[no-untyped-call]
             ignore_subscribe_messages=True
@@ -154,17 +157,25 @@ class World:
         callback: Callback | None = None,
         **terms: Any,
     ) -> None:
-        """`cost`: prompt and output cap; `terms`: limits and bounds, as Submission has them."""
+        """`cost`: prompt and output cap; `terms`: limits and bounds, as Submission has them. Some
+        jobs are prefill-only, with two prompts of that cost."""
         self._num_jobs += 1
+        is_prefill = self._num_jobs % 7 == 6
+        prompts = ((1,), (2,) * (cost - 1)) if is_prefill else ((1, 2, 3),)
+        num_prompt = sum(map(len, prompts))
         job = Job(
             id=repeats or f"job-0-{self._num_jobs:032x}",
             tenant=tenant,
             model="m",
             lane=lane,
             endpoint=Endpoint.COMPLETIONS,
-            prompt_ids=() if is_stored else (1, 2, 3),
-            stored_prompt=StoredPrompt(REF, 3) if is_stored else None,
-            params=SamplingParams(
+            prompt_ids=() if is_stored or is_prefill else prompts[0],
+            prompt_list=prompts if is_prefill and not is_stored else (),
+            stored_prompt=StoredPrompt(REF, num_prompt, len(prompts)) if is_stored else None,
+            pooling=Pooling() if is_prefill else None,
+            params=SamplingParams(max_tokens=0, seed=0)
+            if is_prefill
+            else SamplingParams(
                 max_tokens=cost - 3,
                 expected_tokens=EXPECTED[self._num_jobs % len(EXPECTED)],
                 seed=0,
@@ -175,7 +186,7 @@ class World:
             weight=weight,
         )
         submission = Submission(
-            max_output_tokens=cost - 3,
+            max_output_tokens=cost - num_prompt,
             deadline_s=deadline_s,
             retention_s=retention_s,
             max_attempts=2,
@@ -349,9 +360,11 @@ class World:
         self.audit.check_all_ended()
         self.pass_time(10_000)
         self.sweep()
+        self.feeders.settle()
         self.postmen.deliver_all()
         self.hold_clock()
         self.audit.check_at_rest()
+        self.audit.check_files_at_rest()
 
     def _both(self, name: str, *args: Any, sort: bool = False, **options: Any) -> Any:
         """Calls function and reference, compares replies and records, and audits Redis."""
@@ -381,6 +394,7 @@ class World:
         if self._num_steps % self.audit_every == 0:
             self._compare_records()
             self.postmen.compare()
+            self.feeders.compare(TENANTS)
             self.audit.check()
 
     def _call(self, call: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from tokenizers import Tokenizer
 
-from contract.jobs import TokenizerFiles
+from contract.model_cards import TokenizerFiles
 from tests.resume.logged_job import LoggedJob
 from workers.engine.grammar import Grammars
 from workers.engine.model import LoadedModel

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from contract.jobs import FinishReason, Job, ToolFormat
+from contract.jobs import FinishReason, Job
+from contract.model_cards import ToolFormat
 from gateway.openai.grammars import Kind, compile_grammar
 from tests.fakes import (
     VOCAB_SIZE,

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode
-from contract.jobs import Capabilities, FinishReason, SamplingParams
+from contract.jobs import FinishReason, SamplingParams
+from contract.model_cards import Capabilities
 from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from workers.engine.request import ErrorCode as EngineErrorCode

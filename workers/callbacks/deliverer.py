@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -12,13 +12,18 @@ from typing import Literal
 from contract.addresses import AllowList
 from contract.callback_secrets import Secrets
 from contract.callbacks import Callback, CallbackKind, is_open_target
+from contract.catalogue import Catalogue
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
+from contract.events import LogEntry
+from contract.function_types import JobView
 from contract.functions import Functions
+from contract.jobs import Endpoint, JobStatus
 from contract.outbox import Outbox, OutboxRecord, Taken
 from contract.payloads.encoding import decode_log
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
+from contract.vector_answers import num_vector_bytes
 from workers.callbacks import envelope
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
 from workers.callbacks.retries import (
@@ -76,6 +81,7 @@ class Deliverer:
         settings: CallbackSettings,
         outbox: Outbox,
         functions: Functions,
+        catalogue: Catalogue,
         webhooks: WebhookSender,
         aws: AwsSender,
         store: ObjectStore | None,
@@ -87,6 +93,7 @@ class Deliverer:
         self._settings = settings
         self._outbox = outbox
         self._functions = functions
+        self._catalogue = catalogue
         self._webhooks = webhooks
         self._aws = aws
         self._store = store
@@ -182,15 +189,46 @@ class Deliverer:
         thin = envelope.encode(record, public_url=self._settings.public_url)
         if not callback.is_full or not record.kind.is_end:
             return thin
-        choices = await self._choices(record)
-        if choices is None:
+        output = None
+        with contextlib.suppress(PayloadLost):
+            output = await self._output(record)
+        if output is None:
             return thin
-        full = envelope.encode(record, public_url=self._settings.public_url, choices=choices)
+        full = envelope.encode(record, public_url=self._settings.public_url, output=output)
         return full if len(full) <= MAX_BYTES else thin
 
-    async def _choices(self, record: OutboxRecord) -> envelope.Choices | None:
-        """The job's output; None if it is not stored as a whole."""
-        entries, number = [], 0
+    async def _output(self, record: OutboxRecord) -> envelope.Output | None:
+        """The job's texts, response or vectors; None if they are not stored as a whole, or are too
+        long. Raises PayloadError."""
+        found = await self._log(record)
+        if found is None:
+            return None
+        view, entries = found
+        job = view.job
+        if job.pooling is not None:
+            return await self._vectors(view, entries)
+        if job.endpoint is not Endpoint.RESPONSES:
+            return envelope.choices_of(job, entries)
+        if job.params.logprobs is not None:
+            return None  # the texts of its tokens are known to gateways alone
+        request = job.response
+        if job.stored_response is not None:
+            if self._store is None:
+                return None
+            request = await asyncio.to_thread(self._store.get, job.stored_response)
+        return envelope.response_of(view, request, entries)
+
+    async def _vectors(self, view: JobView, entries: Sequence[LogEntry]) -> envelope.Output | None:
+        if view.status is not JobStatus.SUCCEEDED or num_vector_bytes(entries) > MAX_BYTES:
+            return None
+        card = await self._catalogue.model(view.job.model)
+        labels = () if card is None or card.pooling is None else card.pooling.labels
+        return envelope.answer_of(view, entries, labels)
+
+    async def _log(self, record: OutboxRecord) -> tuple[JobView, Sequence[LogEntry]] | None:
+        """The job with its log; None if that is not stored as a whole. Raises PayloadError."""
+        entries: list[LogEntry] = []
+        number = 0
         while True:
             found = await self._functions.read(
                 record.job_id, record.tenant, after=number, max_events=_PAGE_EVENTS
@@ -199,11 +237,7 @@ class Deliverer:
                 return None
             view, page = found
             if view.result is not None and self._store is not None:
-                try:
-                    data = await asyncio.to_thread(self._store.get, view.result)
-                except PayloadLost:
-                    return None
-                return envelope.choices_of(view.job, decode_log(data))
+                return view, decode_log(await asyncio.to_thread(self._store.get, view.result))
             if view.result is not None:
                 return None
             entries += page
@@ -212,7 +246,7 @@ class Deliverer:
             number = page[-1].number
         # A Redis that has lost writes since may have a shorter log, which the job will complete.
         is_whole = view.is_terminal and len(entries) == view.next_number - 1
-        return envelope.choices_of(view.job, entries) if is_whole else None
+        return (view, entries) if is_whole else None
 
     async def _note(self, taken: Taken, record: OutboxRecord | None, outcome: Outcome) -> None:
         delay_s = None if record is None else self._delay_s(record, outcome)

@@ -12,6 +12,7 @@ import ssl
 
 from redis.exceptions import NoPermissionError, RedisError
 
+from contract.catalogue import Catalogue
 from contract.connection import connect, denied, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
@@ -66,6 +67,7 @@ class CallbackService:
             settings,
             self._outbox,
             Functions(self._client, keys),
+            Catalogue(self._client, keys),
             self._webhooks,
             AwsSender(timeout_s=settings.timeout_s),
             open_store(settings.object_store),

@@ -94,6 +94,13 @@ class BlockManager:
         if num_tokens >= len(sequence.block_ids) * self.block_size and self.num_free > 0:
             sequence.block_ids.append(self._take())
 
+    def shrink(self, sequence: Sequence) -> None:
+        """Frees blocks beyond those of its known tokens; nobody shares them."""
+        while len(sequence.block_ids) > self.num_blocks_for(sequence.num_known):
+            block_id = sequence.block_ids.pop()
+            self._num_holders[block_id] = 0
+            self._blank_ids.append(block_id)
+
     def num_held(self, block_ids: Seq[int]) -> int:
         """How many of the blocks are held by some sequence, so that sharing them is free."""
         return sum(self._num_holders[block_id] > 0 for block_id in block_ids)

@@ -5,6 +5,7 @@ from workers.engine.lanes import Lanes
 from workers.engine.model import Chunk
 from workers.engine.policies import Policy
 from workers.engine.running import Streams
+from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 
 
@@ -24,6 +25,16 @@ class Books:
         self._book_streams(streams)
         return sum([self._book(chunk) for chunk in others])
 
+    def keep(self, sequence: Sequence, num_tokens: int) -> None:
+        """Accounts for drafted tokens that were right, as for those of more steps."""
+        end = sequence.num_computed + num_tokens
+        sequence.num_computed = end
+        sequence.num_once_computed = max(sequence.num_once_computed, end)
+        self._lanes.settle((), {sequence.account: num_tokens})
+        self._policy.charge(sequence.account, 0, num_tokens)
+        if self._cache is not None and end >= (sequence.num_keyed + 1) * self._block_size:
+            self._cache.put(sequence)
+
     def _book_streams(self, streams: Streams) -> None:
         """As `_book`, for streams: one token each, never computed before."""
         for account, num in streams.num_by_account.items():
@@ -40,7 +51,7 @@ class Books:
     def _book(self, chunk: Chunk) -> int:
         """Returns how much of the chunk had been computed before."""
         sequence, start = chunk.sequence, chunk.start
-        end, num_before = start + chunk.num_tokens, sequence.num_once_computed
+        end, num_before = start + chunk.num_known, sequence.num_once_computed
         sequence.num_computed = end
         if end > num_before:
             # More than the prompt of a resumed job may have been cached.

@@ -60,18 +60,17 @@ class Constraints:
         """Starts to compute the masks of a step; None where no row is constrained."""
         if self._grammars is None:
             return None
-        constrained = {
-            chunk.sequence: chunk.sequence.matcher
-            for chunk in chunks
-            if chunk.samples and chunk.sequence.matcher is not None
-        }
+        constrained = [c for c in chunks if c.samples and c.sequence.matcher is not None]
         if not constrained:
             return None
-        forbidden = self._grammars.start_masks(list(constrained.values()))
-        return StepMasks(list(constrained), forbidden)
+        matchers = [c.sequence.matcher for c in constrained if c.sequence.matcher is not None]
+        drafts = [c.token_ids[c.num_known :] for c in constrained]
+        forbidden = self._grammars.start_masks(matchers, drafts)
+        return StepMasks([s for c in constrained for s in c.sampled], forbidden)
 
     def take(self, sequence: Sequence, sample: Sample, report: StepReport) -> None:
-        """Appends a sampled token and those that must follow it. Raises GrammarFailed."""
+        """Appends a sampled token and those that its grammar, if any, forces after it. Raises
+        GrammarFailed."""
         self._append(sequence, sample, report)
         self.force(sequence, report)
 
@@ -88,8 +87,8 @@ class Constraints:
             report.num_forced_tokens += 1
 
     def _append(self, sequence: Sequence, sample: Sample, report: StepReport) -> None:
-        assert sequence.matcher is not None
-        sequence.matcher.consume(sample.token_id)
+        if sequence.matcher is not None:
+            sequence.matcher.consume(sample.token_id)
         position = sequence.num_output
         sequence.token_ids.append(sample.token_id)
         end = sequence.finish_reason = sequence.end_reason(self._max_model_len)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from contract.jobs import FinishReason
 from workers.engine.batches import Batches
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
@@ -18,7 +19,7 @@ from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor, RecentLengths
 from workers.engine.limits import Deadlines, EngineLimits
-from workers.engine.model import Chunk, Model, Row, RowFailed, Sample
+from workers.engine.model import Chunk, Drawn, Model, Row, RowFailed, Sample, Vector
 from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy
 from workers.engine.report import JobError, Output, StepReport
@@ -118,6 +119,7 @@ class Engine:
             vocab_size=self._limits.vocab_size,
             max_model_len=self._model.max_model_len,
             num_kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
+            prefill_only=self._limits.prefill_only,
         )
         sequences = request.sequences(self._model.eos_token_ids, self._next_arrival)
         self._next_arrival += len(request.outputs)
@@ -220,7 +222,7 @@ class Engine:
 
     def _note_deadline(self, job_id: str, epoch: int, deadline_s: float | None) -> None:
         if deadline_s is not None and job_id in self._jobs:
-            self._deadlines.add(deadline_s, job_id, epoch)
+            self._deadlines.add(deadline_s, job_id, epoch, self._jobs)
 
     def _expire(self, now_s: float, report: StepReport) -> None:
         """Ends the jobs whose deadline has passed, running or waiting."""
@@ -236,12 +238,15 @@ class Engine:
     def _count(self, plan: StepPlan, report: StepReport) -> None:
         num_streams, scheduler = len(plan.served_together.sequences), self._scheduler
         num_each = [chunk.num_tokens for chunk in plan.served_singly]
+        num_drafted = sum([len(chunk.drafts) for chunk in plan.served_singly])
+        num_known = [chunk.num_known for chunk in plan.served_singly]
         report.num_running, report.num_waiting = scheduler.num_running, scheduler.num_waiting
         report.waiting_lanes = scheduler.waiting_lanes
         report.num_free_blocks = self._blocks.num_free
         report.num_step_seqs = num_streams + len(num_each)
         report.num_step_tokens = num_streams + sum(num_each)
-        report.num_decode_tokens = num_streams + num_each.count(1)
+        report.num_decode_tokens = num_streams + num_known.count(1) + num_drafted
+        report.num_drafted_tokens = num_drafted
         report.num_preemptions = len(plan.preempted)
         report.num_prefix_queries = plan.num_prefix_queries
         report.num_prefix_hits = plan.num_prefix_hits
@@ -266,7 +271,8 @@ class Engine:
             sequence.added_s = self._clock_s()
             room = self._model.max_model_len - sequence.num_prompt
             sequence.max_output = min(sequence.max_output, room)
-            sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
+            if not self._limits.prefill_only:
+                sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
             elif report is not None:
@@ -285,14 +291,40 @@ class Engine:
         try:
             self._constraints.take(sequence, row, report)
         except GrammarFailed as failure:
-            code = ErrorCode.ENGINE_ERROR
-            report.failed.append(JobError(sequence.job_id, sequence.epoch, code, str(failure)))
-            self._drop(sequence.job_id)
+            self._fail(sequence, str(failure), report)
             return
         if row.prompt_logprobs is not None:
             report.prompt_logprobs.append((sequence, row.prompt_logprobs))
         if sequence.finish_reason is not None:
             self._finish(sequence, report, now_s)
+
+    def _take_drawn(self, chunk: Chunk, drawn: Drawn, report: StepReport, now_s: float) -> None:
+        """Takes drawn tokens, and those that a grammar forces, while the draft was right."""
+        sequence, num_before = chunk.sequence, chunk.sequence.num_known
+        drafted_ids = chunk.token_ids[chunk.num_known :]
+        num_new = num_right = 0
+        while num_right == num_new and sequence.finish_reason is None:
+            row = drawn.rows[num_new]
+            try:
+                if isinstance(row, RowFailed):
+                    self._fail(sequence, row.message, report)
+                    return
+                self._constraints.take(sequence, row, report)
+            except GrammarFailed as failure:
+                self._fail(sequence, str(failure), report)
+                return
+            num_new = sequence.num_known - num_before
+            num_right = _num_equal(drafted_ids, sequence.token_ids[num_before:])
+        report.num_accepted_tokens += num_right
+        self._scheduler.keep(sequence, num_right)
+        if sequence.finish_reason is not None:
+            self._finish(sequence, report, now_s)
+
+    def _fail(self, sequence: Sequence, message: str, report: StepReport) -> None:
+        """Fails the sequence's whole job."""
+        code = ErrorCode.ENGINE_ERROR
+        report.failed.append(JobError(sequence.job_id, sequence.epoch, code, message))
+        self._drop(sequence.job_id)
 
     def _apply(self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float) -> None:
         """Takes the model's results. A failed row fails its whole job."""
@@ -316,11 +348,14 @@ class Engine:
                     self._finish(sequence, report, now_s)
                 if row.prompt_logprobs is not None:
                     report.prompt_logprobs.append((sequence, row.prompt_logprobs))
+            elif isinstance(row, Vector):
+                sequence.finish_reason = FinishReason.STOP
+                report.vectors.append((sequence, row.data))
+                self._finish(sequence, report, now_s)
+            elif isinstance(row, Drawn):
+                self._take_drawn(chunk, row, report, now_s)
             elif isinstance(row, RowFailed):
-                failed.append(
-                    JobError(sequence.job_id, sequence.epoch, ErrorCode.ENGINE_ERROR, row.message)
-                )
-                self._drop(sequence.job_id)
+                self._fail(sequence, row.message, report)
             else:
                 assert not chunk.samples, "who reaches the last token yields a sample"
                 if row is not None:
@@ -351,3 +386,9 @@ class Engine:
     def _drop(self, job_id: str) -> None:
         for sequence in list(self._jobs[job_id].sequences.values()):
             self._remove(sequence)
+
+
+def _num_equal(one: Seq[int], other: Seq[int]) -> int:
+    """How many leading elements of both are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

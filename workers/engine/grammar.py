@@ -41,6 +41,10 @@ class Matcher:
         if self.state.is_error() or not self.state.consume_token(token_id):
             raise GrammarFailed("a token does not match the grammar, or a limit was reached")
 
+    def num_allowed(self, token_ids: Seq[int]) -> int:
+        """How many of the tokens may follow, one after the other."""
+        return self.state.validate_tokens(list(token_ids))
+
     def forced(self) -> list[int]:
         """The next tokens as far as the grammar allows no others, not yet consumed.
 
@@ -58,6 +62,10 @@ class StepMasks:
     def __init__(self, sequences: Seq[object], forbidden: Future[np.ndarray]) -> None:
         self._row_of = {sequence: row for row, sequence in enumerate(sequences)}
         self._forbidden = forbidden
+
+    def constrains(self, sequence: object) -> bool:
+        """Whether there is a mask for it. Does not wait."""
+        return sequence in self._row_of
 
     def of(self, sequences: Seq[object]) -> tuple[list[int], np.ndarray]:
         """Waits for the masks. Which of `sequences` are constrained, as indices, and the tokens
@@ -99,9 +107,9 @@ class Grammars:
             lambda: [self.matcher(grammar, output_ids) for output_ids in outputs]
         )
 
-    def start_masks(self, matchers: Seq[Matcher]) -> Future[np.ndarray]:
+    def start_masks(self, matchers: Seq[Matcher], drafts: Seq[Seq[int]] = ()) -> Future[np.ndarray]:
         """`forbidden`, computed beside the forward."""
-        return self._executor.submit(self.forbidden, matchers)
+        return self._executor.submit(self.forbidden, matchers, drafts)
 
     def matcher(self, grammar: str, output_ids: Seq[int] = ()) -> Matcher:
         """A new choice's state after `output_ids`. Takes up to a second for a large grammar, and
@@ -117,15 +125,29 @@ class Grammars:
             matcher.consume(token_id)
         return matcher
 
-    def forbidden(self, matchers: Seq[Matcher]) -> np.ndarray:
-        """Which tokens cannot follow: bool, shape (len(matchers), vocab_size). Releases the
-        interpreter's lock. A matcher that reached a limit allows none, and `consume` raises."""
+    def forbidden(self, matchers: Seq[Matcher], drafts: Seq[Seq[int]] = ()) -> np.ndarray:
+        """Which tokens cannot follow: bool, shape (num_rows, vocab_size). Each matcher has a row
+        for its state, and one for its state after each token of its draft, which must be allowed.
+        Releases the interpreter's lock. A matcher that reached a limit allows none, and `consume`
+        raises."""
         num_words = (self._tokenizer.vocab_size + 31) // 32
-        mask = np.zeros((len(matchers), num_words), dtype=np.int32)
-        rows = [(matcher.state, row) for row, matcher in enumerate(matchers)]
-        self._mask_threads.unsafe_compute_mask_ptr(rows, mask.ctypes.data, num_words * 4, len(rows))
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        num_rows = 0
+        for matcher, token_ids in zip(matchers, drafts or [()] * len(matchers), strict=True):
+            if token_ids:
+                drafted.append((matcher.state, num_rows, list(token_ids)))
+            else:
+                plain.append((matcher.state, num_rows))
+            num_rows += 1 + len(token_ids)
+        mask = np.zeros((num_rows, num_words), dtype=np.int32)
+        place = mask.ctypes.data, num_words * 4, num_rows
+        if plain:
+            self._mask_threads.unsafe_compute_mask_ptr(plain, *place)
+        if drafted:
+            self._mask_threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
         bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
-        forbidden = np.ones((len(matchers), self.vocab_size), dtype=bool)
+        forbidden = np.ones((num_rows, self.vocab_size), dtype=bool)
         width = min(self.vocab_size, self._tokenizer.vocab_size)
         np.equal(bits[:, :width], 0, out=forbidden[:, :width])
         return forbidden

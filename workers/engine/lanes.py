@@ -118,7 +118,7 @@ class Lanes:
         by_account = dict(num_streams)
         for chunk in chunks:
             account = chunk.sequence.account
-            by_account[account] = by_account.get(account, 0) + chunk.num_tokens
+            by_account[account] = by_account.get(account, 0) + chunk.num_known
         by_lane: Counter[str] = Counter()
         for account, num in by_account.items():
             by_lane[account[0]] += num

@@ -1,10 +1,12 @@
 """Limits of an engine and its steps, and the deadlines of its jobs."""
 
+from collections.abc import Container
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 # The default if neither the operator nor the loader sets a token budget.
 DEFAULT_STEP_TOKENS = 2048
+_FEW = 1024  # deadlines that are kept in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,9 @@ class EngineLimits:
     max_preemptions: int = 3  # of one sequence; then it yields only to older ones of its kind
     grows_ahead: bool = False  # allocate the block of a stream's next token a step early
     prefix_caching: bool = True  # reuse blocks by content
+    speculates: bool = False  # compute drafted tokens where that is expected to pay
+    # A prompt yields a vector and no tokens, and is computed in one step.
+    prefill_only: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.vocab_size) < 1:
@@ -37,13 +42,20 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str, int]] = []
+        self._most = _FEW
 
     @property
     def next_s(self) -> float | None:
         """The earliest, even if out of date."""
         return self._heap[0][0] if self._heap else None
 
-    def add(self, deadline_s: float, job_id: str, epoch: int) -> None:
+    def add(self, deadline_s: float, job_id: str, epoch: int, held: Container[str]) -> None:
+        """`held`: the jobs that have not ended. The deadlines of others are forgotten whenever they
+        may be half of all: a day's would be kept otherwise."""
+        if len(self._heap) >= self._most:
+            self._heap = [each for each in self._heap if each[1] in held]
+            heapify(self._heap)
+            self._most = 2 * len(self._heap) + _FEW
         heappush(self._heap, (deadline_s, job_id, epoch))
 
     def take_passed(self, now_s: float) -> list[tuple[float, str, int]]:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from contract.jobs import TokenizerFiles
 from workers.engine.sequence import Sequence
 
 if TYPE_CHECKING:  # who only names an error of this module loads no numpy
+    from contract.model_cards import PoolingCard, TokenizerFiles
     from workers.engine.grammar import StepMasks
 
 
@@ -26,7 +26,8 @@ class Chunk(Struct, frozen=True, gc=False):
     Positions `start .. start + num_tokens - 1` of `sequence.token_ids`; `sequence.block_ids` covers
     them. `samples`: the chunk reaches the last known token, so the step yields the next one.
     `copy_from`: a block whose KV must first be copied to the block of position `start` (copy on
-    write).
+    write). `drafts`: of a stream, itself with the first, the first two, … of its last
+    `len(drafts)` tokens, which are only supposed; the step draws a token after each.
     """
 
     sequence: Sequence
@@ -34,6 +35,23 @@ class Chunk(Struct, frozen=True, gc=False):
     num_tokens: int
     samples: bool
     copy_from: int | None = None
+    drafts: tuple[Sequence, ...] = ()
+
+    @property
+    def num_known(self) -> int:
+        """Its tokens without drafts."""
+        return self.num_tokens - len(self.drafts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All its tokens, shape (num_tokens,)."""
+        whole = self.drafts[-1] if self.drafts else self.sequence
+        return whole.token_ids[self.start : self.start + self.num_tokens]
+
+    @property
+    def sampled(self) -> tuple[Sequence, ...]:
+        """The sequences whose next token the step draws, one for each of its last positions."""
+        return (self.sequence, *self.drafts) if self.samples else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +75,13 @@ class Sample(Struct, frozen=True, gc=False):
     prompt_logprobs: "PromptLogprobs | None" = None  # of the prompt's part in this chunk
 
 
+class Drawn(Struct, frozen=True, gc=False):
+    """The tokens drawn for a chunk with drafts, one for each of its `sampled`. Each is right if the
+    drafted tokens before it are."""
+
+    rows: "tuple[Sample | RowFailed, ...]"
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Log probabilities of the prompt's tokens from position `start`, given the tokens before.
@@ -66,6 +91,12 @@ class PromptLogprobs:
     tokens: tuple[Sample, ...]
 
 
+class Vector(Struct, frozen=True, gc=False):
+    """What a prefill-only model computes from a prompt: float32, little-endian."""
+
+    data: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class RowFailed:
     """A row that failed, for example with NaN in its logits; its job fails."""
@@ -73,11 +104,12 @@ class RowFailed:
     message: str  # one sentence; never a prompt or an output
 
 
-Row = Sample | PromptLogprobs | RowFailed | None
+Row = Sample | Drawn | PromptLogprobs | Vector | RowFailed | None
 
 
 class Model(Protocol):
-    """A decoder with a paged KV cache of `num_blocks` blocks of `block_size` tokens."""
+    """A decoder with a paged KV cache of `num_blocks` blocks of `block_size` tokens, or a
+    prefill-only model, whose blocks are only counted."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -92,6 +124,11 @@ class Model(Protocol):
         ...
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether it starts a stream's next step by itself, which needs the next token's block."""
+        ...
+
+    @property
     def max_model_len(self) -> int: ...
 
     @property
@@ -102,12 +139,16 @@ class Model(Protocol):
     ) -> Seq[Row]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
 
-        A chunk that samples yields a Sample. Another yields nothing, or the PromptLogprobs of a
-        prompt whose parameters ask; a model may put those off to a later chunk.
+        A chunk that samples yields a Sample, or a Drawn if it has drafts. Another yields nothing,
+        or the PromptLogprobs of a prompt whose parameters ask; a model may put those off to a later
+        chunk. Of a prefill-only model each chunk is a whole prompt and yields a Vector.
 
         First it copies block `copy_from` of each chunk that names one into that chunk's own
         block, `block_ids[start // block_size]`, in all layers: all copies as if at once, before
         anything is written. The block copied may be written to in the same step.
+
+        Drafted tokens are computed like others. Only engines whose limits say `speculates` draft,
+        and only for models that share blocks.
 
         Padding is computed in the same pass and changes nothing that a sequence reads.
 
@@ -141,9 +182,14 @@ class LoadedModel(Protocol):
     def eos_token_ids(self) -> Collection[int]: ...
 
     @property
-    def tokenizer(self) -> TokenizerFiles: ...
+    def tokenizer(self) -> "TokenizerFiles": ...
 
     @property
     def num_step_tokens(self) -> int:
         """Token budget of a step for the device."""
+        ...
+
+    @property
+    def pooling(self) -> "PoolingCard | None":
+        """Of a prefill-only model."""
         ...

@@ -41,6 +41,7 @@ class StepReport:
     ended: list[Sequence] = field(default_factory=list)
     failed: list[JobError] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
+    vectors: list[tuple[Sequence, bytes]] = field(default_factory=list)
     num_running: int = 0
     num_waiting: int = 0
     waiting_lanes: tuple[str, ...] = ()  # by name
@@ -48,12 +49,14 @@ class StepReport:
     num_step_tokens: int = 0  # without padding
     num_preemptions: int = 0
     num_step_seqs: int = 0  # batch size
-    num_decode_tokens: int = 0  # one per stream; the step's other tokens are prefill
+    num_decode_tokens: int = 0  # one per stream, and drafted ones; the others are prefill
     num_padding_tokens: int = 0  # pad tokens beside the step's
     num_recomputed_tokens: int = 0  # part of the step's, lost by an earlier preemption
     num_prefix_queries: int = 0  # tokens of admitted sequences
     num_prefix_hits: int = 0  # part of them found in the cache
     num_forced_tokens: int = 0  # output that grammars forced, without a sample
+    num_drafted_tokens: int = 0  # part of the step's, computed before they were known
+    num_accepted_tokens: int = 0  # part of them that were right
     step_s: float = 0.0  # of the model alone
     num_finished: int = 0  # sequences that ended in this step …
     queue_s: float = 0.0  # … their total wait for admission …

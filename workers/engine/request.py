@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from contract.jobs import SamplingParams
+from contract.jobs import Pooling, SamplingParams
 from workers.engine.sequence import Sequence
 
 
@@ -41,6 +41,7 @@ class Request:
     finished: tuple[bool, ...]  # choices that have already ended
     deadline_s: float | None = None  # on the engine's clock; the job ends then
     weight: float = 1.0  # of its tenant: the share of places and tokens in its lane
+    pooling: Pooling | None = None  # of a prefill-only job
 
     def max_num_known(self, max_model_len: int) -> int:
         """The most tokens, prompt and output, that one of its sequences can reach."""
@@ -52,6 +53,8 @@ class Request:
         """One sequence per choice that has not ended, in order of the choices."""
         ending_ids = ending_token_ids(self.params, eos_token_ids)
         params = [self.params.of_prompt(number) for number in range(len(self.prompts))]
+        pooling = self.pooling or Pooling()
+        first_parts = pooling.first_parts or (0,) * len(self.prompts)
         return [
             Sequence(
                 job_id=self.job_id,
@@ -66,6 +69,8 @@ class Request:
                 arrival=first_arrival + choice,
                 deadline_s=self.deadline_s,
                 weight=self.weight,
+                num_first_part=first_parts[choice // self.params.n],
+                num_dimensions=pooling.dimensions,
             )
             for choice, output_ids in enumerate(self.outputs)
             if not self.finished[choice]
@@ -79,14 +84,26 @@ def ending_token_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> f
 
 
 def check_request(
-    request: Request, *, vocab_size: int, max_model_len: int, num_kv_tokens: int
+    request: Request,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    num_kv_tokens: int,
+    prefill_only: bool = False,
 ) -> None:
     """Raises RequestRefused for a job that can never run, or would harm others by running.
 
     `num_kv_tokens` is what all KV blocks hold: each sequence must fit alone, however far it
     goes, or it could be preempted for ever.
     """
-    _check_lengths(request, max_model_len, num_kv_tokens)
+    if request.pooling is None and prefill_only:
+        raise _bad("this model computes vectors and generates no text")
+    if request.pooling is not None and not prefill_only:
+        raise _bad("this model generates text and computes no vectors")
+    if request.pooling is not None:
+        _check_prompts(request, request.pooling, max_model_len)
+    else:
+        _check_lengths(request, max_model_len, num_kv_tokens)
     _check_params(request.params, vocab_size)
     params = request.params
     num_choices = params.n * len(request.prompts)
@@ -96,6 +113,27 @@ def check_request(
     for token_ids in (*request.prompts, *request.outputs, tuple(params.logit_bias)):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             raise _bad(f"token ids must lie below the vocabulary size, {vocab_size}")
+
+
+def _check_prompts(request: Request, pooling: Pooling, max_model_len: int) -> None:
+    """The prompts of a prefill-only job; what is wrong with one names its index."""
+    if not request.prompts:
+        raise _bad("the job has no prompt")
+    for index, prompt_ids in enumerate(request.prompts):
+        if not prompt_ids:
+            raise _bad(f"prompt {index} has no tokens")
+        if len(prompt_ids) > max_model_len:
+            raise RequestRefused(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"prompt {index} has {len(prompt_ids)} tokens; the model takes {max_model_len}",
+            )
+    if not pooling.first_parts:
+        return
+    if len(pooling.first_parts) != len(request.prompts):
+        raise _bad("first_parts must have one number for each prompt")
+    for index, num_first in enumerate(pooling.first_parts):
+        if not 0 <= num_first <= len(request.prompts[index]):
+            raise _bad(f"first_parts {index} is not within its prompt")
 
 
 def _check_lengths(request: Request, max_model_len: int, num_kv_tokens: int) -> None:

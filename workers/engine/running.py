@@ -5,7 +5,7 @@ passes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from workers.engine.sequence import Account, Sequence
@@ -24,12 +24,12 @@ class Streams:
         """`step_features` of one token for each stream."""
         return float(len(self.sequences)), float(self.num_kv), 0.0
 
-    def without(self, sequence: Sequence) -> "Streams":
-        """The same without one stream."""
-        sequences = self.sequences.copy()
-        sequences.remove(sequence)
-        num_by_account = Counter(self.num_by_account) - Counter((sequence.account,))
-        return Streams(sequences, self.num_kv - sequence.num_known, num_by_account)
+    def without(self, others: Collection[Sequence]) -> "Streams":
+        """The same without some of the streams."""
+        sequences = [sequence for sequence in self.sequences if sequence not in others]
+        num_by_account = Counter(self.num_by_account) - Counter([s.account for s in others])
+        num_kv = self.num_kv - sum([s.num_known for s in others])
+        return Streams(sequences, num_kv, num_by_account)
 
 
 class Running:

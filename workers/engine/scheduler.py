@@ -20,6 +20,7 @@ from workers.engine.order import Order
 from workers.engine.policies import Key, Policy
 from workers.engine.running import Running
 from workers.engine.sequence import Account, Sequence
+from workers.engine.speculation import add_drafts
 from workers.engine.step_plan import UNLIMITED, StepPlan
 from workers.engine.waiting_queue import WaitingQueue
 
@@ -140,6 +141,8 @@ class Scheduler:
             self._put_in_order(plan, now_s)
         if self._limits.grows_ahead:
             self._grow_ahead(plan)
+        elif self._limits.speculates and self.cost.is_ready and self.blocks.can_share:
+            add_drafts(plan, self.blocks)
         return plan
 
     def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> int:
@@ -148,6 +151,12 @@ class Scheduler:
         """
         self.cost.observe([*plan.served_singly, *padding], step_s, plan.served_together.features)
         return self._books.settle(plan)
+
+    def keep(self, sequence: Sequence, num_tokens: int) -> None:
+        """Accounts for the drafted tokens of a step that were right, after `settle`, and frees the
+        blocks of those that were not."""
+        self._books.keep(sequence, num_tokens)
+        self.blocks.shrink(sequence)
 
     def _grow_ahead(self, plan: StepPlan) -> None:
         """Allocates next tokens' blocks, for a model that starts the next step early."""
@@ -248,7 +257,7 @@ class Scheduler:
                 if plan.num_on_offer > 0:
                     self._hand_out(plan, sequence, now_s)
             elif order.includes_waiting:
-                is_full = sequence in plan.preempted or plan.num_for_prompts == 0
+                is_full = sequence in plan.preempted or not self._has_tokens(plan, sequence)
                 order.includes_waiting = not is_full and self._admit(plan, sequence, now_s)
         return order.includes_waiting
 
@@ -265,9 +274,16 @@ class Scheduler:
             firsts = [self._waiting.first_of(account) for account in self._below_share()]
             firsts.sort(key=lambda s: (self._lanes.of(s).priority, by_weight(s.account, s.weight)))
             for sequence in firsts:
-                if sequence not in plan.preempted and plan.num_for_prompts > 0:
+                if sequence not in plan.preempted and self._has_tokens(plan, sequence):
                     self._admit(plan, sequence, now_s)
                     has_admitted |= sequence in self._running.sequences
+
+    def _has_tokens(self, plan: StepPlan, candidate: Sequence) -> bool:
+        """Whether the step has tokens left for a waiting sequence. Prompts that are computed whole
+        may exceed the budget if they are alone in the step."""
+        if self._limits.prefill_only:
+            return not plan.chunks or candidate.num_pending <= plan.num_on_offer
+        return plan.num_for_prompts > 0
 
     def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
         """Admits the candidate if possible; returns whether sequences after it may be checked."""
@@ -320,6 +336,8 @@ class Scheduler:
     def _num_wanted(self, plan: StepPlan, sequence: Sequence) -> int:
         """Pending tokens of the sequence that the step still allows."""
         num_planned = plan.num_planned(sequence)
+        if self._limits.prefill_only:
+            return sequence.num_pending - num_planned
         return plan.num_allowed(
             sequence.num_pending - num_planned,
             sequence.num_computed + num_planned,

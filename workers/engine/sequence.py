@@ -1,12 +1,14 @@
 """One choice of a job while the engine runs it, as token ids and counts."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from contract.jobs import FinishReason, SamplingParams
 
 if TYPE_CHECKING:  # who only counts sequences loads no numpy
     from workers.engine.grammar import Matcher
+    from workers.engine.speculation import PromptLookup
 
 Account = tuple[str, str]  # lane and tenant
 
@@ -32,6 +34,8 @@ class Sequence:
     arrival: int = 0  # order of arrival in this engine; kept across preemptions
     deadline_s: float | None = None  # on the engine's clock
     weight: float = 1.0  # of its tenant
+    num_first_part: int = 0  # tokens of the first text of a pair; 0: one text
+    num_dimensions: int = 0  # of its vector; 0: all
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chain hashes of its full blocks
@@ -44,6 +48,7 @@ class Sequence:
     started_s: float | None = None  # when it was first admitted
     finish_reason: FinishReason | None = None
     matcher: "Matcher | None" = None  # of a constrained choice; has consumed its output
+    lookup: "PromptLookup | None" = None  # from its first look at a draft on
 
     def __post_init__(self) -> None:
         self.max_output = self.max_output or self.params.max_tokens
@@ -81,6 +86,10 @@ class Sequence:
         a prompt's first choice reports them, before its first output."""
         asks = self.params.prompt_logprobs is not None
         return asks and self.num_output == 0 and self.choice_of_prompt == 0
+
+    def with_draft(self, token_ids: Seq[int]) -> "Sequence":
+        """A copy as it would be with these tokens, in the same blocks."""
+        return replace(self, token_ids=[*self.token_ids, *token_ids])
 
     def end_reason(self, max_model_len: int) -> FinishReason | None:
         """Why nothing follows the last known token, or None."""

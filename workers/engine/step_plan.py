@@ -1,6 +1,8 @@
 """One step under construction: its chunks and the remaining tokens and time."""
 
 import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from workers.engine.cost_model import CostModel, chunk_features
@@ -102,6 +104,19 @@ class StepPlan:
         if self.seconds_left < math.inf:
             self.seconds_left -= self._stream_s(start)
 
+    def put_drafts(self, drafts: Mapping[Sequence, Seq[int]]) -> None:
+        """Adds drafted tokens to streams that have their token in the step."""
+        if self._are_streams_first:
+            self.streams = self.streams.without(drafts)
+        for sequence, token_ids in drafts.items():
+            chunk = self.chunks.pop(sequence)  # put behind those that are served together
+            ends = range(1, len(token_ids) + 1)
+            drafted = tuple([sequence.with_draft(token_ids[:end]) for end in ends])
+            self.chunks[sequence] = Chunk(
+                sequence, chunk.start, chunk.num_tokens + len(drafted), True, drafts=drafted
+            )
+            self.num_tokens_left -= len(drafted)
+
     def _stream_s(self, start: int) -> float:
         """Seconds that a stream's token adds to the step."""
         if self._stream_costs is None:
@@ -113,7 +128,7 @@ class StepPlan:
         """Returns a preempted sequence's tokens to the step; it cannot run in this step again."""
         self.preempted.add(sequence)
         if self._are_streams_first and sequence in self.streams.sequences:
-            self.streams = self.streams.without(sequence)
+            self.streams = self.streams.without((sequence,))
         self._book(sequence, self.num_planned(sequence), -1)
         self.chunks.pop(sequence, None)
 

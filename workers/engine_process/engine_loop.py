@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from contract.jobs import Capabilities
+from contract.model_cards import Capabilities
 from workers import logs
 from workers.engine.lanes import Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
@@ -167,8 +167,14 @@ class EngineLoop:
         return []
 
     def _reconfigure(self, options: EngineOptions) -> None:
-        vocab_size = self._engine.limits.vocab_size
-        limits = limits_of(options, vocab_size, self._num_step_tokens)
+        limits = self._engine.limits
+        limits = limits_of(
+            options,
+            limits.vocab_size,
+            self._num_step_tokens,
+            prefill_only=limits.prefill_only,
+            grows_ahead=limits.grows_ahead,
+        )
         self._engine.reconfigure(limits, strategies_of(options), lanes_of(options))
         self._max_output_tokens = options.max_output_tokens
         logs.stamp(options.batching_version)
@@ -221,11 +227,19 @@ def start_own(load: Load) -> Start:
         options: EngineOptions, progress: Callable[[str], None]
     ) -> tuple[SteppedEngine, Ready, int]:
         loaded = load(options, progress)
-        grammars = load_grammars(loaded)
+        grammars = load_grammars(loaded) if loaded.pooling is None else None
         engine = build_engine(
-            loaded.model, loaded.vocab_size, options, loaded.num_step_tokens, grammars
+            loaded.model,
+            loaded.vocab_size,
+            options,
+            loaded.num_step_tokens,
+            grammars,
+            prefill_only=loaded.pooling is not None,
         )
-        can = Capabilities(structured_output=grammars is not None)
+        can = Capabilities(
+            prompt_logprobs=loaded.pooling is None,
+            structured_output=grammars is not None,
+        )
         return engine, ready_message(loaded, options, can), loaded.num_step_tokens
 
     return start

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 
-from contract.jobs import Capabilities
+from contract.model_cards import Capabilities
 from workers.engine.engine import Engine
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
@@ -29,6 +29,8 @@ def build_engine(
     options: EngineOptions,
     num_step_tokens: int = DEFAULT_STEP_TOKENS,
     grammars: Grammars | None = None,
+    *,
+    prefill_only: bool = False,
 ) -> Engine:
     """Builds the engine for a loaded model; `num_step_tokens` is the device's default token
     budget.
@@ -36,7 +38,13 @@ def build_engine(
     weights = f"{options.model_path} {options.revision} {options.dtype} {options.quantization}"
     return Engine(
         model,
-        limits_of(options, vocab_size, num_step_tokens),
+        limits_of(
+            options,
+            vocab_size,
+            num_step_tokens,
+            prefill_only=prefill_only,
+            grows_ahead=model.runs_ahead,
+        ),
         strategies_of(options),
         Composed(VirtualTokenCounters(), FirstComeFirstServed()),
         lanes=lanes_of(options),
@@ -46,7 +54,12 @@ def build_engine(
 
 
 def limits_of(
-    options: EngineOptions, vocab_size: int, num_step_tokens: int = DEFAULT_STEP_TOKENS
+    options: EngineOptions,
+    vocab_size: int,
+    num_step_tokens: int = DEFAULT_STEP_TOKENS,
+    *,
+    prefill_only: bool = False,
+    grows_ahead: bool = False,
 ) -> EngineLimits:
     """`num_step_tokens`: the token budget of a step if the options name none."""
     return EngineLimits(
@@ -55,8 +68,10 @@ def limits_of(
         vocab_size=vocab_size,
         kv_high_water=options.kv_high_water,
         prefill_share=options.prefill_share,
-        grows_ahead=options.steps != "direct",
+        grows_ahead=grows_ahead,
         prefix_caching=options.prefix_caching,
+        speculates=options.speculation,
+        prefill_only=prefill_only,
     )
 
 
@@ -132,4 +147,5 @@ def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities
         block_size=model.block_size,
         max_num_seqs=options.max_num_seqs,
         capabilities=can,
+        pooling=loaded.pooling,
     )

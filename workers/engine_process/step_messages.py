@@ -11,14 +11,16 @@ from workers.ipc.messages import (
     JobFailed,
     PromptLogprobs,
     TokenOut,
+    VectorOut,
 )
 
 
 def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[FromEngine]:
-    """Prompt scores, tokens, ends, failures, and the load last."""
+    """Prompt scores, tokens, vectors, ends, failures, and the load last."""
     return [
         *(_prompt_logprobs(sequence, found) for sequence, found in report.prompt_logprobs),
         *map(_token_out, report.outputs),
+        *(VectorOut(s.job_id, s.epoch, s.choice, vector) for s, vector in report.vectors),
         *(
             ChoiceEnded(ended.job_id, ended.epoch, ended.choice, ended.finish_reason)
             for ended in report.ended
@@ -44,6 +46,8 @@ def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[Fr
             ended_s,
             report.waiting_lanes,
             report.num_forced_tokens,
+            report.num_drafted_tokens,
+            report.num_accepted_tokens,
         ),
     ]
 

@@ -12,7 +12,8 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from contract.events import TokenLogprob
-from contract.jobs import Capabilities, FinishReason, SamplingParams, TokenizerFiles
+from contract.jobs import FinishReason, Pooling, SamplingParams
+from contract.model_cards import Capabilities, PoolingCard, TokenizerFiles
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
@@ -56,6 +57,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     quantization: str = "none"  # none or int8: of the linear layers' weights
     device: str = "auto"  # auto, cpu or cuda
     kv_memory_bytes: int | None = None
+    memory_share: float | None = None  # of its device, for weights and KV; None: what is free
     block_size: int | None = None  # tokens of KV in a block
     max_model_len: int | None = None  # prompt + output, in tokens; at most the model's own
     max_num_seqs: int = 256
@@ -63,13 +65,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_high_water: float = 0.8  # share of the KV blocks up to which new sequences are admitted
     prefill_share: float | None = None  # of the budget, for prompts while there are streams
     prefix_caching: bool = True  # KV of equal beginnings is computed once for each tenant
+    speculation: bool = False  # compute drafted tokens where that is expected to pay
     max_output_tokens: int | None = None  # of one choice, whatever its job asks for
     strategy: StrategyOptions = StrategyOptions()
     lanes: tuple[LaneOptions, ...] = ()
     batching_version: str = ""  # version of batching.yaml
     num_threads: int | None = None
     attention: str = "auto"  # auto, torch or triton
-    steps: str = "direct"  # direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
+    steps: str = "auto"  # auto, direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
     fused: bool = True  # exchange modules for faster ones that prove equal
     engine_args: dict[str, str] = {}  # vLLM's own, by name
     nodes: int = 1  # machines that share vLLM's ranks
@@ -93,6 +96,7 @@ class StartJob(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     finished: tuple[bool, ...]  # choices that have already ended
     deadline_s: float | None = None  # seconds from now; then the job ends wherever it is
     weight: float = 1.0  # of its tenant
+    pooling: Pooling | None = None  # of a prefill-only job
 
 
 class StopJob(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
@@ -160,6 +164,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     block_size: int
     max_num_seqs: int
     capabilities: Capabilities = Capabilities()
+    pooling: PoolingCard | None = None  # of a prefill-only model
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
@@ -194,6 +199,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_l
     prompt: int = 0  # which of the job's prompts
 
 
+class VectorOut(msgspec.Struct, frozen=True, array_like=True, tag="vector"):
+    """The vector of one prompt of a prefill-only job; the prompt has ended."""
+
+    job_id: str
+    epoch: int
+    choice: int  # which of the job's prompts
+    vector: bytes  # float32, little-endian
+
+
 class ChoiceEnded(msgspec.Struct, frozen=True, array_like=True, tag="choice_ended"):
     """A choice that ended without an ending token: its output was already complete."""
 
@@ -222,7 +236,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     step_s: float
     num_padding_tokens: int = 0  # pad tokens beside the step's
     num_step_seqs: int = 0  # batch size
-    num_decode_tokens: int = 0  # one for each stream; the step's other tokens are prefill
+    num_decode_tokens: int = 0  # one for each stream, and drafted ones; the others are prefill
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # part of the step's, lost by an earlier preemption
     num_prefix_queries: int = 0  # tokens of admitted sequences
@@ -233,6 +247,8 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     ended_s: float = 0.0  # engine's clock at the end of the step; only differences have a meaning
     waiting_lanes: tuple[str, ...] = ()  # names of lanes with waiting sequences
     num_forced_tokens: int = 0  # output that grammars forced, without a sample
+    num_drafted_tokens: int = 0  # part of the step's, computed before they were known
+    num_accepted_tokens: int = 0  # part of them that were right
 
 
 FromEngine = (
@@ -242,6 +258,7 @@ FromEngine = (
     | Running
     | PromptLogprobs
     | TokenOut
+    | VectorOut
     | ChoiceEnded
     | JobFailed
     | EngineLoad

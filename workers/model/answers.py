@@ -1,16 +1,19 @@
 """Turns a step's logits into next tokens and into log probabilities of prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from workers.engine.grammar import StepMasks
-from workers.engine.model import Chunk, PromptLogprobs, Row, Sample
+from workers.engine.model import Chunk, Drawn, PromptLogprobs, Row, RowFailed, Sample
 from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
 from workers.model.sampler import sample
+from workers.model.staging import to_device
 
 # Compute log probabilities of this many logits at once (64 MiB of float32).
 _SLICE_ELEMENTS = 2**24
@@ -32,7 +35,7 @@ def answer_chunks(
     masks: StepMasks | None = None,
 ) -> list[Row]:
     """One row per chunk. logits (num_rows, vocab_size): for each chunk its scored positions, then
-    its last position if it samples."""
+    its last positions, one for each of its `sampled`."""
     prompts: list[PromptLogprobs | None] = []
     sample_rows: list[int] = []
     num_rows = 0
@@ -43,20 +46,25 @@ def answer_chunks(
             prompt = _score(part, chunk.sequence, positions.start)
             num_rows += len(positions)
         prompts.append(prompt)
-        if chunk.samples:
-            sample_rows.append(num_rows)
-            num_rows += 1
+        num_sampled = len(chunk.sampled)
+        sample_rows += range(num_rows, num_rows + num_sampled)
+        num_rows += num_sampled
     if len(sample_rows) < num_rows:
         logits = logits[sample_rows]
-    sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+    sampling = [sequence for chunk in chunks for sequence in chunk.sampled]
     samples = iter(sample(logits, sampling, find_likeliest, masks))
-    return [
-        _join(next(samples), prompt) if chunk.samples else prompt
-        for chunk, prompt in zip(chunks, prompts, strict=True)
-    ]
+    return [_answer(chunk, samples, prompt) for chunk, prompt in zip(chunks, prompts, strict=True)]
 
 
-def _join(row: Row, prompt: PromptLogprobs | None) -> Row:
+def _answer(
+    chunk: Chunk, samples: Iterator[Sample | RowFailed], prompt: PromptLogprobs | None
+) -> Row:
+    """Takes the chunk's samples from those of the step."""
+    if chunk.drafts:
+        return Drawn(tuple(islice(samples, len(chunk.sampled))))
+    if not chunk.samples:
+        return prompt
+    row = next(samples)
     if prompt is None or not isinstance(row, Sample):
         return row
     return Sample(row.token_id, row.logprob, row.top_logprobs, prompt)
@@ -71,7 +79,7 @@ def _score(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
         first = start + 1 + len(tokens)
         ids = sequence.token_ids[first : first + len(part)]
         logprobs = torch.log_softmax(part.float(), dim=-1)
-        index = torch.tensor(ids, device=logits.device)[:, None]
+        index = to_device(np.array(ids), logits.device)[:, None]
         top = torch.topk(logprobs, num_top, dim=-1)
         for token_id, logprob, top_ids, values in zip(
             ids,

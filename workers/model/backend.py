@@ -1,9 +1,9 @@
-"""Chooses the attention and kernels: what the operator asked for, or what fits the device. Code
-that has never run on a GPU is used there only on request."""
+"""Chooses the attention and kernels: what the operator asked for, or what fits the device."""
 
 import dataclasses
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,6 +20,8 @@ from workers.model.products import Processor, Products, figures_file, find_proce
 from workers.model.surgery.linear import Layout
 
 ATTENTIONS = ("auto", "torch", "triton")
+# Compute capability from which tensor cores multiply bfloat16 (A100).
+_LEAST_CAPABILITY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Backend:
     merges: bool  # replace modules by merged ones
     layout: Layout  # of their weights
     prepare_rows: Callable[[RowsStep], PreparedAttention] = PreparedRows
+    for_gpu: bool = False  # a fast one
 
 
 def choose_backend(
@@ -48,10 +51,11 @@ def choose_backend(
     default the current one. Raises ModelRefused."""
     if attention not in ATTENTIONS:
         raise ModelRefused(f"attention {attention} is not one of {', '.join(ATTENTIONS)}")
-    if attention == "triton":
+    if attention == "triton" or (attention == "auto" and has_fast_gpu(device)):
         return _triton(dtype, device, block_size, fused=fused)
     if device.type != "cpu" or not fused:
-        return Backend(PackedAttention(), None, merges=False, layout=Layout())
+        merges = device.type != "cpu" and fused
+        return Backend(PackedAttention(), None, merges=merges, layout=Layout())
     processor = processor or find_processor()
     kernels, figures = _native(processor, progress)
     products = Products(kernels, processor.products, weight_bytes=weight_bytes, kept_in=figures)
@@ -65,6 +69,13 @@ def choose_backend(
     )
 
 
+def has_fast_gpu(device: torch.device) -> bool:
+    """Whether Triton's kernels, steps ahead and graphs are the default there."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= _LEAST_CAPABILITY
+
+
 def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused: bool) -> Backend:
     """On a CPU only in Triton's interpreter, which an environment variable must select."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -76,7 +87,8 @@ def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused:
         raise ModelRefused("attention triton is asked for, but Triton is not installed") from exc
     kernels = TritonKernels(dtype) if fused else None
     triton = TritonAttention(block_size)
-    return Backend(triton, kernels, fused, Layout(), prepare_rows=triton.prepare_rows)
+    rows, for_gpu = triton.prepare_rows, has_fast_gpu(device)
+    return Backend(triton, kernels, fused, Layout(), prepare_rows=rows, for_gpu=for_gpu)
 
 
 def _native(

@@ -11,13 +11,14 @@ from torch import Tensor
 from workers.engine.model import Chunk, Padding
 from workers.model.answers import scored_positions
 from workers.model.attention.interface import Span
+from workers.model.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """input_ids and position_ids (1, T); slot_mapping (T,): the cache slot of each token;
     logits_index (num_rows,): the flat rows whose logits are needed, in chunk order: each chunk's
-    `scored` positions, then its last one if it samples."""
+    `scored` positions, then its last ones, one for each of its `sampled`."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -43,9 +44,11 @@ def build_batch(
     for chunk in chunks:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         num_blocks = -(-end // block_size)
-        assert chunk.start < end <= len(sequence.token_ids)
+        assert chunk.start < end <= len(sequence.token_ids) + max(1, len(chunk.drafts))
         assert num_blocks <= len(sequence.block_ids), "the engine has not grown the table"
-        token_ids += sequence.token_ids[chunk.start : end]
+        token_ids += chunk.token_ids
+        if end > len(sequence.token_ids) + len(chunk.drafts):  # known to the device only
+            token_ids.append(PAD_TOKEN_ID)
         block_ids += sequence.block_ids[:num_blocks]
     for pad in padding:
         token_ids += [PAD_TOKEN_ID] * pad.num_tokens
@@ -59,12 +62,19 @@ def build_batch(
         if wanted:
             rows += [span.first + position - span.start for position in wanted]
         if chunk.samples:
-            rows.append(span.first + span.num_tokens - 1)
+            stop = span.first + span.num_tokens
+            rows += range(stop - 1 - len(chunk.drafts), stop)
+    mapping = slots[layout.positions + layout.begins]
+    num_tokens = len(token_ids)
+    numbers = np.array([*token_ids, *rows], dtype=np.int64)
+    parts = (numbers[:num_tokens], layout.positions, mapping, numbers[num_tokens:])
+    shipped = to_device(np.concatenate(parts), device)
+    ids, positions, slot_mapping = shipped[: 3 * num_tokens].view(3, num_tokens)
     return Batch(
-        input_ids=torch.tensor([token_ids], device=device),
-        position_ids=torch.from_numpy(layout.positions)[None].to(device),
-        slot_mapping=torch.from_numpy(slots[layout.positions + layout.begins]).to(device),
-        logits_index=torch.tensor(rows, dtype=torch.int64, device=device),
+        input_ids=ids[None],
+        position_ids=positions[None],
+        slot_mapping=slot_mapping,
+        logits_index=shipped[3 * num_tokens :],
         spans=spans,
         scored=scored,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from contract.jobs import MAX_EOS_TOKENS
+from contract.model_cards import MAX_EOS_TOKENS
 from workers.engine.model import ModelRefused
 from workers.model.place import check_place
 
@@ -35,8 +35,11 @@ _MAX_SIZE = 2**31 - 1
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
-def read_config(model_path: str, revision: str = DEFAULT_REVISION) -> PretrainedConfig:
-    """The configuration of a decoder that we can serve. Raises ModelRefused."""
+def read_config(
+    model_path: str, revision: str = DEFAULT_REVISION, *, pools: bool = False
+) -> PretrainedConfig:
+    """The configuration of a model that we can serve: a decoder, or if it `pools`, any that takes
+    one text. Raises ModelRefused."""
     check_place(model_path)
     _check_files(model_path)
     raw = _read_raw_config(model_path, revision)
@@ -54,7 +57,7 @@ def read_config(model_path: str, revision: str = DEFAULT_REVISION) -> Pretrained
             f"the configuration of {model_path} is none that this release of transformers "
             f"knows: {first_line(exc)}"
         ) from exc
-    _check_kind(model_path, config)
+    _check_kind(model_path, config, pools=pools)
     _check_sizes(model_path, config)
     return config
 
@@ -110,13 +113,22 @@ def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
     return raw
 
 
-def _check_kind(model_path: str, config: PretrainedConfig) -> None:
-    """Refuses a model that is not a decoder."""
+def _check_kind(model_path: str, config: PretrainedConfig, *, pools: bool) -> None:
+    """Refuses a model that neither generates nor pools."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
-        raise ModelRefused(f"{model_path} is an encoder-decoder; batchway serves decoders")
+        raise ModelRefused(
+            f"{model_path} is an encoder-decoder; batchway serves decoders, and encoders for "
+            "embeddings and classes"
+        )
+    if pools:
+        return
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
-        raise ModelRefused(f"{model_path} attends to both sides; batchway serves causal decoders")
+        raise ModelRefused(
+            f"{model_path} attends to both sides, so it generates no text, and has no modules.json "
+            "that says how it makes vectors; batchway serves causal decoders, and models for "
+            "embeddings and classes"
+        )
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -1,12 +1,15 @@
 """The KV cache's tensors: one K and one V tensor per attention layer, divided into blocks.
 
-The engine decides which sequence owns a block.
+Tensors of one shape lie in one storage, so that blocks are copied in all layers at once. The engine
+decides which sequence owns a block.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +19,7 @@ from workers.model.attention.interface import (
     PreparedAttention,
 )
 from workers.model.kernels import DecoderKernels
+from workers.model.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,11 @@ class LayerShape:
     @property
     def num_elements(self) -> int:
         return self.kv_heads * (self.k_dim + self.v_dim)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of one token's keys and values."""
+        return (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +69,43 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype, self._device = dtype, device
         self.layers: dict[nn.Module, LayerCache] = {}
-        for module, shape in shapes.items():
-            dims = (num_blocks + 1, block_size, shape.kv_heads)
-            # Uninitialised: the system provides pages on the first write.
-            keys = torch.empty(*dims, shape.k_dim, dtype=dtype, device=device)
-            values = torch.empty(*dims, shape.v_dim, dtype=dtype, device=device)
+        self._allot(shapes, num_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """Makes it a cache of `num_blocks` empty blocks; the old ones are freed first."""
+        shapes = {
+            module: LayerShape(layer.keys.shape[2], layer.keys.shape[3], layer.values.shape[3])
+            for module, layer in self.layers.items()
+        }
+        self.storages.clear()
+        self.layers.clear()
+        self._allot(shapes, num_blocks)
+
+    def _allot(self, shapes: Mapping[nn.Module, LayerShape], num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        sizes = Counter(size for shape in shapes.values() for size in shape.sizes)
+        # (parts, num_blocks + 1, block_size, kv_heads, dim), by (kv_heads, dim). Uninitialised: the
+        # system provides pages on the first write.
+        self.storages = {
+            size: torch.empty(
+                num_parts,
+                num_blocks + 1,
+                self.block_size,
+                *size,
+                dtype=self.dtype,
+                device=self._device,
+            )
+            for size, num_parts in sizes.items()
+        }
+        for storage in self.storages.values():
             # Padding reads the scratch block before writing it; it must contain numbers.
-            keys[num_blocks:].zero_()
-            values[num_blocks:].zero_()
+            storage[:, num_blocks:].zero_()
+        parts = {size: iter(storage) for size, storage in self.storages.items()}
+        for module, shape in shapes.items():
+            keys, values = (next(parts[size]) for size in shape.sizes)
             self.layers[module] = LayerCache(keys, values)
 
     @property
@@ -83,19 +118,18 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(storage.nbytes for storage in self.storages.values())
 
     def copy_blocks(self, source_ids: Seq[int], target_ids: Seq[int]) -> None:
         """Copies whole blocks in all layers; reads all sources before writing."""
-        for layer in self.layers.values():
-            for blocks in (layer.keys, layer.values):
-                sources = torch.tensor(source_ids, device=blocks.device)
-                blocks[torch.tensor(target_ids, device=blocks.device)] = blocks[sources]
+        ids = to_device(np.array([source_ids, target_ids], dtype=np.int64), self._device)
+        for storage in self.storages.values():
+            storage.index_copy_(1, ids[1], storage.index_select(1, ids[0]))
 
 
-def token_bytes(shapes: Mapping[nn.Module, LayerShape], dtype: torch.dtype) -> int:
+def token_bytes(shapes: Iterable[LayerShape], dtype: torch.dtype) -> int:
     """KV bytes of one token in all layers."""
-    return sum(shape.num_elements for shape in shapes.values()) * dtype.itemsize
+    return sum(shape.num_elements for shape in shapes) * dtype.itemsize
 
 
 class PagedStep:

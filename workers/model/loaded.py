@@ -10,8 +10,14 @@ from transformers import PretrainedConfig
 
 from workers.engine.model import ModelRefused
 from workers.ipc.messages import EngineOptions
-from workers.model.int8_weights import quantize
-from workers.model.memory import default_kv_bytes
+from workers.model.int8_weights import num_weight_bytes, quantize
+from workers.model.memory import (
+    LEAST_KV_TOKENS,
+    Card,
+    card_of,
+    default_kv_bytes,
+    kv_bytes_in_share,
+)
 from workers.model.products import Processor
 
 DEFAULT_BLOCK_SIZE = 16
@@ -48,9 +54,30 @@ class Loaded:
         return self.options.block_size or DEFAULT_BLOCK_SIZE
 
     @property
-    def kv_bytes(self) -> int:
-        num_bytes = self.options.kv_memory_bytes
-        return default_kv_bytes(self.device) if num_bytes is None else num_bytes
+    def measured(self) -> Card | None:
+        """The card whose memory the largest step shares with the KV cache; None: a CPU, or the
+        operator gives the cache's size."""
+        return card_of(self.device) if self.options.kv_memory_bytes is None else None
+
+    def kv_bytes(
+        self, token_bytes: int, fixed_bytes: int = 0, step_bytes: int | None = None
+    ) -> int:
+        """Bytes for the KV cache, at `token_bytes` for each token and `fixed_bytes` at least;
+        `step_bytes`: memory of the largest step, if known. Raises ModelRefused if they do not fit
+        into the worker's share of the memory."""
+        num_bytes, share = self.options.kv_memory_bytes, self.options.memory_share
+        if share is None:
+            return default_kv_bytes(self.device, step_bytes) if num_bytes is None else num_bytes
+        num_tokens = self.options.max_model_len or min(self.max_model_len, LEAST_KV_TOKENS)
+        num_blocks = -(-num_tokens // self.block_size)
+        return kv_bytes_in_share(
+            share,
+            self.device,
+            weight_bytes=num_weight_bytes(self.decoder, self.device.type),
+            least_bytes=num_blocks * self.block_size * token_bytes + fixed_bytes,
+            wanted_bytes=num_bytes,
+            step_bytes=step_bytes,
+        )
 
     @property
     def most_blocks(self) -> int:

@@ -1,17 +1,19 @@
 """Loads a model folder or Hub name; if it cannot, gives a one-sentence reason.
 
 Reads safetensors only and runs no code of the model. Checks are in `checkpoint`, `paged` and
-`sequential_probe`, reading in `weights`.
+`sequential_probe`, reading in `weights`. The folder decides whether the model generates or makes
+vectors, as those of `pooling` do.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from contract.jobs import TokenizerFiles
+from contract.model_cards import PoolingCard, TokenizerFiles
 from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import ModelRefused
 from workers.ipc.messages import EngineOptions
@@ -24,16 +26,22 @@ from workers.model.checkpoint import (
     read_config,
 )
 from workers.model.gpu.ahead_runner import AheadRunner
-from workers.model.gpu.graphs import check_steps, recorder
+from workers.model.gpu.graphs import check_steps
 from workers.model.int8_weights import check_quantization
 from workers.model.loaded import Loaded
+from workers.model.memory import check_weights
 from workers.model.paged import paged_runner
+from workers.model.pooling.folder import PoolingFolder, read_folder
+from workers.model.pooling.loading import Place, default_step_tokens, load_runner
+from workers.model.pooling.runner import PoolingRunner
 from workers.model.products import Processor
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
 from workers.model.sequential_probe import StateShape, choose_continuation, measure_state
+from workers.model.steps import choose_steps
 from workers.model.tokenizer import read_tokenizer
+from workers.model.weight_size import least_weight_bytes
 from workers.model.weights import load_decoder, use_own_attention
 
 __all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]
@@ -51,12 +59,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadedModel:
     """The model, and what gateways need to know about it."""
 
-    model: ModelRunner | AheadRunner | SequentialRunner
+    model: ModelRunner | AheadRunner | SequentialRunner | PoolingRunner
     context_length: int  # prompt + output, in tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
     num_step_tokens: int = DEFAULT_STEP_TOKENS  # token budget of a step for this device
+    pooling: PoolingCard | None = None  # of a prefill-only model
 
 
 def load_model(
@@ -68,6 +77,8 @@ def load_model(
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     path, revision = options.model_path, options.revision or DEFAULT_REVISION
+    if (folder := read_folder(path, revision)) is not None:
+        return _load_pooling(folder, options, progress)
     config = read_config(path, revision)
     eos_ids = eos_token_ids(path, config, revision)
     tokenizer = read_tokenizer(path, revision)
@@ -75,6 +86,10 @@ def load_model(
     check_steps(options.steps, device)
     check_quantization(options.quantization)
     dtype = _dtype(options.dtype, device, config)
+    if options.memory_share is not None:
+        is_cuda = device.type == "cuda"
+        least = least_weight_bytes(path, _name(dtype), options.quantization, on_gpu=is_cuda)
+        check_weights(options.memory_share, device, least)
     progress(f"loading {path} as {_name(dtype)} on {device}")
     max_model_len = _max_model_len(options, config)
 
@@ -95,6 +110,42 @@ def load_model(
     )
 
 
+def _load_pooling(
+    folder: PoolingFolder, options: EngineOptions, progress: Callable[[str], None]
+) -> LoadedModel:
+    """A prefill-only model. Raises ModelRefused."""
+    path, revision = options.model_path, folder.files.revision
+    if folder.transformer_path:
+        path = str(Path(path).expanduser() / folder.transformer_path)
+    if options.quantization != "none" or options.steps not in ("auto", "direct"):
+        raise ModelRefused(f"{path} makes vectors, which needs quantization none and steps direct")
+    config = read_config(path, revision, pools=True)
+    tokenizer = read_tokenizer(path, revision)
+    device = _device(options.device)
+    place = Place(device, _dtype(options.dtype, device, config))
+    progress(f"loading {path} as {_name(place.dtype)} on {device}, for vectors")
+    runner, card, tokenizer = load_runner(
+        folder,
+        path,
+        config,
+        place,
+        tokenizer,
+        progress,
+        max_model_len=options.max_model_len,
+        num_step_tokens=options.max_num_batched_tokens,
+    )
+    vocab_size = int(config.get_text_config().vocab_size)
+    return LoadedModel(
+        runner,
+        runner.max_model_len,
+        vocab_size,
+        (),
+        tokenizer,
+        default_step_tokens(device),
+        card,
+    )
+
+
 def wrap_decoder(
     read: Callable[[], nn.Module],
     config: PretrainedConfig,
@@ -107,6 +158,7 @@ def wrap_decoder(
 ) -> ModelRunner | AheadRunner | SequentialRunner:
     """`load_model` for a decoder that comes from no folder: `read` makes it, always the same one,
     with our attention. Raises ModelRefused."""
+    _avoid_cudnn_attention()
     loaded = Loaded(read, config, device, dtype, options, max_model_len, frozenset())
     return _runner(loaded, progress)
 
@@ -135,11 +187,7 @@ def _paged(
         f"KV cache of {paged.num_blocks} blocks of {paged.block_size} tokens "
         f"({paged.cache.num_bytes / 2**20:.0f} MiB); up to {paged.max_model_len} tokens a sequence"
     )
-    if loaded.options.steps == "direct":
-        return paged
-    record = recorder(loaded.options.steps)
-    max_num_seqs = loaded.options.max_num_seqs
-    return AheadRunner(paged, backend.prepare_rows, max_num_seqs, loaded.device, record)
+    return choose_steps(paged, backend, loaded, progress)
 
 
 def _sequential_runner(loaded: Loaded) -> SequentialRunner:
@@ -167,7 +215,14 @@ def _device(name: str) -> torch.device:
         raise ModelRefused(f"device {name} is not one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelRefused("device cuda is asked for, but torch finds no CUDA device here")
+    _avoid_cudnn_attention()
     return torch.device(name)
+
+
+def _avoid_cudnn_attention() -> None:
+    """From torch 2.11 on SDPA prefers cuDNN's attention, which builds a graph for every new shape,
+    and the shape of a context changes with each token."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
@@ -201,11 +256,13 @@ def _max_model_len(options: EngineOptions, config: PretrainedConfig) -> int:
 def _num_state_blocks(loaded: Loaded, shape: StateShape) -> int:
     """A block count that keeps the states of all sequences within the memory."""
     max_num_seqs = loaded.options.max_num_seqs
-    num_bytes = loaded.kv_bytes - max_num_seqs * shape.sequence_bytes
+    state_bytes = max_num_seqs * shape.sequence_bytes
+    kv_bytes = loaded.kv_bytes(shape.token_bytes, state_bytes)
+    num_bytes = kv_bytes - state_bytes
     block_bytes = max(1, shape.token_bytes * loaded.block_size)
     if num_bytes < block_bytes:
         raise ModelRefused(
-            f"{loaded.kv_bytes} bytes do not hold the states of max_num_seqs {max_num_seqs} "
+            f"{kv_bytes} bytes do not hold the states of max_num_seqs {max_num_seqs} "
             f"sequences, {shape.sequence_bytes} bytes each; fewer sequences may"
         )
     if shape.token_bytes == 0:

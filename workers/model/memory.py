@@ -1,41 +1,144 @@
-"""Default size of the KV cache."""
+"""Size of the KV cache: by default, and within a share of the device's memory."""
 
-import os
-from pathlib import Path
+import math
+from collections.abc import Callable
 
 import torch
 
+from workers.engine.model import ModelRefused
+from workers.model.cpu_memory import free_cpu_bytes, total_cpu_bytes
+
 # The rest is for activations, a step's logits and other processes.
 _CPU_SHARE = 0.25
-_CUDA_SHARE = 0.85
-_CGROUP = Path("/sys/fs/cgroup")
+_CUDA_SHARE = 0.85  # where no step was measured
+# Of what the weights leave of a worker's share. The rest is for activations and a step's logits.
+_KV_SHARE = 0.85
+# Beside the largest step: this share of it for graphs' tensors and gaps between tensors, and bytes
+# for graphs' nodes and what is loaded later. Estimates, not measured on a GPU.
+_GAP_SHARE = 0.25
+_LATER_BYTES = 3 * 2**28
+# A worker whose share holds the KV of fewer tokens is not worth starting.
+LEAST_KV_TOKENS = 256
+_GIB = 2**30
 
 
-def default_kv_bytes(device: torch.device) -> int:
-    """A share of the memory that is free once the weights are loaded."""
+class Card:
+    """The memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def free_bytes(self) -> int:
+        """Without what torch keeps for later."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak_bytes(self, compute: Callable[[], None]) -> int:
+        """What `compute` needs at most, beside what is held already."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        held = torch.cuda.memory_allocated(self._device)
+        compute()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - held
+
+
+def card_of(device: torch.device) -> Card | None:
+    """None: a CPU."""
+    return Card(device) if device.type == "cuda" else None
+
+
+def default_kv_bytes(device: torch.device, step_bytes: int | None = None) -> int:
+    """What the largest step leaves of the memory that is free once the weights are loaded; if that
+    step is unknown, a share of this memory."""
+    free = _free_bytes(device)
+    if step_bytes is not None:
+        return free - computing_bytes(step_bytes)
+    return int(free * (_CUDA_SHARE if device.type == "cuda" else _CPU_SHARE))
+
+
+def computing_bytes(step_bytes: int) -> int:
+    """Memory to keep for computing if the largest step takes `step_bytes`."""
+    return step_bytes + int(step_bytes * _GAP_SHARE) + _LATER_BYTES
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory of the device: of the card, or of the machine or container."""
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return int(free_bytes * _CUDA_SHARE)
-    return int(_free_cpu_bytes() * _CPU_SHARE)
+        return torch.cuda.mem_get_info(device)[1]
+    return total_cpu_bytes()
 
 
-def _free_cpu_bytes() -> int:
-    """Available memory of the machine, or of the container if that is less."""
-    free_bytes = [_free_machine_bytes()]
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except OSError:
-        limit, used = "max", 0
-    if limit != "max":
-        free_bytes.append(max(0, int(limit) - used))
-    return min(free_bytes)
+def _free_bytes(device: torch.device) -> int:
+    card = card_of(device)
+    return free_cpu_bytes() if card is None else card.free_bytes
 
 
-def _free_machine_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux: use half of it
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    return kibibytes["MemAvailable"] * 1024
+def kv_bytes_in_share(
+    share: float,
+    device: torch.device,
+    *,
+    weight_bytes: int,
+    least_bytes: int,
+    wanted_bytes: int | None = None,
+    step_bytes: int | None = None,
+) -> int:
+    """Bytes for the KV cache of a worker that may use this share of its device's memory, also no
+    more than is free. `least_bytes`: what the cache needs at least; `wanted_bytes`: what the
+    operator asks for; `step_bytes`: see `default_kv_bytes`. Raises ModelRefused with the figures if
+    they do not fit beside the weights.
+    """
+
+    def computing(kv_bytes: float) -> float:
+        """What the cache needs beside it."""
+        return (
+            kv_bytes / _KV_SHARE - kv_bytes if step_bytes is None else computing_bytes(step_bytes)
+        )
+
+    def beside(left: float) -> int:
+        """The cache that fits into `left` with what it needs."""
+        return (
+            int(left * _KV_SHARE) if step_bytes is None else int(left) - computing_bytes(step_bytes)
+        )
+
+    whole = total_bytes(device)
+    room = beside(share * whole - weight_bytes)
+    needed = least_bytes if wanted_bytes is None else wanted_bytes
+    if room < needed:
+        fitting = (weight_bytes + needed + computing(needed)) / whole
+        raise ModelRefused(
+            f"memory_share {share:g} of the {_gib(whole)} of {device} is {_gib(share * whole)}; "
+            f"needed are {_gib(weight_bytes)} for weights, {_gib(needed)} for the KV cache and "
+            f"{_gib(computing(needed))} for computing: a share of {_up(fitting)} would fit"
+        )
+    if wanted_bytes is not None:
+        return wanted_bytes
+    room = min(room, beside(_free_bytes(device)))
+    if room < least_bytes:
+        raise ModelRefused(
+            f"memory_share {share:g} of {device} is {_gib(share * whole)}, but others have left "
+            f"only {_gib(_free_bytes(device))} free; the KV cache needs {_gib(least_bytes)}"
+        )
+    return room
+
+
+def check_weights(share: float, device: torch.device, weight_bytes: int) -> None:
+    """Refuses weights that exceed the worker's share of the memory, before they are loaded. Raises
+    ModelRefused."""
+    whole = total_bytes(device)
+    if weight_bytes > share * whole:
+        raise ModelRefused(
+            f"memory_share {share:g} of the {_gib(whole)} of {device} is {_gib(share * whole)}; "
+            f"the weights alone need {_gib(weight_bytes)}, a share of {_up(weight_bytes / whole)}"
+        )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.3g} GiB"
+
+
+def _up(share: float) -> str:
+    """A share with three digits, rounded up."""
+    return f"{math.ceil(share * 1000) / 1000:g}" if share <= 1 else "more than 1"

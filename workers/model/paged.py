@@ -4,19 +4,25 @@ faster ones, checks the result, and restores modules that differ."""
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
+from msgspec.structs import replace
 from torch import nn
 
+from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import ModelRefused
+from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend, choose_backend
+from workers.model.gpu.self_test import SelfTestFailed, check_attention
 from workers.model.huge_pages import touch, use_huge_pages
 from workers.model.int8_weights import num_weight_bytes
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.loaded import Loaded
+from workers.model.memory import Card
 from workers.model.probe import check_parity, probe_layers
 from workers.model.products import Products
 from workers.model.proof import difference, find_wrong, record, streamline
 from workers.model.runner import ModelRunner
 from workers.model.surgery.surgeon import ATTENTION, Operation, Surgeon
+from workers.model.warming import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +39,13 @@ def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[Model
     """Raises CannotShareBatch if the model cannot be paged, ModelRefused if it cannot run."""
     weight_bytes = num_weight_bytes(loaded.decoder, "cpu")
     runner, backend = _right_runner(loaded, progress)
-    tensors = runner.cache.tensors
+    if (card := loaded.measured) is not None:
+        _fill(runner, loaded, card, progress)
     if loaded.options.fused and weight_bytes >= _LEAST_HUGE_BYTES:
-        num_bytes = use_huge_pages(tensors)
+        num_bytes = use_huge_pages(runner.cache.storages.values())
         progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
     if loaded.device.type == "cpu":
-        touch(tensors, min(_MOST_READY_BYTES, _READY_PER_WEIGHT * weight_bytes))
+        touch(runner.cache.tensors, min(_MOST_READY_BYTES, _READY_PER_WEIGHT * weight_bytes))
     return runner, backend
 
 
@@ -88,45 +95,91 @@ def _untouched_runner(
     loaded: Loaded, progress: Callable[[str], None]
 ) -> tuple[ModelRunner, Backend, dict[str, LayerShape]]:
     """A runner with the original modules that pages correctly, and its layers' shapes by name."""
-    decoder, options = loaded.decoder, loaded.options
-    shapes = probe_layers(decoder, loaded.config, loaded.device)
+    decoder = loaded.decoder
+    shapes, kinds = probe_layers(decoder, loaded.config, loaded.device)
     cache = _build_cache(loaded, shapes)
-    backend = choose_backend(
-        options.attention,
-        loaded.dtype,
-        loaded.device,
-        cache.block_size,
-        progress,
-        fused=options.fused,
-        weight_bytes=num_weight_bytes(decoder, "cpu"),
-        processor=loaded.processor,
-    )
-    runner = ModelRunner(
-        decoder,
-        cache,
-        backend.attention,
-        eos_token_ids=loaded.eos_token_ids,
-        max_model_len=loaded.longest(cache.num_blocks),
-        device=loaded.device,
-        kernels=backend.kernels,
-    )
-    check_parity(decoder, runner, loaded.config, loaded.device)
+    backend = _choose_backend(loaded, progress)
+    try:
+        if backend.for_gpu:
+            check_attention(backend, kinds, loaded)
+        runner = _checked_runner(loaded, cache, backend)
+    except (SelfTestFailed, CannotShareBatch) as exc:
+        if not backend.for_gpu or loaded.options.attention != "auto":
+            raise
+        loaded.options = replace(loaded.options, attention="torch")
+        backend = _choose_backend(loaded, progress)
+        runner = _checked_runner(loaded, cache, backend)
+        log.warning("torch's attention is used in place of Triton's: %s", exc)
     names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
     return runner, backend, names
 
 
+def _choose_backend(loaded: Loaded, progress: Callable[[str], None]) -> Backend:
+    return choose_backend(
+        loaded.options.attention,
+        loaded.dtype,
+        loaded.device,
+        loaded.block_size,
+        progress,
+        fused=loaded.options.fused,
+        weight_bytes=num_weight_bytes(loaded.decoder, "cpu"),
+        processor=loaded.processor,
+    )
+
+
+def _checked_runner(loaded: Loaded, cache: KVCache, backend: Backend) -> ModelRunner:
+    """Raises CannotShareBatch."""
+    runner = ModelRunner(
+        loaded.decoder,
+        cache,
+        backend.attention,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=loaded.max_model_len if loaded.measured else loaded.longest(cache.num_blocks),
+        device=loaded.device,
+        kernels=backend.kernels,
+    )
+    check_parity(loaded.decoder, runner, loaded.config, loaded.device)
+    return runner
+
+
 def _build_cache(loaded: Loaded, shapes: Mapping[nn.Module, LayerShape]) -> KVCache:
-    """As many blocks as memory holds, but no more than all sequences could fill."""
-    num_bytes, block_size = loaded.kv_bytes, loaded.block_size
-    block_bytes = token_bytes(shapes, loaded.dtype) * block_size
+    """Of the final size, except where a step must be measured first."""
+    num_blocks = 4 * _blocks_per_probe(loaded)
+    if loaded.measured is None:
+        num_blocks = _num_blocks(loaded, token_bytes(shapes.values(), loaded.dtype))
+    return KVCache(shapes, num_blocks, loaded.block_size, loaded.dtype, loaded.device)
+
+
+def _fill(runner: ModelRunner, loaded: Loaded, card: Card, progress: Callable[[str], None]) -> None:
+    """Gives the cache what the largest step leaves of the card's memory."""
+    num_tokens = loaded.options.max_num_batched_tokens or DEFAULT_STEP_TOKENS
+    num_rows = min(loaded.options.max_num_seqs, num_tokens)
+    step_bytes = card.peak_bytes(lambda: warm_up(runner, num_tokens, num_rows))
+    progress(f"a step of {num_tokens} tokens takes {step_bytes / 2**20:.0f} MiB")
+    cache = runner.cache
+    num_token_bytes = cache.num_bytes // ((cache.num_blocks + 1) * cache.block_size)
+    num_blocks = _num_blocks(loaded, num_token_bytes, step_bytes)
+    cache.resize(num_blocks)
+    runner.max_model_len = loaded.longest(num_blocks)
+
+
+def _num_blocks(loaded: Loaded, num_token_bytes: int, step_bytes: int | None = None) -> int:
+    """As many as memory holds, but no more than all sequences could fill. Raises ModelRefused."""
+    num_bytes = loaded.kv_bytes(num_token_bytes, step_bytes=step_bytes)
+    block_bytes = num_token_bytes * loaded.block_size
     num_blocks = min(num_bytes // block_bytes, loaded.most_blocks)
-    needed = 2 * -(-16 // block_size)  # for the probe's two sequences
+    needed = 2 * _blocks_per_probe(loaded)
     if num_blocks < needed:
         raise ModelRefused(
             f"{num_bytes} bytes hold {num_blocks} blocks of KV of {block_bytes} bytes each; "
             f"at least {needed} are needed"
         )
-    return KVCache(shapes, num_blocks, block_size, loaded.dtype, loaded.device)
+    return num_blocks
+
+
+def _blocks_per_probe(loaded: Loaded) -> int:
+    """Blocks of one sequence of the checks."""
+    return -(-16 // loaded.block_size)
 
 
 def _report(

@@ -6,10 +6,13 @@ earlier.
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from workers.engine.sequence import Sequence
+from workers.model.staging import to_device
 
 
 def adjust_logits(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
@@ -44,7 +47,7 @@ def _adjust_row(logits: Tensor, sequence: Sequence) -> None:
     vocab_size = logits.shape[0]
     if params.logit_bias:
         bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}
-        logits.index_add_(0, _ids(list(bias), logits), logits.new_tensor(list(bias.values())))
+        logits.index_add_(0, _ids(list(bias), logits), _floats(list(bias.values()), logits))
     if params.repetition_penalty != 1.0:
         seen = _ids(sequence.token_ids, logits)
         values = logits[seen]
@@ -52,13 +55,19 @@ def _adjust_row(logits: Tensor, sequence: Sequence) -> None:
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
         )
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-        output = _ids(sequence.token_ids[sequence.num_prompt :], logits)
-        seen, counts = torch.unique(output, return_counts=True)
-        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+        ids, counts = np.unique(
+            np.array(sequence.token_ids[sequence.num_prompt :], dtype=np.int64), return_counts=True
+        )
+        penalties = params.frequency_penalty * counts + params.presence_penalty
+        logits[_ids(ids, logits)] -= _floats(penalties, logits)
     if sequence.num_output < params.min_tokens:
         banned = [i for i in sequence.ending_ids if 0 <= i < vocab_size]
         logits[_ids(banned, logits)] = float("-inf")
 
 
-def _ids(token_ids: Seq[int], logits: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+def _floats(numbers: npt.ArrayLike, logits: Tensor) -> Tensor:
+    return to_device(np.asarray(numbers, dtype=np.float32), logits.device)
+
+
+def _ids(token_ids: npt.ArrayLike, logits: Tensor) -> Tensor:
+    return to_device(np.asarray(token_ids, dtype=np.int64), logits.device)

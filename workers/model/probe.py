@@ -4,6 +4,7 @@ A model that bypasses our attention function would attend across sequences unnot
 a window in a mask would attend too far. Neither may share a batch.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from workers.model.attention.interface import (
     ATTENTION_NAME,
     STEP_KEYWORD,
     AttentionCall,
+    AttentionFlags,
     AttentionStep,
     CannotShareBatch,
     StepNotHandedDown,
@@ -45,11 +47,23 @@ _PROBE_LENGTHS = (11, 5)
 LOWEST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.98}
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an attention kernel is compiled for: heads, their sizes, and flags."""
+
+    num_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    flags: AttentionFlags
+
+
 class ProbeStep:
     """AttentionStep for one plain sequence that records each layer's KV shape."""
 
     def __init__(self) -> None:
         self.shapes: dict[nn.Module, LayerShape] = {}
+        self.attentions: dict[object, AttentionShape] = {}  # one of each kind
         self.num_windows = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -58,6 +72,10 @@ class ProbeStep:
         num_tokens, kv_heads, k_dim = call.key.shape
         self.shapes[call.module] = LayerShape(kv_heads, k_dim, call.value.shape[-1])
         self.num_windows += call.flags.window is not None
+        sizes = (call.query.shape[1], kv_heads, k_dim, call.value.shape[-1])
+        flags = call.flags
+        kind = (*sizes, flags.scale, flags.window, flags.softcap, flags.sinks is None)
+        self.attentions.setdefault(kind, AttentionShape(*sizes, flags))
         seen = causal_mask(0, num_tokens, 0, num_tokens, call.flags.window, call.query.device)
         query, key, value = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
         return attend_dense(query, key, value, seen, call.flags)[0].transpose(0, 1)
@@ -90,9 +108,9 @@ def _check_call(call: AttentionCall, *, is_again: bool) -> None:
 @torch.inference_mode()
 def probe_layers(
     decoder: Any, config: PretrainedConfig, device: torch.device
-) -> dict[nn.Module, LayerShape]:
-    """Runs a few tokens to learn each attention layer's KV shape. Raises CannotShareBatch, or
-    ModelRefused for a model that is not a decoder."""
+) -> tuple[dict[nn.Module, LayerShape], list[AttentionShape]]:
+    """Runs a few tokens to learn each attention layer's KV shape, and the kinds of attention.
+    Raises CannotShareBatch, or ModelRefused for a model that is not a decoder."""
     _check_layer_types(type(decoder).__name__, config.get_text_config())
     try:
         step = _run_probe(decoder, config, device)
@@ -100,7 +118,7 @@ def probe_layers(
         relay_step(decoder)
         step = _run_probe(decoder, config, device)
     _check_layers(step, type(decoder).__name__, config.get_text_config())
-    return step.shapes
+    return step.shapes, list(step.attentions.values())
 
 
 def _run_probe(decoder: Any, config: PretrainedConfig, device: torch.device) -> ProbeStep:

@@ -73,13 +73,19 @@ def difference(runner: ModelRunner, decoder: Any, untouched: Untouched) -> str |
             found = _run(runner, untouched.steps)
     except Exception as exc:
         return f"its forward raises {type(exc).__name__}: {first_line(exc)}"
-    expected = untouched.logits
+    reason = logits_difference(found, untouched.logits, decoder.dtype)
+    return reason and f"its {reason}"
+
+
+def logits_difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    """Describes the difference of float32 logits (num_rows, vocab_size), computed in `dtype`; None
+    if rounding explains it."""
     largest = centred(expected).abs().amax(-1)
     share = float(((found - expected).abs().amax(-1) / largest).max())
     growth = float(found.norm() / expected.norm()) - 1.0
-    if share <= _TOLERANCE[decoder.dtype] and abs(growth) <= _MAX_GROWTH:
+    if share <= _TOLERANCE[dtype] and abs(growth) <= _MAX_GROWTH:
         return None
-    return f"its logits differ by up to {share:.2%} of the largest, and are {growth:+.2%} longer"
+    return f"logits differ by up to {share:.2%} of the largest, and are {growth:+.2%} longer"
 
 
 @torch.inference_mode()

@@ -1,6 +1,8 @@
 """Runs a step: chunks in, samples out. Implements the engine's Model."""
 
+import dataclasses
 import inspect
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -35,7 +37,7 @@ class ModelRunner:
         self.backend = backend
         self._decoder = decoder
         self._eos_token_ids = eos_token_ids
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._device = device
         self.kernels = kernels
         # Otherwise the head computes all rows.
@@ -55,8 +57,8 @@ class ModelRunner:
         return True
 
     @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
+    def runs_ahead(self) -> bool:
+        return False
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -69,8 +71,13 @@ class ModelRunner:
         if not chunks and not padding:
             return []
         batch = self._batch(chunks, padding)
-        find_likeliest = likeliest if self.kernels is None else self.kernels.likeliest
-        return answer_chunks(self._compute(batch), chunks, batch.scored, find_likeliest, masks)
+        logits = self._compute(batch)
+        return answer_chunks(logits, chunks, batch.scored, self.find_likeliest, masks)
+
+    @property
+    def find_likeliest(self) -> Callable[[Tensor], Tensor]:
+        """See DecoderKernels.likeliest."""
+        return likeliest if self.kernels is None else self.kernels.likeliest
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
@@ -79,8 +86,27 @@ class ModelRunner:
         """
         return self._compute(self._batch(chunks, padding))
 
+    @torch.inference_mode()
+    def logits_beside(
+        self, chunks: Seq[Chunk], nexts: Seq[Chunk], token_ids: Tensor
+    ) -> tuple[Tensor, tuple[range, ...]]:
+        """`logits` of chunks and of `nexts`: single tokens behind the known ones, whose ids
+        int64 (n,) only the device knows. Returns `scored` too."""
+        batch = self._batch((*chunks, *nexts), ())
+        num_known = batch.input_ids.shape[1] - len(nexts)
+        batch.input_ids[0, num_known:] = token_ids
+        return self._compute(batch), batch.scored
+
+    @torch.inference_mode()
+    def padding_logits(self, padding: Seq[Padding]) -> Tensor:
+        """The logits (num_tokens, vocab_size) of padding alone, which are of no use but to see
+        what a step takes."""
+        batch = self._batch((), padding)
+        index = torch.arange(batch.input_ids.shape[1], device=self._device)
+        return self._compute(dataclasses.replace(batch, logits_index=index))
+
     def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> Batch:
-        self._copy_blocks(chunks)
+        self.copy_blocks(chunks)
         scratch_id = self.cache.scratch_block_id
         return build_batch(chunks, self.block_size, self._device, padding, scratch_id)
 
@@ -89,7 +115,8 @@ class ModelRunner:
         step = PagedStep(self.cache, prepared, batch.slot_mapping, self.kernels)
         return self.forward(batch.input_ids, batch.position_ids, batch.logits_index, step)
 
-    def _copy_blocks(self, chunks: Seq[Chunk]) -> None:
+    def copy_blocks(self, chunks: Seq[Chunk]) -> None:
+        """See Model.run."""
         copies = [
             (chunk.copy_from, chunk.sequence.block_ids[chunk.start // self.block_size])
             for chunk in chunks

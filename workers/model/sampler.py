@@ -10,6 +10,7 @@ Log probabilities are of the raw logits in float32, before penalties and tempera
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
 from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
 from workers.model.penalties import adjust_logits, asks_for_change
+from workers.model.staging import to_device
 from workers.model.thresholds import find_allowed
 
 # A lower temperature means greedy: the scaled logits would overflow float32.
@@ -46,7 +48,7 @@ def sample(
     token_ids = scores.argmax(-1)
     drawing = [row for row, sequence in enumerate(sequences) if _draws(sequence)]
     if drawing:
-        index = torch.tensor(drawing, device=raw.device)
+        index = to_device(np.array(drawing), raw.device)
         token_ids[index] = _draw(scores[index], [sequences[row] for row in drawing])
     samples = _samples(raw, token_ids, sequences)
     # argmax returns NaN if there is one, so checking the chosen logit is enough.
@@ -63,8 +65,8 @@ def _mask(logits: Tensor, sequences: Seq[Sequence], masks: StepMasks | None) -> 
     if masks is None:
         return logits
     rows, forbidden = masks.of(sequences)
-    index = torch.tensor(rows, device=logits.device)
-    mask = torch.from_numpy(forbidden).to(logits.device)
+    index = to_device(np.array(rows), logits.device)
+    mask = to_device(forbidden, logits.device)
     return logits.index_put((index,), logits[index].masked_fill_(mask, float("-inf")))
 
 
@@ -82,7 +84,7 @@ def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """scores (num_rows, vocab_size), a copy that is overwritten -> token ids (num_rows,)."""
     params = [sequence.params for sequence in sequences]
     keys = [row_key(s.params.seed, s.choice_of_prompt, s.num_output) for s in sequences]
-    scores /= scores.new_tensor([p.temperature for p in params])[:, None]
+    scores /= _floats([p.temperature for p in params], scores)[:, None]
     token_ids = torch.empty(len(params), dtype=torch.int64, device=scores.device)
     limited = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
     wide = sorted(set(range(len(params))) - set(limited))
@@ -110,11 +112,11 @@ def _draw_limited(
     """
     allowed = find_allowed(
         scores,
-        torch.tensor([p.top_k for p in params], device=scores.device),
-        scores.new_tensor([p.top_p for p in params]),
-        scores.new_tensor([p.min_p for p in params]),
+        to_device(np.array([p.top_k for p in params]), scores.device),
+        _floats([p.top_p for p in params], scores),
+        _floats([p.min_p for p in params], scores),
     )
-    row_keys = torch.tensor(keys, dtype=torch.int64, device=scores.device)[:, None]
+    row_keys = to_device(np.array(keys, dtype=np.int64), scores.device)[:, None]
     noisy = allowed.scores + gumbel(uniform(row_keys, allowed.token_ids))
     noisy.masked_fill_(allowed.scores < allowed.lowest, float("-inf"))
     token_ids = allowed.token_ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
@@ -125,9 +127,14 @@ def _draw_limited(
     return token_ids, is_wide
 
 
+def _floats(numbers: Seq[float], like: Tensor) -> Tensor:
+    """float32 (n,) on the device of `like`."""
+    return to_device(np.array(numbers, dtype=np.float32), like.device)
+
+
 def _rows(scores: Tensor, rows: Seq[int]) -> tuple[Tensor, Tensor]:
     """Some rows of scores and their index; copies unless all rows are taken."""
-    index = torch.tensor(rows, device=scores.device)
+    index = to_device(np.array(rows), scores.device)
     return (scores if list(rows) == list(range(len(scores))) else scores[index]), index
 
 
@@ -137,7 +144,7 @@ def _samples(raw: Tensor, token_ids: Tensor, sequences: Seq[Sequence]) -> list[S
     rows = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     if not rows:
         return samples
-    index = torch.tensor(rows, device=raw.device)
+    index = to_device(np.array(rows), raw.device)
     logprobs = torch.log_softmax(raw[index], dim=-1)
     chosen = logprobs.gather(1, token_ids[index][:, None])[:, 0].tolist()
     num_wanted = [sequences[row].params.logprobs or 0 for row in rows]

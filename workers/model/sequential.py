@@ -80,6 +80,10 @@ class SequentialRunner:
         return False
 
     @property
+    def runs_ahead(self) -> bool:
+        return False
+
+    @property
     def max_model_len(self) -> int:
         return self._max_model_len
 

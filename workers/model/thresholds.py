@@ -49,21 +49,6 @@ def find_allowed(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
     return Allowed(lowest, token_ids, candidates, is_complete)
 
 
-def find_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Allowed:
-    """`find_allowed` among the most likely tokens only, without synchronizing with the device. If
-    they do not suffice, `is_complete` is False and the rest of the row is invalid."""
-    vocab_size = scores.shape[1]
-    top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)[:, None]
-    top_p, min_p = top_p[:, None], min_p[:, None]
-    num_candidates = min(_NUM_CANDIDATES, vocab_size)
-    candidates, token_ids = torch.topk(scores, num_candidates, dim=-1)
-    lowest = _lowest(scores, candidates, top_k, top_p, min_p)
-    is_complete = _suffices(scores, candidates, top_k, top_p)
-    if num_candidates < vocab_size:
-        is_complete &= candidates[:, -1] < lowest[:, 0]
-    return Allowed(lowest, token_ids, candidates, is_complete)
-
-
 def _suffices(scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Whether the candidates (num_rows, n), sorted, decide top-k and top-p: bool (num_rows,)."""
     vocab_size, num_candidates = scores.shape[1], candidates.shape[1]

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from contract.codec import encode_tokenizer
-from contract.jobs import TokenizerFiles
+from contract.model_cards import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
 from workers.model.tool_calls import read_tool_format

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from contract.jobs import MAX_LITERAL_CHARS, ToolFormat
+from contract.model_cards import MAX_LITERAL_CHARS, ToolFormat
 
 _NAME, _ARGUMENTS = "probe_of_format", {"first": "one", "second": 2}
 _TOOL = {

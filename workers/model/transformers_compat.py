@@ -5,8 +5,9 @@
   refused before.
 - `ROPE_INIT_FUNCTIONS` computes frequencies for a length; what is documented does so for the
   longest position of a batch.
+- `EncoderOutput` is what an encoder returns to the classifier behind it.
 - The attention of a model is documented as `set_attn_implementation`, which families that keep a
-  table of their own refuse.
+  table of their own refuse, or ignore with a warning.
 
 tests/workers/model/test_transformers_compat.py fails where a name is not there any more.
 """
@@ -14,10 +15,25 @@ tests/workers/model/test_transformers_compat.py fails where a name is not there 
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPoolingAndCrossAttentions as EncoderOutput,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-__all__ = ["ROPE_INIT_FUNCTIONS", "forget_attention", "get_tokenizer_config", "set_own_attention"]
+__all__ = [
+    "ROPE_INIT_FUNCTIONS",
+    "EncoderOutput",
+    "can_change_attention",
+    "forget_attention",
+    "get_tokenizer_config",
+    "set_own_attention",
+]
+
+
+def can_change_attention(model: Any) -> bool:
+    """Whether a model takes its attention from the table where ours is registered."""
+    return bool(model._can_set_attn_implementation())
 
 
 def forget_attention(config: PretrainedConfig) -> None:

@@ -1,4 +1,4 @@
-"""Reads a decoder's weights: safetensors only, all of them, and no code of the model."""
+"""Reads a model's weights: safetensors only, all of them, and no code of the model."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,7 +13,14 @@ from transformers.utils import logging as transformers_logging
 from workers.engine.model import ModelRefused
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
-from workers.model.transformers_compat import forget_attention, set_own_attention
+from workers.model.transformers_compat import (
+    can_change_attention,
+    forget_attention,
+    set_own_attention,
+)
+
+# An embedding is made of the tokens' vectors, not of what BERT's pooler makes of the first.
+_UNUSED_LAYERS = ("pooler.",)
 
 
 class _OwnAttentionTable(Exception):
@@ -40,6 +47,31 @@ def load_decoder(
     return frozen
 
 
+def load_pooling_model(
+    auto_class: Any,
+    path: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    revision: str = DEFAULT_REVISION,
+) -> Any:
+    """A frozen prefill-only model (a PreTrainedModel) with transformers' attention, which
+    `share_attention` exchanges for ours. Raises ModelRefused."""
+    register_attention()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    arguments = {"config": config, "dtype": dtype, "revision": revision, **_placement(device)}
+    model = _read(path, arguments, auto_class, unused=_UNUSED_LAYERS)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def share_attention(model: Any) -> bool:
+    """Gives a model our attention; False if its family has a table of its own."""
+    if not can_change_attention(model):
+        return False
+    model.set_attn_implementation(ATTENTION_NAME)
+    return True
+
+
 def use_own_attention(decoder: Any) -> None:
     """Takes our attention back out, for transformers' own."""
     set_own_attention(decoder, ATTENTION_NAME)
@@ -54,9 +86,15 @@ def _placement(device: torch.device) -> dict[str, Any]:
     return {"device_map": {"": device}}
 
 
-def _read(path: str, arguments: Mapping[str, Any]) -> Any:
+def _read(
+    path: str,
+    arguments: Mapping[str, Any],
+    auto_class: Any = AutoModelForCausalLM,
+    unused: tuple[str, ...] = (),
+) -> Any:
+    """`unused`: beginnings of names of weights that the checkpoint need not have."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             path,
             use_safetensors=True,
             trust_remote_code=False,
@@ -70,14 +108,15 @@ def _read(path: str, arguments: Mapping[str, Any]) -> Any:
             raise _OwnAttentionTable from exc
         raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
     decoder, info = loaded
-    _check_weights(path, info)
+    _check_weights(path, info, unused)
     return decoder
 
 
-def _check_weights(path: str, info: Mapping[str, Any]) -> None:
+def _check_weights(path: str, info: Mapping[str, Any], unused: tuple[str, ...]) -> None:
     """Refuses incomplete checkpoints: transformers would fill in random numbers."""
     for kind in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, info.get(kind) or ())):
+        found = map(str, info.get(kind) or ())
+        if names := sorted(name for name in found if not name.startswith(unused or ("\0",))):
             raise ModelRefused(
                 f"the weights of {path} do not fit its configuration: "
                 f"{len(names)} {kind.removesuffix('_keys')}, for example {names[0]}"

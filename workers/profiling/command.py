@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from workers.engine.model import ModelRefused
@@ -48,6 +49,8 @@ def take_profile(
     options: EngineOptions, load: Load, num_profiled: int, trace_dir: Path | None
 ) -> Profile:
     """Raises ModelRefused, CannotProfile."""
+    if options.steps == "auto":
+        options = msgspec.structs.replace(options, steps="direct")
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
     runner = loaded.model
     if not isinstance(runner, ModelRunner):

@@ -47,7 +47,7 @@ class Watched:
         self.demand = Demand(0, 0)
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.max_model_len, self.eos_token_ids = runner.max_model_len, runner.eos_token_ids
-        self.shares_blocks = runner.shares_blocks
+        self.shares_blocks, self.runs_ahead = runner.shares_blocks, runner.runs_ahead
 
     def run(
         self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None

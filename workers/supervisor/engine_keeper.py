@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Blame, Claimed, Release
-from contract.jobs import TokenizerFiles
+from contract.model_cards import TokenizerFiles
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,
@@ -35,6 +35,7 @@ from workers.ipc.messages import (
     StopChoice,
     StopJob,
     TokenOut,
+    VectorOut,
 )
 from workers.settings import WorkerSettings
 from workers.supervisor.held_job import HeldJob
@@ -151,7 +152,7 @@ class EngineKeeper:
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case TokenOut() | ChoiceEnded():
+            case TokenOut() | VectorOut() | ChoiceEnded():
                 self._take_output(message)
             case EngineLoad():
                 self._take_load(message)
@@ -202,7 +203,7 @@ class EngineKeeper:
         if load.num_running:
             self._engine.steps.begin(time.monotonic())
 
-    def _take_output(self, out: TokenOut | ChoiceEnded) -> None:
+    def _take_output(self, out: TokenOut | VectorOut | ChoiceEnded) -> None:
         """Records output of one choice. Stops the choice in the engine after a stop string."""
         job = self._holding.get(out.job_id, out.epoch)
         if job is None:
@@ -221,7 +222,7 @@ class EngineKeeper:
             self._meter.note_token(job, out.choice)
             self._holding.spans.note_token(job)
         self._publisher.note(job)
-        if job.num_continuing < num_continuing:
+        if job.num_continuing < num_continuing or job.is_complete:
             self._frees_place = True
         if is_stopped:
             self._engine.send([StopChoice(out.job_id, out.epoch, out.choice)])

@@ -6,14 +6,17 @@ Uses neither Redis nor the engine.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed
 from contract.jobs import FinishReason, ObjectRef
-from workers.ipc.messages import ChoiceEnded, PromptLogprobs, StartJob, TokenOut
+from workers.ipc.messages import ChoiceEnded, PromptLogprobs, StartJob, TokenOut, VectorOut
 from workers.supervisor.response_text import ResponseDelta, ResponseFormat, ResponseText
 from workers.supervisor.text import ChoiceText
+
+MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
 
 
 @dataclass(slots=True)
@@ -27,6 +30,7 @@ class _Choice:
     num_logged: int = 0
     new: ResponseDelta = field(default_factory=ResponseDelta)
     new_logprobs: list[TokenLogprob] = field(default_factory=list)
+    new_vector: bytes = b""  # of a prefill-only job's prompt
     has_news: bool = False
 
     def push(self, token_id: int, finish_reason: FinishReason | None) -> None:
@@ -105,6 +109,7 @@ class HeldJob:
         self.was_stored = False  # storing its result was begun
         self.is_storing = False  # the object store has not answered yet
         self.result: ObjectRef | None = None  # the stored result
+        self.num_vector_bytes = 0  # of a prefill-only job's output so far
         self.token_times_s: dict[int, float] = {}  # of each choice's last token (engine clock)
         self._deadline_s = claimed.deadline_s
         self._cost_tokens = claimed.cost_tokens
@@ -129,7 +134,7 @@ class HeldJob:
     @property
     def held_tokens(self) -> int:
         """The share of the cost that belongs to choices that have not ended."""
-        return self.cost_tokens * self.num_open // len(self._choices)
+        return self.cost_tokens * len(self._unfinished) // len(self._choices)
 
     @property
     def num_drained(self) -> int:
@@ -164,26 +169,29 @@ class HeldJob:
         return [str(c.finish_reason) for c in self._choices if c.finish_reason is not None]
 
     @property
+    def _unfinished(self) -> list[_Choice]:
+        return [choice for choice in self._choices if choice.finish_reason is None]
+
+    @property
     def num_open(self) -> int:
-        """Choices that have not ended; each has a place in the current step."""
-        return sum([choice.finish_reason is None for choice in self._choices])
+        """Its places in the current step: one for each choice that has not ended; one in all of a
+        prefill-only job."""
+        return min(self.job.num_places, len(self._unfinished))
 
     @property
     def num_continuing(self) -> int:
-        """Choices that need a place in the next step. Excludes choices whose final token is being
-        computed. A choice without output counts, because its prompt may take several steps."""
-        most, num = self.job.params.max_tokens, 0
-        for choice in self._choices:  # a loop, as in is_complete
-            if choice.finish_reason is None and not 0 < len(choice.token_ids) == most - 1:
-                num += 1
-        return num
+        """Choices that need a place in the next step: also those without output, whose prompt may
+        take several steps; not those whose final token is computed now. 0 of a prefill-only job."""
+        if self.job.pooling is not None:
+            return 0
+        most = self.job.params.max_tokens
+        return sum([not 0 < len(choice.token_ids) == most - 1 for choice in self._unfinished])
 
     @property
     def has_news(self) -> bool:
         """Whether take_event would return an event."""
-        for scores in self._scores:
-            if scores.new:
-                return True
+        if self._scores and any(scores.new for scores in self._scores):
+            return True
         for choice in self._choices:
             if choice.has_news:
                 return not self._scores or bool(self._loggable_choices())
@@ -195,8 +203,7 @@ class HeldJob:
         with_news = [index for index, choice in enumerate(self._choices) if choice.has_news]
         if not self._scores or self.is_complete:
             return with_news
-        num_each = self.job.params.n
-        return [i for i in with_news if self._scores[i // num_each].num_missing <= 0]
+        return [i for i in with_news if self._scores[i // self.job.params.n].num_missing <= 0]
 
     def replay(self, entries: list[LogEntry]) -> None:
         """Rebuilds the state from the log, so that the next token continues from there."""
@@ -214,6 +221,7 @@ class HeldJob:
                     choice.push(delta.token_ids[-1], delta.finish_reason)
                 choice.finish_reason = delta.finish_reason
                 choice.new = ResponseDelta()
+                self.num_vector_bytes += len(delta.vector)
                 choice.num_logged = len(choice.token_ids)
 
     def start_message(self) -> StartJob:
@@ -229,15 +237,20 @@ class HeldJob:
             tuple([choice.finish_reason is not None for choice in self._choices]),
             self._deadline_s,
             self.job.weight,
+            None if self.job.pooling is None else replace(self.job.pooling, documents=()),
         )
 
-    def take(self, out: TokenOut | ChoiceEnded) -> bool:
+    def take(self, out: TokenOut | VectorOut | ChoiceEnded) -> bool:
         """Takes engine output. Returns whether it completes a stop string: the caller must stop the
         choice in the engine, which has no text."""
         choice = self._choices[out.choice]
         if choice.finish_reason is not None:
             return False  # computed before the engine received the stop
         choice.has_news = True
+        if isinstance(out, VectorOut):
+            choice.new_vector, choice.finish_reason = out.vector, FinishReason.STOP
+            self.num_vector_bytes += len(out.vector)
+            return False
         if isinstance(out, ChoiceEnded):
             choice.end(out.finish_reason)
             return False
@@ -256,10 +269,13 @@ class HeldJob:
         for prompt, scores in enumerate(self._scores):
             if scores.new:
                 return scores.take_event(prompt), 0
-        deltas, num_tokens = [], 0
+        deltas, num_tokens, num_vector_bytes = list[ChoiceDelta](), 0, 0
         for index in self._loggable_choices():
             choice = self._choices[index]
             num_tokens += len(choice.token_ids) - choice.num_logged
+            num_vector_bytes += len(choice.new_vector)
+            if deltas and num_vector_bytes > MAX_VECTOR_BYTES:
+                break
             deltas.append(self._take_delta(index, choice))
         return (Tokens(tuple(deltas)), num_tokens) if deltas else (None, 0)
 
@@ -274,9 +290,11 @@ class HeldJob:
             logprobs=None if self.job.params.logprobs is None else tuple(choice.new_logprobs),
             reasoning=choice.new.reasoning,
             tool_calls=tuple(choice.new.tool_calls),
+            vector=choice.new_vector,
         )
         choice.num_logged = len(choice.token_ids)
         choice.new = ResponseDelta()
         choice.new_logprobs.clear()
+        choice.new_vector = b""
         choice.has_news = False
         return delta

@@ -48,6 +48,7 @@ class LeaseKeeper:
         self._drain = drain
         self._on_drain_order = on_drain_order
         self._is_published = False
+        self._started_s: float | None = time.monotonic()  # None: its duration is reported
         self._control: asyncio.Queue[str] = asyncio.Queue()
 
     def duties(self) -> list[Coroutine[None, None, None]]:
@@ -108,6 +109,9 @@ class LeaseKeeper:
             self._on_drain_order()
         if not was_published and self._is_published:
             kv_tokens = ready.num_blocks * ready.block_size
+            if self._started_s is not None:
+                await self._broker.report_start(time.monotonic() - self._started_s)
+                self._started_s = None
             log.info(
                 "ready model=%s incarnation=%s kv_tokens=%d",
                 name,
@@ -169,9 +173,11 @@ class LeaseKeeper:
         return dict(counts.fields)
 
     def _info(self) -> str:
-        load, ready = self._engine.load, self._engine.ready
+        load, ready, settings = self._engine.load, self._engine.ready, self._settings
+        is_candidate = settings.candidate_path is not None
         return json.dumps(
             {
+                **({"candidate_share": settings.candidate_share} if is_candidate else {}),
                 "jobs_held": len(self._holding.jobs),
                 "num_running": load.num_running,
                 "num_waiting": load.num_waiting,

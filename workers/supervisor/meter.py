@@ -35,6 +35,8 @@ class Meter:
         counts.add("step_tokens_total", "prefill", value=num_prefill)
         counts.add("step_tokens_total", "decode", value=load.num_decode_tokens)
         counts.add("step_tokens_total", "padding", value=load.num_padding_tokens)
+        counts.add("spec_decode_num_draft_tokens_total", value=load.num_drafted_tokens)
+        counts.add("spec_decode_num_accepted_tokens_total", value=load.num_accepted_tokens)
         counts.add("num_preemptions_total", value=load.num_preemptions)
         counts.add("tokens_recomputed_total", value=load.num_recomputed_tokens)
         counts.add("prefix_cache_queries_total", value=load.num_prefix_queries)

@@ -19,7 +19,7 @@ from contract.payloads.store import (
     PayloadUnavailable,
     result_key,
 )
-from workers.supervisor.held_job import HeldJob
+from workers.supervisor.held_job import MAX_VECTOR_BYTES, HeldJob
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class ResultKeeper:
         """Whether the result of a complete job should be stored before the job ends."""
         if self._store is None or job.was_stored:
             return False
+        if job.num_vector_bytes > MAX_VECTOR_BYTES:
+            return True
         num_scores = job.num_output_tokens * (1 + (job.job.params.logprobs or 0))
         return num_scores * _TOKEN_BYTES >= self._min_bytes
 

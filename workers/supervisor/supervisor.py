@@ -168,7 +168,7 @@ class Supervisor:
             )
             await self._start_all(claimed)
             self._engine.steps.note_claim(time.monotonic() - started_s)
-            num_places = sum(job.job.num_choices for job in claimed)
+            num_places = sum(job.job.num_places for job in claimed)
             if num_places < max(1, *(room.max_jobs for room in rooms.values())):
                 if self._holding.room(time.monotonic()) is not None:
                     self._engine.speed.note_room()

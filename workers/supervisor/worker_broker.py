@@ -27,11 +27,13 @@ from contract.function_types import (
     WorkerState,
 )
 from contract.functions import Functions
-from contract.jobs import JobStatus, ModelCard, TokenizerFiles
+from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.library import ensure_library
+from contract.model_cards import ModelCard, TokenizerFiles
 from contract.payloads.store import ObjectStore
 from contract.roster import Roster
+from contract.starts import Starts
 from workers.ipc.messages import Ready
 from workers.settings import WorkerSettings
 
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _READ_EVENTS = 500
 _ORPHANED_JOBS = 20  # per call
+_SCORING_LANE = "scoring"  # the default of prefill-only models
 _RENEWAL_INTERVAL = 0.05  # of a lease: appends renew leases at most this often
 
 
@@ -83,6 +86,7 @@ class WorkerBroker:
     ) -> list[Claimed]:
         """Claims from these lanes (name to minimum share) as far as there is room. `is_idle`: the
         worker holds no job."""
+        arm = "" if self._settings.candidate_path is None else " candidate"
         sent_s = self._clock()
         claimed = await self._functions.claim(
             self.incarnation,
@@ -94,7 +98,7 @@ class WorkerBroker:
             max_tokens=0,
             rooms=rooms,
             is_idle=is_idle,
-            config_version=config_version,
+            config_version=config_version + arm,
         )
         if is_idle:
             self._note_renewal(sent_s)
@@ -175,6 +179,10 @@ class WorkerBroker:
             counted=counted,
         )
 
+    async def report_start(self, took_s: float) -> None:
+        """Reports how long this worker's start took."""
+        await Starts(self._client, self._keys).measured(self._settings.served_model_name, took_s)
+
     async def is_to_drain(self) -> bool:
         """Whether this worker was ordered to drain."""
         return await self._roster.is_to_drain(self.incarnation)
@@ -232,7 +240,11 @@ class WorkerBroker:
 def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
     """The model card that this worker publishes."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
-    can = replace(ready.capabilities, tools=ready.tokenizer.response_template is not None)
+    tools = ready.pooling is None and ready.tokenizer.response_template is not None
+    can = replace(ready.capabilities, tools=tools)
+    if ready.pooling is not None and _SCORING_LANE in lanes:
+        # Gateways take the first for a job that names none.
+        lanes = (_SCORING_LANE, *(lane for lane in lanes if lane != _SCORING_LANE))
     return ModelCard(
         name=name,
         context_length=ready.context_length,
@@ -242,4 +254,5 @@ def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
         created_s=int(time.time()),
         lanes=lanes,
         capabilities=can,
+        pooling=ready.pooling,
     )

@@ -103,7 +103,7 @@ class HostedEngine:
             else:
                 self._start(sequence)
         if request.deadline_s is not None and request.job_id in self._epochs:
-            self._deadlines.add(request.deadline_s, request.job_id, request.epoch)
+            self._deadlines.add(request.deadline_s, request.job_id, request.epoch, self._epochs)
 
     def stop_job(self, job_id: str, epoch: int) -> None:
         """As `Engine.stop_job`."""
@@ -131,7 +131,7 @@ class HostedEngine:
             self._sequences[request_id].lane = lane
             self._sequences[request_id].deadline_s = deadline_s
         if deadline_s is not None:
-            self._deadlines.add(deadline_s, job_id, epoch)
+            self._deadlines.add(deadline_s, job_id, epoch, self._epochs)
 
     def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport:
         """One step of vLLM. Raises what vLLM raises where its engine has died."""

@@ -10,12 +10,13 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from contract.jobs import Capabilities
+from contract.model_cards import Capabilities
 from workers.engine.model import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
 from workers.ipc.messages import EngineOptions, Ready
 from workers.ipc.nodes import address_of
 from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
+from workers.model.pooling.folder import read_folder
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine
 from workers.vllm_engine.sampling import SeededSampling, grammars_of
@@ -33,9 +34,15 @@ def start_vllm(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[HostedEngine, Ready, int]:
     """Loads the model into vLLM. Raises ModelRefused, also for an argument that vLLM refuses."""
+    revision = options.revision or DEFAULT_REVISION
+    if read_folder(options.model_path, revision) is not None:
+        raise ModelRefused(
+            f"{options.model_path} makes vectors and generates no text; batchway's own engine "
+            "serves it, and not vLLM"
+        )
     arguments = engine_args(options)
     _give_way()
-    tokenizer = read_tokenizer(options.model_path, options.revision or DEFAULT_REVISION)
+    tokenizer = read_tokenizer(options.model_path, revision)
     progress(f"loading {options.model_path} into vLLM")
     stats: list[Stats] = []
 
@@ -52,7 +59,7 @@ def start_vllm(
     config = llm.vllm_config
     model: Any = config.model_config
     vocab_size: int = model.get_vocab_size()
-    eos = eos_token_ids(options.model_path, model.hf_config, options.revision or DEFAULT_REVISION)
+    eos = eos_token_ids(options.model_path, model.hf_config, revision)
     has_plugin = bool(model.logits_processors)
     limits = limits_of(options, vocab_size)
     grammars = grammars_of(config) if has_plugin else None
@@ -119,6 +126,10 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "max_logprobs": -1,
         "seed": 0,
     }
+    if options.memory_share is not None:
+        if current_platform.is_cpu():
+            raise ModelRefused("vLLM on a CPU takes no memory_share: give --kv-cache-gib")
+        ours["gpu_memory_utilization"] = str(options.memory_share)
     if options.nodes > 1:
         host, port = address_of(options.master)
         ours |= {"nnodes": options.nodes, "node_rank": options.node_rank}

@@ -37,7 +37,7 @@ TOOL = {
         },
     },
 }
-NOT_YET = ("not supported", "only text parts", "there is no /v1/")
+NOT_YET = ("not supported", "only text parts", "there is no /v1/", "does not answer")
 _MAX_CHARS = 600
 
 exercises: dict[str, tuple[Callable[[], object], bool]] = {}
@@ -71,6 +71,15 @@ def says(text: object) -> None:
 def fits(text: str) -> None:
     """Raises unless the answer to SUM is right and matches the schema."""
     assert json.loads(text) == {"value": TOTAL}, text
+
+
+def error_of(kind: type[Exception], ask: Callable[[], object]) -> Exception:
+    """The error that the call must raise."""
+    try:
+        ask()
+    except kind as exc:
+        return exc
+    raise AssertionError(f"no {kind.__name__}")
 
 
 def main(version: str) -> None:

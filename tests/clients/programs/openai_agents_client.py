@@ -15,7 +15,6 @@ from exercises import (
     SUM,
     TOTAL,
     main,
-    refused,
     says,
     works,
 )
@@ -69,10 +68,11 @@ def structured():
     assert loop.run(agents.Runner.run(able, SUM)).final_output == Sum(value=TOTAL)
 
 
-@refused("Responses API")
+@works("Responses API, tools")
 def responses():
     model = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
-    loop.run(agents.Runner.run(agents.Agent(name="a", model=model), QUESTION))
+    able = agents.Agent(name="a", model=model, model_settings=SETTINGS, tools=[add])
+    assert int(loop.run(agents.Runner.run(able, LONG_SUM)).final_output) == LONG_TOTAL
 
 
 main(importlib.metadata.version("openai-agents"))

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import openai
+import openai_batches  # noqa: F401 - its exercises
 from exercises import (
     ANSWER,
     ARGUMENTS,
@@ -17,6 +18,7 @@ from exercises import (
     SUM,
     TOOL,
     TOTAL,
+    error_of,
     fits,
     main,
     refused,
@@ -123,14 +125,6 @@ def models():
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def error_of(kind, ask):
-    try:
-        ask()
-    except kind as exc:
-        return exc
-    raise AssertionError(f"no {kind.__name__}")
-
-
 @works("errors")
 def errors():
     wrong = error_of(
@@ -192,9 +186,78 @@ def images():
     chat(messages=[{"role": "user", "content": [part]}])
 
 
-@refused("Responses API")
-def responses():
-    client.responses.create(model=MODEL, input=QUESTION)
+def ask(**options):
+    return client.responses.create(model=MODEL, temperature=0, **{"input": QUESTION, **options})
+
+
+@works("response")
+def response():
+    says(ask().output_text)
+
+
+@works("response stream")
+def response_stream():
+    with client.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
+        text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+        says(stream.get_final_response().output_text)
+    says(text)
+
+
+@works("response in the background, polled and resumed at each event")
+def background():
+    asked = ask(background=True)
+    while asked.status in ("queued", "in_progress"):
+        asked = client.responses.retrieve(asked.id)
+    says(asked.output_text)
+    events = list(client.responses.retrieve(asked.id, stream=True))
+    for number in range(len(events)):
+        rest = client.responses.retrieve(asked.id, stream=True, starting_after=number)
+        assert list(rest) == events[number + 1 :]
+
+
+@works("background stream broken off and resumed")
+def broken_stream():
+    with ask(background=True, stream=True) as stream:
+        first = [next(stream) for _ in range(3)]
+    reply_id, last = first[0].response.id, first[-1].sequence_number
+    with client.responses.stream(response_id=reply_id, starting_after=last) as stream:
+        assert next(stream).sequence_number == last + 1
+        says(stream.get_final_response().output_text)
+
+
+@works("response with tools, in a chain")
+def chain():
+    tool = {"type": "function", "strict": False, **TOOL["function"]}
+    asked = ask(input=LONG_SUM, tools=[tool])
+    [call] = [item for item in asked.output if item.type == "function_call"]
+    numbers = json.loads(call.arguments)
+    total = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": str(numbers["a"] + numbers["b"]),
+    }
+    answer = ask(input=[total], tools=[tool], previous_response_id=asked.id)
+    assert int(answer.output_text) == LONG_TOTAL
+
+
+@works("response, parsed")
+def response_parsed():
+    parsed = client.responses.parse(model=MODEL, input=SUM, text_format=Sum, temperature=0)
+    assert parsed.output_parsed == Sum(value=TOTAL)
+
+
+@works("response cancelled, its items listed, deleted")
+def lifecycle():
+    asked = ask(background=True)
+    client.responses.cancel(asked.id)
+    assert client.responses.input_items.list(asked.id).data[0].content[0].text == QUESTION
+    client.responses.delete(asked.id)
+    error_of(openai.NotFoundError, lambda: client.responses.retrieve(asked.id))
+
+
+@refused("conversations")
+def conversations():
+    ask(conversation="conv_1")
 
 
 @refused("embeddings")

@@ -17,15 +17,18 @@ from typing import Any
 
 import httpx
 
+from contract.connection import end_tasks
+from contract.functions import Functions
 from contract.jobs import DEFAULT_LANES
 from tests.endurance.command_line import silent
 from tests.endurance.pool import Pool, pool
 from tests.fakes import HashModelOptions
 from tests.fleet import until
-from tests.gateway.fake_worker import publish_model
+from tests.gateway.fake_worker import FakeWorker, publish_model
 from tests.gateway.mutations.drawing import Request, draw, request_of
 from tests.gateway.mutations.judge import FAULTS, Announced, code_of, job_id_of, judge
 from tests.gateway.mutations.seeds import CANARY, CHANGE, COMPLETIONS, MODEL, SEEDS
+from tests.gateway.vector_worker import CARDS, publish_vector_model, vector_worker
 from tests.infra.processes import descendants
 
 _HASH_MODEL = HashModelOptions(num_blocks=512, max_model_len=256, eos_rate=0.25)
@@ -190,23 +193,43 @@ async def _running(report: MutationsReport) -> AsyncIterator[_Run]:
         async with pool(_HASH_MODEL, num_workers=1, output=output) as found:
             before = await _processes(found)
             async with httpx.AsyncClient(base_url=found.url, timeout=60) as http:
-                await _publish_idle_model(found, http)
+                await _publish_models(found, http)
+                serving = _serve_vectors(found)
                 yield _Run(found, http, await Announced.read(http), report)
+                await end_tasks(*serving)
             if await _processes(found) != before:
                 report.blame("the worker or Redis has died")
         output.seek(0)
         _search(output.read().decode(errors="replace").lower(), report)
 
 
-async def _publish_idle_model(found: Pool, http: httpx.AsyncClient) -> None:
-    """Publishes a model without a worker; returns once the gateway knows it."""
+async def _publish_models(found: Pool, http: httpx.AsyncClient) -> None:
+    """Publishes a model without a worker, and the prefill-only ones; returns once the gateway knows
+    them."""
     caller = found.caller
+    for name in CARDS:
+        await publish_vector_model(caller.client, caller.keys, name)
     await publish_model(caller.client, caller.keys, _IDLE_MODEL, lanes=DEFAULT_LANES)
 
     async def is_known() -> bool:
         return (await http.get(f"/v1/models/{_IDLE_MODEL}")).status_code == 200
 
     await until(is_known)
+
+
+def _serve_vectors(found: Pool) -> list[asyncio.Task[None]]:
+    """Starts fake workers of the prefill-only models, in this process. Not in a task group, which
+    passes a cancellation on once only: redis-py may lose it (contract.connection.end_tasks)."""
+    caller = found.caller
+    functions = Functions(caller.client, caller.keys)
+    workers = [vector_worker(functions, name) for name in CARDS]
+
+    async def beat(worker: FakeWorker) -> None:
+        while True:
+            await worker.beat()
+            await asyncio.sleep(1.0)
+
+    return [asyncio.create_task(work) for each in workers for work in (beat(each), each.serve())]
 
 
 async def _processes(found: Pool) -> tuple[str, list[int]]:

@@ -12,13 +12,29 @@ from typing import Any
 
 from tests.gateway.mutations import values
 from tests.gateway.mutations.places import objects_of, places_of
-from tests.gateway.mutations.seeds import CHANGE, CHAT, COMPLETIONS, JOBS, QUOTE, SEEDS, Seed
+from tests.gateway.mutations.seeds import (
+    CHANGE,
+    CHAT,
+    CLASSIFY,
+    COMPLETIONS,
+    EMBEDDINGS,
+    JOBS,
+    QUOTE,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    SEEDS,
+    Seed,
+)
 from tests.gateway.mutations.values import Header
 
 # How often each kind of change is drawn. More than half of all bodies must be accepted, so most
 # changes lead to a request that is likely to be.
 _KINDS = {"near": 80, "far": 10, "bytes": 5, "head": 5}
-_PATHS = {CHAT: 36, COMPLETIONS: 36, JOBS: 20, QUOTE: 4, CHANGE: 4}
+_PATHS = {
+    **{CHAT: 32, COMPLETIONS: 30, JOBS: 20, QUOTE: 4, CHANGE: 4},
+    **{EMBEDDINGS: 3, RERANK: 2, SCORE: 2, CLASSIFY: 1, RESPONSES: 2},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +139,8 @@ def _limit(rng: random.Random, draft: _Draft) -> None:
         limits = dict(values.OF_CHANGES)
     elif draft.seed.path in (JOBS, QUOTE) and rng.random() < 0.4:
         fields, limits = draft.tree, dict(values.OF_JOBS)
+    elif draft.endpoint in values.OF_VECTORS:
+        limits = dict(values.OF_VECTORS[draft.endpoint])
     else:
         limits |= values.OF_CHAT if draft.endpoint == CHAT else values.OF_COMPLETIONS
     name = rng.choice(sorted(limits))

@@ -64,7 +64,7 @@ def judge(request: Request, answer: httpx.Response, announced: Announced) -> Ite
         return
     if answer.status_code >= 400:
         yield from _judge_refusal(request, answer, shown[0], announced)
-    elif any("error" in item and item.get("object") != "job" for item in shown):
+    elif any(item.get("error") is not None and item.get("object") != "job" for item in shown):
         yield "an error after 200"
     elif request.path not in (CHANGE, QUOTE) and not job_id_of(answer):
         yield "accepted without a job"

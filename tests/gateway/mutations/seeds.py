@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.gateway.vector_worker import CLASSIFIER, EMBEDDER, RERANKER
+
 CANARY = "canary-"
 MODEL = "m"
 SECRET = "whsec_" + "Y2FuYXJ5" * 4  # base64 of `canary`, four times
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+SCORE, CLASSIFY = "/v1/score", "/v1/classify"
+RESPONSES = "/v1/responses"
 JOBS = "/v1/jobs"
 QUOTE = "/v1/quote"
 CHANGE = "/v1/jobs/{job_id}"
@@ -124,6 +129,59 @@ _CALLS: tuple[Seed, ...] = (
 )
 
 
+_VECTORS: tuple[Seed, ...] = (
+    Seed("embeddings", EMBEDDINGS, {"model": EMBEDDER, "input": ["canary-a", "b"], **_LABELS}),
+    Seed(
+        "embeddings, all fields",
+        EMBEDDINGS,
+        {
+            "model": EMBEDDER,
+            "input": "canary-text",
+            "dimensions": 4,
+            "input_type": "query",
+            "encoding_format": "base64",
+        },
+        {"idempotency-key": "canary-key"},
+    ),
+    Seed("embeddings, ids", EMBEDDINGS, {"model": EMBEDDER, "input": [[99, 97], [110]]}),
+    Seed(
+        "rerank",
+        RERANK,
+        {
+            "model": RERANKER,
+            "query": "canary-query",
+            "documents": ["canary-one", {"text": "canary-two"}],
+            "top_n": 1,
+            "return_documents": True,
+        },
+        {"prefer": "wait=20"},
+    ),
+    Seed("score", SCORE, {"model": EMBEDDER, "text_1": "canary-one", "text_2": ["canary-two"]}),
+    Seed("classify", CLASSIFY, {"model": CLASSIFIER, "input": ["canary-text"]}),
+)
+
+
+_RESPONSES: tuple[Seed, ...] = (
+    Seed("response", RESPONSES, {"model": MODEL, "input": "canary-hello", "max_output_tokens": 16}),
+    Seed(
+        "response, items",
+        RESPONSES,
+        {
+            "model": MODEL,
+            "instructions": "canary-rules",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "canary-one"}]},
+                {"role": "assistant", "content": "canary-two"},
+                {"type": "message", "role": "user", "content": "canary-three"},
+            ],
+            "max_output_tokens": 16,
+            "temperature": 0.5,
+            "metadata": _LABELS["metadata"],
+        },
+    ),
+)
+
+
 def _jobs() -> tuple[Seed, ...]:
     bodies = {seed.name: seed.body for seed in _CALLS}
     chat, completion = bodies["chat, log probabilities"], bodies["completion, sampling"]
@@ -173,6 +231,7 @@ def _jobs() -> tuple[Seed, ...]:
             JOBS,
             {"endpoint": COMPLETIONS, "body": bodies["completion, several prompts"]},
         ),
+        Seed("job, embeddings", JOBS, {"endpoint": EMBEDDINGS, "body": _VECTORS[0].body}),
         Seed("quote", QUOTE, {**plain, "lane": "interactive", "deadline_s": 60.5}),
         Seed("quote, chat", QUOTE, {"endpoint": CHAT, "body": chat, "callback": callback}),
         Seed("change, lane", CHANGE, {"lane": "batch"}),
@@ -181,4 +240,4 @@ def _jobs() -> tuple[Seed, ...]:
     )
 
 
-SEEDS: tuple[Seed, ...] = _CALLS + _jobs()
+SEEDS: tuple[Seed, ...] = _CALLS + _VECTORS + _RESPONSES + _jobs()

@@ -100,14 +100,14 @@ def test_wrong_streams_are_found(lines: list[str], wrong: list[str]) -> None:
 
 
 def test_every_route_with_a_body_has_seeds() -> None:
-    """All routes of the OpenAPI document whose body is read."""
+    """All routes of the OpenAPI document that make a job of a JSON body. Batches need a file."""
 
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
     with_body = {
         (method.upper(), path)
         for path, item in document["paths"].items()
         for method, operation in item.items()
-        if "requestBody" in operation
-    }
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    } - {("POST", "/v1/batches"), ("POST", "/v1/responses/input_tokens")}
     assert {(seed.method, seed.path) for seed in SEEDS} == with_body
     assert ("PATCH", CHANGE) in with_body

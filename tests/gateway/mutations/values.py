@@ -64,6 +64,39 @@ OF_COMPLETIONS: Mapping[str, Sequence[Any]] = {
         *(["a", "b"], [[1], [2]], ["same"] * 3, ["a"] * 64, ["a"] * 65, ["a", ""], ["a", [1]]),
     ),
 }
+_INPUTS: Sequence[Any] = (
+    "a",
+    ["a"] * 9,
+    [1],
+    [[1], [2]],
+    "",
+    [],
+    ["a", ""],
+    ["a", [1]],
+    [259],
+    ["a"] * 2049,
+)
+_OF_VECTORS: Mapping[str, Sequence[Any]] = {
+    name: LIMITS[name] for name in ("service_tier", "on_disconnect", "user", "metadata", "stream")
+}
+OF_VECTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "/v1/embeddings": {
+        **_OF_VECTORS,
+        "input": _INPUTS,
+        "dimensions": (2, 4, 8, 3, 0),
+        "input_type": ("query", "document", "clustering", "none"),
+        "encoding_format": ("float", "base64", "int8"),
+    },
+    "/v1/rerank": {
+        **_OF_VECTORS,
+        "documents": (["a"] * 9, [{"text": "a"}], [], ["a", ""], [{}], ["a"] * 2049),
+        "query": ("a", "", "q" * 50),
+        "top_n": (0, 1, 9, -1),
+        "return_documents": (True, False),
+    },
+    "/v1/score": {**_OF_VECTORS, "text_1": ("a", ["a"], []), "text_2": ("a", ["a"], ["a"] * 9)},
+    "/v1/classify": {**_OF_VECTORS, "input": _INPUTS},
+}
 OF_JOBS: Mapping[str, Sequence[Any]] = {
     "lane": ("interactive", "standard", "batch", "scoring", "nowhere"),
     "deadline_s": (1, 1.5, 604_800, 3e5, 86_400.000001, 604_801),
@@ -134,7 +167,7 @@ NAMES = (
 FREE = frozenset(
     {
         *("prompt", "content", "text", "stop", "user", "safety_identifier", "prompt_cache_key"),
-        *("metadata", "messages"),
+        *("metadata", "messages", "input", "query", "documents", "text_1", "text_2"),
     }
 )
 PIECES: tuple[bytes, ...] = (

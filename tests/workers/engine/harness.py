@@ -61,6 +61,7 @@ class Sizes:
     prefill_share: float | None = None
     max_preemptions: int = 3
     prefix_caching: bool = True
+    speculates: bool = False
 
     @property
     def num_kv_tokens(self) -> int:
@@ -76,6 +77,7 @@ class Sizes:
             prefill_share=self.prefill_share,
             max_preemptions=self.max_preemptions,
             prefix_caching=self.prefix_caching,
+            speculates=self.speculates,
         )
 
 
@@ -92,7 +94,10 @@ class Harness:
     output_ids: dict[Choice, list[int]] = field(default_factory=dict)
     reasons: dict[Choice, FinishReason] = field(default_factory=dict)
     num_preemptions: int = 0
+    num_accepted: int = 0  # drafted tokens
+    num_rejected: int = 0
     token_s: float = 0.0  # what the model takes for a token, on the engine's clock
+    step_s: float = 0.0  # what it takes for a step, beside its tokens
     watch: Callable[[Seq[Chunk]], None] | None = None  # sees each step before it is computed
 
     def __post_init__(self) -> None:
@@ -126,7 +131,8 @@ class Harness:
             self.reasons.pop((request.job_id, choice), None)
 
     def clock_s(self) -> float:
-        return self.now_s + self.model.num_tokens * self.token_s
+        model = self.model
+        return self.now_s + model.num_steps * self.step_s + model.num_tokens * self.token_s
 
     def reconfigure(self, sizes: Sizes, strategies: Strategies, lanes: Seq[Lane]) -> None:
         self.sizes, self.lanes = sizes, lanes
@@ -140,6 +146,8 @@ class Harness:
         assert num_tokens <= self.sizes.max_num_batched_tokens
         assert report.num_running <= self.sizes.max_num_seqs
         self.num_preemptions += report.num_preemptions
+        self.num_accepted += report.num_accepted_tokens
+        self.num_rejected += report.num_drafted_tokens - report.num_accepted_tokens
         for output in report.outputs:
             key = (output.sequence.job_id, output.sequence.choice)
             assert key not in self.reasons, "nothing comes after the end"
@@ -214,6 +222,7 @@ def all_sizes() -> st.SearchStrategy[Sizes]:
         prefill_share=st.sampled_from((None, 0.2)),
         max_preemptions=st.sampled_from((0, 3)),
         prefix_caching=st.booleans(),
+        speculates=st.booleans(),
     )
 
 
@@ -226,6 +235,7 @@ def all_params() -> st.SearchStrategy[SamplingParams]:
         temperature=st.sampled_from((0.0, 1.0)),
         n=st.integers(1, 3),
         varies_seed=st.booleans(),
+        top_k=st.sampled_from((0, 2)),
         ignore_eos=st.booleans(),
         stop_token_ids=st.sampled_from(((), (10, 32, 97), tuple(range(97, 123)))),
     )

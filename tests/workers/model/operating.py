@@ -67,7 +67,7 @@ def operated(
         backend = choose_backend(
             "auto", dtype, device, BLOCK_SIZE, lambda text: None, fused=True, processor=processor
         )
-    shapes = probe_layers(decoder, decoder.config, device)
+    shapes, _ = probe_layers(decoder, decoder.config, device)
     cache = KVCache(shapes, num_streams, BLOCK_SIZE, dtype, device)
     runner = ModelRunner(
         decoder,

@@ -10,10 +10,16 @@ import torch
 
 from contract.jobs import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
-from tests.workers.model.driver import make_prompts, make_sequence, run_step
+from tests.workers.model.driver import (
+    allot_blocks,
+    make_prompts,
+    make_sequence,
+    run_step,
+    run_to_end,
+)
 from workers.engine.engine import Engine
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Model, ModelRefused
+from workers.engine.model import Chunk, Model, ModelRefused, RowFailed, Sample
 from workers.engine.request import Request
 from workers.ipc.messages import EngineOptions
 from workers.model.attention.rows import PreparedRows
@@ -125,13 +131,81 @@ def test_steps_ahead_give_the_tokens_of_steps_in_turn(
 
 
 def test_most_rows_are_ready_when_they_are_asked_for(runner: ModelRunner) -> None:
-    """Otherwise the device would wait for the host."""
+    """Otherwise the device would wait for the host. Streams whose prompt has just been computed are
+    computed beside the prompts that follow it."""
     model = ahead(runner)
+    wishes = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 30}]
 
-    found = run_jobs(model, [{"temperature": 0.0, "ignore_eos": True}], seed=0, disturb=0.0)
+    found = run_jobs(model, wishes, seed=0, disturb=0.0)
 
     num_streamed = sum(len(tokens) - 1 for tokens in found.values())  # all but prompts' own
-    assert model.num_rows_used == model.num_rows_started == num_streamed
+    assert 0.5 * num_streamed < model.num_rows_used == model.num_rows_started <= num_streamed
+
+
+def _note_forwards(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each forward from now on."""
+    sizes: list[int] = []
+    plain = runner.forward
+
+    def noted(input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(input_ids.shape[1])
+        return plain(input_ids, *others)
+
+    monkeypatch.setattr(runner, "forward", noted)
+    return sizes
+
+
+def test_prompts_and_streams_share_a_forward(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the weights are read once. The streams stay a step ahead."""
+    model = ahead(runner)
+    sequences = [make_sequence(prompt) for prompt in make_prompts([9, 6, 20], VOCAB_SIZE)]
+    allot_blocks(sequences, model)
+    for _ in range(2):
+        run_step(model, sequences[:2], chunk_tokens=99)
+    sizes = _note_forwards(runner, monkeypatch)
+
+    for _ in range(3):
+        run_step(model, sequences, chunk_tokens=8)
+
+    assert sizes == [8 + 2, 8 + 2, 4 + 2]
+    assert model.num_rows_used == 6
+
+
+def test_rows_of_the_host_leave_the_graphs_to_their_neighbours(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream with log probabilities and one with a penalty are computed in the same replay; the
+    host only samples them."""
+    replays: list[int] = []
+
+    class Counted(_Replayed):
+        def __init__(self, compute: Compute) -> None:
+            def replay() -> None:
+                replays.append(1)
+                compute()
+
+            self.replay = replay
+
+    model = ahead(runner, Counted)
+    assert model.decoder.graphs is not None
+    model.decoder.graphs.record_all(1)
+    prompts = make_prompts([9, 6, 7], VOCAB_SIZE)
+    wishes: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"repetition_penalty": 1.3}]
+    sequences = [make_sequence(p, **w) for p, w in zip(prompts, wishes, strict=True)]
+    allot_blocks(sequences, model)
+    run_step(model, sequences[:1], chunk_tokens=99)
+    run_step(model, sequences[:1], chunk_tokens=99)
+    run_step(model, sequences, chunk_tokens=99)
+    sizes = _note_forwards(runner, monkeypatch)
+    replays.clear()
+
+    samples = [run_step(model, sequences, chunk_tokens=99) for _ in range(3)]
+
+    assert len(sizes) == len(replays) == 3
+    assert model.num_rows_used == 4  # the neighbour's
+    assert all(len(step[1].top_logprobs) == 2 for step in samples)
 
 
 def test_a_row_that_moved_to_another_block_is_computed_again(runner: ModelRunner) -> None:
@@ -186,16 +260,29 @@ def test_a_model_that_cannot_be_recorded_is_served_all_the_same(
     assert [record.message for record in caplog.records] == ["steps are not recorded: RuntimeError"]
 
 
-def test_the_host_decides_open_rows(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With so few candidates most draws are left open, and steps started on them are dropped."""
-    monkeypatch.setattr("workers.model.thresholds._NUM_CANDIDATES", 6)
-    wishes = [{"temperature": 1.5, "top_p": 0.8}, {"temperature": 1.0, "top_k": 4}]
+def test_a_row_that_is_not_finite_fails_alone(runner: ModelRunner) -> None:
+    """The device leaves it open, and the host computes it again and fails it."""
+    prompts = make_prompts([5, 9], VOCAB_SIZE)
+    sequences = [make_sequence(prompt, max_tokens=6) for prompt in prompts]
     model = ahead(runner)
+    allot_blocks(sequences, model)
+    for _ in range(2):  # the prompts, and a step that starts the next one
+        run_step(model, sequences, chunk_tokens=99)
+    spoiled = sequences[0].block_ids[0]
+    for layer in runner.cache.layers.values():
+        layer.values[spoiled] = float("nan")
 
-    found = run_jobs(model, wishes, seed=0, disturb=0.1)
+    run_step(model, sequences, chunk_tokens=99)  # in flight before
+    rows = model.run([Chunk(s, s.num_computed, 1, True) for s in sequences])
 
-    assert found == run_jobs(runner, wishes, seed=0, disturb=0.1)
-    assert 0 < model.num_rows_used < model.num_rows_started
+    for layer in runner.cache.layers.values():
+        layer.values[spoiled] = 0.0
+    expected = [make_sequence(prompts[1], max_tokens=6)]
+    run_to_end(runner, expected, chunk_tokens=99)
+    assert isinstance(rows[0], RowFailed)
+    assert isinstance(rows[1], Sample)
+    output = [*sequences[1].token_ids, rows[1].token_id]
+    assert output == expected[0].token_ids[: len(output)]
 
 
 def test_more_sequences_than_rows_are_served(runner: ModelRunner) -> None:
@@ -225,7 +312,9 @@ def test_unknown_and_unavailable_step_modes_are_refused() -> None:
     """With one sentence for the operator."""
     with pytest.raises(ModelRefused, match="steps graphs needs a CUDA device"):
         check_steps("graphs", torch.device("cpu"))
-    with pytest.raises(ModelRefused, match="steps sideways is not one of direct, ahead, graphs"):
+    with pytest.raises(
+        ModelRefused, match="steps sideways is not one of auto, direct, ahead, graphs"
+    ):
         check_steps("sideways", torch.device("cpu"))
 
 

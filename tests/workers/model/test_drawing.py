@@ -1,19 +1,23 @@
 """Tokens drawn on the device, compared with the sampler."""
 
+import math
 import random
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.workers.model.driver import make_sequence
 from workers.engine.model import Sample
 from workers.engine.sequence import Sequence
-from workers.model.gpu.drawing import OPEN, can_draw, draw, wishes_of
+from workers.model.gpu.drawing import OPEN, can_draw, draw_by_torch, wishes_of
 from workers.model.gpu.request_state import RequestState
 from workers.model.sampler import sample
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WAYS = pytest.mark.parametrize("way", ["torch", "triton"])
 NUM_ROWS = 24
 
 
@@ -35,41 +39,84 @@ def random_sequences(generator: random.Random) -> list[Sequence]:
     return sequences
 
 
-def draw_on_device(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+def draw_on_device(logits: Tensor, sequences: list[Sequence], way: str) -> list[int]:
     """Draws by the device's state, whose rows are in another order than the sequences."""
-    state = RequestState(NUM_ROWS, 32, 4, 99, CPU)
+    device = DEVICE if way == "triton" else CPU
+    state = RequestState(NUM_ROWS, 32, 4, 99, device)
     for sequence in reversed(sequences):
         assert state.admit(sequence, sequences) is not None
         state.place(sequence, sequence.token_ids[-1], sequence.num_known - 1)
     state.flush()
-    rows = torch.tensor([state.row_of(sequence) for sequence in sequences])
-    return draw(logits, state, rows, wishes_of(sequences)).tolist()
+    rows = torch.tensor([state.row_of(sequence) for sequence in sequences], device=device)
+    wishes = wishes_of(sequences)
+    if way == "torch":
+        return draw_by_torch(logits, state, rows, wishes).tolist()
+    gpu_kernels = pytest.importorskip("workers.model.gpu.kernels")
+    is_limited = wishes.draws_limited
+    found = gpu_kernels.draw_rows(logits.to(device), state.cells, rows, is_limited=is_limited)
+    token_ids: list[int] = found.tolist()
+    return token_ids
 
 
-@pytest.mark.parametrize("vocab_size", [60, 3000])
-@pytest.mark.parametrize("seed", range(8))
-def test_the_device_draws_what_the_sampler_draws(seed: int, vocab_size: int) -> None:
-    """Or it leaves a row open, which is rare unless rows are flat."""
+def sampled(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    return [row.token_id for row in sample(logits, sequences) if isinstance(row, Sample)]
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [60, 9000])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_device_draws_what_the_sampler_draws(
+    seed: int, vocab_size: int, dtype: torch.dtype, way: str
+) -> None:
+    """In one tile of the vocabulary and in several; bfloat16 has many equal logits."""
     torch.manual_seed(seed)
     sequences = random_sequences(random.Random(seed))
-    logits = torch.randn(NUM_ROWS, vocab_size) * 4
+    logits = (torch.randn(NUM_ROWS, vocab_size) * 4).to(dtype)
 
-    found = draw_on_device(logits, sequences)
-
-    expected = [row.token_id for row in sample(logits, sequences) if isinstance(row, Sample)]
-    differing = [a for a, b in zip(found, expected, strict=True) if a != b]
-    assert set(differing) <= {OPEN}
-    assert len(differing) <= 2
+    assert draw_on_device(logits, sequences, way) == sampled(logits, sequences)
 
 
-def test_rows_that_are_not_finite_are_left_open() -> None:
+@WAYS
+def test_flat_rows_are_drawn_from_all_they_may(way: str) -> None:
+    """Thousands of tokens are within top-p."""
+    torch.manual_seed(0)
+    limits: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"top_k": 2000},
+        {"top_p": 0.5, "top_k": 5000},
+    ]
+    sequences = [
+        make_sequence([4, 5], temperature=1.0, seed=seed, **limit)
+        for seed, limit in enumerate(limits)
+    ]
+    logits = torch.randn(3, 9000) * 0.1
+
+    assert draw_on_device(logits, sequences, way) == sampled(logits, sequences)
+
+
+@WAYS
+def test_of_equal_logits_a_greedy_row_takes_the_first(way: str) -> None:
+    """Whatever tile they are in."""
+    logits = torch.zeros(2, 9000)
+    logits[:, [4321, 8765]] = 5.0
+
+    assert draw_on_device(logits, [make_sequence([4])] * 2, way) == [4321, 4321]
+
+
+@WAYS
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_rows_that_are_not_finite_are_left_open(odd: float, way: str) -> None:
     """The host computes them again, and only their job fails."""
-    logits = torch.randn(3, 50)
-    logits[1, 7] = float("nan")
+    logits = torch.randn(5, 50)
+    logits[1, 7] = logits[3, 49] = odd
+    logits[4, 7] = -math.inf
+    greedy = [make_sequence([4, 5]) for _ in range(3)]
+    drawn = [make_sequence([4, 5], temperature=1.0, top_p=0.9) for _ in range(2)]
 
-    found = draw_on_device(logits, [make_sequence([4, 5]) for _ in range(3)])
+    found = draw_on_device(logits, greedy + drawn, way)
 
-    assert [token_id == OPEN for token_id in found] == [False, True, False]
+    assert [token_id == OPEN for token_id in found] == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ counted. When this was written, there was none.
 
 import random
 
+import msgspec
 import pytest
 
 from contract.jobs import SamplingParams
@@ -36,17 +37,33 @@ Tokens = dict[str, list[int]]
 class Run:
     """An engine stepped to the end, with preemptions at random steps."""
 
-    def __init__(self, model: Model, *, num_budget_tokens: int, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_budget_tokens: int,
+        prefix_caching: bool,
+        speculates: bool = False,
+    ) -> None:
         limits = EngineLimits(
             max_num_batched_tokens=num_budget_tokens,
             max_num_seqs=4,
             vocab_size=VOCAB_SIZE,
             prefix_caching=prefix_caching,
+            speculates=speculates,
         )
-        self._engine = Engine(model, limits, ContinuousBatching())
+        self._engine = Engine(model, limits, ContinuousBatching(), clock_s=self._clock_s)
+        self._num_asked = 0
         self._random = random.Random(num_budget_tokens)
         self.num_preemptions = 0
         self.num_prefix_hits = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+
+    def _clock_s(self) -> float:
+        """Equal times for all steps, so that drafted tokens seem to cost nothing."""
+        self._num_asked += 1
+        return self._num_asked / 1000
 
     def add(self, job_id: str, prompt: list[int], params: SamplingParams) -> None:
         outputs, finished = ((),) * params.n, (False,) * params.n
@@ -65,6 +82,8 @@ class Run:
             report = self._engine.step()
             self._engine.audit()
             self.num_prefix_hits += report.num_prefix_hits
+            self.num_drafted += report.num_drafted_tokens
+            self.num_accepted += report.num_accepted_tokens
             for output in report.outputs:
                 job_ids.add(output.sequence.job_id)
                 key = output.sequence.job_id, output.sequence.choice
@@ -101,6 +120,34 @@ def test_the_engine_yields_the_tokens_of_generate(
 
     assert run.num_preemptions > 0
     assert (run.num_prefix_hits > 0) == prefix_caching
+
+
+@pytest.mark.parametrize("family", [*PAGED, *SEQUENTIAL])
+def test_drafts_change_no_token(family: str, load_family: LoadFamily) -> None:
+    """Greedy and sampled, with penalties and without: a bias leaves four tokens, so that there are
+    drafts, right and wrong. Families with a state per sequence draft nothing."""
+    loaded, folder = load_family(family)
+    expected = expected_of(family, folder)
+    bias = dict.fromkeys(range(4, 8), 100.0)
+    found = []
+    for speculates in (False, True):
+        run = Run(loaded.model, num_budget_tokens=64, prefix_caching=True, speculates=speculates)
+        for number in PROMPTS:
+            prompt = expected.prompts[number]
+            params = SamplingParams(
+                max_tokens=40, seed=number, logit_bias=bias, ignore_eos=True, logprobs=1
+            )
+            greedy = msgspec.structs.replace(params, temperature=0.0)
+            penal = msgspec.structs.replace(params, frequency_penalty=0.1)
+            for kind, each in (("drawn", params), ("greedy", greedy), ("penal", penal)):
+                run.add(f"{number}-{kind}", prompt, each)
+        found.append(run.finish(preemption_rate=0.02))
+
+    assert found[0] == found[1]
+    if family in PAGED:
+        assert 0 < run.num_accepted <= run.num_drafted
+    else:
+        assert run.num_drafted == 0
 
 
 @pytest.mark.parametrize("num_budget_tokens", [7, 1000])

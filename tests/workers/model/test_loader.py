@@ -25,7 +25,7 @@ from tests.tiny_models import (
 from tests.workers.model.conftest import paged, sequential
 from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions
-from workers.model import loader
+from workers.model import loader, memory
 from workers.model.attention.interface import Span
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.loader import LoadedModel, ModelRefused, load_model
@@ -156,6 +156,56 @@ def test_a_small_cache_shortens_the_context(saved_llama: Path) -> None:
     assert load(saved_llama, kv_memory_bytes=2**16).context_length == 128
     assert "KV cache" in refusal(saved_llama, kv_memory_bytes=2**16, max_model_len=200)
     assert "blocks" in refusal(saved_llama, kv_memory_bytes=1000)
+
+
+def test_a_share_of_the_memory_bounds_weights_and_cache(
+    saved_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of 10 MB. What remains of the share beside the weights holds the cache, of
+    which 15 % stay for computing; a smaller cache may be asked for, no larger one."""
+    monkeypatch.setattr(memory, "total_cpu_bytes", lambda: 10_000_000)
+    num_weight_bytes = sum(parameter.nbytes for parameter in make_model("llama").parameters())
+
+    cache = paged(load(saved_llama, memory_share=0.1, block_size=16)).cache
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, size, float32
+    room = int((1_000_000 - num_weight_bytes) * 0.85)
+    assert cache.num_blocks == room // block_bytes
+
+    given = load(saved_llama, memory_share=0.1, block_size=16, kv_memory_bytes=4 * block_bytes)
+    assert given.model.num_blocks == 4
+    sentence = refusal(saved_llama, memory_share=0.1, kv_memory_bytes=10**6)
+    assert "memory_share 0.1 of the 0.00931 GiB of cpu is 0.000931 GiB" in sentence
+
+
+def test_a_share_that_holds_too_little_is_refused_with_one_that_fits(
+    saved_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights over the share are refused before they are read; else a cache of 256 tokens, or of
+    the operator's longest sequence, must fit. The share that the sentence names does fit."""
+    monkeypatch.setattr(memory, "total_cpu_bytes", lambda: 10_000_000)
+    monkeypatch.setattr(loader, "load_decoder", None)
+    assert "the weights alone need" in refusal(saved_llama, memory_share=0.001)
+    monkeypatch.undo()
+    monkeypatch.setattr(memory, "total_cpu_bytes", lambda: 10_000_000)
+    for options in ({}, {"max_model_len": 400}):
+        num_tokens = options.get("max_model_len", 256)
+        weights_alone = refusal(saved_llama, memory_share=0.001)
+        share = float(weights_alone.split("a share of ")[1])
+        sentence = refusal(saved_llama, memory_share=share, **options)
+        assert "for the KV cache" in sentence
+        fitting = float(sentence.split("a share of ")[1].split(" would fit")[0])
+        loaded = load(saved_llama, memory_share=fitting, **options)
+        assert loaded.model.num_blocks * loaded.model.block_size >= num_tokens
+        refusal(saved_llama, memory_share=fitting - 0.002, **options)
+
+
+def test_cudnn_attention_is_off(saved_llama: Path) -> None:
+    """It would build a graph for each new length of a context."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+    load(saved_llama)
+
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 def test_options_out_of_range_are_refused(saved_llama: Path) -> None:

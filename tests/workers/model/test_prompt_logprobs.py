@@ -13,7 +13,7 @@ from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence
 from workers.engine.engine import Engine
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk, Model, RowFailed, Sample
+from workers.engine.model import Chunk, Drawn, Model, RowFailed, Sample, Vector
 from workers.engine.request import Request
 from workers.engine.sequence import Sequence
 from workers.strategies import ContinuousBatching
@@ -34,7 +34,7 @@ def run_prompts(model: Model, sequences: list[Sequence], chunk_tokens: int) -> d
             chunks.append(Chunk(sequence, sequence.num_computed, num_tokens, samples))
         for chunk, row in zip(chunks, model.run(chunks), strict=True):
             chunk.sequence.num_computed += chunk.num_tokens
-            assert not isinstance(row, RowFailed)
+            assert not isinstance(row, RowFailed | Vector | Drawn)
             part = row.prompt_logprobs if isinstance(row, Sample) else row
             if isinstance(row, Sample):
                 chunk.sequence.token_ids.append(row.token_id)

@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from contract.jobs import ToolFormat
+from contract.model_cards import ToolFormat
 from workers.model.tool_calls import read_tool_format
 
 TAGS = """

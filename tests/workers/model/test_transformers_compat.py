@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import torch
 from transformers import LlamaForCausalLM
 
 from tests.tiny_models import make_model
 from workers.model.transformers_compat import (
     ROPE_INIT_FUNCTIONS,
+    EncoderOutput,
+    can_change_attention,
     forget_attention,
     get_tokenizer_config,
     set_own_attention,
@@ -33,3 +36,17 @@ def test_attention_functions_can_be_removed_and_restored() -> None:
     assert decoder.config._attn_implementation == "sdpa"
     forget_attention(decoder.config)
     assert decoder.config._attn_implementation is None
+
+
+def test_a_classifier_takes_an_encoder_s_output() -> None:
+    """By position, and every field that it hands on."""
+    hidden, pooled = torch.zeros(1, 2, 3), torch.zeros(1, 3)
+    output = EncoderOutput(last_hidden_state=hidden, pooler_output=pooled)
+    assert output[1] is pooled
+    assert output.past_key_values is None
+
+
+def test_attention_that_is_a_family_s_own_is_known() -> None:
+    """Such a model is padded, without a warning."""
+    assert can_change_attention(make_model("llama"))
+    assert not can_change_attention(make_model("bloom"))

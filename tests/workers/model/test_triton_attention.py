@@ -18,10 +18,12 @@ from workers.ipc.messages import EngineOptions
 from workers.model import proof
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import ReferenceAttention
+from workers.model.attention.rows import RowsStep
 from workers.model.backend import choose_backend
 from workers.model.loader import load_model
 
 triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
+triton_plan = pytest.importorskip("workers.model.attention.triton_plan")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -164,19 +166,66 @@ def test_nan_stays_in_its_own_row() -> None:
     assert found.isfinite().all()
 
 
-def test_a_row_s_numbers_do_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: a row is split into parts by its own length, alone or beside a longer one."""
+@pytest.mark.parametrize("window", [None, 90])
+def test_a_row_s_numbers_do_not_depend_on_its_neighbours(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: a row is split into parts by its own length, alone, beside a chunk, and with
+    the next tokens of its sequence."""
     monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 64)
-    chunks = [(100, 1), (230, 1)]
-    case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
+    flags = AttentionFlags(0.2, window, sinks=torch.ones(4, device=DEVICE))
+    case = Case([(63, 2), (230, 1), (9, 40)], (4, 2), (64, 64), flags, torch.float32)
     query, keys, values = random_tensors(case)
-    spans = make_spans(chunks)
+    spans = make_spans(case.chunks)
     backend = triton_attention.TritonAttention(BLOCK_SIZE)
 
     together = backend.prepare(spans, DEVICE).attend(query, keys, values, case.flags)
-    alone = backend.prepare(spans[:1], DEVICE).attend(query[:1], keys, values, case.flags)
 
-    assert torch.equal(together[:1], alone)
+    for first, start, slots in ((0, 63, spans[0].slots[:64]), (2, 230, spans[1].slots)):
+        row = query[first : first + 1]
+        alone = backend.prepare([Span(0, 1, start, slots)], DEVICE)
+        assert torch.equal(together[first : first + 1], alone.attend(row, keys, values, case.flags))
+
+
+def test_the_work_is_bounded_by_the_parts_of_all_contexts() -> None:
+    """One long context among many short ones adds its own parts only; a chunk, its tiles."""
+    chunks = [(5_000, 1), *[(20, 1)] * 30, (40, 100)]
+    spans, first = [], 0
+    for start, num_tokens in chunks:
+        spans.append(Span(first, num_tokens, start, np.arange(start + num_tokens)))
+        first += num_tokens
+
+    tiles, parts = triton_plan.plan_spans(spans, 4, 32, 512, BLOCK_SIZE, DEVICE).works
+
+    assert (len(tiles.items), tiles.joins) == (4, None)
+    assert len(parts.items) == parts.num_parts == 10 + 30
+    assert parts.joins is not None
+    assert parts.joins.tolist() == [[0, 0, 10]]
+
+
+@pytest.mark.parametrize("most_parts", [None, 9, 12])
+def test_tables_on_the_device_give_what_spans_give(
+    most_parts: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with the exact number of parts, and with a bound above it."""
+    monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 64)
+    chunks = [(230, 1), (3, 1), (64, 1), (63, 1), (5, 1)]
+    case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
+    query, keys, values = random_tensors(case)
+    spans = make_spans(chunks)
+    tables = torch.zeros(7, 20, dtype=torch.int64, device=DEVICE)
+    rows = torch.tensor([6, 2, 3, 0, 5], device=DEVICE)
+    for row, span in zip(rows.tolist(), spans, strict=True):
+        blocks = span.slots[::BLOCK_SIZE] // BLOCK_SIZE
+        tables[row, : len(blocks)] = torch.from_numpy(blocks)
+    positions = torch.tensor([start for start, _ in chunks], device=DEVICE)
+    backend = triton_attention.TritonAttention(BLOCK_SIZE)
+
+    step = RowsStep(rows, positions, tables, 300, BLOCK_SIZE, most_parts)
+    found = backend.prepare_rows(step).attend(query, keys, values, case.flags)
+
+    expected = backend.prepare(spans, DEVICE).attend(query, keys, values, case.flags)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dim", [320, 4])

@@ -1,6 +1,7 @@
 """The Triton kernels other than attention, compared with torch: compiled on a GPU, otherwise
 interpreted."""
 
+import math
 import random
 
 import pytest
@@ -8,9 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from tests.workers.model.test_native import turned
+from tests.workers.model.test_thresholds import allowed_by_reference
 from tests.workers.model.test_triton_attention import DEVICE, DTYPES, assert_close
+from workers.model.gpu.request_state import (
+    MIN_P,
+    NOISE,
+    NUM_FIELDS,
+    OUTPUT_SHIFT,
+    POSITION,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+from workers.model.noise import gumbel, row_base, row_keys_at, uniform
 
+triton = pytest.importorskip("triton")
 gpu_kernels = pytest.importorskip("workers.model.gpu.kernels")
+sampling_kernels = pytest.importorskip("workers.model.gpu.sampling_kernels")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,3 +90,81 @@ def test_queries_and_keys_are_rotated_and_stored(seed: int) -> None:
     untouched = sorted(set(range(12)) - set(slots.tolist()))
     assert (keys[untouched] == 5).all()
     assert (values[untouched] == 5).all()
+
+
+def settings() -> list[tuple[int, float, float]]:
+    return [
+        (k, p, m)
+        for k in (0, 1, 7, 40, 2000)
+        for p in (1.0, 0.99, 0.7, 0.05)
+        for m in (0.0, 0.02, 0.5, 1.0)
+    ]
+
+
+def cells_of(parameters: list[tuple[int, float, float]], temperature: float) -> torch.Tensor:
+    """RequestState's cells for rows with these top-k, top-p and min-p."""
+    cells = torch.zeros(len(parameters), NUM_FIELDS + 3, dtype=torch.int64)
+    fractions = cells.view(torch.float64)
+    for row, (top_k, top_p, min_p) in enumerate(parameters):
+        cells[row, TOP_K], cells[row, NOISE] = top_k, row_base(row, 0)
+        fractions[row, TOP_P], fractions[row, MIN_P] = top_p, min_p
+        fractions[row, TEMPERATURE] = temperature
+    return cells.to(DEVICE)
+
+
+@pytest.mark.parametrize("scale", [0.3, 4.0])
+@pytest.mark.parametrize("vocab_size", [50, 3000])
+def test_the_sets_to_draw_from_are_exact(vocab_size: int, scale: float) -> None:
+    """As `thresholds` has them, also of rows whose nucleus is wide."""
+    torch.manual_seed(0)
+    parameters, temperature = settings(), 0.7
+    logits = torch.randn(len(parameters), vocab_size) * scale
+    lowest = torch.empty(len(parameters), device=DEVICE)
+    rows = torch.arange(len(parameters), device=DEVICE)
+    cells = cells_of(parameters, temperature)
+
+    sampling_kernels.find_lowest[(len(parameters),)](
+        logits.to(DEVICE), cells, rows, lowest, cells.stride(0), vocab_size, TILE=1024
+    )
+
+    scores = logits / temperature
+    for row, setting in enumerate(parameters):
+        found = set((scores[row] >= lowest[row].cpu()).nonzero().flatten().tolist())
+        assert found == allowed_by_reference(scores[row], *setting), setting
+
+
+def test_all_that_equal_the_last_allowed_are_kept() -> None:
+    """For top-k and for top-p."""
+    logits = torch.tensor([[5.0, 3.0, 3.0, 3.0, 1.0, 1.0, -math.inf, 0.0]] * 2)
+    lowest = torch.empty(2, device=DEVICE)
+    cells = cells_of([(2, 1.0, 0.0), (0, 0.85, 0.0)], 1.0)
+    rows = torch.arange(2, device=DEVICE)
+
+    sampling_kernels.find_lowest[(2,)](
+        logits.to(DEVICE), cells, rows, lowest, cells.stride(0), 8, TILE=8
+    )
+
+    assert lowest.tolist() == [3.0, 3.0]
+
+
+def test_noise_is_that_of_the_reference() -> None:
+    """The same bits of the hash; the logarithms may differ in the last place."""
+    token_ids = torch.tensor([0, 1, 4095, 4096, 77_777, 119_999], device=DEVICE)
+    num_rows, vocab_size, tile = len(token_ids), 120_000, 4096
+    cells = cells_of([(0, 1.0, 0.0)] * num_rows, 1.0)
+    cells[:, POSITION], cells[:, OUTPUT_SHIFT] = 9, -2
+    rows = torch.arange(num_rows, device=DEVICE)
+    logits = torch.full((num_rows, vocab_size), -math.inf, device=DEVICE)
+    logits[rows, token_ids] = 0.0
+    scores = torch.empty(num_rows, triton.cdiv(vocab_size, tile), device=DEVICE)
+    ids = torch.empty_like(scores, dtype=torch.int32)
+
+    sampling_kernels.draw_tiles[scores.shape](
+        logits, cells, rows, scores, scores, ids, cells.stride(0), vocab_size, tile, False
+    )
+
+    keys = row_keys_at(cells[:, NOISE], torch.full_like(rows, 7))[:, None]
+    expected = gumbel(uniform(keys, token_ids)).diagonal()
+    best, tiles = scores.max(-1)
+    torch.testing.assert_close(best, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ids[rows, tiles].long(), token_ids)

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from contract.events import TokenLogprob
-from contract.jobs import Capabilities, FinishReason
+from contract.jobs import FinishReason
+from contract.model_cards import Capabilities
 from gateway.openai.grammars import Kind, compile_grammar
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
 from tests.workers.vllm_engine.driven import (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import attend_dense, causal_mask
+from workers.model.staging import to_device
 
 # Decoding rows are grouped by the power of two of their context, from this length on. Above it at
 # most half of a gather is padding; below it one group saves calls.
@@ -61,7 +62,7 @@ class _Group:
         self._spans = spans
         self._device = device
         self._views: dict[int | None, tuple[Tensor, Tensor | None]] = {}
-        self.rows = torch.tensor([span.first for span in spans], device=device)
+        self.rows = to_device(np.array([span.first for span in spans]), device)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
         """query (n, num_heads, k_dim) -> (n, num_heads, v_dim)."""
@@ -91,8 +92,8 @@ class _Group:
             row[len(slots) :] = slots[0]
         seen = None
         if int(lengths.min()) < longest:
-            seen = torch.from_numpy(np.arange(longest) < lengths[:, None]).to(self._device)
-        return torch.from_numpy(padded).to(self._device), seen
+            seen = to_device(np.arange(longest) < lengths[:, None], self._device)
+        return to_device(padded, self._device), seen
 
 
 class _Prompt:
@@ -104,7 +105,7 @@ class _Prompt:
 
     def __init__(self, span: Span, device: torch.device) -> None:
         self._span = span
-        self._slots = torch.from_numpy(span.slots).to(device)
+        self._slots = to_device(span.slots, device)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self.rows = slice(span.first, span.first + span.num_tokens)
 

@@ -16,13 +16,15 @@ from workers.model.attention.reference import attend_dense
 @dataclass(frozen=True, slots=True)
 class RowsStep:
     """One token per row. rows int64 (n,): row of the tables; positions int64 (n,); tables int64
-    (num_tables, num_blocks): block ids, any stride; longest: an upper bound of the contexts."""
+    (num_tables, num_blocks): block ids, any stride; longest: an upper bound of the contexts;
+    most_parts: of the parts of all contexts, of 512 tokens each, where it is known better."""
 
     rows: Tensor
     positions: Tensor
     tables: Tensor
     longest: int
     block_size: int
+    most_parts: int | None = None
 
 
 class PreparedRows:

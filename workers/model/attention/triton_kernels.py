@@ -1,27 +1,37 @@
-"""The Triton kernels of paged attention, for single tokens and for chunks.
+"""The Triton kernels of paged attention, for short spans and for chunks.
 
-A program computes one tile: some queries of one sequence, with all heads that share one KV head. It
-reads only slots of its own sequence.
+A program computes one item of work: some queries of one sequence, with all heads that share one KV
+head, over the whole context or over one part of it. It reads only slots of its own sequence.
 """
 
 import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+# An item of work, int64: first row, number of queries (0: none), row of the tables, number of the
+# part, first of the item's partial results, number of parts of its context.
+ITEM_FIELDS = 6
+_ITEM: tl.constexpr = tl.constexpr(ITEM_FIELDS)
+# A join of the parts of one row, int64: row, first of its partial results, number of parts.
+JOIN_FIELDS = 3
+_JOIN: tl.constexpr = tl.constexpr(JOIN_FIELDS)
 
 
-@triton.jit
-def attend_tiles(
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["items", "positions", "tables"],
+)
+def attend_items(
     query,  # (T, num_heads, k_dim), any strides but the last
     keys,  # (num_slots, kv_heads, k_dim), contiguous
     values,  # (num_slots, kv_heads, v_dim), contiguous
     out,  # (T, num_heads, v_dim), contiguous
-    tiles,  # int32 (num_tiles, 3): first row, number of queries (0: no work), row of the tables
+    items,  # (num_items, ITEM_FIELDS)
     positions,  # int64 (T,)
-    tables,  # integers (num_tables, table_stride): block ids
+    tables,  # int64 (num_tables, table_stride): block ids
     sinks,  # float32 (num_heads,), or anything where HAS_SINKS is not set
-    part_out,  # float32 (num_tiles, num_splits, num_heads, v_dim)
-    part_max,  # float32 (num_tiles, num_splits, num_heads), in powers of two
+    part_out,  # float32 (num_parts, num_heads, v_dim)
+    part_max,  # float32 (num_parts, num_heads), in powers of two
     part_sum,  # likewise
     query_row_stride,
     query_head_stride,
@@ -34,41 +44,42 @@ def attend_tiles(
     K_PAD: tl.constexpr,  # the next power of two
     V_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE_QUERIES: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # at least TILE_QUERIES times the heads of a group
+    TILE_ROWS: tl.constexpr,  # at least the queries of an item times the heads of a group
     TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,  # 0.0: none
     HAS_SINKS: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,  # 0: one program sees the whole context
+    SPLIT_TOKENS: tl.constexpr,  # of a part; 0: every item sees its whole context
     FACTOR_TYPE: tl.constexpr,  # of the factors of matrix products
     PRECISION: tl.constexpr,
 ):
-    """Grid (num_tiles, kv_heads, num_splits). With splits, tiles have one query each and the
-    partial results are combined by `join_splits`."""
+    """Grid (num_items, kv_heads). Partial results are combined by `join_parts`."""
     GROUP: tl.constexpr = NUM_HEADS // KV_HEADS
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_queries = tl.load(tiles + tile * 3 + 1)
+    item, kv_head = items + tl.program_id(0) * _ITEM, tl.program_id(1)
+    num_queries = tl.load(item + 1)
     if num_queries == 0:
         return
-    first_row = tl.load(tiles + tile * 3).to(tl.int64)
-    table = tables + tl.load(tiles + tile * 3 + 2).to(tl.int64) * table_stride
+    first_row = tl.load(item)
+    table = tables + tl.load(item + 2) * table_stride
     start = tl.load(positions + first_row)
-    # Positions that some query of the tile sees.
+    # Positions that some query of the item sees.
     begin = start * 0
     end = start + num_queries
     if WINDOW > 0:
         begin = tl.maximum(start - (WINDOW - 1), 0)
+    num_parts = begin * 0 + 1
     if SPLIT_TOKENS > 0:
-        if split * SPLIT_TOKENS >= end:
+        part = tl.load(item + 3)
+        num_parts = tl.load(item + 5)
+        if (part + 1) * SPLIT_TOKENS <= begin:
             return
-        begin = tl.maximum(begin, split * SPLIT_TOKENS)
-        end = tl.minimum(end, (split + 1) * SPLIT_TOKENS)
+        begin = tl.maximum(begin, part * SPLIT_TOKENS)
+        end = tl.minimum(end, (part + 1) * SPLIT_TOKENS)
 
     rows = tl.arange(0, TILE_ROWS)
     row_query = rows // GROUP
     row_head = kv_head * GROUP + rows % GROUP
-    row_seen = (row_query < num_queries) & (row_query < TILE_QUERIES)
+    row_seen = row_query < num_queries
     row_position = start + row_query
     k_dims, v_dims = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
     query_at = (first_row + row_query) * query_row_stride + row_head * query_head_stride
@@ -80,15 +91,12 @@ def attend_tiles(
 
     largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
-    if HAS_SINKS and SPLIT_TOKENS == 0:  # otherwise join_splits adds it
-        largest = tl.load(sinks + row_head, mask=row_seen, other=0.0) * 1.4426950408889634
-        total += 1.0
     mixed = tl.zeros([TILE_ROWS, V_PAD], tl.float32)
     key_steps = tl.arange(0, TILE_KEYS)
     for first_key in range(begin, end, TILE_KEYS):
         key_position = first_key + key_steps
         inside = key_position < end
-        block = tl.load(table + key_position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        block = tl.load(table + key_position // BLOCK_SIZE, mask=inside, other=0)
         slot = (block * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv_head
         k = tl.load(
             keys + slot[None, :] * K_DIM + k_dims[:, None],
@@ -120,12 +128,18 @@ def attend_tiles(
         largest = new_largest
 
     shown = row_seen[:, None] & (v_dims < V_DIM)[None, :]
-    if SPLIT_TOKENS > 0:
-        part = (tile.to(tl.int64) * tl.num_programs(2) + split) * NUM_HEADS + row_head
-        tl.store(part_max + part, largest, mask=row_seen)
-        tl.store(part_sum + part, total, mask=row_seen)
-        tl.store(part_out + part[:, None] * V_DIM + v_dims[None, :], mixed, mask=shown)
+    if num_parts > 1:
+        at = (tl.load(item + 4) + row_query * num_parts + tl.load(item + 3)) * NUM_HEADS + row_head
+        tl.store(part_max + at, largest, mask=row_seen)
+        tl.store(part_sum + at, total, mask=row_seen)
+        tl.store(part_out + at[:, None] * V_DIM + v_dims[None, :], mixed, mask=shown)
     else:
+        if HAS_SINKS:  # in the order of join_parts
+            sink = tl.load(sinks + row_head, mask=row_seen, other=0.0) * 1.4426950408889634
+            new_largest = tl.maximum(sink, largest)
+            weight = tl.exp2(largest - new_largest)
+            mixed = mixed * weight[:, None]
+            total = tl.exp2(sink - new_largest) + total * weight
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
         out_at = ((first_row + row_query) * NUM_HEADS + row_head) * V_DIM
         tl.store(
@@ -133,28 +147,31 @@ def attend_tiles(
         )
 
 
-@triton.jit
-def join_splits(
+@triton.jit(do_not_specialize_on_alignment=["joins", "positions"])
+def join_parts(
     out,  # (T, num_heads, v_dim), contiguous
-    tiles,  # see attend_tiles; one query each
-    positions,
+    joins,  # (num_joins, JOIN_FIELDS)
+    positions,  # int64 (T,)
     sinks,
-    part_out,
+    part_out,  # see attend_items
     part_max,
     part_sum,
-    num_splits,  # of the grid of attend_tiles
     NUM_HEADS: tl.constexpr,
     V_DIM: tl.constexpr,
     V_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
 ):
-    """Grid (num_tiles, num_heads): combines the splits of one query's head."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    if tl.load(tiles + tile * 3 + 1) == 0:
+    """Grid (num_joins, num_heads): combines the parts of one row's head, in order."""
+    join, head = joins + tl.program_id(0) * _JOIN, tl.program_id(1)
+    if tl.load(join + 2) <= 1:
         return
-    row = tl.load(tiles + tile * 3).to(tl.int64)
-    num_used = tl.load(positions + row) // SPLIT_TOKENS + 1
+    row = tl.load(join)
+    position = tl.load(positions + row)
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position - (WINDOW - 1), 0) // SPLIT_TOKENS
     dims = tl.arange(0, V_PAD)
     largest = float("-inf")
     total = 0.0
@@ -162,15 +179,15 @@ def join_splits(
     if HAS_SINKS:
         largest = tl.load(sinks + head) * 1.4426950408889634
         total = 1.0
-    for split in range(0, num_used):
-        part = (tile.to(tl.int64) * num_splits + split) * NUM_HEADS + head
-        part_largest = tl.load(part_max + part)
+    for part in range(first, position // SPLIT_TOKENS + 1):
+        at = (tl.load(join + 1) + part) * NUM_HEADS + head
+        part_largest = tl.load(part_max + at)
         new_largest = tl.maximum(largest, part_largest)
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         shrink, weight = tl.exp2(largest - base), tl.exp2(part_largest - base)
-        found = tl.load(part_out + part * V_DIM + dims, mask=dims < V_DIM, other=0.0)
+        found = tl.load(part_out + at * V_DIM + dims, mask=dims < V_DIM, other=0.0)
         mixed = mixed * shrink + found * weight
-        total = total * shrink + tl.load(part_sum + part) * weight
+        total = total * shrink + tl.load(part_sum + at) * weight
         largest = new_largest
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
     tl.store(
@@ -178,3 +195,45 @@ def join_splits(
         mixed.to(out.dtype.element_ty),
         mask=dims < V_DIM,
     )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items"])
+def list_parts(
+    positions,  # int64 (num_rows,)
+    tables_of,  # int64 (num_rows,): each row's row of the tables
+    items,  # (num_items, ITEM_FIELDS), written
+    joins,  # (num_rows, JOIN_FIELDS), written
+    num_rows,
+    num_items,  # no fewer than the parts of all rows
+    SPLIT_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (num_rows + 1,): the items and the join of one row of one token; the last program clears
+    the items that are left."""
+    row = tl.program_id(0).to(tl.int64)
+    steps = tl.arange(0, TILE)
+    first = row * 0  # parts of the rows before
+    for begin in range(0, row, TILE):
+        others = begin + steps
+        position = tl.load(positions + others, mask=others < row, other=0)
+        first += tl.sum(tl.where(others < row, position // SPLIT_TOKENS + 1, 0), 0)
+    if row == num_rows:
+        for begin in range(first, num_items, TILE):
+            at = begin + steps
+            tl.store(items + at * _ITEM + 1, steps * 0, mask=at < num_items)
+    else:
+        count = tl.load(positions + row) // SPLIT_TOKENS + 1
+        table = tl.load(tables_of + row)
+        for begin in range(0, count, TILE):
+            part = begin + steps
+            inside = (part < count) & (first + part < num_items)
+            item = items + (first + part) * _ITEM
+            tl.store(item, part * 0 + row, mask=inside)
+            tl.store(item + 1, part * 0 + 1, mask=inside)
+            tl.store(item + 2, part * 0 + table, mask=inside)
+            tl.store(item + 3, part, mask=inside)
+            tl.store(item + 4, part * 0 + first, mask=inside)
+            tl.store(item + 5, part * 0 + count, mask=inside)
+        tl.store(joins + row * _JOIN, row)
+        tl.store(joins + row * _JOIN + 1, first)
+        tl.store(joins + row * _JOIN + 2, count)

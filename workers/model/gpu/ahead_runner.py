@@ -3,7 +3,7 @@
 Implements the engine's Model around a ModelRunner, with the same tokens. After each step it starts
 the next one for all rows that will continue; their tokens come from device memory. The engine then
 finds the rows it asks for already computed. Rows it no longer wants (ended, stopped or preempted)
-are dropped; rows not started are computed as usual.
+are dropped. Rows not started, as prompts, are computed together with the next step of the others.
 
 This is safe because a row writes KV only behind its sequence's known tokens, in a block of its own,
 and all device work is in one order: whoever gets the block next writes and reads later.
@@ -19,11 +19,13 @@ from torch import Tensor
 from workers.engine.grammar import StepMasks
 from workers.engine.model import Chunk, Padding, Row, Sample
 from workers.engine.sequence import Sequence
+from workers.model.answers import answer_chunks
 from workers.model.gpu.decode import PrepareRows, RowsDecoder
 from workers.model.gpu.drawing import OPEN, can_draw, draw, wishes_of
 from workers.model.gpu.graphs import Record, padded_size
-from workers.model.gpu.request_state import HostCopy, RequestState, to_device
+from workers.model.gpu.request_state import TOKEN, HostCopy, RequestState
 from workers.model.runner import ModelRunner
+from workers.model.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class AheadRunner:
         return self._runner.shares_blocks
 
     @property
+    def runs_ahead(self) -> bool:
+        return True
+
+    @property
     def max_model_len(self) -> int:
         return self._runner.max_model_len
 
@@ -87,23 +93,35 @@ class AheadRunner:
     ) -> list[Row]:
         flight, flight_ids = self._flight, self._flight_ids
         self._flight, self._flight_ids = {}, None
-        used = {c.sequence: flight[c.sequence] for c in chunks if self._was_started(c, flight)}
+        used = {
+            chunk.sequence: flight[chunk.sequence]
+            for chunk in chunks
+            if self._was_started(chunk, flight) and not _is_masked(chunk, masks)
+        }
         rest = [chunk for chunk in chunks if chunk.sequence not in used]
         self.num_rows_used += len(used)
         drawn = [chunk for chunk in chunks if chunk.samples]
-        rest_ids: HostCopy | None = None
         answers: dict[Sequence, Row] = {}
-        scores_prompts = any(chunk.sequence.scores_prompt for chunk in chunks)
-        if padding or masks is not None or scores_prompts or not self._admit(drawn):
+        rest_ids: HostCopy | None = None
+        if padding or not self._admit(drawn):
             answers = self._run_now(rest, padding, masks)
         else:
-            rest_ids = self._start_rest(rest)
-            self._start_next(drawn)
+            hosted = [chunk for chunk in rest if _is_hosted(chunk, masks)]
+            # The host waits for a prompt's token and for a row that it samples itself, so nothing
+            # is gained by starting those rows again.
+            is_waited_for = bool(hosted) or any(chunk.num_tokens > 1 for chunk in rest)
+            ready = [chunk for chunk in drawn if is_waited_for and chunk.sequence in used]
+            answers, rest_ids = self._start_rest(rest, ready, hosted, masks)
+            if not is_waited_for:
+                self._start_next(drawn)
+            if self.decoder.graphs is not None and drawn:
+                self.decoder.graphs.record_next()
         token_ids = [] if flight_ids is None else flight_ids.read()
         answers |= {s: _sample(token_ids[started.index]) for s, started in used.items()}
         if rest_ids is not None:
-            sampled = [chunk.sequence for chunk in rest if chunk.samples]
-            answers |= dict(zip(sampled, map(_sample, rest_ids.read()), strict=True))
+            sampled = [c.sequence for c in rest if c.samples and c.sequence not in answers]
+            ids = rest_ids.read()[: len(sampled)]
+            answers |= dict(zip(sampled, map(_sample, ids), strict=True))
         return self._settle(chunks, answers)
 
     def _was_started(self, chunk: Chunk, flight: dict[Sequence, _Started]) -> bool:
@@ -114,16 +132,13 @@ class AheadRunner:
             and chunk.num_tokens == 1
             and chunk.samples
             and chunk.copy_from is None
-            and started.block_id == chunk.sequence.block_ids[chunk.start // self.block_size]
+            and started.block_id == self._block_of(chunk)
         )
 
     def _admit(self, chunks: Seq[Chunk]) -> bool:
-        """Assigns each sampling sequence a row; False if some cannot be sampled on the device."""
+        """Assigns each sampling sequence a row; False if there are too few."""
         busy = {chunk.sequence for chunk in chunks}
-        return all(
-            can_draw(chunk.sequence) and self.state.admit(chunk.sequence, busy) is not None
-            for chunk in chunks
-        )
+        return all(self.state.admit(chunk.sequence, busy) is not None for chunk in chunks)
 
     def _run_now(
         self, chunks: Seq[Chunk], padding: Seq[Padding], masks: StepMasks | None = None
@@ -131,43 +146,101 @@ class AheadRunner:
         rows = self._runner.run(chunks, padding, masks)
         return {chunk.sequence: row for chunk, row in zip(chunks, rows, strict=True)}
 
-    def _start_rest(self, chunks: Seq[Chunk]) -> HostCopy | None:
-        """Starts rows not in flight. Returns the sampled ids, in order."""
-        if not chunks:
-            return None
-        logits = self._runner.logits(chunks)
-        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
-        if not sequences:
-            return None
-        rows = []
-        for chunk in chunks:
+    def _start_rest(
+        self,
+        rest: Seq[Chunk],
+        ready: Seq[Chunk],
+        hosted: Seq[Chunk],
+        masks: StepMasks | None,
+    ) -> tuple[dict[Sequence, Row], HostCopy | None]:
+        """Starts rows not in flight, and in the same forward the next step of the `ready` ones that
+        go on. Returns the rows that the host samples, and the ids of the others, in order."""
+        if not rest:
+            return {}, None
+        on = [chunk for chunk in ready if self._goes_on(chunk)]
+        nexts = [Chunk(chunk.sequence, chunk.start + 1, 1, samples=True) for chunk in on]
+        for chunk in rest:
             if chunk.samples:
                 end = chunk.start + chunk.num_tokens
                 self.state.place(chunk.sequence, chunk.sequence.token_ids[end - 1], end - 1)
-                rows.append(self.state.row_of(chunk.sequence))
+        logits, scored = self._compute(rest, nexts)
+        rows_of = _rows_of((*rest, *nexts), scored)
+        by_host = {chunk.sequence for chunk in hosted}
+        by_device = [c for c in rest if c.samples and c.sequence not in by_host]
+        numbers = [rows_of[chunk.sequence][-1] for chunk in (*by_device, *nexts)]
+        ids: HostCopy | None = None
+        if numbers:
+            sequences = [chunk.sequence for chunk in (*by_device, *nexts)]
+            order = self._rows(sequences)
+            ids = self._choose(self._picked(logits, numbers), order, sequences)
+            for index, chunk in enumerate(nexts, len(by_device)):
+                self._flight[chunk.sequence] = _Started(self._block_of(chunk), index)
+            self._flight_ids = ids if nexts else None
+            self.num_rows_started += len(nexts)
+        if not hosted:
+            return {}, ids
+        answers = answer_chunks(
+            self._picked(logits, [n for chunk in hosted for n in rows_of[chunk.sequence]]),
+            hosted,
+            [
+                positions
+                for c, positions in zip(rest, scored, strict=False)
+                if c.sequence in by_host
+            ],
+            self._runner.find_likeliest,
+            masks,
+        )
+        return dict(zip((c.sequence for c in hosted), answers, strict=True)), ids
+
+    def _compute(self, rest: Seq[Chunk], nexts: Seq[Chunk]) -> tuple[Tensor, Seq[range]]:
+        """The logits of chunks, then of tokens known only to the device, and the positions that
+        are scored. Single tokens are rows of the state, which a graph may compute."""
+        chunks = (*rest, *nexts)
+        if all(c.num_tokens == 1 and c.samples and not c.sequence.scores_prompt for c in chunks):
+            self._runner.copy_blocks(rest)
+            self._line_up(chunks)
+            longest = 1 + max(chunk.start for chunk in chunks)
+            return self.decoder.logits(len(chunks), longest), [range(0)] * len(chunks)
         self.state.flush()
-        order = to_device(np.array(rows, dtype=np.int64), self._device)
-        return self._choose(logits, order, sequences)
+        tokens = self.state.field(TOKEN, self._rows([chunk.sequence for chunk in nexts]))
+        return self._runner.logits_beside(rest, nexts, tokens)
+
+    def _line_up(self, chunks: Seq[Chunk]) -> None:
+        for chunk in chunks:
+            self.state.cover(chunk.sequence)
+        self.state.line_up([self.state.row_of(chunk.sequence) for chunk in chunks])
+        self.state.flush()
+
+    def _rows(self, sequences: Seq[Sequence]) -> Tensor:
+        """The state's rows of these, int64 (n,)."""
+        rows = [self.state.row_of(sequence) for sequence in sequences]
+        return to_device(np.array(rows, dtype=np.int64), self._device)
+
+    def _picked(self, logits: Tensor, numbers: list[int]) -> Tensor:
+        """Rows of logits (num_rows, vocab_size)."""
+        if numbers == list(range(len(logits))):
+            return logits
+        return logits[to_device(np.array(numbers, dtype=np.int64), self._device)]
+
+    def _block_of(self, chunk: Chunk) -> int:
+        return chunk.sequence.block_ids[chunk.start // self.block_size]
 
     def _start_next(self, chunks: Seq[Chunk]) -> None:
         """Starts one more step of all continuing rows, from tokens known only to the device."""
         on = [chunk for chunk in chunks if self._goes_on(chunk)]
         if not on:
             return
-        for index, chunk in enumerate(on):
-            sequence, position = chunk.sequence, chunk.start + chunk.num_tokens
-            self.state.cover(sequence)
-            block_id = sequence.block_ids[position // self.block_size]
-            self._flight[sequence] = _Started(block_id, index)
-        sequences = [chunk.sequence for chunk in on]
-        self.state.line_up([self.state.row_of(sequence) for sequence in sequences])
-        self.state.flush()
-        longest = 1 + max(chunk.start + chunk.num_tokens for chunk in on)
-        logits = self.decoder.logits(len(on), longest)
-        self._flight_ids = self._choose(logits, self.state.order[: len(on)], sequences)
-        self.num_rows_started += len(on)
-        if self.decoder.graphs is not None:
-            self.decoder.graphs.record_next()
+        nexts = [
+            Chunk(chunk.sequence, chunk.start + chunk.num_tokens, 1, samples=True) for chunk in on
+        ]
+        self._line_up(nexts)
+        for index, chunk in enumerate(nexts):
+            self._flight[chunk.sequence] = _Started(self._block_of(chunk), index)
+        longest = 1 + max(chunk.start for chunk in nexts)
+        logits = self.decoder.logits(len(nexts), longest)
+        sequences = [chunk.sequence for chunk in nexts]
+        self._flight_ids = self._choose(logits, self.state.order[: len(nexts)], sequences)
+        self.num_rows_started += len(nexts)
 
     def _choose(self, logits: Tensor, rows: Tensor, sequences: Seq[Sequence]) -> HostCopy:
         """Samples the rows' next tokens and advances the rows. logits (n, vocab), rows (n,)."""
@@ -193,6 +266,27 @@ class AheadRunner:
             for chunk in is_open:
                 self._flight.pop(chunk.sequence, None)  # it was given another token
         return [answers.get(chunk.sequence) for chunk in chunks]
+
+
+def _is_masked(chunk: Chunk, masks: StepMasks | None) -> bool:
+    return masks is not None and masks.constrains(chunk.sequence)
+
+
+def _is_hosted(chunk: Chunk, masks: StepMasks | None) -> bool:
+    """Whether the host computes the chunk's answer from logits."""
+    sequence = chunk.sequence
+    is_odd = not can_draw(sequence) or _is_masked(chunk, masks)
+    return sequence.scores_prompt or (chunk.samples and is_odd)
+
+
+def _rows_of(chunks: Seq[Chunk], scored: Seq[range]) -> dict[Sequence, range]:
+    """Each chunk's rows of the logits."""
+    rows, first = {}, 0
+    for chunk, positions in zip(chunks, scored, strict=True):
+        num_rows = len(positions) + chunk.samples
+        rows[chunk.sequence] = range(first, first + num_rows)
+        first += num_rows
+    return rows
 
 
 def _sample(token_id: int) -> Sample:

@@ -33,7 +33,7 @@ class RowsDecoder:
         record: Record | None,
     ) -> None:
         """`record` makes graphs of steps; None computes each step directly."""
-        self._runner = runner
+        self.runner = runner
         self._state = state
         self._prepare_rows = prepare_rows
         self._logits: Tensor | None = None  # (padded rows, vocab_size), if steps are recorded
@@ -48,25 +48,39 @@ class RowsDecoder:
         Valid until the next step."""
         num_units = -(-longest // BOUND_TOKENS)
         if self.graphs is None:
-            order = self._state.order[: padded_size(num_rows)]
-            return self._compute(order, num_units)[:num_rows]
+            return self.compute(num_rows, num_units)
         self.graphs.run(num_rows, num_units)
         assert self._logits is not None
         return self._logits[:num_rows]
 
+    def compute(self, num_rows: int, num_units: int) -> Tensor:
+        """`logits` without a graph, of contexts of at most `num_units` times BOUND_TOKENS."""
+        return self._compute(self._state.order[: padded_size(num_rows)], num_units)[:num_rows]
+
+    def replay(self, key: tuple[int, int]) -> Tensor:
+        """The logits of one recorded graph: (its size, vocab_size)."""
+        assert self.graphs is not None
+        self.graphs.replay(key)
+        assert self._logits is not None
+        return self._logits[: key[0]]
+
     def _compute_in_place(self, size: int, num_units: int) -> None:
         found = self._compute(self._state.order[:size], num_units)
+        self._buffer(found)[:size] = found
+
+    def _buffer(self, logits: Tensor) -> Tensor:
+        """Where steps leave their logits."""
         if self._logits is None:
-            self._logits = found.new_empty(len(self._state.order), found.shape[1])
-        self._logits[:size] = found
+            self._logits = logits.new_empty(len(self._state.order), logits.shape[1])
+        return self._logits
 
     def _warm_up(self, size: int, num_units: int) -> None:
         """Runs on padding only, to compile kernels; changes nothing that is read."""
-        self._compute(self._state.padding_order[:size], num_units)
+        self._buffer(self._compute(self._state.padding_order[:size], num_units))
 
     def _compute(self, rows: Tensor, num_units: int) -> Tensor:
         """rows int64 (n,) -> logits (n, vocab_size); writes the KV of the rows' last tokens."""
-        state, block_size = self._state, self._runner.block_size
+        state, block_size = self._state, self.runner.block_size
         positions = state.field(POSITION, rows)
         most = state.tables.shape[1] * block_size
         step = RowsStep(
@@ -74,11 +88,11 @@ class RowsDecoder:
         )
         blocks = state.tables[rows, positions // block_size]
         paged = PagedStep(
-            self._runner.cache,
+            self.runner.cache,
             self._prepare_rows(step),
             blocks * block_size + positions % block_size,
-            self._runner.kernels,
+            self.runner.kernels,
         )
         index = torch.arange(len(rows), device=rows.device)
         token_ids = state.field(TOKEN, rows)
-        return self._runner.forward(token_ids[None], positions[None], index, paged)
+        return self.runner.forward(token_ids[None], positions[None], index, paged)

@@ -1,11 +1,11 @@
 """Samples next tokens on the device, from parameters stored there, without waiting for it.
 
 Gives the same tokens as `sampler`, for rows with only temperature, top-k, top-p and min-p.
-Undecided rows are left to the host's `sampler`.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from workers.model.gpu.request_state import (
 from workers.model.noise import gumbel, row_keys_at, uniform
 from workers.model.penalties import asks_for_change
 from workers.model.sampler import LOWEST_TEMPERATURE
-from workers.model.thresholds import find_likeliest
+from workers.model.thresholds import find_allowed
 
-OPEN = -1  # instead of a token id: not decided here, or not a number
+OPEN = -1  # instead of a token id: the row's logits are not finite numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Wishes:
     """The sampling options used by any row of a step, known to the host, to skip the others."""
 
     draws_limited: bool = False  # with top-k, top-p or min-p
-    draws_widely: bool = False
+    draws_widely: bool = False  # without
 
 
 def can_draw(sequence: Sequence) -> bool:
@@ -50,6 +50,15 @@ def wishes_of(sequences: Iterable[Sequence]) -> Wishes:
 
 def draw(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> Tensor:
     """logits (n, vocab_size) behind the position of each row, rows int64 (n,) -> ids or OPEN."""
+    if logits.device.type == "cuda" and find_spec("triton") is not None:
+        from workers.model.gpu.kernels import draw_rows
+
+        return draw_rows(logits, state.cells, rows, is_limited=wishes.draws_limited)
+    return draw_by_torch(logits, state, rows, wishes)
+
+
+def draw_by_torch(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> Tensor:
+    """`draw` without our kernels. With limits it waits for the device."""
     raw = logits.float()
     token_ids = raw.argmax(-1)
     is_open = ~raw.gather(1, token_ids[:, None])[:, 0].isfinite()
@@ -57,31 +66,13 @@ def draw(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> T
         temperatures = state.field(TEMPERATURE, rows).float()
         is_drawn = temperatures >= LOWEST_TEMPERATURE
         scores = raw / torch.where(is_drawn, temperatures, 1.0)[:, None]
+        if wishes.draws_limited:
+            fractions = [state.field(name, rows).float() for name in (TOP_P, MIN_P)]
+            lowest = find_allowed(scores, state.field(TOP_K, rows), *fractions).lowest
+            scores = scores.masked_fill(scores < lowest, float("-inf"))
         outputs = state.field(POSITION, rows) + state.field(OUTPUT_SHIFT, rows)
         keys = row_keys_at(state.field(NOISE, rows), outputs)[:, None]
-        drawn, is_limited, is_undecided = _draw(scores, state, rows, keys, wishes)
-        token_ids = torch.where(is_drawn, drawn, token_ids)
-        is_open = is_open | (is_drawn & is_limited & is_undecided)
-    return torch.where(is_open, OPEN, token_ids)
-
-
-def _draw(
-    scores: Tensor, state: RequestState, rows: Tensor, keys: Tensor, wishes: Wishes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """scores (n, vocab_size), keys (n, 1) -> ids, which rows are limited, which are undecided."""
-    top_k = state.field(TOP_K, rows)
-    top_p, min_p = state.field(TOP_P, rows).float(), state.field(MIN_P, rows).float()
-    is_limited = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
-    is_undecided = torch.zeros_like(is_limited)
-    drawn = torch.zeros_like(rows)
-    if wishes.draws_limited:
-        allowed = find_likeliest(scores, top_k, top_p, min_p)
-        noisy = allowed.scores + gumbel(uniform(keys, allowed.token_ids))
-        noisy = noisy.masked_fill(allowed.scores < allowed.lowest, float("-inf"))
-        drawn = allowed.token_ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
-        is_undecided = ~allowed.is_complete
-    if wishes.draws_widely:
         ids = torch.arange(scores.shape[1], device=scores.device)
-        widely = (scores + gumbel(uniform(keys, ids))).argmax(-1)
-        drawn = torch.where(is_limited, drawn, widely)
-    return drawn, is_limited, is_undecided
+        drawn = (scores + gumbel(uniform(keys, ids))).argmax(-1)
+        token_ids = torch.where(is_drawn, drawn, token_ids)
+    return torch.where(is_open, OPEN, token_ids)

@@ -14,7 +14,7 @@ from workers.engine.model import ModelRefused
 
 log = logging.getLogger("batchway.engine")
 
-STEPS = ("direct", "ahead", "graphs")
+STEPS = ("auto", "direct", "ahead", "graphs")
 _SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
 _BEYOND = 32
 
@@ -111,10 +111,20 @@ class StepGraphs:
         self._graphs[key].replay()
         return key[0]
 
-    def record_next(self) -> None:
-        """Records the largest missing size, for the bounds used so far."""
+    def replay(self, key: tuple[int, int]) -> None:
+        """Computes a step by this graph, one of `recorded`."""
+        self._graphs[key].replay()
+
+    def record_all(self, bound: int) -> None:
+        """Records all sizes for contexts of up to `bound` units."""
+        self._bounds.add(bound)
+        while self.record_next():
+            pass
+
+    def record_next(self) -> bool:
+        """Records the largest missing size, for the bounds used so far. Returns whether it did."""
         if self._is_off:
-            return
+            return False
         missing = [
             (size, bound)
             for bound in self._bounds
@@ -122,7 +132,7 @@ class StepGraphs:
             if (size, bound) not in self._graphs
         ]
         if not missing:
-            return
+            return False
         size, bound = max(missing)
         try:
             self._warm_up(size, bound)
@@ -131,6 +141,7 @@ class StepGraphs:
             # Most likely the model waits for the device somewhere.
             self._is_off = True
             log.warning("steps are not recorded: %s", type(exc).__name__)
+        return not self._is_off
 
     def _find(self, size: int, bound: int) -> tuple[int, int] | None:
         """The smallest graph that holds the step without computing more than twice its rows."""

@@ -8,11 +8,15 @@ import triton
 from torch import Tensor
 
 from workers.model.attention.triton_attention import can_attend
+from workers.model.gpu.drawing import OPEN
+from workers.model.gpu.sampling_kernels import draw_tiles, find_lowest, join_draws
 from workers.model.gpu.triton_kernels import gate_silu, normalise, turn_and_keep
 from workers.model.kernels import likeliest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GATE_TILE = 1024
+_DRAW_TILE = 4096
+_SEARCH_TILE = 8192
 
 
 class TritonKernels:
@@ -90,3 +94,36 @@ class TritonKernels:
 
     def _check(self, *tensors: Tensor) -> None:
         assert all(tensor.dtype == self.dtype for tensor in tensors)
+
+
+def draw_rows(logits: Tensor, cells: Tensor, rows: Tensor, *, is_limited: bool) -> Tensor:
+    """Chooses each row's next token, without waiting for the device.
+
+    logits (n, vocab_size) of any float type; cells int64 (num_rows, width) and rows int64 (n,) as
+    in RequestState; `is_limited`: some row has top-k, top-p or min-p -> ids int64 (n,), or OPEN
+    where the logits are not finite.
+    """
+    logits = logits.contiguous()
+    num_rows, vocab_size = logits.shape
+    tile = min(_DRAW_TILE, triton.next_power_of_2(vocab_size))
+    num_tiles = triton.cdiv(vocab_size, tile)
+    lowest = logits.new_empty(num_rows, dtype=torch.float32)
+    sizes = {"CELLS": cells.stride(0), "VOCAB": vocab_size}
+    if is_limited:
+        wide = min(_SEARCH_TILE, triton.next_power_of_2(vocab_size))
+        find_lowest[(num_rows,)](logits, cells, rows, lowest, **sizes, TILE=wide, num_warps=16)
+    scores = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)
+    ids = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
+    draw_tiles[(num_rows, num_tiles)](
+        logits, cells, rows, lowest, scores, ids, **sizes, TILE=tile, IS_LIMITED=is_limited
+    )
+    token_ids = torch.empty_like(rows)
+    join_draws[(num_rows,)](
+        scores,
+        ids,
+        token_ids,
+        TILES=num_tiles,
+        TILES_PAD=triton.next_power_of_2(num_tiles),
+        OPEN=OPEN,
+    )
+    return token_ids

@@ -10,22 +10,12 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from workers.engine.sequence import Sequence
 from workers.model.noise import row_base
-
-
-def to_device(numbers: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """Copies to the device. On CUDA through pinned memory, which torch keeps until the copy is
-    done, so that the host does not wait."""
-    if device.type != "cuda":
-        return torch.from_numpy(numbers.copy()).to(device)
-    pinned = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
-    pinned.numpy()[...] = numbers
-    return pinned.to(device, non_blocking=True)
+from workers.model.staging import to_device
 
 
 class HostCopy:
@@ -90,8 +80,18 @@ class RequestState:
         self.padding_order = torch.full_like(self.order, self.padding_row)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of sequences."""
+        return self._num_rows
+
+    @property
     def padding_row(self) -> int:
         return self._num_rows
+
+    @property
+    def cells(self) -> Tensor:
+        """int64 (num_rows + 1, width): each row's fields, then its table."""
+        return self._ints
 
     def field(self, name: int, rows: Tensor) -> Tensor:
         """One field of each row, int64 or float64. rows int64 (n,) -> (n,)."""

@@ -1,0 +1,93 @@
+"""The packages that a machine with torch, Triton and transformers lacks: carried as wheels.
+
+`python -m bench.gpu_check.wheels` exits with 0 if this Python can run the check. Uses only the
+standard library.
+"""
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".wheels"
+CARRIED = ("cachetools", "llguidance", "msgspec")
+PRESENT = ("torch", "transformers", "triton")
+# pip compares the platform's name exactly, so all of glibc's versions are named.
+_GLIBC = range(17, 40)
+
+
+def lacking() -> list[str]:
+    """What prevents this Python from running the check, one reason each."""
+    found = []
+    for name in PRESENT:
+        wanted = minimum(name)
+        if importlib.util.find_spec(name) is None:
+            found.append(f"no {name}")
+        elif _numbers(have := importlib.metadata.version(name)) < _numbers(wanted):
+            found.append(f"{name} {have}, needed is {wanted}")
+    if missing() and not any(FOLDER.glob("*.whl")):
+        found.append(f"no {', '.join(missing())}, and no wheels in {FOLDER.name}")
+    return found
+
+
+def missing() -> list[str]:
+    """Those of the carried packages that this Python does not have itself."""
+    return [name for name in CARRIED if importlib.util.find_spec(name) is None]
+
+
+def unpack(target: Path) -> None:
+    """Unpacks the wheels; they were downloaded for one version of Python."""
+    for wheel in sorted(FOLDER.glob("*.whl")):
+        shutil.unpack_archive(wheel, target, "zip")
+
+
+def download(python_version: str, folder: Path = FOLDER) -> int:
+    """Replaces the wheels by those for this version of Python ("3.12") on Linux and this kind of
+    processor; returns pip's exit status."""
+    shutil.rmtree(folder, ignore_errors=True)
+    platforms = [f"--platform=manylinux_2_{n}_{platform.machine()}" for n in reversed(_GLIBC)]
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
+        *("--implementation=cp", f"--python-version={python_version}", f"--dest={folder}"),
+        *(*platforms, f"--platform=manylinux2014_{platform.machine()}"),
+        *(_requirement(name) for name in CARRIED),
+    ]
+    return subprocess.run(command).returncode  # noqa: S603  # our own arguments
+
+
+def minimum(name: str) -> str:
+    """The lowest version of a package that the project supports."""
+    found = re.search(r">=([\d.]+)", _requirement(name))
+    assert found is not None
+    return found[1]
+
+
+def _requirement(name: str) -> str:
+    """The project's requirement, for example "torch>=2.11,<3"."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    every: list[str] = [*project["dependencies"], *extras["worker"], *extras["dev"]]
+    texts = [text.partition(";")[0].strip() for text in every]
+    return next(text for text in texts if re.split(r"[<>=\[]", text)[0] == name)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """2.11.0+cu130 -> (2, 11, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def main() -> int:
+    found = lacking()
+    if found:
+        print(f"gpu-check: this python3 has {'; '.join(found)}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""The records of batches, and the calls of their Redis Functions.
+
+A batch's requests are the lines of a file. A feeder leases the batch, runs each line as a job, and
+writes the results of every `PART_LINES` lines as a part into the object store. Only the holder of
+the lease can change a batch; `batch_parts` names the object of each part, which holds the writer's
+token, so that no other feeder's object is ever read.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import redis.asyncio
+
+from contract.api_keys import KeyTerms
+from contract.callbacks import Callback
+from contract.codec import encode
+from contract.connection import broker_errors, repeated
+from contract.errors import BatchwayError, wire_errors
+from contract.jobs import Endpoint
+from contract.keys import Keys
+from contract.library import call_function
+
+PART_LINES = 64
+MAX_ERRORS = 1_000  # lines that a batch's errors list
+KEEP_S = 30 * 86_400.0  # a batch's record, after its end
+
+
+class BatchStatus(StrEnum):
+    """OpenAI's states of a batch."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+class LeaseLost(BatchwayError):
+    """Another feeder may hold the batch."""
+
+
+class StatusChanged(BatchwayError):
+    """The batch has another status than the feeder knew: its caller has cancelled it."""
+
+
+class LineError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a file is no batch; `line` counts from 1, and is None where no line is to blame."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """The results of one part. Its objects are `part_key(…)`; one without bytes does not exist."""
+
+    token: str
+    num_completed: int
+    num_failed: int  # with a response that is an error, or without one
+    output_bytes: int
+    error_bytes: int
+    is_cut_short: bool  # lines were not run because the window was over
+
+
+class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The immutable part of a batch, as its caller has asked for it."""
+
+    endpoint: Endpoint
+    input_file_id: str
+    completion_window: str
+    terms: KeyTerms  # of the caller's key
+    metadata: Mapping[str, str] | None = None
+    output_lifetime_s: float
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch's record; times in Unix ms of the Redis clock, None for what has not happened.
+
+    Fields are those of the record in Redis, under their `name` where one is given.
+    """
+
+    id: str
+    tenant: str
+    status: BatchStatus
+    asked: NewBatch
+    model: str = ""
+    total: int = 0  # lines; 0 until the file is validated
+    completed: int = 0
+    failed: int = 0
+    errors: Sequence[LineError] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_ms: int = msgspec.field(name="created")
+    expires_ms: int = msgspec.field(name="expires")  # the end of the window
+    in_progress_ms: int | None = msgspec.field(default=None, name="in_progress_at")
+    finalizing_ms: int | None = msgspec.field(default=None, name="finalizing_at")
+    completed_ms: int | None = msgspec.field(default=None, name="completed_at")
+    failed_ms: int | None = msgspec.field(default=None, name="failed_at")
+    expired_ms: int | None = msgspec.field(default=None, name="expired_at")
+    cancelling_ms: int | None = msgspec.field(default=None, name="cancelling_at")
+    cancelled_ms: int | None = msgspec.field(default=None, name="cancelled_at")
+
+
+def new_batch_id() -> str:
+    return f"batch_{secrets.token_hex(16)}"
+
+
+def line_job_id(batch_id: str, line: int) -> str:
+    """The id of a line's job: the same whoever submits it."""
+    return f"job-0-{hashlib.sha256(f'{batch_id}/{line}'.encode()).hexdigest()[:32]}"
+
+
+def result_file_id(batch_id: str, kind: str) -> str:
+    """The id of a batch's file of one kind, `output` or `error`."""
+    return f"file-{hashlib.sha256(f'{batch_id}/{kind}'.encode()).hexdigest()[:32]}"
+
+
+def part_key(batch_id: str, kind: str, number: int, token: str) -> str:
+    """The key of a part in the object store."""
+    return f"{batch_id}/{kind}-{number}-{token}"
+
+
+class Batches:
+    """The batches of one partition. Every call may be repeated, and raises BrokerUnavailable,
+    CommandDenied, and WireError for a record that is not as this version writes it."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
+        self._client = client
+        self._keys = keys
+
+    async def _call(self, name: str, *args: str | int | bytes) -> Any:
+        return await call_function(self._client, self._keys.tag, name, *args)
+
+    async def add(
+        self, batch_id: str, asked: NewBatch, *, window_s: float, callback: Callback | None = None
+    ) -> None:
+        """Records a batch. `callback` is told of its end."""
+        fields: list[str | bytes] = ["asked", encode(asked)]
+        if callback is not None:
+            fields += ["callback", encode(callback)]
+            fields += ["callback_to", callback.destination(asked.terms.tenant)]
+        await self._call(
+            "batch_add",
+            *(batch_id, asked.terms.tenant, int(window_s * 1000), int(KEEP_S * 1000)),
+            *fields,
+        )
+
+    async def find(self, batch_id: str, tenant: str | None = None) -> Batch | None:
+        """None where the tenant has no such batch; `tenant` None: whose ever it is."""
+        with broker_errors(self._client, "HGETALL"), wire_errors("batch"):
+            key = self._keys.of("batch", batch_id)
+            found = _record(batch_id, await repeated(lambda: self._client.hgetall(key)))
+        return found if found and tenant in (None, found.tenant) else None
+
+    async def page(self, tenant: str, *, after: str, max_batches: int) -> list[Batch] | None:
+        """The tenant's batches after the batch `after`, youngest first; None where that batch is
+        not in the list."""
+        key = self._keys.of("batches", tenant)
+        with broker_errors(self._client, "ZREVRANGE"), wire_errors("list of batches"):
+            start = 0
+            if after:
+                rank: Any = await repeated(lambda: self._client.zrevrank(key, after))
+                if rank is None:
+                    return None
+                start = rank + 1
+            ids: Any = await repeated(
+                lambda: self._client.zrevrange(key, start, start + max_batches - 1)
+            )
+            async with self._client.pipeline(transaction=False) as pipeline:
+                for batch_id in ids:
+                    pipeline.hgetall(self._keys.of("batch", batch_id.decode()))
+                records: Any = await pipeline.execute()
+            found = map(_record, (batch_id.decode() for batch_id in ids), records)
+            return [batch for batch in found if batch is not None]
+
+    async def cancel(self, batch_id: str, tenant: str) -> BatchStatus | None:
+        """Has the batch cancelled; its status then, None where the tenant has no such batch."""
+        reply = await self._call("batch_cancel", batch_id, tenant)
+        return None if reply == [b"NOT_FOUND"] else BatchStatus(reply[1].decode())
+
+    async def take(self, token: str, *, lease_s: float, max_batches: int) -> list[str]:
+        """Leases unfinished batches that no feeder holds."""
+        reply = await self._call("batch_take", token, int(lease_s * 1000), max_batches)
+        return [batch_id.decode() for batch_id in reply]
+
+    async def are_fed(self) -> bool:
+        """Whether a gateway that runs batches was alive within the last hour."""
+        with broker_errors(self._client, "EXISTS"):
+            key = self._keys.of("batches_fed")
+            return bool(await repeated(lambda: self._client.exists(key)))
+
+    async def save(
+        self,
+        batch_id: str,
+        token: str,
+        *,
+        lease_s: float,
+        expected: BatchStatus | None = None,
+        status: BatchStatus | None = None,
+        part: tuple[int, Part] | None = None,
+        fields: Mapping[str, str | int | bytes] | None = None,
+    ) -> tuple[BatchStatus, int]:
+        """Renews the lease (0: gives it back) and records progress; the batch's status, and the
+        time in ms. Raises LeaseLost, and StatusChanged where it is not the expected one."""
+        number, packed = ("", b"") if part is None else (part[0], msgspec.msgpack.encode(part[1]))
+        flat = [each for pair in (fields or {}).items() for each in pair]
+        reply = await self._call(
+            "batch_save",
+            *(batch_id, token, int(lease_s * 1000), expected or "", status or ""),
+            *(number, packed, *flat),
+        )
+        if reply[0] == b"FENCED":
+            raise LeaseLost(batch_id)
+        if reply[0] == b"CHANGED":
+            raise StatusChanged(reply[1].decode())
+        return BatchStatus(reply[1].decode()), reply[2]
+
+    async def parts(self, batch_id: str) -> dict[int, Part]:
+        """The parts that are written, by number."""
+        with broker_errors(self._client, "HGETALL"), wire_errors("part of a batch"):
+            key = self._keys.of("batch_parts", batch_id)
+            raw: Any = await repeated(lambda: self._client.hgetall(key))
+            return {
+                int(number): msgspec.msgpack.decode(part, type=Part) for number, part in raw.items()
+            }
+
+    async def job_states(self, job_ids: Sequence[str]) -> list[str | None]:
+        """The states of jobs in one round trip; None for one that does not exist."""
+        with broker_errors(self._client, "HGET"), wire_errors("state of a job"):
+            async with self._client.pipeline(transaction=False) as pipeline:
+                for job_id in job_ids:
+                    pipeline.hget(self._keys.job(job_id), "state")
+                states: Any = await pipeline.execute()
+            return [None if state is None else state.decode() for state in states]
+
+
+_PACKED = (b"asked", b"errors")
+
+
+def _record(batch_id: str, raw: Any) -> Batch | None:
+    if not raw:
+        return None
+    fields = {
+        name.decode(): msgspec.msgpack.decode(value) if name in _PACKED else value.decode()
+        for name, value in raw.items()
+        if name != b"callback"
+    }
+    return msgspec.convert({**fields, "id": batch_id}, Batch, strict=False)

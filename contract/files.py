@@ -1,0 +1,144 @@
+"""The records of files, whose content is in the object store. The calls of their Redis Functions.
+
+A content is written before its record, and deleted after it. Whatever is due for deletion is in
+`objects_due` until it has been deleted.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import redis.asyncio
+
+from contract.connection import broker_errors, repeated
+from contract.errors import BatchwayError, wire_errors
+from contract.keys import Keys
+from contract.library import call_function
+
+_LIST_PAGE = 500  # records per read
+
+
+class FilesFull(BatchwayError):
+    """The tenant's files may not have more bytes in all. `num_bytes`: what they have."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__("the tenant's files have reached their limit")
+        self.num_bytes = num_bytes
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file's record; times in Unix ms of the Redis clock.
+
+    Fields are those of the record in Redis, under their `name` where one is given.
+    """
+
+    id: str
+    tenant: str
+    num_bytes: int = msgspec.field(name="bytes")
+    purpose: str
+    filename: str
+    created_ms: int = msgspec.field(default=0, name="created")
+    expires_ms: int = msgspec.field(default=0, name="expires")
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(16)}"
+
+
+def content_key(file_id: str) -> str:
+    """The key of a file's content in the object store."""
+    return f"{file_id}/content"
+
+
+class Files:
+    """The files of one partition. Every call may be repeated, and raises BrokerUnavailable,
+    CommandDenied, and WireError for a record that is not as this version writes it."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
+        self._client = client
+        self._keys = keys
+
+    async def _call(self, name: str, *args: str | int) -> Any:
+        return await call_function(self._client, self._keys.tag, name, *args)
+
+    async def add(
+        self, file: StoredFile, *, lifetime_s: float, max_tenant_bytes: int
+    ) -> StoredFile:
+        """Records a file; returns it with its times. `max_tenant_bytes`: of all the tenant's files;
+        0: no limit. Raises FilesFull."""
+        reply = await self._call(
+            "file_add",
+            *(file.id, file.tenant, file.num_bytes, file.purpose, file.filename),
+            *(int(lifetime_s * 1000), max_tenant_bytes),
+        )
+        if reply[0] == b"FULL":
+            raise FilesFull(reply[1])
+        return msgspec.structs.replace(file, created_ms=reply[1], expires_ms=reply[2])
+
+    async def find(self, file_id: str, tenant: str) -> StoredFile | None:
+        """None where the tenant has no such file."""
+        with broker_errors(self._client, "HGETALL"), wire_errors("file"):
+            raw: Any = await repeated(lambda: self._client.hgetall(self._keys.of("file", file_id)))
+            found = _record(file_id, raw)
+        return found if found is not None and found.tenant == tenant else None
+
+    async def tenant_bytes(self, tenant: str) -> int:
+        """Of all the tenant's files."""
+        with broker_errors(self._client, "HGET"), wire_errors("number of bytes"):
+            raw: Any = await repeated(
+                lambda: self._client.hget(self._keys.of("file_bytes"), tenant)
+            )
+            return int(raw or 0)
+
+    async def page(
+        self, tenant: str, *, purpose: str, after: str, is_oldest_first: bool, max_files: int
+    ) -> Sequence[StoredFile] | None:
+        """The tenant's files after the file `after`, of one purpose or ('') all; None where that
+        file is not in the list."""
+        key = self._keys.of("files", tenant)
+        files: list[StoredFile] = []
+        with broker_errors(self._client, "ZRANGE"), wire_errors("list of files"):
+            start = 0
+            if after:
+                rank_of = self._client.zrank if is_oldest_first else self._client.zrevrank
+                rank: Any = await repeated(lambda: rank_of(key, after))
+                if rank is None:
+                    return None
+                start = rank + 1
+            while len(files) < max_files:
+                read = self._client.zrange if is_oldest_first else self._client.zrevrange
+                first = start
+                ids: Any = await repeated(lambda: read(key, first, first + _LIST_PAGE - 1))  # noqa: B023
+                async with self._client.pipeline(transaction=False) as pipeline:
+                    for file_id in ids:
+                        pipeline.hgetall(self._keys.of("file", file_id.decode()))
+                    records: Any = await pipeline.execute()
+                found = map(_record, (file_id.decode() for file_id in ids), records)
+                files += [file for file in found if file and purpose in ("", file.purpose)]
+                if len(ids) < _LIST_PAGE:
+                    break
+                start += _LIST_PAGE
+        return files[:max_files]
+
+    async def drop(self, file_id: str, tenant: str = "") -> bool:
+        """Forgets a file of the tenant, or of any; False where there is none. Its content remains
+        due for deletion until `deleted`."""
+        return bool(await self._call("file_drop", file_id, tenant) == [b"DROPPED"])
+
+    async def due(self, max_ids: int = 100) -> list[str]:
+        """Files that have expired or were dropped, and batches whose parts nobody needs."""
+        reply = await self._call("objects_due", max_ids)
+        return [each.decode(errors="replace") for each in reply]
+
+    async def deleted(self, object_id: str) -> None:
+        """Reports that the objects of a file or batch have been deleted."""
+        with broker_errors(self._client, "ZREM"):
+            await repeated(lambda: self._client.zrem(self._keys.of("objects_due"), object_id))
+
+
+def _record(file_id: str, raw: dict[bytes, bytes]) -> StoredFile | None:
+    if not raw:
+        return None
+    fields = {name.decode(): value.decode() for name, value in raw.items()}
+    return msgspec.convert({**fields, "id": file_id}, StoredFile, strict=False)

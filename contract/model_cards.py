@@ -1,0 +1,105 @@
+"""What workers publish of a model, and gateways need to serve it."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from contract.flows import Flow
+from contract.jobs import DEFAULT_LANES, Endpoint, ResumeKind
+
+MAX_EOS_TOKENS = 1024
+
+_Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine of a model's workers can do. Gateways refuse the rest by name."""
+
+    prompt_logprobs: bool = True
+    structured_output: bool = False
+    tools: bool = False
+    lora: bool = False
+    resume: ResumeKind = "exact"
+
+
+class PoolingCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a prefill-only model computes from a text, or from a pair of texts."""
+
+    # A reranker scores pairs of a query and a document, a classifier texts or pairs.
+    kind: Literal["embedding", "classifier", "reranker"]
+    num_outputs: _Count
+    labels: Annotated[tuple[str, ...], msgspec.Meta(max_length=4096)] = ()  # of a classifier
+    activation: Literal["none", "sigmoid", "softmax"] = "none"  # the worker applies it
+    dimensions: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)] = ()  # to truncate to
+    # Instructions by name, which precede a text: "query" and "document" for the endpoints that have
+    # them, `default_prompt` for others.
+    prompts: dict[str, str] = {}
+    default_prompt: str = ""  # a name; "": none
+    # The chat template renders a pair, as messages of the roles "query" and "document".
+    renders_pairs: bool = False
+
+
+ENDPOINTS_OF_KIND = {
+    "embedding": (Endpoint.EMBEDDINGS, Endpoint.SCORE, Endpoint.RERANK),
+    "classifier": (Endpoint.CLASSIFY,),
+    "reranker": (Endpoint.RERANK, Endpoint.SCORE),
+}
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway needs to validate, render and tokenise requests for a model. Decoding checks
+    the bounds, because gateways do not trust workers.
+    """
+
+    name: _Name
+    context_length: _Count  # prompt + output, in tokens
+    vocab_size: _Count
+    eos_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=MAX_EOS_TOKENS)]
+    tokenizer_sha256: Annotated[
+        str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")
+    ]  # see encode_tokenizer
+    created_s: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    # The lanes that its workers serve, most urgent first.
+    lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES
+    capabilities: Capabilities = Capabilities()
+    pooling: PoolingCard | None = None  # of a prefill-only model
+    flow: Flow | None = None  # of a model that consists of others
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The endpoints that the model can answer; of a flow, those of its definition."""
+        if self.flow is not None:
+            return self.flow.endpoints
+        if self.pooling is None:
+            return Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES
+        return ENDPOINTS_OF_KIND[self.pooling.kind]
+
+
+MAX_LITERAL_CHARS = 256
+_Literal = Annotated[str, msgspec.Meta(max_length=MAX_LITERAL_CHARS)]
+
+
+class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The literal text around the names and arguments (JSON objects) of tool calls:
+    `begin name middle arguments (between name middle arguments)* end`."""
+
+    begin: _Literal
+    middle: _Literal
+    between: _Literal | None  # None: the model writes one call only
+    end: _Literal
+
+
+MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles in msgpack, plain and compressed
+
+
+class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's tokenizer in the format of `tokenizers`, and its chat template."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str] = {}  # bos_token, eos_token …: variables of the template
+    # How tool calls and reasoning are found in an output: transformers' format, as JSON.
+    response_template: str | None = None
+    tool_format: ToolFormat | None = None  # None: no grammar can force a call

@@ -1,0 +1,1 @@
+"""OpenAI's Batch API: its routes, and the feeder that runs batches."""

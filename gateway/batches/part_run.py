@@ -1,0 +1,227 @@
+"""Runs the lines of one part as jobs, and writes their results.
+
+A line's job has the same id whoever submits it, so a later feeder finds the jobs of an earlier one.
+Nothing of a part is recorded before all of its lines have ended and its objects are written.
+"""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any, BinaryIO, cast
+
+from pydantic import ValidationError
+
+from contract.batches import Part, line_job_id, part_key
+from contract.errors import BatchwayError, BrokerUnavailable, JobRefused
+from contract.events import End
+from contract.function_types import Submission
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+from contract.payloads.store import PayloadUnavailable
+from gateway.batches.lease import CANCELLED, EXPIRED, LeasedBatch
+from gateway.batches.lines import Line, call_body, is_kept
+from gateway.flows.entry import prepare_any
+from gateway.http.auth import Caller
+from gateway.http.errors import (
+    ApiError,
+    GrammarBusy,
+    TemplateBusy,
+    UnknownJob,
+    failure_of,
+    to_api_error,
+)
+from gateway.http.handlers import translated
+from gateway.http.sse import encode_json
+from gateway.jobs.whole_answers import ended_answer
+from gateway.openai.admission import Terms
+from gateway.openai.responses.bodies import ResponseBody
+from gateway.openai.responses.jobs import prepare_response
+
+_LANE = "batch"
+_RETENTION_S = 3_600.0  # of a line's job, beyond the window
+_MAX_PAUSE_S = 5.0  # until a refused line is submitted again
+_SPOOL_BYTES = 1024 * 1024  # of a part's results in memory; more is on disk
+_MESSAGES = {
+    CANCELLED: "This request was not run: the batch was cancelled.",
+    EXPIRED: "This request could not be executed before the completion window expired.",
+}
+TEMPORARY = (BrokerUnavailable, PayloadUnavailable, TemplateBusy, GrammarBusy)
+
+
+class PartRun:
+    """One part. `number` counts from 0."""
+
+    def __init__(self, leased: LeasedBatch, number: int, lines: Sequence[Line]) -> None:
+        self._leased = leased
+        self._broker = leased.gateway.broker
+        self._poll_s = leased.gateway.settings.poll_s
+        self._number = number
+        self._jobs = {line_job_id(leased.batch.id, line.number): line for line in lines}
+        self._refused: dict[str, ApiError] = {}  # of lines that cannot run
+        self._num_completed = self._num_failed = 0
+        self._is_cut_short = False
+
+    async def run(self) -> Part:
+        """Raises LeaseLost; waits while Redis or the object store do not answer."""
+        while True:
+            try:
+                await self._settle()
+                return await self._written()
+            except (*TEMPORARY, UnknownJob):
+                await asyncio.sleep(self._poll_s)  # a job that Redis has lost is submitted again
+
+    async def forget_jobs(self) -> None:
+        """Deletes the jobs, whose results are in the part, but for responses that are stored."""
+        for job_id in self._jobs.keys() - self._refused.keys():
+            if is_kept(self._jobs[job_id]):
+                continue
+            with contextlib.suppress(BatchwayError):
+                await self._broker.delete(job_id, self._leased.batch.tenant)
+
+    async def _settle(self) -> None:
+        """Returns once each line has been refused or its job has ended."""
+        waiting = [job_id for job_id in self._jobs if job_id not in self._refused]
+        while waiting:
+            states = await self._states(waiting)
+            stop_code, left = self._leased.stop_code, []
+            for job_id, state in zip(waiting, states, strict=True):
+                if state in TERMINAL_STATUSES or (state is None and stop_code):
+                    continue
+                left.append(job_id)
+                if state is None:
+                    await self._submit(job_id)
+                elif stop_code:
+                    with contextlib.suppress(UnknownJob):
+                        await self._broker.cancel(job_id, self._leased.batch.tenant)
+            waiting = [job_id for job_id in left if job_id not in self._refused]
+            if waiting:
+                await self._broker.sweep()
+                await asyncio.sleep(self._poll_s)
+
+    async def _states(self, job_ids: Sequence[str]) -> list[str | None]:
+        return await self._broker.ask_batches(lambda batches: batches.job_states(job_ids))
+
+    async def _submit(self, job_id: str) -> None:
+        """Submits a line's job, again and again while the queue has no room; keeps the error of a
+        line that cannot run."""
+        leased, gateway = self._leased, self._leased.gateway
+        while leased.stop_code is None:
+            try:
+                await gateway.submit(*await self._prepared(job_id))
+                return
+            except ValidationError as exc:
+                first: dict[str, Any] = dict(exc.errors()[0])
+                first["loc"] = ("body", *first["loc"])
+                self._refused[job_id] = translated(first, self._jobs[job_id].body)
+                return
+            except JobRefused as exc:
+                error = to_api_error(exc)
+                if error.status not in (429, 503):
+                    self._refused[job_id] = error
+                    return
+                await asyncio.sleep(min(exc.retry_after_s or self._poll_s, _MAX_PAUSE_S))
+            except TEMPORARY:
+                await asyncio.sleep(self._poll_s)
+            except BatchwayError as exc:
+                self._refused[job_id] = to_api_error(exc)
+                return
+
+    async def _prepared(self, job_id: str) -> tuple[Job, Submission]:
+        """A line's job and its submission. Raises BatchwayError, pydantic's ValidationError."""
+        leased, gateway, line = self._leased, self._leased.gateway, self._jobs[job_id]
+        body = call_body(line, leased.batch.asked.endpoint)
+        caller = Caller(leased.batch.asked.terms, "")
+        kept_s = caller.job_retention_s(gateway.settings) if is_kept(line) else _RETENTION_S
+        terms = Terms(
+            job_id=job_id,
+            caller=caller,
+            lane=_LANE,
+            deadline_s=leased.left_s,
+            retention_s=leased.left_s + kept_s,
+        )
+        if isinstance(body, ResponseBody):
+            return await prepare_response(gateway, body, terms)
+        return await prepare_any(
+            self._broker,
+            gateway.grammars,
+            gateway.settings,
+            leased.batch.asked.endpoint,
+            body,
+            terms,
+            job_id,
+        )
+
+    async def _written(self) -> Part:
+        """Writes the results, in the order of the lines."""
+        self._num_completed = self._num_failed = 0
+        self._is_cut_short = False
+        with (
+            tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as output,
+            tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as errors,
+        ):
+            for job_id, line in self._jobs.items():
+                result = await self._result(job_id)
+                is_good = result["error"] is None and result["response"]["status_code"] == 200
+                self._num_completed += is_good
+                self._num_failed += not is_good
+                head = {"id": f"batch_req_{job_id.rpartition('-')[2]}", "custom_id": line.custom_id}
+                file = cast(BinaryIO, output if is_good else errors)
+                file.write(encode_json(head | result) + b"\n")
+            return Part(
+                self._leased.token,
+                self._num_completed,
+                self._num_failed,
+                await self._put("output", cast(BinaryIO, output)),
+                await self._put("error", cast(BinaryIO, errors)),
+                self._is_cut_short,
+            )
+
+    async def _put(self, kind: str, file: BinaryIO) -> int:
+        """The bytes written."""
+        num_bytes = file.tell()
+        if num_bytes:
+            file.seek(0)
+            leased = self._leased
+            key = part_key(leased.batch.id, kind, self._number, leased.token)
+            await asyncio.to_thread(leased.store.write, key, file)
+        return num_bytes
+
+    async def _result(self, job_id: str) -> dict[str, Any]:
+        """The `response` and `error` of a line. Raises UnknownJob if its job was lost."""
+        if job_id in self._refused:
+            return _response(job_id, self._refused[job_id])
+        stop_code = self._leased.stop_code
+        try:
+            view, _ = await self._broker.read(job_id, self._leased.batch.tenant)
+        except UnknownJob:
+            if stop_code is None:
+                raise
+            return self._not_run(stop_code)
+        if view.status is JobStatus.EXPIRED:
+            return self._not_run(EXPIRED)
+        if view.status is JobStatus.CANCELLED and stop_code is not None:
+            return self._not_run(stop_code)
+        end = End(view.status, view.code, view.message, 0, 0)
+        if (failure := failure_of(end)) is not None:
+            return _response(job_id, failure)
+        try:
+            body = await ended_answer(self._leased.gateway, view)
+        except (*TEMPORARY, UnknownJob):
+            raise
+        except BatchwayError as exc:  # such as a result that the object store has lost
+            return _response(job_id, to_api_error(exc))
+        return {
+            "response": {"status_code": 200, "request_id": job_id, "body": body},
+            "error": None,
+        }
+
+    def _not_run(self, code: str) -> dict[str, Any]:
+        self._is_cut_short = self._is_cut_short or code == EXPIRED
+        return {"response": None, "error": {"code": code, "message": _MESSAGES[code]}}
+
+
+def _response(job_id: str, error: ApiError) -> dict[str, Any]:
+    return {
+        "response": {"status_code": error.status, "request_id": job_id, "body": error.body()},
+        "error": None,
+    }

@@ -1,0 +1,1 @@
+"""OpenAI's Files API over the object store."""

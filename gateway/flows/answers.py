@@ -1,0 +1,58 @@
+"""What a flow reads in its calls' outputs: texts, log probabilities, whole answers."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from contract.events import LogEntry, Tokens
+from contract.vector_answers import VectorAnswer
+from gateway.flows.calls import Outcome
+from gateway.openai.answers import Answer, needs_tokenizer
+from gateway.redis.broker import Broker
+
+
+def texts_of(outcome: Outcome) -> list[str]:
+    """The text of each choice."""
+    assert outcome.job is not None
+    texts: list[list[str]] = [[] for _ in range(outcome.job.num_choices)]
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            texts[delta.choice].append(delta.text)
+    return ["".join(parts) for parts in texts]
+
+
+def logprobs_of(outcome: Outcome) -> list[list[float]]:
+    """The log probabilities of each choice's tokens."""
+    assert outcome.job is not None
+    found: list[list[float]] = [[] for _ in range(outcome.job.num_choices)]
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            found[delta.choice] += [item.logprob for item in delta.logprobs or ()]
+    return found
+
+
+async def answer_of(broker: Broker, outcome: Outcome) -> dict[str, Any]:
+    """The answer as a caller would get it, as plain values. Raises BatchwayError."""
+    job, run = outcome.job, outcome.run
+    assert job is not None
+    entries = [LogEntry(number, "", event) for number, event in enumerate(outcome.events, 1)]
+    card = (await broker.known.models()).get(job.model)
+
+    def built(answer: Answer | VectorAnswer) -> dict[str, Any]:
+        for entry in entries:
+            answer.add(entry)
+        if isinstance(answer, VectorAnswer):
+            whole = answer.build(run.prompt_tokens)
+        else:
+            whole = answer.build(run.prompt_tokens, run.output_tokens)
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(whole))
+        return plain
+
+    if job.pooling is not None:
+        labels = () if card is None or card.pooling is None else card.pooling.labels
+        return await asyncio.to_thread(built, VectorAnswer(job, labels))
+    tokenizer = None
+    if needs_tokenizer(job) and card is not None:
+        tokenizer = await broker.known.tokenizer(card)
+    return built(Answer(job, tokenizer))

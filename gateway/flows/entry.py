@@ -1,0 +1,211 @@
+"""Calls of flows on their way to a job: a route by rules becomes a job of the model that it
+chooses, any other flow a job that calls its members.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from contract.flows import Cascade, Condition, Definition, Ensemble, FlowCall, Pipeline, Route
+from contract.function_types import Submission
+from contract.jobs import Endpoint, Job, default_seed, new_job_id
+from contract.model_cards import ModelCard
+from gateway.flows.conditions import Facts, choose_target, needs_label
+from gateway.http.errors import UNSUPPORTED, bad_request
+from gateway.openai.admission import Terms, tokenised
+from gateway.openai.answers import needs_tokenizer
+from gateway.openai.calls import prepare_call
+from gateway.openai.generation import prompts_of
+from gateway.openai.job_bodies import CallBody
+from gateway.openai.schemas import ChatBody, CompletionBody
+from gateway.openai.structured import GrammarCompiler
+from gateway.openai.tokens import ModelTokenizer
+from gateway.openai.vector_bodies import InputBody, RerankBody, ScoreBody
+from gateway.redis.broker import Broker
+from gateway.settings import GatewaySettings
+
+
+async def prepare_any(
+    broker: Broker,
+    grammars: GrammarCompiler,
+    settings: GatewaySettings,
+    endpoint: Endpoint,
+    body: CallBody,
+    terms: Terms,
+    job_id: str = "",
+) -> tuple[Job, Submission]:
+    """The job of a call to a model or a flow, and its submission. `job_id`: of the job, where it is
+    known already. Raises ApiError."""
+    cards = await broker.known.models()
+    card = cards.get(body.model)
+    parts = broker, grammars, settings, endpoint
+    if card is None or card.flow is None:
+        if isinstance(body, ChatBody | CompletionBody) and body.documents:
+            message = f"documents: {body.model!r} is no flow, and only flows read documents"
+            raise bad_request(UNSUPPORTED, message, "documents")
+        job, submission = await prepare_call(*parts, body, terms)
+        return _named(job, job_id, body) if job_id else job, submission
+    job_id = job_id or new_job_id()
+    definition = card.flow.definition
+    if isinstance(definition, Route):
+        facts = await facts_of(broker, definition, body, terms)
+        if not needs_label(definition, facts):
+            target = choose_target(definition, facts, draw_of(job_id))
+            chosen = body.model_copy(update={"model": target})
+            job, submission = await prepare_any(*parts, chosen, terms, job_id)
+            return replace(job, asked_model=body.model), submission
+    job, submission = await prepare_call(*parts, body, terms)
+    job = _named(job, job_id, body)
+    _check_shape(job, card)
+    _check_tokens(job, body, cards)
+    call = FlowCall(
+        flow=card.flow,
+        body=body.model_dump_json(exclude_unset=True, by_alias=True).encode(),
+        retention_s=terms.retention_s,
+        needs_worker=terms.needs_worker,
+        metadata=dict(terms.metadata),
+    )
+    job = replace(job, flow=call, params=replace(job.params, grammar=""))
+    num_calls = num_outputs(card.name, cards)
+    return job, replace(submission, max_output_tokens=num_calls * submission.max_output_tokens)
+
+
+def _named(job: Job, job_id: str, body: CallBody) -> Job:
+    """The job under another id, on which its seed depends unless the caller gave one."""
+    if job.pooling is None and getattr(body, "seed", None) is None:
+        job = replace(job, params=replace(job.params, seed=default_seed(job_id)))
+    return replace(job, id=job_id)
+
+
+def draw_of(job_id: str) -> float:
+    """A number in [0, 1) that is the same whenever it is drawn for this job."""
+    return default_seed(f"{job_id}/route") / 2**63
+
+
+async def facts_of(broker: Broker, route: Route, body: CallBody, terms: Terms) -> Facts:
+    """What the rules of a route may ask about a call. Tokens are counted only where a rule asks."""
+    num_tokens = 0
+    if any(_counts_tokens(rule.when) for rule in route.rules):
+        card = (await broker.known.models()).get(route.rules[0].to[0].model)
+        if card is not None:
+            tokenizer = await broker.known.tokenizer(card)
+            num_tokens = await _count_tokens(tokenizer, card, body)
+    return Facts(
+        num_prompt_tokens=num_tokens,
+        text=text_of(body),
+        tenant=terms.caller.tenant,
+        metadata={**(body.metadata or {}), **terms.metadata},
+    )
+
+
+def _counts_tokens(when: Condition) -> bool:
+    return when.min_prompt_tokens > 0 or when.max_prompt_tokens is not None
+
+
+async def _count_tokens(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> int:
+    """Of all prompts; of calls for vectors without the model's instructions."""
+    if isinstance(body, ChatBody | CompletionBody):
+        return sum(map(len, await prompts_of(tokenizer, card, body)))
+    given = _inputs(body)
+    return await tokenised(
+        lambda: sum(
+            len(tokenizer.encode_text(each)) if isinstance(each, str) else len(each)
+            for each in given
+        ),
+        sum(len(each) for each in given if isinstance(each, str)),
+    )
+
+
+def _inputs(body: CallBody) -> Sequence[str | tuple[int, ...]]:
+    """The prompts of a call that is no chat."""
+    match body:
+        case ChatBody():
+            return ()
+        case CompletionBody():
+            return body.prompt
+        case InputBody():
+            return body.input
+        case RerankBody():
+            return *body.documents, body.query
+        case ScoreBody():
+            return *body.text_2, *body.text_1
+
+
+def text_of(body: CallBody) -> str:
+    """The last prompt, the last message of the user, or the query; '' where that is no text."""
+    if isinstance(body, ChatBody):
+        said = (message.content for message in reversed(body.messages) if message.role == "user")
+        return next(said, "")
+    last = _inputs(body)[-1]
+    return last if isinstance(last, str) else ""
+
+
+def _check_shape(job: Job, card: ModelCard) -> None:
+    """Raises ApiError where a pipeline, whose steps ask for what they want, cannot give the answer
+    its shape."""
+    assert card.flow is not None
+    if not isinstance(card.flow.definition, Pipeline):
+        return
+    if job.pooling is None and job.num_choices > 1:
+        message = f"n: the pipeline {card.name!r} answers with one choice for one prompt"
+        raise bad_request(UNSUPPORTED, message, "n")
+    if needs_tokenizer(job):
+        param = "echo" if job.echo else "logprobs"
+        message = f"{param}: the pipeline {card.name!r} does not tell tokens"
+        raise bad_request(UNSUPPORTED, message, param)
+
+
+def deciding_members(definition: Definition) -> list[str]:
+    """The models whose output may be the flow's."""
+    match definition:
+        case Route():
+            targets = [to for rule in definition.rules for to in rule.to]
+            return [to.model for to in (*targets, *definition.otherwise)]
+        case Cascade():
+            return [member.model for member in definition.members]
+        case Ensemble():
+            return list(definition.members)
+        case Pipeline():
+            return [definition.steps[-1].model]
+
+
+def _tokenizers(name: str, cards: Mapping[str, ModelCard]) -> set[str]:
+    """The tokenizers of the models that may decide."""
+    card = cards.get(name)
+    if card is None or card.flow is None:
+        return set() if card is None else {card.tokenizer_sha256}
+    found = (_tokenizers(model, cards) for model in deciding_members(card.flow.definition))
+    return set().union(*found)
+
+
+def _check_tokens(job: Job, body: CallBody, cards: Mapping[str, ModelCard]) -> None:
+    """Raises ApiError where tokens would mean something else to each model."""
+    if len(_tokenizers(job.model, cards)) < 2:
+        return
+    message = f"the models of {job.model!r} have different tokenizers"
+    if needs_tokenizer(job) or job.return_token_ids:
+        param = "return_token_ids" if job.return_token_ids else "logprobs"
+        param = "echo" if job.echo else param
+        raise bad_request(UNSUPPORTED, f"{param}: {message}", param)
+    if any(not isinstance(each, str) for each in _inputs(body)):
+        param = "prompt" if isinstance(body, CompletionBody) else "input"
+        raise bad_request(UNSUPPORTED, f"{param}: {message}: send text", param)
+
+
+def num_outputs(name: str, cards: Mapping[str, ModelCard]) -> int:
+    """How many outputs of full length one call of a model may take: more than one of a flow."""
+    card = cards.get(name)
+    if card is None or card.flow is None:
+        return 1
+    definition = card.flow.definition
+    match definition:
+        case Route():
+            targets = [to for rule in definition.rules for to in rule.to]
+            return max(num_outputs(to.model, cards) for to in (*targets, *definition.otherwise))
+        case Cascade():
+            called = [member.model for member in definition.members]
+        case Ensemble():
+            called = list(definition.members)
+        case Pipeline():
+            called = [step.model for step in definition.steps]
+    return sum(num_outputs(model, cards) for model in called)

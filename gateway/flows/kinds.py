@@ -1,0 +1,290 @@
+"""What each kind of flow calls, and which output is its answer."""
+
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.errors import ErrorCode
+from contract.events import ChoiceDelta, LogEvent, MemberRun, Tokens
+from contract.flows import INPUT, Cascade, Confidence, Ensemble, Pipeline, Route
+from contract.jobs import Endpoint, FinishReason, Job, JobStatus, default_seed
+from gateway.flows import combine
+from gateway.flows.answers import answer_of, logprobs_of, texts_of
+from gateway.flows.calls import Call, MemberFailed, Outcome, parse_body
+from gateway.flows.conditions import Facts, choose_target
+from gateway.flows.confidence import confidence
+from gateway.flows.entry import draw_of, text_of
+from gateway.flows.play import Output, Play
+from gateway.openai.job_bodies import CallBody
+
+_SCORER = 100  # numbers of calls to scorers begin here
+
+
+def played(play: Play) -> AsyncGenerator[LogEvent]:
+    """The events of a flow's job. Raises MemberFailed, and BatchwayError where a retry may help."""
+    assert play.parent.flow is not None
+    match play.parent.flow.flow.definition:
+        case Route() as definition:
+            return _route(play, definition)
+        case Cascade() as definition:
+            return _cascade(play, definition)
+        case Ensemble() as definition:
+            return _ensemble(play, definition)
+        case Pipeline() as definition:
+            return _pipeline(play, definition)
+
+
+def first_calls(parent: Job) -> list[Call]:
+    """The calls with which a flow begins. Raises MemberFailed."""
+    assert parent.flow is not None
+    match parent.flow.flow.definition:
+        case Route() as definition:
+            return [_classifying(parent, definition)]
+        case Cascade() as definition:
+            return [_cascading(parent, definition, 0)]
+        case Ensemble() as definition:
+            return _of_members(parent, definition)
+        case Pipeline() as definition:
+            return [_step(parent, definition, 0, {INPUT: body_of(parent)})]
+
+
+def body_of(parent: Job) -> dict[str, Any]:
+    """The body of a flow's call, as its caller gave it."""
+    assert parent.flow is not None
+    body: dict[str, Any] = msgspec.json.decode(parent.flow.body)
+    return body
+
+
+def parsed_body(parent: Job) -> CallBody:
+    """The same as the endpoint's model of a body."""
+    return parse_body(parent.endpoint, body_of(parent))
+
+
+def _member_body(parent: Job) -> dict[str, Any]:
+    """The body as each member gets it: without what concerns the flow alone."""
+    alone = {"stream", "stream_options", "on_disconnect", "service_tier", "metadata"}
+    if parent.endpoint is not Endpoint.RERANK:
+        alone.add("documents")
+    return {name: value for name, value in body_of(parent).items() if name not in alone}
+
+
+def _call(parent: Job, number: int, model: str, *, can_fail: bool = False, **more: object) -> Call:
+    body = {**_member_body(parent), **more}
+    return Call(number, model, parent.endpoint, body, can_fail=can_fail)
+
+
+# --- route ------------------------------------------------------------------------------------
+
+
+def _classifying(parent: Job, route: Route) -> Call:
+    body = {"input": _facts(parent).text or " "}
+    return Call(0, route.classifier, Endpoint.CLASSIFY, body)
+
+
+def _facts(parent: Job, label: str | None = None) -> Facts:
+    assert parent.flow is not None
+    body = parsed_body(parent)
+    return Facts(
+        num_prompt_tokens=parent.num_prompt_tokens,
+        text=text_of(body),
+        tenant=parent.tenant,
+        metadata={**(body.metadata or {}), **parent.flow.metadata},
+        label=label,
+    )
+
+
+async def _route(play: Play, route: Route) -> AsyncGenerator[LogEvent]:
+    classifying = _classifying(play.parent, route)
+    yield play.tell(classifying)
+    outcome = await play.whole(classifying)
+    if not outcome.has_succeeded:
+        raise MemberFailed(outcome)
+    answer = await answer_of(play.calls.broker, outcome)
+    facts = _facts(play.parent, str(answer["data"][0]["label"]))
+    chosen = _call(play.parent, 1, choose_target(route, facts, draw_of(play.parent.id)))
+    yield play.tell(chosen)
+    async for event in play.live(chosen):
+        yield event
+
+
+# --- cascade ----------------------------------------------------------------------------------
+
+
+def _cascading(parent: Job, cascade: Cascade, index: int) -> Call:
+    model, is_last = cascade.members[index].model, index == len(cascade.members) - 1
+    if (
+        is_last
+        or not cascade.confidence.by.endswith("logprob")
+        or parent.params.logprobs is not None
+    ):
+        return _call(parent, index, model, can_fail=not is_last)
+    asked = True if parent.endpoint is Endpoint.CHAT else 0
+    return _call(parent, index, model, can_fail=True, logprobs=asked)
+
+
+async def _cascade(play: Play, cascade: Cascade) -> AsyncGenerator[LogEvent]:
+    *earlier, last = range(len(cascade.members))
+    for index in earlier:
+        call = _cascading(play.parent, cascade, index)
+        yield play.tell(call)
+        outcome = await play.whole(call)
+        if not outcome.has_succeeded:
+            continue
+        if cascade.confidence.by == "scorer":
+            scoring = _scoring(play.parent, index, cascade.confidence.scorer, outcome)
+            yield play.tell(*scoring)
+            scores = [await _score(play, each) for each in await play.all(scoring)]
+            sure = min((score for score in scores if score is not None), default=0.0)
+        else:
+            sure = _confidence(cascade.confidence, outcome)
+        if sure >= (cascade.members[index].threshold or 0.0):
+            for event in play.shown(outcome.events):
+                yield event
+            return
+    call = _cascading(play.parent, cascade, last)
+    yield play.tell(call)
+    async for event in play.live(call):
+        yield event
+
+
+def _confidence(kind: Confidence, outcome: Outcome) -> float:
+    """That of the choice of which the member is least sure."""
+    choices = zip(logprobs_of(outcome), texts_of(outcome), strict=True)
+    return min(confidence(kind, logprobs, text) for logprobs, text in choices)
+
+
+def _scoring(parent: Job, index: int, scorer: str, outcome: Outcome) -> list[Call]:
+    """A call for each choice of an answer."""
+    prompt = text_of(parsed_body(parent))
+    first = _SCORER * (index + 1)
+    return [
+        Call(
+            first + number,
+            scorer,
+            Endpoint.SCORE,
+            {"text_1": prompt or " ", "text_2": text or " "},
+        )
+        for number, text in enumerate(texts_of(outcome))
+    ]
+
+
+async def _score(play: Play, outcome: Outcome) -> float | None:
+    if not outcome.has_succeeded:
+        return None
+    return float((await answer_of(play.calls.broker, outcome))["data"][0]["score"])
+
+
+# --- ensemble ---------------------------------------------------------------------------------
+
+
+def _of_members(parent: Job, ensemble: Ensemble) -> list[Call]:
+    """Each has a seed of its own: a model may be a member several times."""
+    seed = body_of(parent).get("seed")
+    calls = [_call(parent, i, model, can_fail=True) for i, model in enumerate(ensemble.members)]
+    if seed is None:
+        return calls
+    return [calls[0]] + [
+        replace(call, body={**call.body, "seed": default_seed(f"{seed}/{call.number}")})
+        for call in calls[1:]
+    ]
+
+
+async def _ensemble(play: Play, ensemble: Ensemble) -> AsyncGenerator[LogEvent]:
+    calls = _of_members(play.parent, ensemble)
+    yield play.tell(*calls)
+    outcomes = await play.all(calls)
+    answered = [outcome for outcome in outcomes if outcome.has_succeeded]
+    if not answered:
+        raise MemberFailed(outcomes[0])
+    events: Sequence[Output]
+    match ensemble.combine:
+        case "mean":
+            events = [_mean(answered)]
+        case "vote":
+            index = combine.vote(["\0".join(texts_of(outcome)) for outcome in answered])
+            events = answered[index].events
+        case "best-by-score":
+            scoring = [
+                call
+                for i, outcome in enumerate(answered)
+                for call in _scoring(play.parent, i, ensemble.scorer, outcome)
+            ]
+            yield play.tell(*scoring)
+            scored = await play.all(scoring)
+            if not any(outcome.has_succeeded for outcome in scored):
+                raise MemberFailed(scored[0])
+            scores = [await _score(play, outcome) for outcome in scored]
+            num = play.parent.num_choices
+            lowest = [
+                min((s if s is not None else -math.inf) for s in scores[i * num : (i + 1) * num])
+                for i in range(len(answered))
+            ]
+            events = answered[combine.best(lowest)].events
+    for event in play.shown(events):
+        yield event
+
+
+def _mean(outcomes: Sequence[Outcome]) -> Tokens:
+    """The mean of the vectors of each input. Raises MemberFailed."""
+    vectors = [_vectors(outcome) for outcome in outcomes]
+    try:
+        means = [combine.mean(each) for each in zip(*vectors, strict=True)]
+    except ValueError as exc:
+        run = replace(outcomes[0].run, code=ErrorCode.ENGINE_ERROR)
+        raise MemberFailed(Outcome(run, message=str(exc))) from None
+    deltas = (
+        ChoiceDelta(i, 0, (), "", FinishReason.STOP, vector=vector)
+        for i, vector in enumerate(means)
+    )
+    return Tokens(tuple(deltas))
+
+
+def _vectors(outcome: Outcome) -> list[bytes]:
+    """The vector of each input."""
+    found: dict[int, bytes] = {}
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            if delta.vector:
+                found[delta.choice] = delta.vector
+    return [found[choice] for choice in sorted(found)]
+
+
+# --- pipeline ---------------------------------------------------------------------------------
+
+
+def _step(parent: Job, pipeline: Pipeline, index: int, values: Mapping[str, Any]) -> Call:
+    """Raises MemberFailed."""
+    # Only here: most gateways render no templates of their own, and a cold start need not wait.
+    from gateway.flows.templates import TemplateFault, render
+
+    step = pipeline.steps[index]
+    endpoint = Endpoint(step.endpoint)
+    try:
+        body = render(step, values)
+    except TemplateFault as fault:
+        run = MemberRun(step.model, "", JobStatus.FAILED, code=ErrorCode.BAD_PARAMETER)
+        raise MemberFailed(Outcome(run, message=str(fault))) from None
+    return Call(index, step.model, endpoint, body, step.name)
+
+
+async def _pipeline(play: Play, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:
+    values: dict[str, Any] = {INPUT: body_of(play.parent)}
+    *earlier, last = range(len(pipeline.steps))
+    with play.passage() as passage:
+        for index in earlier:
+            call = _step(play.parent, pipeline, index, values)
+            yield play.tell(call)
+            await passage.turn(index)
+            outcome = await play.whole(call)
+            passage.ended()
+            if not outcome.has_succeeded:
+                raise MemberFailed(outcome)
+            values[call.name] = await answer_of(play.calls.broker, outcome)
+        call = _step(play.parent, pipeline, last, values)
+        yield play.tell(call)
+        await passage.turn(last)
+        async for event in play.live(call):
+            yield event

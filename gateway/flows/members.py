@@ -1,0 +1,93 @@
+"""The calls of a flow's job, as its log tells of them."""
+
+import contextlib
+
+from contract.events import MemberRun, Members
+from contract.function_types import JobView
+from contract.jobs import TERMINAL_STATUSES, Job
+from gateway.http.errors import UnknownJob
+from gateway.redis.broker import Broker
+
+MODELS_HEADER = "x-batchway-models"
+
+
+class KnownMembers:
+    """Calls in the order in which they began, each as last told."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, MemberRun] = {}
+
+    def add(self, event: Members) -> None:
+        for run in event.runs:
+            self._runs[run.job_id] = run
+
+    @property
+    def runs(self) -> list[MemberRun]:
+        return list(self._runs.values())
+
+    def header(self) -> dict[str, str]:
+        """`x-batchway-models`: the models called so far, in order."""
+        names = dict.fromkeys(run.model for run in self._runs.values())
+        return {MODELS_HEADER: ", ".join(names)} if names else {}
+
+
+def chosen_header(job: Job) -> dict[str, str]:
+    """The header of a job whose model a route has chosen."""
+    return {MODELS_HEADER: job.model} if job.asked_model and job.flow is None else {}
+
+
+async def members_of(broker: Broker, view: JobView) -> list[MemberRun]:
+    """The calls of a job; of one whose model a route has chosen, the job itself. Those that its log
+    does not tell the end of are looked up. Raises UnknownJob."""
+    job = view.job
+    if job.flow is None:
+        if not job.asked_model:
+            return []
+        status = view.status if view.is_terminal else None
+        return [
+            MemberRun(job.model, job.id, status, view.num_prompt_tokens, view.num_output_tokens)
+        ]
+    known = KnownMembers()
+    async for entry in broker.log(job.id, job.tenant, up_to=view.next_number - 1):
+        if isinstance(entry.event, Members):
+            known.add(entry.event)
+    return [await _current(broker, job.tenant, run) for run in known.runs]
+
+
+async def cancel_members(broker: Broker, job: Job) -> None:
+    """Cancels the calls of a flow's job that was cancelled. The process that runs it does so too,
+    if there is one. Raises BatchwayError."""
+    if job.flow is None:
+        return
+    view, _ = await broker.read(job.id, job.tenant)
+    for run in await members_of(broker, view):
+        if run.status not in TERMINAL_STATUSES:
+            with contextlib.suppress(UnknownJob):
+                await broker.cancel(run.job_id, job.tenant)
+
+
+async def deletable_members(broker: Broker, job_id: str, tenant: str) -> list[str]:
+    """The ids of a flow's calls, which are deleted with its job. Raises UnknownJob."""
+    view, _ = await broker.read(job_id, tenant)
+    if view.job.flow is None or not view.is_terminal:
+        return []
+    return [run.job_id for run in await members_of(broker, view)]
+
+
+async def _current(broker: Broker, tenant: str, run: MemberRun) -> MemberRun:
+    if run.status is not None:
+        return run
+    try:
+        view, _ = await broker.read(run.job_id, tenant)
+    except UnknownJob:
+        return run
+    status = view.status
+    return MemberRun(
+        run.model,
+        run.job_id,
+        status,
+        view.num_prompt_tokens,
+        view.num_output_tokens,
+        view.code,
+        run.name,
+    )

@@ -1,0 +1,189 @@
+"""Serves the flows of `models.yaml` in a gateway: publishes them as models, runs their jobs, and
+reads the file again when it has changed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from contract.catalogue import Catalogue
+from contract.connection import connect
+from contract.errors import BatchwayError
+from contract.flows import Definition, Pipeline
+from contract.function_types import Claimed
+from contract.jobs import Job
+from contract.library import ensure_library
+from contract.model_cards import ModelCard
+from gateway.flows.cards import flow_card
+from gateway.flows.definitions import FlowError, load_flows, members
+from gateway.flows.flow_types import check_flows
+from gateway.flows.publisher import Publisher
+from gateway.flows.run import Run
+from gateway.flows.staging import Staging
+from gateway.flows.worker import FlowWorker
+from gateway.http.sse import StreamDrain
+from gateway.openai.structured import GrammarCompiler
+from gateway.redis.broker import Broker
+from gateway.settings import GatewaySettings
+
+log = logging.getLogger("batchway.flows")
+
+_LOOK_S = 1.0  # between two looks at the file and at the members' cards
+
+
+class FlowService:
+    """One for a gateway with a `models.yaml`."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        broker: Broker,
+        grammars: GrammarCompiler,
+        drain: StreamDrain,
+    ) -> None:
+        self._path = Path(settings.models)
+        self._settings = settings
+        self._broker = broker
+        self._grammars = grammars
+        self._drain = drain
+        self._client = connect(settings.redis_url)
+        self._catalogue = Catalogue(self._client, broker.keys)
+        self._stamp: object = None
+        self._definitions: Mapping[str, Definition] = {}
+        self._published: dict[str, ModelCard] = {}
+        self._workers: dict[str, FlowWorker] = {}
+        self._stagings: dict[str, tuple[Pipeline, Staging]] = {}
+        self._told = ""
+        self._has_library = False
+
+    async def serve(self) -> None:
+        """Until cancelled."""
+        while True:
+            if self._drain.has_begun:
+                for worker in self._workers.values():
+                    worker.drain()
+            else:
+                await self._look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def aclose(self) -> None:
+        """Gives the jobs under way back."""
+        await asyncio.gather(*(worker.aclose() for worker in self._workers.values()))
+        await self._client.aclose()
+
+    async def _look(self) -> None:
+        try:
+            if not self._has_library:
+                await ensure_library(self._client)
+                self._has_library = True
+            await self._read()
+            await self._publish()
+        except FlowError as exc:
+            state = "stays as it was" if self._published else "is not served yet"
+            self._tell(f"models.yaml {state}: {exc}")
+        except BatchwayError as exc:
+            self._tell(f"flows wait: {exc}")
+        except Exception as exc:  # the flows that are served must go on
+            self._tell(f"models.yaml not looked at: {type(exc).__name__}")
+        else:
+            self._told = ""
+
+    def _tell(self, line: str) -> None:
+        """Logs a line, unless it was the last one."""
+        if line != self._told:
+            log.warning("%s", line)
+        self._told = line
+
+    async def _read(self) -> None:
+        """Reads the file if it has changed. What replaces flows that are served must be right as a
+        whole. Raises FlowError, BatchwayError."""
+        stamp = await asyncio.to_thread(_stamp, self._path)
+        if stamp == self._stamp:
+            return
+        definitions = await asyncio.to_thread(load_flows, self._path)
+        if self._published:
+            check_flows(definitions, await self._cards(), self._path)
+            log.info("models.yaml reloaded")
+        self._stamp, self._definitions = stamp, definitions
+
+    async def _cards(self) -> dict[str, ModelCard]:
+        return {card.name: card for card in await self._catalogue.models()}
+
+    async def _publish(self) -> None:
+        """Publishes the flows whose members are all published, and withdraws those that the file
+        no longer has. Raises FlowError, BatchwayError."""
+        cards = await self._cards()
+        flows = check_flows(self._definitions, cards, self._path)
+        for name in _members_first(self._definitions):
+            card = flow_card(name, flows[name], cards)
+            if (known := self._published.get(name)) is not None:
+                card = replace(card, created_s=known.created_s)
+            is_stored = name in cards  # Redis may have lost its data
+            cards[name] = card
+            await self._serve(card)
+            if card != known or not is_stored:
+                await self._catalogue.publish_card(card)
+                log.info("flow served model=%s", name)
+            self._published[name] = card
+        for name in self._published.keys() - self._definitions.keys():
+            await self._catalogue.withdraw(name)
+            del self._published[name]
+            log.info("flow withdrawn model=%s", name)
+
+    async def _serve(self, card: ModelCard) -> None:
+        if (known := self._workers.get(card.name)) is not None:
+            known.lanes = card.lanes
+            if (failure := known.failure) is None:
+                return
+            log.error("flow begins again error=%s model=%s", type(failure).__name__, card.name)
+            await known.aclose()
+        worker = FlowWorker(self._client, self._broker.keys, card.name, card.lanes, self._run)
+        worker.start()
+        self._workers[card.name] = worker
+
+    def _run(self, publisher: Publisher, claimed: Claimed) -> Run:
+        parts = self._broker, self._grammars, self._settings
+        return Run(*parts, publisher, claimed, self._staging(claimed.job).passage)
+
+    def _staging(self, job: Job) -> Staging:
+        """The stages of a staged pipeline, which its jobs share; of other flows' jobs, their own,
+        where nothing waits."""
+        assert job.flow is not None
+        definition = job.flow.flow.definition
+        if not isinstance(definition, Pipeline):
+            return Staging(0, self._broker.clock)
+        if definition.batching == "flat":
+            return Staging(len(definition.steps), self._broker.clock)
+        known = self._stagings.get(job.model)
+        if known is None or known[0] != definition:
+            known = definition, Staging(len(definition.steps), self._broker.clock)
+            self._stagings[job.model] = known
+        return known[1]
+
+
+def _members_first(definitions: Mapping[str, Definition]) -> list[str]:
+    """The flows' names; a flow comes after those that it calls."""
+    found: dict[str, None] = {}
+
+    def add(name: str) -> None:
+        for _, model in members(definitions[name]):
+            if model in definitions and model not in found:
+                add(model)
+        found[name] = None
+
+    for name in definitions:
+        if name not in found:
+            add(name)
+    return list(found)
+
+
+def _stamp(path: Path) -> object:
+    """Changes when the file does. Raises FlowError."""
+    try:
+        status = path.stat()
+    except OSError as exc:
+        raise FlowError(f"{path}: cannot be read: {exc.strerror}") from None
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,82 @@
+"""How many of a pipeline stage's waiting calls to send. Sends nothing, and has no clock.
+
+Batches of a size picked for each stage from its own latency curve are an idea of Clipper (Crankshaw
+and others, NSDI 2017), which found latency linear in the size of a batch, and of InferLine (SoCC
+2020), which profiles each stage of a pipeline. Here the line is fitted to the calls themselves.
+"""
+
+from dataclasses import dataclass
+
+GROWTH = 0.1  # the best size is where twice the size adds less than this share of throughput
+_DECAY = 0.98  # of a measurement's weight with each later one: the last 50 count most
+_FULL = 2  # batches that may wait for a stage: one to follow the one that runs, and one more
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """What a stage's decision depends on."""
+
+    num_waiting: int  # calls of this stage that were not sent
+    waited_s: float  # the oldest of them
+    num_before: int  # calls in earlier stages of the flow, waiting or running
+    num_waiting_next: int = 0  # calls that wait for the next stage; 0: there is none
+    next_best_size: int = 1
+
+
+class StageBatcher:
+    """One stage of a flow, in one process. `max_size`: of a batch, in calls."""
+
+    def __init__(self, max_size: int = 256) -> None:
+        self._max_size = max_size
+        self._largest = 0
+        # Weighted sums over measurements: of 1, size, size², seconds, size x seconds.
+        self._sums = [0.0] * 5
+
+    def ended(self, size: int, seconds: float) -> None:
+        """Measures a batch: its calls, and the time from sending it to its last answer."""
+        self._largest = max(self._largest, size)
+        terms = (1.0, size, size**2, seconds, size * seconds)
+        self._sums = [_DECAY * known + term for known, term in zip(self._sums, terms, strict=True)]
+
+    @property
+    def best_size(self) -> int:
+        """The calls of a batch from which on throughput hardly grows. At most twice the largest
+        batch that was measured, so that the first batches try the sizes."""
+        limit = min(max(2 * self._largest, 1), self._max_size)
+        base_s, call_s = self._line()
+        if call_s <= 0:  # a larger batch took no longer
+            return limit
+        # The size b where 2b / latency(2b) = (1 + GROWTH) · b / latency(b).
+        size = base_s * (1 - GROWTH) / (2 * GROWTH * call_s)
+        return round(min(max(size, 1.0), limit))
+
+    def num_to_send(self, queues: Queues) -> int:
+        """The calls to send now, as one batch; ask again after each. 0: wait for a change, at the
+        latest until the oldest has waited for `hold_s`."""
+        if queues.num_waiting_next >= _FULL * queues.next_best_size:
+            return 0
+        if queues.num_waiting >= self.best_size:
+            return self.best_size
+        # No call can join, or the wait has cost what a batch takes.
+        if queues.num_before == 0 or queues.waited_s >= self.hold_s:
+            return queues.num_waiting
+        return 0
+
+    @property
+    def hold_s(self) -> float:
+        """The longest that a call waits for others, in seconds, where the next stage has room: what
+        a batch of the best size takes. 0 until a batch was measured."""
+        base_s, call_s = self._line()
+        return max(base_s + call_s * self.best_size, 0.0)
+
+    def _line(self) -> tuple[float, float]:
+        """Least squares: seconds of an empty batch, and of each call in it. Of one size alone, the
+        slope is unknown and 0."""
+        weight, sizes, squares, seconds, products = self._sums
+        spread = weight * squares - sizes**2
+        if weight == 0:
+            return 0.0, 0.0
+        if spread <= 1e-9 * squares * weight:
+            return seconds / weight, 0.0
+        call_s = (weight * products - sizes * seconds) / spread
+        return (seconds - call_s * sizes) / weight, call_s

@@ -1,0 +1,139 @@
+"""Holds the calls of a staged pipeline's jobs, stage by stage, until they fill the stage's best
+batch.
+"""
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from gateway.flows.stages import Queues, StageBatcher
+
+
+class _Batch:
+    """Calls that were sent together."""
+
+    def __init__(self, size: int, sent_s: float) -> None:
+        self.size = size
+        self.sent_s = sent_s
+        self.num_under_way = size
+
+
+class _Stage:
+    def __init__(self) -> None:
+        self.batcher = StageBatcher()
+        self.waiting: dict[Passage, float] = {}  # since when, in order
+
+
+class Staging:
+    """One for each staged pipeline in a process."""
+
+    def __init__(self, num_stages: int, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._stages = [_Stage() for _ in range(num_stages)]
+        self._num_jobs = [0] * num_stages  # at each stage, waiting or running
+        self._timer: asyncio.TimerHandle | None = None
+
+    def passage(self) -> "Passage":
+        """Of one job: to be entered as a context."""
+        return Passage(self)
+
+    def move(self, stage: int, number: int) -> None:
+        """So many jobs more are at a stage."""
+        self._num_jobs[stage] += number
+
+    def wait(self, passage: "Passage") -> None:
+        """The job has arrived at its stage."""
+        self._stages[passage.stage].waiting[passage] = self.clock()
+        self.look()
+
+    def ended(self, passage: "Passage", batch: _Batch) -> None:
+        """A job's call has ended."""
+        batch.num_under_way -= 1
+        if batch.num_under_way == 0:
+            seconds = self.clock() - batch.sent_s
+            self._stages[passage.stage].batcher.ended(batch.size, seconds)
+        self.look()
+
+    def leave(self, passage: "Passage") -> None:
+        """The job has ended, or is no longer run here."""
+        self.move(passage.stage, -1)
+        self._stages[passage.stage].waiting.pop(passage, None)
+        self.look()
+
+    def look(self) -> None:
+        """Sends what shall be sent now, and looks again when the oldest has waited enough."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        pauses = [self._send(number) for number in reversed(range(len(self._stages)))]
+        if left := [pause_s for pause_s in pauses if pause_s is not None]:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.001, min(left)), self.look)
+
+    def _send(self, number: int) -> float | None:
+        """Sends batches of a stage; the seconds until it must be looked at again."""
+        stage = self._stages[number]
+        while stage.waiting:
+            queues = self._queues(number)
+            size = stage.batcher.num_to_send(queues)
+            if size == 0:
+                return max(0.0, stage.batcher.hold_s - queues.waited_s)
+            sent = list(stage.waiting)[:size]
+            batch = _Batch(len(sent), self.clock())
+            for passage in sent:
+                del stage.waiting[passage]
+                passage.send(batch)
+        return None
+
+    def _queues(self, number: int) -> Queues:
+        stage = self._stages[number]
+        since_s = next(iter(stage.waiting.values()))
+        following = self._stages[number + 1] if number + 1 < len(self._stages) else None
+        return Queues(
+            num_waiting=len(stage.waiting),
+            waited_s=self.clock() - since_s,
+            num_before=sum(self._num_jobs[:number]),
+            num_waiting_next=len(following.waiting) if following else 0,
+            next_best_size=following.batcher.best_size if following else 1,
+        )
+
+
+class Passage:
+    """A job's way through the stages."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.stage = 0
+        self._staging = staging
+        self._batch: _Batch | None = None
+        self._sent: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._staging.move(0, 1)
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self.ended()
+        self._staging.leave(self)
+
+    async def turn(self, stage: int) -> None:
+        """Returns when the job's call of this stage shall be sent."""
+        self._staging.move(self.stage, -1)
+        self._staging.move(stage, 1)
+        self.stage = stage
+        self._sent = asyncio.get_running_loop().create_future()
+        self._staging.wait(self)
+        await self._sent
+
+    def send(self, batch: _Batch) -> None:
+        self._batch = batch
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(None)
+
+    def ended(self) -> None:
+        """The call has ended."""
+        if self._batch is not None:
+            batch, self._batch = self._batch, None
+            self._staging.ended(self, batch)

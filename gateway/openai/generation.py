@@ -1,0 +1,188 @@
+"""Turns a chat or a completion into a job: tokenises it, checks it against the model, computes its
+cost."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from contract.function_types import Submission
+from contract.jobs import Job
+from contract.model_cards import ModelCard
+from gateway.http.errors import (
+    UNSUPPORTED,
+    ApiError,
+    TemplateRefused,
+    bad_request,
+    invalid_value,
+)
+from gateway.openai.admission import Admission, Prompts, check_ids, tokenised
+from gateway.openai.sampling import echoes, num_prompt_logprobs, sampling_params
+from gateway.openai.schemas import MAX_CHOICES, ChatBody, GenerationBody
+from gateway.openai.structured import Constraint, GrammarCompiler
+from gateway.openai.tokens import ModelTokenizer
+from gateway.settings import GatewaySettings
+
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+async def prepare_generation(
+    grammars: GrammarCompiler, admission: Admission, body: GenerationBody
+) -> tuple[Job, Submission]:
+    """Returns the job and its submission. Raises ApiError."""
+    card = admission.card
+    _check_capabilities(card, body)
+    tokenizer = await admission.broker.known.tokenizer(card)
+    prompts = await prompts_of(tokenizer, card, body)
+    caps = _output_caps(admission.settings, card, body, prompts)
+    params = sampling_params(card, body, caps, admission.terms.job_id)
+    if (constraint := _constraint(tokenizer, card, body)) is not None:
+        _check_constrained(body, constraint.param)
+        grammar = await grammars.compile(constraint)
+        params = msgspec.structs.replace(params, grammar=grammar)
+    job = msgspec.structs.replace(
+        admission.job(prompts, params),
+        return_token_ids=bool(body.return_token_ids),
+        echo=echoes(body),
+        shows_output=body.max_tokens != 0,
+        prompt_logprobs=body.prompt_logprobs,
+        parses_tools=isinstance(body, ChatBody) and bool(body.offered),
+    )
+    return job, await admission.submission(max_output_tokens=params.n * sum(caps))
+
+
+def _check_constrained(body: GenerationBody, param: str) -> None:
+    """Raises ApiError for parameters that contradict a grammar, which alone decides where an output
+    may end."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(body, name):
+            raise invalid_value(name, f"{name} cannot be combined with {param}")
+
+
+def _check_capabilities(card: ModelCard, body: GenerationBody) -> None:
+    """Raises ApiError if the model's engine cannot do what the body asks for."""
+    if isinstance(body, ChatBody) and body.offered and not card.capabilities.tools:
+        message = f"tools are not supported by {card.name!r}: their format is not known"
+        raise bad_request(UNSUPPORTED, message, "tools")
+    constraint = body.constraint()
+    if constraint is not None and not card.capabilities.structured_output:
+        param = constraint.param.split(".")[0]
+        message = f"{param}: the engine of {card.name!r} cannot constrain its output"
+        raise bad_request(UNSUPPORTED, message, param)
+    if num_prompt_logprobs(body) is not None and not card.capabilities.prompt_logprobs:
+        param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+        message = f"{param}: the engine of {card.name!r} gives no log probabilities of prompts"
+        raise bad_request(UNSUPPORTED, message, param)
+
+
+def _constraint(
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
+) -> Constraint | None:
+    """The constraint on the output, if any. Raises ApiError if tool calls cannot be forced."""
+    if not isinstance(body, ChatBody) or not body.offered:
+        return body.constraint()
+    format_, can = tokenizer.tool_format, card.capabilities.structured_output
+    if format_ is not None and can:
+        return body.tool_constraint(format_, tokenizer.special_ids)
+    is_strict = any(tool.function.strict for tool in body.offered)
+    if body.forces_calls or is_strict:
+        param = "tool_choice" if body.forces_calls else "tools"
+        reason = "are in a format that no grammar forces" if can else "cannot be constrained"
+        raise bad_request(UNSUPPORTED, f"{param}: the calls of {card.name!r} {reason}", param)
+    return None
+
+
+async def prompts_of(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> Prompts:
+    """The token ids of each prompt. A chat is one prompt."""
+    given: Sequence[str | tuple[int, ...]]
+    if isinstance(body, ChatBody):
+        given, encode = [await _rendered(tokenizer, card, body)], tokenizer.encode_chat
+    else:
+        given, encode = body.prompt, tokenizer.encode_text
+
+    def encoded() -> Prompts:
+        return tuple(tuple(encode(each)) if isinstance(each, str) else each for each in given)
+
+    num_chars = sum(len(each) for each in given if isinstance(each, str))
+    prompts = await tokenised(encoded, num_chars)
+    for number, prompt_ids in enumerate(prompts):
+        param = _name_of(body, number)
+        if not prompt_ids:
+            raise invalid_value(param, f"{param} has no tokens")
+        check_ids(param, prompt_ids, card)
+    return prompts
+
+
+async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) -> str:
+    """Raises ApiError, TemplateFailed, ModelUnreadable."""
+    if tokenizer.template is None:
+        message = f"the model {card.name!r} has no chat template: use /v1/completions"
+        raise invalid_value("messages", message)
+    messages = [message.rendered() for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
+    try:
+        return await tokenizer.template.render(messages, tools or None)
+    except TemplateRefused as exc:
+        raise invalid_value("messages", str(exc)) from None
+
+
+def _name_of(body: GenerationBody, number: int) -> str:
+    """The parameter name of a prompt in errors."""
+    if isinstance(body, ChatBody):
+        return "messages"
+    return f"prompt.{number}" if len(body.prompt) > 1 else "prompt"
+
+
+def _output_caps(
+    settings: GatewaySettings, card: ModelCard, body: GenerationBody, prompts: Prompts
+) -> list[int]:
+    """The maximum output tokens of one choice, for each prompt. Raises ApiError, also if all
+    choices together exceed the maximum of one prompt's choices."""
+    caps = [
+        _max_tokens(settings, card, body, len(prompt_ids), _name_of(body, number))
+        for number, prompt_ids in enumerate(prompts)
+    ]
+    num_output, most = (body.n or 1) * sum(caps), MAX_CHOICES * settings.max_output_tokens
+    if num_output > most:
+        name, _ = _given_max_tokens(body)
+        message = f"{name}: all choices together may have {num_output} tokens, over {most}"
+        raise invalid_value(name, message)
+    return caps
+
+
+def _max_tokens(
+    settings: GatewaySettings, card: ModelCard, body: GenerationBody, num_prompt: int, param: str
+) -> int:
+    """The maximum output tokens of a prompt's choice, clipped to the room in the context. Raises
+    ApiError if there is no room, or if the body asks for more than the gateway allows."""
+    room = card.context_length - num_prompt
+    name, given = _given_max_tokens(body)
+    if room < 1:
+        raise _over_context(card, num_prompt, given or 0, param)
+    if given == 0:
+        return 1  # the minimum that an engine computes; it is not shown
+    if given is None:
+        default = settings.default_output_tokens
+        return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
+    if given > room:
+        if not settings.clip_max_tokens:
+            raise _over_context(card, num_prompt, given, param)
+        given = room
+    if given > settings.max_output_tokens:
+        raise invalid_value(name, f"{name} may be at most {settings.max_output_tokens} here")
+    return given
+
+
+def _over_context(card: ModelCard, num_prompt: int, num_output: int, param: str) -> ApiError:
+    """In OpenAI's words, by which clients recognise the error."""
+    message = (
+        f"This model's maximum context length is {card.context_length} tokens. However, you "
+        f"requested {num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in "
+        f"the completion). Please reduce the length of the {param} or completion."
+    )
+    return bad_request("context_length_exceeded", message, param)
+
+
+def _given_max_tokens(body: GenerationBody) -> tuple[str, int | None]:
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens

@@ -1,0 +1,45 @@
+"""POST /v1/embeddings, /v1/rerank, /v1/score and /v1/classify: calls without streams."""
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from contract.jobs import Endpoint
+from gateway.http.bodies import StrictRoute
+from gateway.http.handlers import answers
+from gateway.jobs.job_objects import AcceptedJob
+from gateway.openai.answer_models import Classes, Embeddings, Ranking, Scores
+from gateway.openai.sync_answers import AskedOptions, answer_call
+from gateway.openai.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
+
+router = APIRouter(
+    route_class=StrictRoute,
+    tags=["calls"],
+    responses={
+        202: {"model": AcceptedJob, "description": "Accepted as a job"},
+        **answers(401, 403, 404, 409, 415, 429, 504),
+    },
+)
+
+
+@router.post("/v1/embeddings", response_model=Embeddings)
+async def create_embeddings(options: AskedOptions, body: EmbeddingsBody) -> Response:
+    """Turns texts into vectors."""
+    return await answer_call(options, Endpoint.EMBEDDINGS, body)
+
+
+@router.post("/v1/rerank", response_model=Ranking)
+async def rerank(options: AskedOptions, body: RerankBody) -> Response:
+    """Orders documents by their relevance to a query."""
+    return await answer_call(options, Endpoint.RERANK, body)
+
+
+@router.post("/v1/score", response_model=Scores)
+async def score(options: AskedOptions, body: ScoreBody) -> Response:
+    """Scores pairs of texts."""
+    return await answer_call(options, Endpoint.SCORE, body)
+
+
+@router.post("/v1/classify", response_model=Classes)
+async def classify(options: AskedOptions, body: ClassifyBody) -> Response:
+    """Gives each text a label."""
+    return await answer_call(options, Endpoint.CLASSIFY, body)

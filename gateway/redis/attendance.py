@@ -1,0 +1,39 @@
+"""Which jobs this gateway's callers follow, and the reports of it to Redis."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from contract.errors import BrokerUnavailable, CommandDenied, WireError
+from contract.functions import Functions
+from gateway.redis.guarded_redis import GuardedRedis
+
+
+class Attendance:
+    """One for each broker. `lapses_s`: seconds after which a job without a report ends."""
+
+    def __init__(self, guarded: GuardedRedis, functions: Functions, *, lapses_s: float) -> None:
+        self._guarded = guarded
+        self._functions = functions
+        self._lapses_s = lapses_s
+        self._followed: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def following(self, job_id: str) -> AsyncIterator[None]:
+        """Within it the job has a caller."""
+        self._followed[job_id] += 1
+        try:
+            yield
+        finally:
+            self._followed[job_id] -= 1
+            if not self._followed[job_id]:
+                del self._followed[job_id]
+
+    async def report(self) -> None:
+        """Until cancelled, reports that the followed jobs have callers."""
+        while True:
+            await asyncio.sleep(self._lapses_s / 3)
+            if self._followed:
+                with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
+                    await self._guarded.call(lambda: self._functions.attend(list(self._followed)))

@@ -1,0 +1,181 @@
+"""`batchway ab report`, and the options that put a candidate beside the batching.yaml in use."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from contract.ab import ARMS, AbJob, AbRecord, read_ab
+from contract.catalogue import Catalogue
+from contract.connection import connect, now_ms
+from contract.keys import Keys
+from infra import option_values
+from infra import options as opts
+from infra.ab_report import TOO_FEW, WORSE, Terms, compare_arms, report_text
+from infra.option_values import integer, number
+from infra.preconditions import UsageError
+from infra.tables import write
+
+EXIT_WORSE = 1
+EXIT_NO_VERDICT = 2
+WORKER_CANDIDATE_SHARE = 0.5
+
+
+class NoAb(Exception):
+    """There is no A/B to report on. The message is one sentence."""
+
+
+# --- options of `up` and `worker` -------------------------------------------------------------
+
+
+def add_candidate_options(parser: argparse.ArgumentParser, *, share_default: str) -> None:
+    group = parser.add_argument_group("two batching configurations on the same jobs")
+    group.add_argument(
+        "--candidate",
+        type=Path,
+        metavar="FILE",
+        help="a second batching.yaml to compare with the first: see `batchway ab report` "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--candidate-share",
+        type=number(may_be_zero=False, most=0.99),
+        metavar="SHARE",
+        help=f"share of the jobs for the candidate (default: {share_default})",
+    )
+
+
+def check_candidate(options: argparse.Namespace) -> int:
+    """How many workers of `up` run the candidate. Raises UsageError."""
+    if options.candidate is None:
+        candidate_share(options)
+        return 0
+    from workers.configuration import ConfigurationError, configured  # needs PyYAML
+
+    try:
+        configured(opts.engine_options(options), options.batching, options.candidate)
+    except ConfigurationError as exc:
+        raise UsageError(str(exc)) from exc
+    if options.workers < 2:
+        raise UsageError("--candidate needs --workers 2 or more: some for each configuration")
+    share, num_workers = options.candidate_share, int(options.workers)
+    num = num_workers // 2 if share is None else round(share * num_workers)
+    if share is not None and abs(num - share * num_workers) > 1e-6:
+        raise UsageError(
+            f"--candidate-share {share:g} of --workers {options.workers} is no whole number of "
+            "workers, so a worker of one configuration would get more jobs than one of the other"
+        )
+    return num
+
+
+def candidate_share(options: argparse.Namespace) -> float:
+    """That of a worker. Raises UsageError."""
+    if options.candidate is None and options.candidate_share is not None:
+        raise UsageError("--candidate-share needs --candidate")
+    return float(options.candidate_share or WORKER_CANDIDATE_SHARE)
+
+
+def candidate_arguments(options: argparse.Namespace, num_candidates: int) -> tuple[str, ...]:
+    """What the candidate's workers of `up` get in addition."""
+    if not num_candidates:
+        return ()
+    share = num_candidates / options.workers
+    return (f"--candidate={options.candidate}", f"--candidate-share={share:g}")
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def add_ab_options(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    report = opts.add_action(
+        actions,
+        "report",
+        "compare throughput, goodput and latencies; exit status 1: worse, 2: no verdict",
+    )
+    report.add_argument(
+        "--served-model-name",
+        type=option_values.model_name,
+        metavar="NAME",
+        help="the model (default: the only one with a candidate)",
+    )
+    report.add_argument("--lane", metavar="LANE", help="only jobs of this lane (default: any)")
+    report.add_argument(
+        "--last-s",
+        type=number(may_be_zero=False),
+        metavar="SECONDS",
+        help="only jobs that were submitted in this time (default: the last 20,000 jobs)",
+    )
+    report.add_argument(
+        "--margin",
+        type=number(may_be_zero=True, most=1.0),
+        default=Terms.margin,
+        metavar="SHARE",
+        help=f"relative change for the worse that is tolerated (default: {Terms.margin:g})",
+    )
+    report.add_argument(
+        "--min-jobs",
+        type=integer(1),
+        default=Terms.min_jobs,
+        metavar="N",
+        help=f"ended jobs that each version needs for a verdict (default: {Terms.min_jobs})",
+    )
+    for name, what in (("ttft", "time to first token"), ("itl", "mean time between tokens")):
+        report.add_argument(
+            f"--slo-{name}-ms",
+            type=number(may_be_zero=False),
+            metavar="MS",
+            help=f"goodput counts jobs whose {what} is within this (default: no bound)",
+        )
+    report.add_argument(
+        "--seed",
+        type=int,
+        default=Terms.seed,
+        metavar="N",
+        help=f"seed of the bootstrap (default: {Terms.seed})",
+    )
+
+
+def run_ab(options: argparse.Namespace, redis_url: str) -> int:
+    """Returns the exit status. Raises BrokerUnavailable, WireError."""
+    try:
+        model, record, jobs = asyncio.run(_read(options, redis_url))
+    except NoAb as exc:
+        print(f"batchway ab: {exc}", file=sys.stderr)
+        return EXIT_NO_VERDICT
+    ttft_ms, itl_ms = options.slo_ttft_ms, options.slo_itl_ms
+    terms = Terms(
+        margin=options.margin,
+        min_jobs=options.min_jobs,
+        ttft_s=ttft_ms and ttft_ms / 1000,
+        itl_s=itl_ms and itl_ms / 1000,
+        seed=options.seed,
+    )
+    found = {"model": model, **compare_arms(record, jobs, terms)}
+    write(found, f"{model}\n{report_text(found)}", options.json)
+    return {WORSE: EXIT_WORSE, TOO_FEW: EXIT_NO_VERDICT}.get(found["verdict"], 0)
+
+
+async def _read(options: argparse.Namespace, redis_url: str) -> tuple[str, AbRecord, list[AbJob]]:
+    """The model, its A/B, and the wanted jobs of both present versions. Raises NoAb."""
+    keys, name = Keys(options.namespace), options.served_model_name
+    async with connect(redis_url) as client:
+        cards = await Catalogue(client, keys).models()
+        names = [card.name for card in cards] if name is None else [name]
+        records = {n: found for n in names if (found := await read_ab(client, keys, n))}
+        since_ms = await now_ms(client) - 1000 * options.last_s if options.last_s else 0
+    if not records:
+        raise NoAb("no worker has run a candidate: start some with --candidate")
+    if len(records) > 1:
+        raise NoAb(f"several models have one: give --served-model-name of {', '.join(records)}")
+    [(model, record)] = records.items()
+    if len(set(record.versions.values())) < len(ARMS):
+        raise NoAb("both versions are the same configuration")
+    jobs = [
+        job
+        for job in record.jobs
+        if record.versions.get(job.arm) == job.version
+        and job.created_ms >= since_ms
+        and options.lane in (None, job.lane)
+    ]
+    return model, record, jobs

@@ -1,0 +1,345 @@
+"""Batches over HTTP, with OpenAI's client: run, refused, cancelled, expired, taken over."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+import redis.asyncio
+from openai import AsyncOpenAI
+from openai.types import Batch
+
+from contract.api_keys import ApiKeys, KeyTerms
+from contract.connection import end_tasks
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker
+
+pytestmark = pytest.mark.anyio
+
+Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+CHAT: Url = "/v1/chat/completions"
+COMPLETIONS: Url = "/v1/completions"
+DAY_S = 86_400
+
+
+def line(custom_id: str, url: Url = COMPLETIONS, **fields: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 20}
+    if url == CHAT:
+        body["messages"] = [{"role": "user", "content": custom_id}]
+    else:
+        body["prompt"] = custom_id
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body | fields}
+
+
+def jsonl(lines: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(each) + "\n" for each in lines).encode()
+
+
+async def start(client: AsyncOpenAI, content: bytes, url: Url = COMPLETIONS, **more: Any) -> Batch:
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id,
+        endpoint=url,
+        completion_window="24h",
+        **more,
+    )
+
+
+async def reached(client: AsyncOpenAI, batch: Batch, *statuses: str) -> Batch:
+    """The batch, once it has one of these states."""
+    while batch.status not in statuses:
+        await asyncio.sleep(0.02)
+        batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def ended(client: AsyncOpenAI, batch: Batch) -> Batch:
+    async with asyncio.timeout(60):
+        return await reached(client, batch, "completed", "failed", "expired", "cancelled")
+
+
+async def results(client: AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    content = await client.files.content(file_id)
+    return [json.loads(each) for each in content.text.splitlines()]
+
+
+def ids(found: Sequence[dict[str, Any]]) -> list[str]:
+    return [each["custom_id"] for each in found]
+
+
+@pytest.mark.parametrize(
+    ("store_setting", "url"),
+    [("directory", CHAT), ("s3", COMPLETIONS)],
+    indirect=["store_setting"],
+)
+async def test_a_batch_answers_every_line(
+    client: AsyncOpenAI, worker: FakeWorker, redis_client: redis.asyncio.Redis, url: Url, keys: Keys
+) -> None:
+    """In the order of its file, with the answers of calls; the jobs leave nothing in Redis."""
+    asked = [line(f"id-{number}", url) for number in range(150)]
+    batch = await start(client, jsonl(asked), url, metadata={"run": "7"})
+    assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"run": "7"})
+    assert (batch.endpoint, batch.completion_window) == (url, "24h")
+    assert batch.expires_at == batch.created_at + DAY_S
+    batch = await ended(client, batch)
+    assert (batch.status, batch.errors, batch.error_file_id) == ("completed", None, None)
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"completed": 150, "failed": 0, "total": 150}
+    assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
+    found = await results(client, batch.output_file_id)
+    assert ids(found) == ids(asked)
+    for each in found:
+        assert (each["error"], each["response"]["status_code"]) == (None, 200)
+        choice = each["response"]["body"]["choices"][0]
+        text = choice["message"]["content"] if url == CHAT else choice["text"]
+        assert text == "Hello wörld!"
+    output = await client.files.retrieve(str(batch.output_file_id))
+    assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+    assert {job.lane for job in worker.seen} == {"batch"}
+    assert len({job.id for job in worker.seen}) == len(worker.seen) == 150
+
+    async def are_forgotten() -> bool:
+        return await redis_client.zcard(keys.of("jobs", "default")) == 0
+
+    await until(are_forgotten)
+
+
+async def test_a_line_that_cannot_run_is_in_the_error_file(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """With the response that a call would get; the other lines are answered."""
+    asked = [
+        line("good"),
+        line("parameter", temperature=9),
+        line("unknown", temprature=1),
+        line("long", prompt="x" * 600),
+    ]
+    batch = await ended(client, await start(client, jsonl(asked)))
+    assert batch.request_counts is not None
+    assert (batch.status, batch.request_counts.failed) == ("completed", 3)
+    assert ids(await results(client, batch.output_file_id)) == ["good"]
+    errors = await results(client, batch.error_file_id)
+    assert ids(errors) == ["parameter", "unknown", "long"]
+    for each, param in zip(errors, ("temperature", "temprature", "prompt"), strict=True):
+        assert each["response"]["status_code"] == 400
+        assert each["response"]["body"]["error"]["param"] == param
+
+
+async def test_a_failed_job_is_in_the_error_file(
+    client: AsyncOpenAI, idle_worker: FakeWorker
+) -> None:
+    """With its status and code."""
+    batch = await start(client, jsonl([line("1")]))
+    await idle_worker.finish(await idle_worker.claim(), 1, "engine_error", "broken")
+    batch = await ended(client, batch)
+    [error] = await results(client, batch.error_file_id)
+    assert error["response"]["status_code"] == 500
+    assert error["response"]["body"]["error"]["code"] == "engine_error"
+
+
+GOOD = json.dumps(line("1")).encode()
+BAD: list[tuple[bytes, list[tuple[int | None, str]]]] = [
+    (b"", [(None, "empty_file")]),
+    (b"\xef\xbb\xbf" + GOOD, [(1, "invalid_json_line")]),
+    (GOOD + b"\n\n" + GOOD, [(2, "invalid_json_line"), (3, "duplicate_custom_id")]),
+    (b'{"a": NaN}\n[]\n\xff\n', [(1, "invalid_json_line"), (2, "invalid_json_line")]),
+    (jsonl([line("1"), line("2", CHAT)]), [(2, "mismatched_url")]),
+    (jsonl([line("1"), line("2", model="other")]), [(2, "mismatched_model")]),
+    (jsonl([line("1", stream=True)]), [(1, "unsupported_parameter")]),
+    (jsonl([line("1") | {"method": "GET"}]), [(1, "invalid_method")]),
+    (jsonl([line("1") | {"custom_id": 1}]), [(1, "invalid_custom_id")]),
+    (jsonl([line("")]), [(1, "invalid_custom_id")]),
+    (jsonl([line("1") | {"more": 1}]), [(1, "unknown_parameter")]),
+    (jsonl([line("1") | {"body": []}]), [(1, "invalid_body")]),
+    (jsonl([line("1", model=None)]), [(1, "missing_required_parameter")]),
+    (jsonl([line("1", model="none")]), [(1, "model_not_found")]),
+    (jsonl([line("1", prompt="x" * 300_000)]), [(1, "line_too_long")]),
+    (b"x\n" * 1200, [(number, "invalid_json_line") for number in range(1, 1001)]),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), BAD, ids=range(len(BAD)))
+async def test_a_bad_file_fails_as_a_whole(
+    client: AsyncOpenAI,
+    worker: FakeWorker,
+    content: bytes,
+    expected: list[tuple[int | None, str]],
+) -> None:
+    """Each bad line is listed with its number, up to 1,000; no job is run."""
+    batch = await ended(client, await start(client, content))
+    assert batch.status == "failed"
+    assert batch.failed_at is not None
+    assert batch.errors is not None
+    found = [(error.line, error.code) for error in batch.errors.data or []]
+    assert found[: len(expected)] == expected
+    assert len(found) <= 1000
+    assert worker.seen == []
+
+
+async def test_a_cancel_keeps_what_is_finished(
+    client: AsyncOpenAI, idle_worker: FakeWorker
+) -> None:
+    """The rest is in the error file as batch_cancelled; the worker is told to stop."""
+    asked = [line(f"{number}") for number in range(400)]
+    batch = await start(client, jsonl(asked))
+    for _ in range(100):
+        await idle_worker.run(await idle_worker.claim())
+    running = await idle_worker.claim()
+    cancelled = await client.batches.cancel(batch.id)
+    assert cancelled.status == "cancelling"
+    await idle_worker.wait_until_ended(running)
+    batch = await ended(client, batch)
+    assert batch.status == "cancelled"
+    assert None not in (batch.cancelling_at, batch.cancelled_at)
+    output = await results(client, batch.output_file_id)
+    errors = await results(client, batch.error_file_id)
+    assert sorted(ids(output)) == sorted(job_text(job) for job in idle_worker.seen[:100])
+    assert {error["error"]["code"] for error in errors} == {"batch_cancelled"}
+    assert sorted(ids(output) + ids(errors)) == sorted(ids(asked))
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"completed": 100, "failed": 300, "total": 400}
+    assert (await client.batches.cancel(batch.id)).status == "cancelled"
+
+
+def job_text(job: Any) -> str:
+    return bytes(job.prompt_ids).decode()
+
+
+async def test_a_window_that_ends_keeps_what_is_finished(
+    client: AsyncOpenAI, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis
+) -> None:
+    """After 24 hours the rest is in the error file as batch_expired."""
+    asked = [line(f"{number}") for number in range(300)]
+    batch = await start(client, jsonl(asked))
+    for _ in range(50):
+        await idle_worker.run(await idle_worker.claim())
+    await redis_client.set(TEST_CLOCK, (DAY_S + 1) * 1000)
+    batch = await ended(client, batch)
+    assert batch.status == "expired"
+    assert batch.expired_at is not None
+    output = await results(client, batch.output_file_id)
+    errors = await results(client, batch.error_file_id)
+    assert (len(output), len(errors)) == (50, 250)
+    assert {error["error"]["code"] for error in errors} == {"batch_expired"}
+    assert sorted(ids(output) + ids(errors)) == sorted(ids(asked))
+
+
+async def test_batches_are_listed_and_other_tenants_have_none(
+    base_url: str, worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """A batch or file of another tenant is the same 404 as an unknown one."""
+    api_keys = ApiKeys(redis_client, keys)
+    clients = []
+    for tenant in ("one", "two"):
+        key, _ = await api_keys.create(KeyTerms(tenant=tenant))
+        clients.append(AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0))
+    one, two = clients
+    started = [await start(one, jsonl([line("1")])) for _ in range(3)]
+    listed = [batch.id async for batch in await one.batches.list(limit=2)]
+    assert listed == [batch.id for batch in started][::-1]
+    errors = []
+    for asked in (started[0].id, "batch_" + secrets.token_hex(16), "x"):
+        for ask in (two.batches.retrieve, two.batches.cancel):
+            with pytest.raises(openai.NotFoundError) as refused:
+                await ask(asked)
+            errors.append(refused.value.body)
+    assert all(error == errors[0] for error in errors)
+    assert (await two.batches.list()).data == []
+    with pytest.raises(openai.NotFoundError):
+        await two.batches.create(
+            input_file_id=started[0].input_file_id,
+            endpoint=COMPLETIONS,
+            completion_window="24h",
+        )
+    for client in clients:
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/images"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": None}, "input_file_id"),
+        ({"window": "24h"}, "window"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, None),
+    ],
+)
+async def test_a_bad_batch_is_refused_by_its_field(
+    base_url: str, redis_client: redis.asyncio.Redis, fields: dict[str, Any], param: str | None
+) -> None:
+    body = {"input_file_id": "file-x", "endpoint": COMPLETIONS, "completion_window": "24h"}
+    async with httpx.AsyncClient(base_url=base_url) as http:
+        answer = await http.post("/v1/batches", json=body | fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == (param or "output_expires_after.seconds")
+
+
+async def test_a_deleted_input_file_fails_its_batch(
+    client: AsyncOpenAI, worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """Its error says so."""
+    with_many = await start(client, jsonl([line(f"{number}") for number in range(500)]))
+    await reached(client, with_many, "in_progress")
+    await client.files.delete(with_many.input_file_id)
+    batch = await ended(client, with_many)
+    assert batch.status in ("failed", "completed")  # completed: all lines had been read
+    if batch.status == "failed":
+        assert batch.errors is not None
+        assert [error.code for error in batch.errors.data or []] == ["file_not_found"]
+
+
+async def test_another_gateway_goes_on_with_a_batch(
+    store_setting: str,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    idle_worker: FakeWorker,
+) -> None:
+    """A gateway that ends gives its lease back; the next finds the parts and the jobs."""
+    settings = make_settings(redis_server.url, object_store=store_setting)
+    asked = [line(f"{number}") for number in range(300)]
+    with running_gateway(settings) as url:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            batch = await start(client, jsonl(asked))
+            for _ in range(100):
+                await idle_worker.run(await idle_worker.claim())
+    with running_gateway(settings) as url:
+        serving = asyncio.create_task(idle_worker.serve())
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            batch = await ended(client, batch)
+            output = await results(client, batch.output_file_id)
+        await end_tasks(serving)
+    assert (batch.status, ids(output)) == ("completed", ids(asked))
+    assert len({job.id for job in idle_worker.seen}) == len(idle_worker.seen) == 300
+
+
+async def test_a_batch_that_nobody_would_run_is_refused(
+    store_setting: str, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """By a gateway that runs none, until another one does; that is known for an hour."""
+    settings = make_settings(redis_server.url, object_store=store_setting)
+    other = settings.model_copy(update={"feeds_batches": False})
+    with running_gateway(other) as url:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError) as refused:
+                await start(client, jsonl([line("1")]))
+            assert (refused.value.status_code, refused.value.code) == (503, "no_feeder")
+            with running_gateway(settings):
+
+                async def is_fed() -> bool:
+                    return await redis_client.exists(keys.of("batches_fed")) == 1
+
+                await until(is_fed)
+            assert (await start(client, jsonl([line("1")]))).status == "validating"
+    assert 3_500_000 < await redis_client.pttl(keys.of("batches_fed")) <= 3_600_000

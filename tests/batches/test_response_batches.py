@@ -1,0 +1,192 @@
+"""Batches of responses: what their lines may ask for, and what is stored beside the output."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import redis.asyncio
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+
+from contract.connection import end_tasks
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.batches.test_batches import Url, ended, ids, jsonl, results, start
+from tests.clock import TEST_CLOCK
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.test_responses_api import TOOL, thinks_and_calls
+
+pytestmark = pytest.mark.anyio
+
+RESPONSES: Url = "/v1/responses"
+DAY_MS = 86_400_000
+
+
+def line(custom_id: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "input": f"I am {custom_id}"} | fields
+    return {"custom_id": custom_id, "method": "POST", "url": RESPONSES, "body": body}
+
+
+async def run(client: AsyncOpenAI, *lines: dict[str, Any]) -> Any:
+    """The batch of these lines, once it has ended."""
+    return await ended(client, await start(client, jsonl(lines), RESPONSES))
+
+
+async def bodies(client: AsyncOpenAI, batch: Any) -> list[Response]:
+    """The responses in a batch's output."""
+    found = await results(client, batch.output_file_id)
+    return [Response.model_validate(each["response"]["body"]) for each in found]
+
+
+@pytest.fixture
+async def http(base_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=base_url) as client:
+        yield client
+
+
+async def test_a_batch_responds_to_every_line(
+    client: AsyncOpenAI, worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """With whole responses, in the order of its file; unless they are to be stored, nothing of them
+    is left."""
+    asked = [line(f"id-{number}", metadata={"number": str(number)}) for number in range(70)]
+    batch = await run(client, *asked)
+    assert (batch.endpoint, batch.status, batch.error_file_id) == (RESPONSES, "completed", None)
+    assert ids(await results(client, batch.output_file_id)) == ids(asked)
+    found = await bodies(client, batch)
+    for number, response in enumerate(found):
+        assert (response.status, response.output_text) == ("completed", "Hello wörld!")
+        assert response.metadata == {"number": str(number)}
+        assert (response.model_extra or {})["store"] is False
+        assert response.usage is not None
+        assert response.usage.output_tokens == len("Hello wörld!".encode())
+    assert {job.lane for job in worker.seen} == {"batch"}
+
+    async def are_forgotten() -> bool:
+        return await redis_client.zcard(keys.of("jobs", "default")) == 0
+
+    await until(are_forgotten)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(found[0].id)
+
+
+@pytest.mark.parametrize("store_setting", ["directory", "s3"], indirect=True)
+async def test_a_stored_response_is_that_of_its_line(
+    client: AsyncOpenAI, http: httpx.AsyncClient, worker: FakeWorker
+) -> None:
+    """The same bytes from GET, from its job, and in the output file; also of reasoning and calls.
+    Long ones are in the object store."""
+    worker.script = thinks_and_calls
+    asked = [line("tools", store=True, tools=[TOOL]), line("long", store=True, input="x" * 400)]
+    batch = await run(client, *asked)
+    lines = (await client.files.content(str(batch.output_file_id))).content.splitlines()
+    for raw, response in zip(lines, await bodies(client, batch), strict=True):
+        got = await http.get(f"/v1/responses/{response.id}")
+        assert b'"body":' + got.content + b"}" in raw
+        job = await http.get(f"/v1/jobs/{response.id.replace('resp_', 'job-')}")
+        assert b'"result":' + got.content in job.content
+        assert got.json()["store"] is True
+    assert [item.type for item in (await bodies(client, batch))[0].output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+
+
+async def test_a_stored_response_outlives_its_batch(
+    client: AsyncOpenAI, worker: FakeWorker, redis_client: redis.asyncio.Redis
+) -> None:
+    """For as long as the responses of calls, from its end on."""
+    [response] = await bodies(client, await run(client, line("1", store=True)))
+    await redis_client.set(TEST_CLOCK, DAY_MS - 60_000)
+    assert (await client.responses.retrieve(response.id)).status == "completed"
+
+
+async def test_chains_go_through_batches(client: AsyncOpenAI, idle_worker: FakeWorker) -> None:
+    """A line goes on from a stored response, and a call from a stored line."""
+    serving = asyncio.create_task(idle_worker.serve())
+    first = await client.responses.create(model=MODEL, input="One")
+    asked = line("two", previous_response_id=first.id, store=True)
+    [second] = await bodies(client, await run(client, asked))
+    third = await client.responses.create(
+        model=MODEL, input="Three", previous_response_id=second.id
+    )
+    await end_tasks(serving)
+    assert second.previous_response_id == first.id
+    listed = [item async for item in await client.responses.input_items.list(third.id, order="asc")]
+    texts = [item.model_dump()["content"][0]["text"] for item in listed]
+    assert texts == ["One", first.output_text, "I am two", second.output_text, "Three"]
+
+
+@pytest.mark.parametrize("field", ["background", "stream"])
+async def test_what_a_file_of_responses_may_not_ask(
+    client: AsyncOpenAI, worker: FakeWorker, field: str
+) -> None:
+    """The field that contradicts a batch fails it before a line is run; false is no question."""
+    asked = [line("1", **{field: False}), line("2", **{field: True})]
+    batch = await run(client, *asked)
+    assert (batch.status, worker.seen) == ("failed", [])
+    [error] = batch.errors.data
+    assert (error.line, error.param, error.code) == (2, f"body.{field}", "unsupported_parameter")
+    assert (await run(client, asked[0])).status == "completed"
+
+
+async def test_a_line_that_cannot_respond_is_in_the_error_file(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """With the error of a call, which names the field."""
+    unknown = f"resp_0-{'0' * 32}"
+    bad: dict[str, tuple[dict[str, Any], int]] = {
+        "previous_response_id": ({"previous_response_id": unknown}, 404),
+        "store": ({"store": "yes"}, 400),
+        "conversation": ({"conversation": "c"}, 400),
+        "input": ({"input": "x" * 600}, 400),
+        "input.0.content.0.type": (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            400,
+        ),
+        "text.format.schema": (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}},
+            400,
+        ),
+    }
+    asked = [line(param, **fields) for param, (fields, _) in bad.items()]
+    batch = await run(client, line("good"), *asked)
+    assert (batch.status, batch.request_counts.failed) == ("completed", len(bad))
+    for each, (_, status) in zip(
+        await results(client, batch.error_file_id), bad.values(), strict=True
+    ):
+        error = each["response"]["body"]["error"]
+        assert (each["response"]["status_code"], error["param"]) == (status, each["custom_id"])
+
+
+async def test_another_gateway_goes_on_with_responses(
+    store_setting: str,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    idle_worker: FakeWorker,
+) -> None:
+    """It finds the jobs of the gateway before it: no line responds twice, and all are stored."""
+    settings = make_settings(redis_server.url, object_store=store_setting)
+    asked = [line(f"{number}", store=True) for number in range(100)]
+    with running_gateway(settings) as url:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            batch = await start(client, jsonl(asked), RESPONSES)
+            for _ in range(80):
+                await idle_worker.run(await idle_worker.claim())
+    with running_gateway(settings) as url:
+        serving = asyncio.create_task(idle_worker.serve())
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            batch = await ended(client, batch)
+            found = await bodies(client, batch)
+            stored = [await client.responses.retrieve(response.id) for response in found]
+        await end_tasks(serving)
+    assert len({job.id for job in idle_worker.seen}) == len(idle_worker.seen) == 100
+    assert stored == found
+    assert [response.output_text for response in found] == ["Hello wörld!"] * 100

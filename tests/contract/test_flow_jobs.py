@@ -1,0 +1,103 @@
+"""Jobs of flows and their calls in the functions: reservations, bills, lapsed leases."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import redis
+import redis.asyncio
+
+from contract.endpoints import Endpoint
+from contract.errors import JobRefused
+from contract.events import MemberRun, Members
+from contract.flows import Ensemble, Flow, FlowCall
+from contract.function_types import Append, TenantLimits, Verdict
+from contract.functions import Functions
+from contract.jobs import Job, JobStatus
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.some_calls import append, claim, make_job, make_submission, pass_time, tokens
+from tests.model.audit import Audit
+
+pytestmark = pytest.mark.anyio
+
+FLOW = Flow(
+    definition=Ensemble(members=("a", "b"), combine="vote"), endpoints=(Endpoint.COMPLETIONS,)
+)
+
+
+@pytest.fixture
+def audit(redis_server: EmbeddedRedis, keys: Keys) -> Iterator[Audit]:
+    with redis.Redis.from_url(redis_server.url) as client:
+        yield Audit(client, keys)
+
+
+def make_parent() -> Job:
+    call = FlowCall(flow=FLOW, body=b"{}", retention_s=60.0)
+    return msgspec.structs.replace(make_job(), flow=call)
+
+
+def make_child(parent: Job) -> Job:
+    return msgspec.structs.replace(make_job(), parent=parent.id)
+
+
+async def test_a_call_reserves_nothing_of_its_tenant(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, audit: Audit
+) -> None:
+    """The flow's job has, and a sweep counts the same."""
+    parent = make_parent()
+    limits = TenantLimits(concurrent_tokens=13)
+    await functions.submit(parent, make_submission(limits=limits))
+    child = make_child(parent)
+    await functions.submit(child, make_submission())
+    assert await redis_client.hget(keys.of("tenant", "t"), "reserved") == b"13"
+    with pytest.raises(JobRefused):
+        await functions.submit(make_job(), make_submission(limits=limits))
+    audit.check()
+    for _ in range(3):
+        await pass_time(redis_client, keys, 1.001)
+        assert (await functions.sweep()).corrections == ()
+    for claimed in await claim(functions):
+        fin = Append(claimed.job.id, claimed.epoch, 1, tokens(0, 1), 1, JobStatus.SUCCEEDED)
+        await append(functions, "w1", fin)
+    assert await redis_client.hget(keys.of("tenant", "t"), "reserved") == b"0"
+    audit.check()
+
+
+async def test_a_flow_s_bill_has_the_prompts_of_its_calls(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, audit: Audit
+) -> None:
+    """Given with the end; the counters of what runs have the job's own prompt."""
+    parent = make_parent()
+    await functions.submit(parent, make_submission())
+    [claimed] = await claim(functions)
+    runs = (MemberRun("a", "x", JobStatus.SUCCEEDED, 7, 4),)
+    first = Append(parent.id, claimed.epoch, 1, tokens(0, 1, 2), 2)
+    last = Append(
+        parent.id, claimed.epoch, 2, Members(runs), 2, JobStatus.SUCCEEDED, prompt_tokens=7
+    )
+    assert await append(functions, "w1", first) == [(Verdict.OK, 2)]
+    audit.check()
+    await append(functions, "w1", last)
+    view, entries = await functions.read(parent.id, "t", max_events=9) or (None, [])
+    assert view is not None
+    assert (view.num_prompt_tokens, view.num_output_tokens) == (7, 4)
+    assert entries[-2].event == Members(runs)
+    assert msgspec.structs.astuple(entries[-1].event)[3:] == (7, 4)
+    assert await redis_client.hget(keys.job(parent.id), "charge") == b"11"
+    counters = await redis_client.hgetall(keys.of("counters", "m", "standard"))
+    assert set(counters.values()) == {b"0"}
+    audit.check()
+
+
+async def test_a_flow_whose_lease_lapsed_twice_is_no_suspect(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Nothing that runs it has an engine to kill; others of the flow must not wait for it."""
+    for job in (make_parent(), make_parent()):
+        await functions.submit(job, make_submission(deadline_s=600.0))
+    for _ in range(3):
+        assert len(await claim(functions)) == 2
+        await pass_time(redis_client, keys, 11.0)
+        assert (await functions.sweep()).num_lapsed == 2
+    assert [claimed.is_alone for claimed in await claim(functions)] == [False, False]

@@ -1,0 +1,41 @@
+"""Writes models.yaml files, and makes cards of the models that they name."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # types are a separate package
+
+from contract.model_cards import ModelCard, PoolingCard
+
+
+def write(folder: Path, **flows: Any) -> Path:
+    """A file with flows by name."""
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump({"models": [{"name": n} | f for n, f in flows.items()]}))
+    return path
+
+
+def card(name: str, pooling: PoolingCard | None = None) -> ModelCard:
+    return ModelCard(
+        name=name,
+        context_length=512,
+        vocab_size=300,
+        eos_token_ids=(0,),
+        tokenizer_sha256="0" * 64,
+        created_s=0,
+        pooling=pooling,
+    )
+
+
+CARDS = {
+    one.name: one
+    for one in (
+        card("small"),
+        card("large"),
+        card("embed", PoolingCard(kind="embedding", num_outputs=64)),
+        card("embed-wide", PoolingCard(kind="embedding", num_outputs=128)),
+        card("rank", PoolingCard(kind="reranker", num_outputs=1)),
+        card("intent", PoolingCard(kind="classifier", num_outputs=2, labels=("ask", "chat"))),
+    )
+}
+"""Served models, by name."""

@@ -1,0 +1,38 @@
+"""Batches whose model is a flow."""
+
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+
+from infra.embedded_redis import EmbeddedRedis
+from tests.batches.test_batches import CHAT, ended, ids, jsonl, results, start
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.flows.conftest import Fleet, chat
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_batch_calls_a_flow(
+    redis_server: EmbeddedRedis, fleet: Fleet, models_yaml: Path, tmp_path: Path
+) -> None:
+    """Each line is a call of it, answered by its members under its name."""
+    settings = make_settings(
+        redis_server.url, models=str(models_yaml), object_store=str(tmp_path / "objects")
+    )
+    asked = [
+        {"custom_id": f"{number}", "method": "POST", "url": CHAT, "body": chat("pipe")}
+        for number in range(3)
+    ]
+    with running_gateway(settings) as url:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+
+            async def is_served() -> bool:
+                return "pipe" in [model.id async for model in client.models.list()]
+
+            await until(is_served, 20)
+            batch = await ended(client, await start(client, jsonl(asked), CHAT))
+            found = await results(client, batch.output_file_id)
+    assert (batch.status, ids(found)) == ("completed", ["0", "1", "2"])
+    assert {each["response"]["body"]["model"] for each in found} == {"pipe"}

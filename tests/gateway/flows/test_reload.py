@@ -1,0 +1,116 @@
+"""models.yaml while gateways run: what is read again, refused, withdrawn."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.fleet import until
+from tests.gateway.fake_worker import publish_model
+from tests.gateway.flows.conftest import FLOWS, Fleet, chat
+from tests.gateway.vector_worker import vector_files
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+
+
+def rewrite(path: Path, models: list[Any]) -> None:
+    path.write_text(yaml.safe_dump({"models": models}))
+
+
+async def until_listed(flows: httpx.AsyncClient, wanted: set[str], unwanted: set[str]) -> None:
+    async def is_so() -> bool:
+        listed = {model["id"] for model in (await flows.get("/v1/models")).json()["data"]}
+        return wanted <= listed and not unwanted & listed
+
+    await until(is_so, 20)
+
+
+async def test_a_changed_file_is_read_again(
+    flows: httpx.AsyncClient, fleet: Fleet, models_yaml: Path
+) -> None:
+    """What runs goes on as it was accepted; a flow that is gone is an unknown model."""
+    await fleet.stop_serving("large")
+    body = {"endpoint": CHAT, "body": chat("cascade")}
+    job_id = (await flows.post("/v1/jobs", json=body)).json()["id"]
+    claimed = await fleet.workers["large"].claim()
+    second = {"name": "second", "ensemble": {"members": ["third", "third"], "combine": "vote"}}
+    others = [flow for flow in FLOWS["models"] if flow["name"] not in ("cascade", "nested")]
+    rewrite(models_yaml, [*others, second])
+    await until_listed(flows, {"second", "vote"}, {"cascade", "nested"})
+    answer = await flows.post(CHAT, json=chat("second"))
+    assert answer.json()["choices"][0]["message"]["content"] == "I am third"
+    gone = await flows.post(CHAT, json=chat("cascade"))
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    await fleet.workers["large"].run(claimed)
+
+    async def has_ended() -> bool:
+        job = (await flows.get(f"/v1/jobs/{job_id}")).json()
+        return bool(job["status"] == "succeeded")
+
+    await until(has_ended, 20)
+
+
+@pytest.mark.parametrize(
+    ("flow", "word"),
+    [
+        ({"ensemble": {"members": ["small", "nobody"], "combine": "vote"}}, "'nobody'"),
+        ({"ensemble": {"members": ["small", "bad"], "combine": "vote"}}, "bad -> bad"),
+        ({"ensemble": {"members": ["small", "large"], "combine": "mean"}}, "mean"),
+        ({"cascade": {"members": [{"model": "small"}, {"model": "large"}]}}, "threshold"),
+    ],
+    ids=["unknown member", "circle", "impossible type", "no threshold"],
+)
+async def test_a_wrong_file_changes_nothing(
+    flows: httpx.AsyncClient,
+    fleet: Fleet,
+    models_yaml: Path,
+    caplog: pytest.LogCaptureFixture,
+    flow: dict[str, Any],
+    word: str,
+) -> None:
+    """One line says why; the flows stay as they were."""
+    with caplog.at_level(logging.WARNING, "batchway.flows"):
+        rewrite(models_yaml, [{"name": "bad", **flow}])
+
+        async def is_told() -> bool:
+            return word in caplog.text
+
+        await until(is_told, 20)
+    assert len(caplog.records) == 1
+    assert "stays as it was" in caplog.text
+    answer = await flows.post(CHAT, json=chat("vote"))
+    assert answer.status_code == 200
+    listed = {model["id"] for model in (await flows.get("/v1/models")).json()["data"]}
+    assert "bad" not in listed
+
+
+async def test_tokens_are_refused_where_the_members_read_them_otherwise(
+    flows: httpx.AsyncClient, fleet: Fleet, models_yaml: Path
+) -> None:
+    """Log probabilities of tokens, and prompts of token ids; text is fine."""
+    await publish_model(fleet.client, fleet.keys, "other", files=vector_files())
+    mixed = {"name": "mixed", "ensemble": {"members": ["small", "other"], "combine": "vote"}}
+    rewrite(models_yaml, [mixed])
+    await until_listed(flows, {"mixed"}, {"vote"})
+    body = {"model": "mixed", "prompt": "a"}
+    for more, param in (({"logprobs": 1}, "logprobs"), ({"prompt": [1, 2]}, "prompt")):
+        refused = await flows.post("/v1/completions", json={**body, **more})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    answer = await flows.post("/v1/completions", json=body)
+    assert answer.json()["choices"][0]["text"] == "I am small", "the other has no worker"
+
+
+async def test_flows_are_published_again_where_redis_lost_them(
+    flows: httpx.AsyncClient, fleet: Fleet
+) -> None:
+    await fleet.client.delete(fleet.keys.model("vote"))
+
+    async def is_back() -> bool:
+        return bool(await fleet.client.exists(fleet.keys.model("vote")))
+
+    await until(is_back, 20)

@@ -1,0 +1,173 @@
+"""Flows with models that compute vectors: means, classifiers, scorers, rerank before generation."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.gateway.fake_worker import says
+from tests.gateway.flows.conftest import Fleet, chat
+from tests.gateway.vector_worker import (
+    CLASSIFIER,
+    EMBEDDER,
+    LABELS,
+    NUM_OUTPUTS,
+    PLAIN,
+    RERANKER,
+    vector_of,
+)
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+FLOWS = {
+    "models": [
+        {"name": "mean", "ensemble": {"members": [PLAIN, EMBEDDER], "combine": "mean"}},
+        {
+            "name": "sorted",
+            "route": {
+                "classifier": CLASSIFIER,
+                "rules": [
+                    {"when": {"pattern": "^large:"}, "to": [{"model": "large"}]},
+                    {"when": {"labels": ["good"]}, "to": [{"model": "large"}]},
+                ],
+                "otherwise": [{"model": "small"}],
+            },
+        },
+        {
+            "name": "best",
+            "ensemble": {
+                "members": ["small", "large"],
+                "combine": "best-by-score",
+                "scorer": RERANKER,
+            },
+        },
+        {
+            "name": "judged",
+            "cascade": {
+                "members": [{"model": "small", "threshold": 0.5}, {"model": "large"}],
+                "confidence": {"by": "scorer", "scorer": RERANKER},
+            },
+        },
+        {
+            "name": "retrieval",
+            "pipeline": {
+                "steps": [
+                    {
+                        "name": "rank",
+                        "model": RERANKER,
+                        "endpoint": "/v1/rerank",
+                        "body": {
+                            "query": "{{ input.messages[-1].content }}",
+                            "documents": "{{ input.documents }}",
+                            "top_n": 1,
+                            "return_documents": True,
+                        },
+                    },
+                    {
+                        "name": "answer",
+                        "model": "large",
+                        "endpoint": CHAT,
+                        "body": {
+                            "messages": [
+                                {"role": "user", "content": "{{ rank.results[0].document.text }}"}
+                            ]
+                        },
+                    },
+                ]
+            },
+        },
+    ]
+}
+
+
+@pytest.fixture
+def models_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "models.yaml"
+    path.write_text(yaml.safe_dump(FLOWS))
+    return path
+
+
+@pytest.fixture
+async def fleet(fleet: Fleet) -> Fleet:
+    await fleet.start_vectors(PLAIN, EMBEDDER, CLASSIFIER, RERANKER)
+    return fleet
+
+
+async def test_the_mean_of_embeddings(flows: httpx.AsyncClient, fleet: Fleet) -> None:
+    """Of each input; the usage is that of all members."""
+    answer = await flows.post("/v1/embeddings", json={"model": "mean", "input": ["one", "two"]})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-batchway-models"] == f"{PLAIN}, {EMBEDDER}"
+    seen = [fleet.workers[model].seen[0].prompts for model in (PLAIN, EMBEDDER)]
+    for index in (0, 1):
+        vectors = [vector_of(prompts[index], NUM_OUTPUTS) for prompts in seen]
+        expected = [sum(numbers) / 2 for numbers in zip(*vectors, strict=True)]
+        assert answer.json()["data"][index]["embedding"] == pytest.approx(expected, abs=1e-6)
+    num_tokens = sum(len(prompt) for prompts in seen for prompt in prompts)
+    assert answer.json()["usage"]["prompt_tokens"] == num_tokens
+    as_job = {"endpoint": "/v1/embeddings", "body": {"model": "mean", "input": ["one", "two"]}}
+    assert (await flows.post("/v1/jobs", json=as_job)).status_code == 202
+
+
+async def test_a_classifier_chooses_where_no_rule_before_it_holds(
+    flows: httpx.AsyncClient, fleet: Fleet
+) -> None:
+    sure = await flows.post(CHAT, json=chat("sorted", "large: please"))
+    assert sure.headers["x-batchway-models"] == "large"
+    assert fleet.workers[CLASSIFIER].seen == []
+    found = set()
+    for text in "abcdef":
+        answer = await flows.post(CHAT, json=chat("sorted", text))
+        [prompt] = fleet.workers[CLASSIFIER].seen[-1].prompts
+        probs = vector_of(prompt, len(LABELS))
+        wanted = "large" if LABELS[probs.index(max(probs))] == "good" else "small"
+        assert answer.headers["x-batchway-models"] == f"{CLASSIFIER}, {wanted}"
+        assert answer.json()["choices"][0]["message"]["content"] == f"I am {wanted}"
+        found.add(wanted)
+    assert found == {"small", "large"}
+
+
+async def test_the_scorer_s_favourite_answers(flows: httpx.AsyncClient, fleet: Fleet) -> None:
+    for text in ("a", "b", "c"):
+        answer = await flows.post(CHAT, json=chat("best", text))
+        assert answer.status_code == 200, answer.text
+        scored = fleet.workers[RERANKER].seen[-2:]
+        by_answer = {
+            model: vector_of(job.prompts[0], 1)[0]
+            for job in scored
+            for model in ("small", "large")
+            if f"I am {model}".encode() in bytes(i for i in job.prompts[0] if i < 256)
+        }
+        best = max(by_answer, key=lambda model: by_answer[model])
+        assert answer.json()["choices"][0]["message"]["content"] == f"I am {best}"
+
+
+async def test_a_scorer_may_be_a_cascade_s_judge(flows: httpx.AsyncClient, fleet: Fleet) -> None:
+    found = set()
+    for text in "abcdef":
+        answer = await flows.post(CHAT, json=chat("judged", text))
+        score = vector_of(fleet.workers[RERANKER].seen[-1].prompts[0], 1)[0]
+        wanted = "small" if score >= 0.5 else "large"
+        assert answer.json()["choices"][0]["message"]["content"] == f"I am {wanted}"
+        found.add(wanted)
+    assert found == {"small", "large"}
+
+
+async def test_the_caller_s_documents_are_ranked_before_generation(
+    flows: httpx.AsyncClient, fleet: Fleet
+) -> None:
+    fleet.say("large", says("so it is"))
+    documents = ["red", "green", "blue"]
+    body = {**chat("retrieval", "what?"), "documents": documents}
+    answer = await flows.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    prompts = fleet.workers[RERANKER].seen[-1].prompts
+    scores = [vector_of(prompt, 1)[0] for prompt in prompts]
+    best = documents[scores.index(max(scores))]
+    [asked] = fleet.workers["large"].seen
+    assert bytes(asked.prompt_ids).decode() == f"user: {best}\nassistant: "
+    missing = await flows.post(CHAT, json=chat("retrieval", "what?"))
+    assert missing.status_code == 400
+    assert "rank" in missing.json()["error"]["message"]

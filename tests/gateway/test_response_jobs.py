@@ -1,0 +1,183 @@
+"""Responses as jobs: POST /v1/jobs, results, events, quotes, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+from openai import AsyncOpenAI
+
+from infra.embedded_redis import EmbeddedRedis
+from tests.callbacks.receiver import SECRET, Answer, Receiver, always
+from tests.callbacks.test_delivery import service
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.test_jobs import events, field, submit
+from tests.gateway.test_responses_api import BODY, TOOL, client, thinks_and_calls
+
+__all__ = ["client"]
+pytestmark = pytest.mark.anyio
+
+JOB: dict[str, Any] = {"endpoint": "/v1/responses", "body": BODY}
+
+
+def response_of(job_id: str) -> str:
+    return job_id.replace("job-", "resp_")
+
+
+async def test_a_response_is_the_result_of_its_job(
+    client: AsyncOpenAI, http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """Queued, then with the bytes that GET of the response gives; a call goes on from it."""
+    idle_worker.script = thinks_and_calls
+    body = {**BODY, "tools": [TOOL], "metadata": {"a": "1"}}
+    job = {**JOB, "body": body, "metadata": {"b": "2"}, "lane": "batch"}
+    job_id = await submit(http, job)
+    response = await client.responses.retrieve(response_of(job_id))
+    assert (response.status, response.metadata) == ("queued", {"a": "1"})
+    await idle_worker.run(await idle_worker.claim())
+    shown = await http.get(f"/v1/jobs/{job_id}")
+    got = await http.get(f"/v1/responses/{response_of(job_id)}")
+    assert b'"result":' + got.content in shown.content
+    assert shown.json()["lane"] == "batch"
+    assert got.json()["status"] == "completed"
+    listed = await http.get("/v1/jobs", params={"metadata[a]": "1", "metadata[b]": "2"})
+    assert [each["id"] for each in listed.json()["data"]] == [job_id]
+
+
+async def test_a_failed_response_tells_why(
+    http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """Its job has a result, the response with its error."""
+    job_id = await submit(http, JOB)
+    await idle_worker.finish(await idle_worker.claim(), 1, "engine_error", "broken")
+    result = (await http.get(f"/v1/jobs/{job_id}")).json()["result"]
+    assert (result["status"], result["output"]) == ("failed", [])
+    assert result["error"] == {"code": "engine_error", "message": "broken"}
+
+
+async def test_the_events_of_a_job_are_those_of_its_response(
+    http: httpx.AsyncClient, worker: FakeWorker
+) -> None:
+    """The same from any event on; beside them the job's own."""
+    worker.script = says("He", "ll", "o")
+    job_id = await submit(http, JOB)
+    streamed = [event for event in await events(http, job_id) if field(event, "event") != "queued"]
+    told = [event for event in streamed if field(event, "event") is None]
+    assert told.pop() == "data: [DONE]"
+    got = await http.get(f"/v1/responses/{response_of(job_id)}", params={"stream": "true"})
+    expected = [data for part in got.text.split("\n\n") if (data := field(part, "data"))]
+    assert [field(event, "data") for event in told] == expected[: len(told)]
+    assert [json.loads(data)["type"] for data in expected[-2:-1]] == ["response.completed"]
+    assert len(told) == len(expected) - 1  # without [DONE]
+    assert field(streamed[-2], "event") == "succeeded"
+    for number, event in enumerate(streamed):
+        if position := field(event, "id"):
+            rest = await events(http, job_id, **{"last-event-id": position})
+            assert rest == streamed[number + 1 :]
+
+
+async def test_a_response_is_quoted(http: httpx.AsyncClient, worker: FakeWorker) -> None:
+    answer = await http.post("/v1/quote", json={**JOB, "body": {**BODY, "max_output_tokens": 7}})
+    assert answer.status_code == 200, answer.text
+    shown = answer.json()
+    assert (shown["endpoint"], shown["predicted_output_tokens"]) == ("/v1/responses", 7)
+    assert shown["prompt_tokens"] > 0
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"store": False}, "body.store", "invalid_value"),
+    ({"on_disconnect": "cancel"}, "body.on_disconnect", "invalid_value"),
+    ({"input": []}, "body.input", "invalid_value"),
+    ({"input": "x" * 600}, "body.input", "context_length_exceeded"),
+    ({"inputs": "x"}, "body.inputs", "unknown_parameter"),
+    ({"tools": [{"type": "web_search"}]}, "body.tools.0.type", "unsupported_parameter"),
+    ({"conversation": "c"}, "body.conversation", "unsupported_parameter"),
+    ({"previous_response_id": "r"}, "body.previous_response_id", "response_not_found"),
+    ({"model": "none"}, "body.model", "model_not_found"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), REFUSED)
+async def test_a_bad_response_is_refused_by_its_field(
+    http: httpx.AsyncClient,
+    worker: FakeWorker,
+    fields: dict[str, Any],
+    param: str,
+    code: str,
+) -> None:
+    answer = await http.post("/v1/jobs", json={**JOB, "body": {**BODY, **fields}})
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, code), answer.text
+    assert worker.seen == []
+
+
+async def test_a_job_is_found_by_its_idempotency_key(
+    http: httpx.AsyncClient, worker: FakeWorker
+) -> None:
+    """One response for one key; another body is refused."""
+    headers = {"idempotency-key": "k"}
+    found = [await http.post("/v1/jobs", json=JOB, headers=headers) for _ in range(2)]
+    assert found[0].json()["id"] == found[1].json()["id"]
+    other = {**JOB, "body": {"model": MODEL, "input": "Other"}}
+    assert (await http.post("/v1/jobs", json=other, headers=headers)).status_code == 422
+
+
+async def test_what_has_no_effect_is_named(http: httpx.AsyncClient, worker: FakeWorker) -> None:
+    """Metadata has one: it is shown."""
+    body = {**BODY, "user": "u", "metadata": {"a": "b"}}
+    answer = await http.post("/v1/jobs", json={**JOB, "body": body})
+    assert answer.headers["x-ignored-parameters"] == "user"
+
+
+STORED = {"object_min_bytes": 1}  # requests of jobs are in the object store
+TOLD: list[tuple[dict[str, Any], dict[str, Any], str | None, bool]] = [
+    ({"tools": [TOOL]}, {}, None, True),
+    ({"tools": [TOOL]}, STORED, None, True),
+    ({}, {}, "engine_error", True),
+    ({"top_logprobs": 1}, {}, None, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "code", "is_full"), TOLD, ids=["Redis", "store", "failed", "logprobs"]
+)
+async def test_a_full_callback_has_the_response(
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    idle_worker: FakeWorker,
+    tmp_path: Path,
+    fields: dict[str, Any],
+    options: dict[str, Any],
+    code: str | None,
+    is_full: bool,
+) -> None:
+    """As GET shows it; not with log probabilities, for which the message says where it is."""
+    store = str(tmp_path)
+    settings = make_settings(
+        redis_server.url, object_store=store, callback_allow=("127.0.0.0/8",), **options
+    )
+    idle_worker.script = thinks_and_calls if "tools" in fields else says("Hello")
+    async with (
+        Receiver({"/": always(Answer())}) as receiver,
+        service(redis_server, object_store=store),
+    ):
+        callback = {"url": receiver.url("/"), "secret": SECRET, "payload": "full"}
+        with running_gateway(settings) as url:
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+                job = {**JOB, "body": BODY | fields, "callback": callback}
+                job_id = await submit(http, job)
+                claimed = await idle_worker.claim()
+                assert (claimed.job.stored_response is not None) is (options == STORED)
+                if code is None:
+                    await idle_worker.run(claimed)
+                else:
+                    await idle_worker.finish(claimed, 1, code, "broken")
+                got = await http.get(f"/v1/responses/{response_of(job_id)}")
+                await receiver.until(lambda: len(receiver.messages) == 1)
+    data = receiver.messages[0].body["data"]
+    assert "choices" not in data
+    assert data.get("response") == (got.json() if is_full else None)
+    assert data["result_url"] == f"/v1/jobs/{job_id}"

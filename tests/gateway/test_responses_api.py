@@ -1,0 +1,318 @@
+"""POST /v1/responses with the official client: answers, streams, tools, and what is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+from contract.events import ChoiceDelta, Tokens, ToolCallDelta
+from contract.functions import Functions
+from contract.jobs import FinishReason, Job
+from tests.fakes import output_text
+from tests.fleet import until
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.gateway.test_structured import accepts
+
+pytestmark = pytest.mark.anyio
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+NAMED: Any = {"type": "function", "name": "add"}
+BODY: dict[str, Any] = {"model": MODEL, "input": "Hi"}
+
+
+@pytest.fixture
+async def client(gateway_url: str, http: httpx.AsyncClient) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{gateway_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def thinks_and_calls(_: Job) -> list[Tokens]:
+    """Reasoning, a text, and two calls; a token for each part."""
+    parts: list[dict[str, Any]] = [
+        {"reasoning": "Two "},
+        {"reasoning": "numbers."},
+        {"text": "I add"},
+        {"text": " them."},
+        {"tool_calls": (ToolCallDelta(0, "add", '{"a": '),)},
+        {"tool_calls": (ToolCallDelta(0, "", "1}"), ToolCallDelta(1, "add", '{"a": 2}'))},
+    ]
+    script = []
+    for start, part in enumerate(parts):
+        fields: dict[str, Any] = {"text": "", **part}
+        finish = FinishReason.TOOL_CALLS if start == len(parts) - 1 else None
+        script.append(Tokens((ChoiceDelta(0, start, (97,), finish_reason=finish, **fields),)))
+    return script
+
+
+async def test_a_string_is_answered(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    """The response has the text, its usage, and the parameters of the request."""
+    response = await client.responses.create(
+        model=MODEL, input="Hi", instructions="Be kind.", metadata={"a": "b"}
+    )
+
+    job = worker.seen[0]
+    assert output_text(job.prompt_ids) == "system: Be kind.\nuser: Hi\nassistant: "
+    assert response.id == "resp_" + job.id.removeprefix("job-")
+    assert (response.output_text, response.status) == ("Hello wörld!", "completed")
+    assert response.completed_at is not None
+    assert response.metadata == {"a": "b"}
+    assert response.usage is not None
+    assert response.usage.input_tokens == len(job.prompt_ids)
+    assert await client.responses.retrieve(response.id) == response
+
+
+async def test_the_stream_accumulates_to_the_response(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """With reasoning, text and calls; sequence numbers have no gap."""
+    worker.script = thinks_and_calls
+
+    async with client.responses.stream(model=MODEL, input="Hi", tools=[TOOL]) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [item.type for item in final.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert final.output_text == "I add them."
+    calls = [item.arguments for item in final.output if item.type == "function_call"]
+    assert calls == ['{"a": 1}', '{"a": 2}']
+    assert final.usage is not None
+    assert final.usage.output_tokens_details.reasoning_tokens == 2
+    kept = await client.responses.retrieve(final.id)
+    assert [item.to_dict() for item in kept.output] == [
+        event.item.to_dict() for event in events if event.type == "response.output_item.done"
+    ]
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert kept.output_text == "".join(
+        event.delta for event in events if event.type == "response.output_text.delta"
+    )
+
+
+async def test_a_tool_round_trip(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    """The output of a response is the input of the next, with the results of its calls."""
+    worker.script = thinks_and_calls
+    asked = await client.responses.create(model=MODEL, input="Hi", tools=[TOOL])
+    assert worker.seen[0].parses_tools
+    calls = [item for item in asked.output if item.type == "function_call"]
+    results: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": str(number)}
+        for number, call in enumerate(calls, 3)
+    ]
+    worker.script = says("7")
+
+    given: Any = [{"role": "user", "content": "Hi"}, *asked.output, *results]
+    by_items = await client.responses.create(model=MODEL, input=given, tools=[TOOL])
+    by_id = await client.responses.create(
+        model=MODEL, input=results, tools=[TOOL], previous_response_id=asked.id
+    )
+
+    assert by_items.output_text == by_id.output_text == "7"
+    assert worker.seen[1].prompt_ids == worker.seen[2].prompt_ids
+    prompt = output_text(worker.seen[1].prompt_ids)
+    assert "I add them." in prompt
+    assert prompt.endswith("tool: 3\ntool: 4\nassistant: ")
+
+
+async def test_calls_can_be_forced(http: httpx.AsyncClient, idle_worker: FakeWorker) -> None:
+    """By `tool_choice` and by strict functions, with the grammar of a chat's tools."""
+    for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}):
+        body = {**BODY, "background": True, "tools": [TOOL], **fields}
+        answer = await http.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        grammar = (await idle_worker.claim()).job.params.grammar
+        assert accepts(grammar, '<call>{"name": "add", "arguments": {"a": 1}}</call>')
+        assert not accepts(grammar, "Hi")
+        assert answer.json()["tool_choice"] == fields["tool_choice"]
+
+
+class Sum(BaseModel):
+    value: int
+
+
+async def test_an_output_is_parsed_by_its_schema(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    """`responses.parse` of the client, whose schema becomes the job's grammar."""
+    worker.script = says('{"value":', " 85}")
+
+    response = await client.responses.parse(model=MODEL, input="Hi", text_format=Sum)
+
+    assert response.output_parsed == Sum(value=85)
+    assert accepts(worker.seen[0].params.grammar, '{"value": 1}')
+    assert not accepts(worker.seen[0].params.grammar, "Hi")
+
+
+async def test_log_probabilities_are_those_of_the_text(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """In the output, and in the events of its text."""
+    fields: Any = {"top_logprobs": 1, "include": ["message.output_text.logprobs"]}
+    response = await client.responses.create(model=MODEL, input="Hi", **fields)
+
+    [message] = response.output
+    assert message.type == "message"
+    [part] = message.content
+    assert part.type == "output_text"
+    assert "".join(logprob.token for logprob in part.logprobs or ()).startswith("Hello w")
+    assert {len(logprob.top_logprobs) for logprob in part.logprobs or ()} == {1}
+
+
+async def test_a_cut_output_is_incomplete(client: AsyncOpenAI, worker: FakeWorker) -> None:
+    """Whole and as a stream, with the reason."""
+    worker.script = says("He", finish=FinishReason.LENGTH)
+    stream = await client.responses.create(
+        model=MODEL, input="Hi", max_output_tokens=2, stream=True
+    )
+    *_, last = [event async for event in stream]
+
+    assert last.type == "response.incomplete"
+    kept = await client.responses.retrieve(last.response.id)
+    assert kept == last.response
+    assert kept.incomplete_details is not None
+    assert kept.incomplete_details.reason == "max_output_tokens"
+    assert kept.output[0].status == "incomplete"  # type: ignore[union-attr]
+    assert worker.seen[0].params.max_tokens == 2
+
+
+async def test_a_failed_job_is_an_error(client: AsyncOpenAI, idle_worker: FakeWorker) -> None:
+    """Of a whole call an HTTP error, of a stream its last event, and of what is kept its status."""
+
+    async def fail() -> None:
+        await idle_worker.finish(await idle_worker.claim(), 1, "engine_error", "it broke")
+
+    failing = asyncio.create_task(fail())
+    with pytest.raises(openai.InternalServerError) as raised:
+        await client.responses.create(model=MODEL, input="Hi")
+    await failing
+    failing = asyncio.create_task(fail())
+    stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
+    *_, last = [event async for event in stream]
+    await failing
+
+    assert raised.value.code == "engine_error"
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message == "it broke"
+    assert await client.responses.retrieve(last.response.id) == last.response
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_is_kept_of_a_call_that_is_not_stored(
+    http: httpx.AsyncClient, worker: FakeWorker, functions: Functions, stream: bool
+) -> None:
+    """Neither a response nor its job."""
+    answer = await http.post("/v1/responses", json={**BODY, "store": False, "stream": stream})
+
+    assert answer.status_code == 200
+    job = worker.seen[0]
+
+    async def is_gone() -> bool:
+        return await functions.read(job.id, job.tenant) is None
+
+    await until(is_gone)
+    id_ = "resp_" + job.id.removeprefix("job-")
+    assert (await http.get(f"/v1/responses/{id_}")).status_code == 404
+
+
+async def test_the_call_of_a_caller_that_leaves_is_not_kept_either(
+    http: httpx.AsyncClient, idle_worker: FakeWorker, functions: Functions
+) -> None:
+    """With `store: false`; the job is cancelled first."""
+    body = {**BODY, "store": False, "stream": True}
+    async with http.stream("POST", "/v1/responses", json=body) as answer:
+        assert answer.status_code == 200
+        job = (await idle_worker.claim()).job
+
+    async def is_gone() -> bool:
+        return await functions.read(job.id, job.tenant) is None
+
+    await until(is_gone)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "unsupported_parameter", "prompt"),
+        ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
+        ({"reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning.effort"),
+        ({"text": {"verbosity": "low"}}, "unsupported_parameter", "text.verbosity"),
+        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools.0.type"),
+        ({"tool_choice": {"type": "mcp"}}, "unsupported_parameter", "tool_choice.type"),
+        ({"background": True, "store": False}, "invalid_value", "store"),
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": [{"type": "computer_call"}]}, "unsupported_parameter", "input.0.type"),
+        ({"input": [{"type": "cat"}]}, "invalid_value", "input.0.type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "unsupported_parameter",
+            "input.0.content.0.type",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            "unsupported_parameter",
+            "input.0.content.0.type",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1"}]},
+            "invalid_value",
+            "input.0.arguments",
+        ),
+        ({"input": [{"id": "msg_1"}]}, "item_not_found", "input.0.id"),
+        ({"previous_response_id": "resp_1"}, "response_not_found", "previous_response_id"),
+        (
+            {"previous_response_id": "resp_0-" + "0" * 32},
+            "response_not_found",
+            "previous_response_id",
+        ),
+        ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+        ({"input": "x" * 600}, "context_length_exceeded", "input"),
+        ({"text": {"format": {"type": "json_schema"}}}, "invalid_value", "text.format.name"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "cat"}}}},
+            "invalid_value",
+            "text.format.schema",
+        ),
+        ({"tools": [TOOL, TOOL]}, "invalid_value", "tools"),
+        ({"tool_choice": NAMED}, "invalid_value", "tool_choice.name"),
+        ({"top_k": 1}, "unknown_parameter", "top_k"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(
+    http: httpx.AsyncClient,
+    idle_worker: FakeWorker,
+    fields: dict[str, Any],
+    code: str,
+    param: str,
+) -> None:
+    """404 for what is not there, else 400; the message names the parameter of this API."""
+    answer = await http.post("/v1/responses", json={**BODY, **fields})
+
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (code, param), error
+    assert answer.status_code == (404 if "not_found" in code else 400)
+    of_chats = ("messages", "max_completion_tokens", "response_format")
+    assert [name for name in of_chats if name in error["message"]] == []
+
+
+async def test_input_tokens_are_counted_without_a_job(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """The count is that of a call with the same body."""
+    counted = await client.responses.input_tokens.count(model=MODEL, input="Hi", tools=[TOOL])
+    assert worker.seen == []
+
+    response = await client.responses.create(model=MODEL, input="Hi", tools=[TOOL])
+    assert response.usage is not None
+    assert counted.input_tokens == response.usage.input_tokens

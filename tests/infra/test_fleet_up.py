@@ -1,0 +1,104 @@
+"""`batchway up --fleet` from end to end: two tiny models behind one address."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.infra.processes import wait_until
+from tests.infra.stack import Stack, running_fleet
+from tests.infra.test_cli import run_cli
+from tests.tiny_models import save_tiny_model
+from workers.model.cpu_memory import total_cpu_bytes
+
+pytestmark = pytest.mark.e2e
+
+FIELDS = "device: cpu, torch_only: true, max_num_seqs: 4, max_model_len: 64"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models with different weights."""
+    root = tmp_path_factory.mktemp("models")
+    return save_tiny_model("llama", root / "a", seed=1), save_tiny_model(
+        "qwen3", root / "b", seed=2
+    )
+
+
+def complete(client: openai.OpenAI, model: str) -> str:
+    answer = client.completions.create(model=model, prompt="once", max_tokens=8, temperature=0)
+    return answer.choices[0].text
+
+
+def end_worker(stack: Stack, model: str, number: signal.Signals) -> None:
+    os.kill(stack.pid_of(f"infra worker --model={model}"), number)
+
+
+def test_two_models_behind_one_address(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each answers by its name, is listed, and counted by its name. A killed worker is replaced
+    without the other model's notice. While a model has no worker, its callers are told when the
+    next one is ready. Ctrl-C ends all."""
+    a, b = folders
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        f"models:\n- {{model: {a}, memory_share: 0.2, {FIELDS}}}\n"
+        f"- {{model: {b}, memory_share: 0.2, lanes: [interactive, standard], {FIELDS}}}\n"
+    )
+    with running_fleet(file) as stack:
+        assert "serves the models 'a', 'b'" in stack.wait_for("batchway is ready: ")
+        stack.wait_for("is ready (2 of 2)")
+        client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+        first, other = complete(client, "a"), complete(client, "b")
+        assert first != other
+        assert sorted(model.id for model in client.models.list()) == ["a", "b"]
+        assert httpx.get(f"{stack.url}/readyz").json()["workers"] == {"a": 1, "b": 1}
+        metrics = httpx.get(f"{stack.url}/metrics").text
+        assert all(f'model_name="{name}"' in metrics for name in "ab")
+        shown = run_cli("top", "--url", stack.url, "--json", "-")
+        assert '"a"' in shown.stdout, shown.stderr
+        assert '"b"' in shown.stdout
+
+        end_worker(stack, str(b), signal.SIGTERM)
+        refusals: list[openai.APIStatusError] = []
+
+        def is_told() -> bool:
+            try:
+                complete(client, "b")
+            except openai.InternalServerError as refused:
+                refusals.append(refused)
+            return bool(refusals) and "retry-after" in refusals[-1].response.headers
+
+        wait_until(is_told)
+        assert {(each.status_code, each.code) for each in refusals} == {(503, "no_workers")}
+        assert int(refusals[-1].response.headers["retry-after"]) >= 1
+        assert complete(client, "a") == first
+        stack.wait_for("ready model=b ", num_times=2)
+        assert complete(client, "b") == other
+
+        end_worker(stack, str(a), signal.SIGKILL)
+        assert complete(client, "b") == other
+        stack.wait_for("a-1 ended with signal SIGKILL")
+        assert complete(client, "a") == first
+
+        children = stack.children()
+        assert stack.end() == 0
+        stack.assert_left_nothing(children)
+
+
+def test_a_worker_without_room_for_a_cache_ends_everything(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The share holds the weights and no more: with figures, without endless restarts."""
+    weights = folders[0] / "model.safetensors"
+    share = weights.stat().st_size / total_cpu_bytes()
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models:\n- {{model: {folders[0]}, memory_share: {share:.12f}, {FIELDS}}}\n")
+    with running_fleet(file) as stack:
+        assert stack.wait() == 1
+        stack.wait_for("for the KV cache")
+        stack.wait_for("batchway | worker-1 cannot run (exit status 3)")
+        assert not any("starts again" in line for line in stack.lines)
+        stack.assert_left_nothing([])

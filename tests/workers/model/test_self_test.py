@@ -1,0 +1,253 @@
+"""What a fast GPU gets by default, and what is left out if the self-test at load fails.
+
+Without a GPU Triton's kernels are interpreted, and a repetition stands in for a CUDA graph.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
+from workers.engine.model import ModelRefused
+from workers.ipc.messages import EngineOptions
+from workers.model import proof
+from workers.model.attention.interface import AttentionFlags, Span
+from workers.model.attention.packed import PackedAttention
+from workers.model.attention.reference import ReferenceAttention
+from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.backend import choose_backend, has_fast_gpu
+from workers.model.gpu import self_test
+from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.gpu.graphs import Compute
+from workers.model.gpu.self_test import SelfTestFailed, check_attention
+from workers.model.loader import load_model
+from workers.model.probe import AttentionShape
+from workers.model.runner import ModelRunner
+
+triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SINKS = torch.tensor([0.5, -1.0], device=DEVICE)
+PLAIN = AttentionShape(2, 1, 32, 32, AttentionFlags(0.2))
+EVERY_FLAG = AttentionShape(2, 2, 72, 64, AttentionFlags(0.2, 100, 30.0, SINKS))
+
+
+@dataclass
+class _Loaded:
+    """What the comparison of attention reads of a loaded decoder."""
+
+    dtype: torch.dtype = torch.float32
+    block_size: int = 16
+    device: torch.device = DEVICE
+
+
+@dataclass
+class _Pair:
+    """What it reads of a back end."""
+
+    attention: Any
+    prepare_rows: Any
+
+
+class _Replayed:
+    """Stands in for a CUDA graph: repeats the recorded computation."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.replay = compute
+
+
+class _Stale(_Replayed):
+    """A graph that does not read its inputs again."""
+
+    def __init__(self, compute: Compute) -> None:
+        compute()
+        self.replay = lambda: None
+
+
+@pytest.mark.parametrize("shape", [PLAIN, EVERY_FLAG], ids=["plain", "every flag"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_pass(shape: AttentionShape, dtype: torch.dtype) -> None:
+    """In every stage; contexts have one split and two."""
+    triton = triton_attention.TritonAttention(16)
+
+    check_attention(_Pair(triton, triton.prepare_rows), [shape], _Loaded(dtype))  # type: ignore[arg-type]
+
+
+class _WrongFor:
+    """The reference, doubled in the steps of one stage."""
+
+    def __init__(self, stage: str) -> None:
+        self._chunks = self_test._STAGES.get(stage)
+
+    def prepare(self, spans: Seq[Span], device: torch.device) -> Any:
+        prepared = ReferenceAttention().prepare(spans, device)
+        if tuple((span.start, span.num_tokens) for span in spans) == self._chunks:
+            plain = prepared.attend
+            prepared.attend = lambda *tensors: 2 * plain(*tensors)  # type: ignore[method-assign]
+        return prepared
+
+
+@pytest.mark.parametrize("stage", self_test._STAGES)
+def test_a_wrong_kernel_is_named_by_its_stage(stage: str) -> None:
+    """With the largest difference."""
+    with pytest.raises(
+        SelfTestFailed, match=f"^the self-test fails at {stage}: off by 1.0e[+]00 of the largest"
+    ):
+        check_attention(_Pair(_WrongFor(stage), PreparedRows), [PLAIN], _Loaded())  # type: ignore[arg-type]
+
+
+def test_wrong_rows_and_kernels_that_raise_are_named_too() -> None:
+    """Rows that read beside their tables; a kernel without a compiler."""
+
+    def beside(step: RowsStep) -> PreparedRows:
+        return PreparedRows(RowsStep(step.rows - 1, *_rest(step)))
+
+    with pytest.raises(SelfTestFailed, match=r"^the self-test fails at prepared rows: off by "):
+        check_attention(_Pair(ReferenceAttention(), beside), [PLAIN], _Loaded())  # type: ignore[arg-type]
+
+    def refuse(step: RowsStep) -> PreparedRows:
+        raise OSError("Failed to find C compiler")
+
+    with pytest.raises(SelfTestFailed, match=r"raises OSError: Failed to find C"):
+        check_attention(_Pair(ReferenceAttention(), refuse), [PLAIN], _Loaded())  # type: ignore[arg-type]
+
+
+def _rest(step: RowsStep) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return step.positions, step.tables, step.longest, step.block_size
+
+
+def test_a_lost_device_refuses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else can run on it in this process."""
+
+    def synchronize(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+
+    with (
+        pytest.raises(ModelRefused, match=r"self-test \(chunk\): an illegal .*--attention torch"),
+        self_test._Stage("chunk", torch.device("cuda")),
+    ):
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_older_devices_get_torch_s_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With merged modules, unless the operator wants none."""
+    cuda = torch.device("cuda")
+    for capability in ((7, 5), (8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        is_fast = capability >= (8, 0)
+        assert has_fast_gpu(cuda) == is_fast
+        for fused in (True, False):
+            backend = choose_backend("auto", torch.float16, cuda, 16, print, fused=fused)
+            assert isinstance(backend.attention, PackedAttention) == (not is_fast)
+            assert backend.merges == fused
+    assert not has_fast_gpu(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device counts as a fast GPU."""
+    monkeypatch.setattr(proof, "_STREAM_TOKENS", (12, 5))  # two streams: the interpreter is slow
+    monkeypatch.setattr("workers.model.backend.has_fast_gpu", lambda device: True)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr("workers.model.steps.recorder", lambda steps: _Replayed)
+
+
+def load(folder: Path, **options: Any) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    arguments: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2} | options
+    engine_options = EngineOptions(model_path=str(folder), device=DEVICE.type, **arguments)
+    return load_model(engine_options, lines.append).model, lines
+
+
+def tokens(model: Any) -> list[list[int]]:
+    prompts = make_prompts([14, 5], VOCAB_SIZE)
+    return run_to_end(model, [make_sequence(p, max_tokens=3) for p in prompts], chunk_tokens=9)
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_fast_gpu_gets_all_by_default(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Triton's attention, merged modules, steps ahead, and the graphs of the first bound before it
+    is ready; with the tokens of torch's attention."""
+    model, lines = load(llama)
+
+    assert isinstance(model, AheadRunner)
+    assert isinstance(model.decoder.runner.backend, triton_attention.TritonAttention)
+    assert model.decoder.runner.stack is not None
+    assert model.decoder.graphs is not None
+    assert model.decoder.graphs.recorded == [(2, 1), (1, 1)]
+    assert "2 CUDA graphs are recorded" in lines
+    assert not caplog.records
+    assert tokens(model) == tokens(load(llama, attention="torch", steps="direct")[0])
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_wrong_kernel_costs_speed_only(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged modules and torch's attention remain; one line says which stage failed."""
+    plain = triton_attention.PreparedTriton.attend
+
+    def wrong(self: Any, *tensors: Any) -> torch.Tensor:
+        attended: torch.Tensor = plain(self, *tensors)
+        return attended + 0.01
+
+    monkeypatch.setattr(triton_attention.PreparedTriton, "attend", wrong)
+
+    model, lines = load(llama)
+
+    assert isinstance(model, ModelRunner)
+    assert isinstance(model.backend, PackedAttention)
+    assert any("2 attention layers, 2 gated MLPs" in line for line in lines)
+    [record] = caplog.records
+    text = "torch's attention is used in place of Triton's: the self-test fails at chunk: off by "
+    assert record.message.startswith(text)
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_replay_that_repeats_itself_costs_the_graphs(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps ahead remain. If graphs were asked for, the model is refused."""
+    monkeypatch.setattr("workers.model.steps.recorder", lambda steps: _Stale)
+    monkeypatch.setattr("workers.model.loader.check_steps", lambda steps, device: None)
+
+    model, _ = load(llama)
+
+    assert isinstance(model, AheadRunner)
+    assert model.decoder.graphs is None
+    [record] = caplog.records
+    assert record.message.startswith(
+        "steps are ahead without graphs: the self-test fails at a graph's replay"
+    )
+    assert "logits differ by up to " in record.message
+    with pytest.raises(ModelRefused, match="fails at a graph's replay: logits differ"):
+        load(llama, steps="graphs")
+
+
+def test_wrong_rows_cost_the_steps_ahead(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for, they are refused."""
+    plain = PreparedRows.attend
+
+    def wrong(self: Any, *tensors: Any) -> torch.Tensor:
+        return plain(self, *tensors) * 1.5
+
+    monkeypatch.setattr(PreparedRows, "attend", wrong)
+
+    with pytest.raises(
+        ModelRefused, match=r"^the self-test fails at rows: logits differ by up to "
+    ):
+        load(llama, steps="ahead")

@@ -1,0 +1,65 @@
+"""Numbers of a step go to the device from one pinned place, so that no copy waits for it."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workers.model
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence, run_step
+from workers.ipc.messages import EngineOptions
+from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.loader import load_model
+
+FOLDER = Path(workers.model.__file__).parent
+# What runs in each step on a GPU. At load and on a CPU a copy may wait.
+STEP_MODULES = [
+    "answers", "attention/packed", "batch", "gpu/ahead_runner", "gpu/decode", "kv_cache",
+    "penalties", "runner", "sampler",
+]  # fmt: skip
+_COPYING = {"as_tensor", "cpu", "cuda", "from_numpy", "item", "new_tensor", "pin_memory", "tensor"}
+
+
+def copies(source: str) -> list[str]:
+    """The calls that may copy between host and device by themselves."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    found = []
+    for call in calls:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        to_a_device = name == "to" and any("device" in ast.unparse(part) for part in call.args)
+        if name in _COPYING or to_a_device:
+            found.append(ast.unparse(call))
+    return found
+
+
+@pytest.mark.parametrize("name", STEP_MODULES)
+def test_a_step_s_numbers_go_through_one_place(name: str) -> None:
+    """`staging.to_device`. What the host reads, the sampled tokens, comes by `HostCopy` or
+    `tolist`."""
+    assert copies((FOLDER / f"{name}.py").read_text()) == []
+
+
+def test_other_copies_would_be_found() -> None:
+    lines = ("torch.tensor([1], device=device)", "x.to(self._device)", "torch.from_numpy(x)")
+    for line in lines:
+        assert copies(line) == [line]
+    assert copies("x.to(keys.dtype)") == copies("to_device(x, device)") == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
+    """Prompts, streams, and both together, on a GPU; torch reports every operation that waits."""
+    options = EngineOptions(model_path=str(save_tiny_model("llama", tmp_path)), max_num_seqs=4)
+    model: Any = load_model(options, lambda text: None).model
+    assert isinstance(model, AheadRunner)
+    sequences = [make_sequence(prompt) for prompt in make_prompts([9, 20], VOCAB_SIZE)]
+    allot_blocks(sequences, model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in (1, 1, 2, 2, 2, 2):
+            run_step(model, sequences[:number], chunk_tokens=8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

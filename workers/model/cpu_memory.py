@@ -1,0 +1,45 @@
+"""Memory of the machine, or of the container if that is less. Imports no torch."""
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_cpu_bytes() -> int:
+    """Bytes that are available now."""
+    limit = _limit_bytes()
+    machine = _meminfo_bytes("MemAvailable") or _all_bytes() // 2  # not Linux: half of it
+    if limit is None:
+        return machine
+    used = int((_CGROUP / "memory.current").read_text())
+    return min(machine, max(0, limit - used))
+
+
+def total_cpu_bytes() -> int:
+    """Bytes in all."""
+    machine = _meminfo_bytes("MemTotal") or _all_bytes()
+    limit = _limit_bytes()
+    return machine if limit is None else min(machine, limit)
+
+
+def _limit_bytes() -> int | None:
+    """The container's limit, if it has one."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit)
+
+
+def _meminfo_bytes(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return kibibytes[name] * 1024
+
+
+def _all_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

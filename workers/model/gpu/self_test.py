@@ -1,0 +1,221 @@
+"""Compares what a GPU computes with the reference, at load: attention, then rows, then graphs.
+
+Each stage also compiles the kernels that it needs. A stage that raises has failed.
+"""
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from workers.engine.model import Chunk, ModelRefused
+from workers.engine.sequence import Sequence
+from workers.model.attention.interface import (
+    PreparedAttention,
+    Span,
+)
+from workers.model.attention.reference import ReferenceAttention
+from workers.model.attention.rows import RowsStep
+from workers.model.backend import Backend
+from workers.model.batch import block_slots
+from workers.model.checkpoint import first_line
+from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.gpu.decode import BOUND_TOKENS
+from workers.model.loaded import Loaded
+from workers.model.probe import AttentionShape, probe_ids, probe_sequences
+from workers.model.proof import logits_difference
+from workers.model.runner import ModelRunner
+from workers.model.surgery.trial import TOLERANCE
+
+# (start, num_tokens) of each chunk. One context begins behind the last full block; one has a split
+# more than the other.
+_STAGES = {
+    "chunk": ((0, 33), (21, 5)),
+    "decode": ((0, 1), (40, 1)),
+    "split decode": ((BOUND_TOKENS + 9, 1), (21, 1)),
+    "chunk beside decode": ((21, 33), (BOUND_TOKENS + 9, 1)),
+}
+_ROW_STARTS = (BOUND_TOKENS + 9, 21)
+_PROMPT_TOKENS = (12, 5)
+
+
+class SelfTestFailed(ModelRefused):
+    """The message names the stage and its largest difference."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(f"the self-test fails at {stage}: {reason}")
+
+
+@torch.inference_mode()
+def check_attention(backend: Backend, shapes: Collection[AttentionShape], loaded: Loaded) -> None:
+    """Chunks, single tokens with short and long contexts, and rows whose tables are on the device,
+    for each shape of the model's layers. Raises SelfTestFailed."""
+    device = loaded.device
+    for shape in shapes:
+        trial = _Trial(shape, loaded.block_size, loaded.dtype, device)
+        for stage, chunks in _STAGES.items():
+            with _Stage(stage, device):
+                trial.compare(stage, chunks, lambda spans: backend.attention.prepare(spans, device))
+        with _Stage("prepared rows", device):
+            rows = [(start, 1) for start in _ROW_STARTS]
+            step = trial.rows_step()
+            trial.compare("prepared rows", rows, lambda _: backend.prepare_rows(step))  # noqa: B023
+
+
+class _Trial:
+    """Attention on random numbers in one layer's shape; slots of no sequence contain NaN."""
+
+    def __init__(
+        self, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shape, self._block_size = shape, block_size
+        self._dtype, self._device = dtype, device
+        longest = BOUND_TOKENS + 64
+        self._num_blocks = -(-longest // block_size)
+        order = np.random.default_rng(0).permutation(2 * self._num_blocks)
+        self._tables = order.reshape(2, self._num_blocks)  # of two sequences
+
+    def compare(
+        self,
+        stage: str,
+        chunks: Seq[tuple[int, int]],
+        prepare: Callable[[list[Span]], PreparedAttention],
+    ) -> None:
+        """Raises SelfTestFailed, or what a kernel raises."""
+        spans, first = [], 0
+        for table, (start, num_tokens) in zip(self._tables, chunks, strict=True):
+            slots = block_slots(table.tolist(), start + num_tokens, self._block_size)
+            spans.append(Span(first, num_tokens, start, slots))
+            first += num_tokens
+        query, keys, values = self._tensors(spans)
+        flags = self._shape.flags
+        found = prepare(spans).attend(query, keys, values, flags)
+        expected = (
+            ReferenceAttention().prepare(spans, self._device).attend(query, keys, values, flags)
+        )
+        share = _largest_difference(found, expected)
+        if not share <= TOLERANCE[self._dtype]:
+            raise SelfTestFailed(stage, f"off by {share:.1e} of the largest number of a head")
+
+    def rows_step(self) -> RowsStep:
+        """The rows of `_ROW_STARTS`, in the other order in the tables, behind a third."""
+        tables = torch.zeros(3, self._num_blocks, dtype=torch.int64)
+        tables[2], tables[1] = map(torch.from_numpy, self._tables)
+        rows = torch.tensor([2, 1], device=self._device)
+        positions = torch.tensor(_ROW_STARTS, device=self._device)
+        longest = self._num_blocks * self._block_size
+        return RowsStep(rows, positions, tables.to(self._device), longest, self._block_size)
+
+    def _tensors(self, spans: list[Span]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries are part of a wider tensor, as in a merged projection."""
+        shape, generator = self._shape, torch.Generator().manual_seed(0)
+        num_tokens = sum(span.num_tokens for span in spans)
+        num_slots = self._tables.size * self._block_size
+
+        def random(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator).to(self._device, self._dtype)
+
+        beside = random(num_tokens, (shape.num_heads + 2 * shape.kv_heads) * shape.k_dim)
+        query = beside[:, : shape.num_heads * shape.k_dim].view(num_tokens, -1, shape.k_dim)
+        keys = random(num_slots, shape.kv_heads, shape.k_dim)
+        values = random(num_slots, shape.kv_heads, shape.v_dim)
+        is_foreign = torch.ones(num_slots, dtype=torch.bool)
+        for span in spans:
+            is_foreign[torch.from_numpy(span.slots)] = False
+        is_foreign = is_foreign.to(self._device)
+        keys[is_foreign] = values[is_foreign] = float("nan")
+        return query, keys, values
+
+
+def _largest_difference(found: Tensor, expected: Tensor) -> float:
+    """As a share of the largest number of its head; NaN if there is one."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    difference = (found.float() - expected.float()).abs().amax(-1)
+    return float((difference / expected.float().abs().amax(-1)).max())
+
+
+@torch.inference_mode()
+def check_rows(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> None:
+    """Rows from state on the device, computed directly. Raises SelfTestFailed."""
+    rows = _Rows(model, runner, config)
+    with _Stage("rows", rows.device):
+        rows.compare("rows", lambda num_rows: model.decoder.compute(num_rows, 1)[:num_rows])
+
+
+@torch.inference_mode()
+def check_graphs(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> int:
+    """Records the graphs of contexts of up to BOUND_TOKENS and replays each. Returns their number.
+    Raises SelfTestFailed."""
+    graphs = model.decoder.graphs
+    assert graphs is not None
+    rows = _Rows(model, runner, config)
+    with _Stage("graphs", rows.device):
+        graphs.record_all(1)
+        for key in graphs.recorded:
+            rows.compare("a graph's replay", lambda n, key=key: model.decoder.replay(key)[:n])  # type: ignore[misc]
+    return len(graphs.recorded)
+
+
+class _Rows:
+    """The last tokens of two prompts, whose other tokens are in the cache."""
+
+    def __init__(self, model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> None:
+        self._model = model
+        self.device = model.state.order.device
+        self._dtype = runner.cache.dtype
+        prompts = [probe_ids(config, n, self.device) for n in _PROMPT_TOKENS]
+        sequences = probe_sequences(prompts, runner.block_size)[: model.state.num_rows]
+        runner.logits([Chunk(s, 0, s.num_prompt - 1, samples=False) for s in sequences])
+        lasts = [Chunk(s, s.num_prompt - 1, 1, samples=True) for s in sequences]
+        self._expected = runner.logits(lasts).float()
+        self._sequences = sequences
+
+    def compare(self, stage: str, compute: Callable[[int], Tensor]) -> None:
+        """In both orders and alone, so that a replay cannot repeat what it once read. Raises
+        SelfTestFailed."""
+        everyone = range(len(self._sequences))
+        for order in ([*everyone], [*reversed(everyone)], [0]):
+            self._line_up([self._sequences[index] for index in order])
+            found = compute(len(order)).float()
+            expected = self._expected[order[: len(found)]]
+            if reason := logits_difference(found, expected, self._dtype):
+                raise SelfTestFailed(stage, reason)
+        self._model.state.line_up([])
+        self._model.state.flush()
+
+    def _line_up(self, sequences: Seq[Sequence]) -> None:
+        state = self._model.state
+        for sequence in sequences:
+            state.admit(sequence, sequences)
+            state.place(sequence, sequence.token_ids[-1], sequence.num_prompt - 1)
+            state.cover(sequence)
+        state.line_up([state.row_of(sequence) for sequence in sequences])
+        state.flush()
+
+
+class _Stage:
+    """Turns what a stage raises into SelfTestFailed. Raises ModelRefused if the device is lost,
+    since nothing can run on it in this process."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._device = name, device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        if isinstance(exc, Exception) and self._device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError as lost:
+                raise ModelRefused(
+                    f"the GPU failed in the self-test ({self._name}): {first_line(lost)}; "
+                    "--attention torch goes without Triton's kernels"
+                ) from exc
+        if isinstance(exc, Exception) and not isinstance(exc, SelfTestFailed):
+            reason = f"it raises {type(exc).__name__}: {first_line(exc)}"
+            raise SelfTestFailed(self._name, reason) from exc

@@ -1,0 +1,1 @@
+"""Prefill-only models: embeddings, classifiers, rerankers. They need no KV cache."""

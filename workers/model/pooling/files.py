@@ -1,0 +1,55 @@
+"""Reads the small files of a model's folder or Hub repository. Runs none of its code."""
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+
+from workers.engine.model import ModelRefused
+
+_MAX_JSON_BYTES = 64 * 2**20
+
+
+class Files:
+    """The files of one model."""
+
+    def __init__(self, model_path: str, revision: str) -> None:
+        self.model_path = model_path
+        self.revision = revision
+
+    def find(self, name: str) -> Path | None:
+        """The file of that name, fetched if the model is on the Hub; None if it has none. Raises
+        ModelRefused for a name that leads out of the folder."""
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ModelRefused(f"modules.json of {self.model_path} names a path outside the model")
+        folder = Path(self.model_path).expanduser()
+        if folder.is_dir():
+            file = folder / path
+            return file if file.is_file() else None
+        try:
+            return Path(hf_hub_download(self.model_path, str(path), revision=self.revision))
+        except (OSError, ValueError):
+            return None
+
+    def read_json(self, name: str) -> Any:
+        """The value in the file; None without the file. Raises ModelRefused."""
+        file = self.find(name)
+        if file is None:
+            return None
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelRefused(f"{name} of {self.model_path} is over {_MAX_JSON_BYTES} bytes long")
+        try:
+            return json.loads(file.read_bytes())
+        except (ValueError, RecursionError) as exc:
+            raise ModelRefused(f"{name} of {self.model_path} cannot be read as JSON") from exc
+
+    def read_object(self, name: str) -> dict[str, Any]:
+        """As `read_json`, for a JSON object; empty without the file. Raises ModelRefused."""
+        value = self.read_json(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise ModelRefused(f"{name} of {self.model_path} is no JSON object")
+        return value

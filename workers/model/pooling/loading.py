@@ -1,0 +1,141 @@
+"""Loads a prefill-only model. Its texts are computed flat if a trial shows that this changes
+nothing, else padded."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Lowercase
+from tokenizers.normalizers import Sequence as NormalizerSequence
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+)
+
+from contract.model_cards import PoolingCard, TokenizerFiles
+from workers.engine.model import ModelRefused
+from workers.model.checkpoint import context_length
+from workers.model.pooling.card import activation_of, make_card
+from workers.model.pooling.encoders import first_position
+from workers.model.pooling.folder import OwnHead, PoolingFolder
+from workers.model.pooling.heads import Heads
+from workers.model.pooling.runner import PoolingRunner
+from workers.model.pooling.trial import Trial
+from workers.model.rope import fix_rope
+from workers.model.weights import load_pooling_model
+
+# In tokens. On a CPU larger steps are no faster (bench.pooling), and others wait longer; the GPU's
+# is a guess.
+CPU_STEP_TOKENS = 1024
+GPU_STEP_TOKENS = 16_384
+
+_AUTO_CLASSES: dict[str, Any] = {
+    "feature-extraction": AutoModel,
+    "sequence-classification": AutoModelForSequenceClassification,
+    "text-generation": AutoModelForCausalLM,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model is computed, and in which type."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_runner(
+    found: PoolingFolder,
+    path: str,
+    config: PretrainedConfig,
+    place: Place,
+    tokenizer: TokenizerFiles,
+    progress: Callable[[str], None],
+    *,
+    max_model_len: int | None,
+    num_step_tokens: int | None,
+) -> tuple[PoolingRunner, PoolingCard, TokenizerFiles]:
+    """The model as an engine runs it, its card, and the tokenizer files to publish. `path`: of
+    config.json and the weights. Raises ModelRefused."""
+    revision = found.files.revision
+    whole = load_pooling_model(
+        _AUTO_CLASSES[found.task], path, config, place.dtype, place.device, revision
+    )
+    model = whole if found.task == "feature-extraction" else getattr(whole, whole.base_model_prefix)
+    fast = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    longest = _longest(found, config, model, fast, max_model_len)
+    fix_rope(model, longest)
+    files = _published(tokenizer, lowercases=found.lowercases)
+    uses_types = _uses_types(model, config, fast)
+    trial = Trial(model, config, place.device, place.dtype, longest, uses_types=uses_types)
+    expected = trial.alone_logits(whole) if isinstance(found.steps[0], OwnHead) else None
+    encoder = trial.choose_encoder(progress)
+    heads = Heads(found, whole, model)
+    if expected is not None:
+        trial.check_head(heads, encoder, expected, path)
+    activation = activation_of(found, config)
+    runner = PoolingRunner(
+        encoder,
+        heads,
+        activation=activation,
+        is_normalized=found.is_normalized,
+        max_model_len=longest,
+        num_step_tokens=num_step_tokens or default_step_tokens(place.device),
+    )
+    num_outputs = runner.compute(trial.texts[:1]).shape[1]
+    card = make_card(found, config, activation, num_outputs, fast)
+    return runner, card, files
+
+
+def default_step_tokens(device: torch.device) -> int:
+    """The token budget of a step."""
+    return CPU_STEP_TOKENS if device.type == "cpu" else GPU_STEP_TOKENS
+
+
+def _longest(
+    found: PoolingFolder,
+    config: PretrainedConfig,
+    model: Any,
+    tokenizer: Any,
+    asked: int | None,
+) -> int:
+    """Tokens of a text: the operator's limit, or the model's and its tokenizer's."""
+    own = context_length(config)
+    limits = [] if own is None else [own - first_position(model)]
+    trained = found.max_tokens or tokenizer.model_max_length
+    if trained < 10**9:  # transformers has a huge number for none
+        limits.append(int(trained))
+    if asked is not None and (asked < 1 or asked > min(limits, default=asked)):
+        raise ModelRefused(
+            f"max_model_len {asked} is not within the model's {min(limits)} positions"
+        )
+    return asked or min(limits, default=8192)
+
+
+def _uses_types(model: Any, config: PretrainedConfig, tokenizer: Any) -> bool:
+    """Whether the model tells the two texts of a pair by their type."""
+    takes = "token_type_ids" in inspect.signature(model.forward).parameters
+    has_types = (getattr(config, "type_vocab_size", 0) or 0) > 1
+    return takes and has_types and "token_type_ids" in tokenizer.model_input_names
+
+
+def _published(files: TokenizerFiles, *, lowercases: bool) -> TokenizerFiles:
+    """Without truncation and padding, so that gateways see every token."""
+    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    normalizer = tokenizer.normalizer
+    if lowercases and not isinstance(normalizer, Lowercase):
+        steps = [Lowercase(), *([] if normalizer is None else [normalizer])]
+        tokenizer.normalizer = NormalizerSequence(steps)
+    return TokenizerFiles(
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=files.chat_template,
+        special_tokens=files.special_tokens,
+    )

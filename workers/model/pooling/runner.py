@@ -1,0 +1,104 @@
+"""Runs a step of a prefill-only model: whole prompts in, vectors out. An engine's Model."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.engine.grammar import StepMasks
+from workers.engine.model import Chunk, Padding, Row, RowFailed, Vector
+from workers.model.pooling.encoders import Encoder, Text
+from workers.model.pooling.folder import Activation
+from workers.model.pooling.heads import Head
+
+_BLOCK_SIZE = 16  # tokens; blocks are only counted
+# The largest part of the tokens that a worker holds is one step's, the rest waits for the next.
+_NUM_STEPS_HELD = 4
+
+
+class PoolingRunner:
+    """An encoder and its head. A prompt's vector depends on the prompt alone, up to rounding."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        head: Head,
+        *,
+        activation: Activation,
+        is_normalized: bool,
+        max_model_len: int,
+        num_step_tokens: int,
+    ) -> None:
+        """`is_normalized`: a vector that is cut to fewer dimensions is normalised again."""
+        self.encoder = encoder
+        self._head = head
+        self._activation = activation
+        self._is_normalized = is_normalized
+        self._max_model_len = max_model_len
+        num_tokens = _NUM_STEPS_HELD * max(num_step_tokens, max_model_len)
+        self._num_blocks = -(-num_tokens // _BLOCK_SIZE)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return _BLOCK_SIZE
+
+    @property
+    def shares_blocks(self) -> bool:
+        return False
+
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset()
+
+    def run(
+        self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
+    ) -> list[Row]:
+        """Padding is not computed: no batch is a rectangle here."""
+        assert masks is None, "a prefill-only model samples nothing"
+        if not chunks:
+            return []
+        sequences = [chunk.sequence for chunk in chunks]
+        assert all(chunk.num_tokens == chunk.sequence.num_known for chunk in chunks)
+        vectors = self.compute([Text(s.token_ids, s.num_first_part) for s in sequences])
+        is_finite = vectors.isfinite().all(dim=1).tolist()
+        return [
+            self._row(vector, sequence.num_dimensions)
+            if finite
+            else RowFailed("the model computed no finite vector")
+            for vector, sequence, finite in zip(vectors, sequences, is_finite, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def compute(self, texts: Seq[Text]) -> Tensor:
+        """(number of texts, dimensions) in float32, on the CPU."""
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index].token_ids))
+        ordered = [texts[index] for index in order]
+        vectors = self._head(self.encoder.encode(ordered), ordered).float()
+        match self._activation:
+            case "sigmoid":
+                vectors = vectors.sigmoid()
+            case "softmax":
+                vectors = vectors.softmax(dim=1)
+        out = torch.empty(vectors.shape)
+        out[torch.tensor(order)] = vectors.cpu()
+        return out
+
+    def _row(self, vector: Tensor, num_dimensions: int) -> Vector:
+        if 0 < num_dimensions < len(vector):
+            vector = vector[:num_dimensions]
+            if self._is_normalized:
+                vector = F.normalize(vector, dim=0)
+        return Vector(vector.numpy().astype("<f4").tobytes())
