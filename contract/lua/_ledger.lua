@@ -225,7 +225,8 @@ function ledger.settle(tag, job, status)
     local price = ledger.price(job.lane, redis.call('HGET', job.key, 'batch_price'))
     redis.call('HSET', tenant, 'tokens', math.max(0, used - refund * price))
   end
-  if redis.call('HINCRBY', tenant, 'reserved', -reserved_tokens(job)) <= 0 then
+  -- 0 - 0 is 0, -0 is not: Redis 7.0 refuses it.
+  if redis.call('HINCRBY', tenant, 'reserved', 0 - reserved_tokens(job)) <= 0 then
     redis.call('PEXPIRE', tenant, TENANT_TTL_MS)
   end
   if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), -1) end
