@@ -134,7 +134,7 @@ class ResponseEvents:
             "completed_at": completed_at,
             "error": error,
             "incomplete_details": incomplete,
-            "model": self._job.model,
+            "model": self._job.named_model,
             "output": self._output if ended is not None else [],
             "usage": None if ended is None else self._usage(ended),
             **self._record.shown,

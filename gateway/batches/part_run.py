@@ -21,6 +21,7 @@ from contract.payloads.store import PayloadUnavailable
 from gateway.batches.lease import CANCELLED, EXPIRED, LeasedBatch
 from gateway.batches.lines import Line, call_body, is_kept
 from gateway.flows.entry import prepare_any
+from gateway.flows.members import delete_whole
 from gateway.http.auth import Caller
 from gateway.http.errors import (
     ApiError,
@@ -76,7 +77,7 @@ class PartRun:
             if is_kept(self._jobs[job_id]):
                 continue
             with contextlib.suppress(BatchwayError):
-                await self._broker.delete(job_id, self._leased.batch.tenant)
+                await delete_whole(self._broker, job_id, self._leased.batch.tenant)
 
     async def _settle(self) -> None:
         """Returns once each line has been refused or its job has ended."""

@@ -30,11 +30,17 @@ def check_flows(
             if name in served:
                 raise FlowError(f"models[{index}].name: {name!r} is the name of a served model")
         return {
-            name: Flow(definition=definitions[name], endpoints=checker.endpoints(name))
+            name: Flow(
+                definition=definitions[name], endpoints=_with_responses(checker.endpoints(name))
+            )
             for name in definitions
         }
     except FlowError as fault:
         raise FlowError(f"{path}: {fault}") from fault
+
+
+def _with_responses(endpoints: tuple[Endpoint, ...]) -> tuple[Endpoint, ...]:
+    return (*endpoints, Endpoint.RESPONSES) if Endpoint.CHAT in endpoints else endpoints
 
 
 class _Checker:
@@ -49,7 +55,7 @@ class _Checker:
         self._endpoints: dict[str, tuple[Endpoint, ...]] = {}
 
     def endpoints(self, name: str) -> tuple[Endpoint, ...]:
-        """Of a flow or a served model, without responses: a flow has no items to keep."""
+        """Of a flow or a served model, without responses, whose calls of members are chats."""
         if name not in self._definitions:
             known = self._cards[name].endpoints
             return tuple(each for each in known if each is not Endpoint.RESPONSES)

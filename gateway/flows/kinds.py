@@ -51,6 +51,11 @@ def first_calls(parent: Job) -> list[Call]:
             return [_step(parent, definition, 0, {INPUT: body_of(parent)})]
 
 
+def _endpoint(parent: Job) -> Endpoint:
+    """The endpoint of `body_of`: a response is a chat to the members."""
+    return Endpoint.CHAT if parent.endpoint is Endpoint.RESPONSES else parent.endpoint
+
+
 def body_of(parent: Job) -> dict[str, Any]:
     """The body of a flow's call, as its caller gave it."""
     assert parent.flow is not None
@@ -60,7 +65,7 @@ def body_of(parent: Job) -> dict[str, Any]:
 
 def parsed_body(parent: Job) -> CallBody:
     """The same as the endpoint's model of a body."""
-    return parse_body(parent.endpoint, body_of(parent))
+    return parse_body(_endpoint(parent), body_of(parent))
 
 
 def _member_body(parent: Job) -> dict[str, Any]:
@@ -73,7 +78,7 @@ def _member_body(parent: Job) -> dict[str, Any]:
 
 def _call(parent: Job, number: int, model: str, *, can_fail: bool = False, **more: object) -> Call:
     body = {**_member_body(parent), **more}
-    return Call(number, model, parent.endpoint, body, can_fail=can_fail)
+    return Call(number, model, _endpoint(parent), body, can_fail=can_fail)
 
 
 # --- route ------------------------------------------------------------------------------------
@@ -121,7 +126,7 @@ def _cascading(parent: Job, cascade: Cascade, index: int) -> Call:
         or parent.params.logprobs is not None
     ):
         return _call(parent, index, model, can_fail=not is_last)
-    asked = True if parent.endpoint is Endpoint.CHAT else 0
+    asked = True if _endpoint(parent) is Endpoint.CHAT else 0
     return _call(parent, index, model, can_fail=True, logprobs=asked)
 
 

@@ -4,7 +4,7 @@ import contextlib
 
 from contract.events import MemberRun, Members
 from contract.function_types import JobView
-from contract.jobs import TERMINAL_STATUSES, Job
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 from gateway.http.errors import UnknownJob
 from gateway.redis.broker import Broker
 
@@ -54,24 +54,29 @@ async def members_of(broker: Broker, view: JobView) -> list[MemberRun]:
     return [await _current(broker, job.tenant, run) for run in known.runs]
 
 
-async def cancel_members(broker: Broker, job: Job) -> None:
-    """Cancels the calls of a flow's job that was cancelled. The process that runs it does so too,
-    if there is one. Raises BatchwayError."""
-    if job.flow is None:
-        return
-    view, _ = await broker.read(job.id, job.tenant)
-    for run in await members_of(broker, view):
-        if run.status not in TERMINAL_STATUSES:
-            with contextlib.suppress(UnknownJob):
-                await broker.cancel(run.job_id, job.tenant)
+async def cancel_whole(broker: Broker, job: Job) -> JobStatus:
+    """Cancels a job, and the calls of a flow's. The process that runs the flow does so too, if
+    there is one. Raises UnknownJob, BatchwayError."""
+    status = await broker.cancel(job.id, job.tenant)
+    if job.flow is not None:
+        view, _ = await broker.read(job.id, job.tenant)
+        for run in await members_of(broker, view):
+            if run.status not in TERMINAL_STATUSES:
+                with contextlib.suppress(UnknownJob):
+                    await broker.cancel(run.job_id, job.tenant)
+    return status
 
 
-async def deletable_members(broker: Broker, job_id: str, tenant: str) -> list[str]:
-    """The ids of a flow's calls, which are deleted with its job. Raises UnknownJob."""
+async def delete_whole(broker: Broker, job_id: str, tenant: str) -> JobStatus | None:
+    """Deletes a job that has ended, and the calls of a flow's; the status of one that has not.
+    Raises UnknownJob, BatchwayError."""
     view, _ = await broker.read(job_id, tenant)
-    if view.job.flow is None or not view.is_terminal:
-        return []
-    return [run.job_id for run in await members_of(broker, view)]
+    runs = [] if view.job.flow is None else await members_of(broker, view)
+    status = await broker.delete(job_id, tenant)
+    for run in runs if status is None else ():
+        with contextlib.suppress(UnknownJob):
+            await broker.delete(run.job_id, tenant)
+    return status
 
 
 async def _current(broker: Broker, tenant: str, run: MemberRun) -> MemberRun:

@@ -1,6 +1,5 @@
 """GET /v1/jobs: a tenant's jobs, filtered. DELETE /v1/jobs/{id}: deletes one."""
 
-import contextlib
 import re
 from typing import Annotated, Literal
 
@@ -9,7 +8,7 @@ from pydantic import BaseModel
 
 from contract.function_types import Wanted
 from contract.jobs import DEFAULT_LANES, PUBLIC_STATUSES
-from gateway.flows.members import deletable_members
+from gateway.flows.members import delete_whole
 from gateway.http.auth import JobsReader, JobsWriter
 from gateway.http.errors import ApiError, UnknownJob, bad_request, invalid_value
 from gateway.http.handlers import answers
@@ -107,12 +106,7 @@ async def list_jobs(
 async def delete_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) -> DeletedJob:
     """Deletes an ended job with its prompt, output and log; 409 if it has not ended."""
     await check_may_change(gateway.broker, caller, job_id)
-    members = await deletable_members(gateway.broker, job_id, caller.tenant)
-    status = await gateway.broker.delete(job_id, caller.tenant)
-    if status is not None:
+    if await delete_whole(gateway.broker, job_id, caller.tenant) is not None:
         message = "the job has not ended: cancel it first"
         raise ApiError(409, "not_terminal", message, headers={"x-should-retry": "false"})
-    for member_id in members:
-        with contextlib.suppress(UnknownJob):
-            await gateway.broker.delete(member_id, caller.tenant)
     return DeletedJob(id=job_id)

@@ -9,7 +9,7 @@ from starlette.responses import Response, StreamingResponse
 from contract.function_types import JobView, Submission
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway.flows.entry import prepare_any
-from gateway.flows.members import cancel_members, members_of
+from gateway.flows.members import cancel_whole, members_of
 from gateway.http import sse
 from gateway.http.auth import Caller, JobsReader, JobsWriter
 from gateway.http.bodies import StrictRoute, WellFormed
@@ -103,11 +103,11 @@ async def cancel_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) ->
     """Cancels a job, waiting or running; 409 if it has ended otherwise."""
     broker = gateway.broker
     await check_may_change(broker, caller, job_id)
-    status = await broker.cancel(job_id, caller.tenant)
+    view, _ = await broker.read(job_id, caller.tenant)
+    status = await cancel_whole(broker, view.job)
     if status is not JobStatus.CANCELLED:
         raise _already_terminal(status)
     view, _ = await broker.read(job_id, caller.tenant)
-    await cancel_members(broker, view.job)
     return job_object(view)
 
 

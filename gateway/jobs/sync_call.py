@@ -5,7 +5,7 @@ import logging
 from contract.errors import BatchwayError
 from contract.events import Members
 from contract.jobs import Job
-from gateway.flows.members import KnownMembers, cancel_members
+from gateway.flows.members import KnownMembers, cancel_whole
 from gateway.http.load_headers import ServerTiming
 from gateway.http.sse import AnsweredOtherwise
 from gateway.jobs.job_objects import accepted_object, accepted_response
@@ -73,8 +73,7 @@ class SyncCall:
         if self._goes_on:
             return
         try:
-            status = await self._broker.cancel(self.job.id, self.job.tenant)
-            await cancel_members(self._broker, self.job)
+            status = await cancel_whole(self._broker, self.job)
         except BatchwayError as exc:
             log.warning(
                 "caller gone, not cancelled (%s) job_id=%s", type(exc).__name__, self.job.id

@@ -165,6 +165,7 @@ class ResponseBody(CallFields):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: Metadata | None = None
+    documents: Annotated[list[str], Field(max_length=2048)] | None = None  # for flows
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -221,6 +222,7 @@ _SHARED = (
     "presence_penalty",
     "frequency_penalty",
     "parallel_tool_calls",
+    "documents",
 )
 
 

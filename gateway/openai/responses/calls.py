@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Self
 
 import msgspec
@@ -14,6 +14,7 @@ from contract.errors import BatchwayError
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
 from contract.response_records import ResponseRecord, decode_record, response_id
+from gateway.flows.members import cancel_whole, chosen_header, delete_whole
 from gateway.http import sse
 from gateway.http.auth import Caller
 from gateway.http.errors import to_call_error
@@ -62,21 +63,19 @@ class ResponseCall(msgspec.Struct, frozen=True):
         job = await accepted_job(gateway, self.job, submitted, self.caller)
         record = decode_record(await gateway.broker.payloads.response(job))
         headers = {"x-job-id": job.id, **ignored_header(body), **rate_headers(submitted.rates)}
+        headers |= chosen_header(job)
         if body.background and not body.stream:
             shown = await shown_response(gateway, response_id(job), job.tenant)
             return sse.json_response(shown, headers={**headers, **self.timing.headers()})
-        call = self._call(job, submitted_s if submitted.is_new else None)
+        call = self._call(job, submitted_s if submitted.is_new else None, headers)
         try:
-            if body.stream:
-                headers |= self.timing.headers()
-                return await self._stream(call, record, headers)
-            return await self._whole(call, record, headers)
+            return await (self._stream if body.stream else self._whole)(call, record)
         except BatchwayError as exc:
             error = to_call_error(exc)
             error.headers["x-job-id"] = job.id
             raise error from exc
 
-    def _call(self, job: Job, submitted_s: float | None) -> SyncCall:
+    def _call(self, job: Job, submitted_s: float | None, headers: dict[str, str]) -> SyncCall:
         gateway, settings = self.gateway, self.gateway.settings
         patience = Patience.of(
             self.request,
@@ -93,12 +92,10 @@ class ResponseCall(msgspec.Struct, frozen=True):
             job_retention_s=self.caller.job_retention_s(settings),
             submitted_s=submitted_s,
             may_return=not self.submission.attendance_s,
-            headers={},
+            headers=headers,
         )
 
-    async def _whole(
-        self, call: SyncCall, record: ResponseRecord, headers: Mapping[str, str]
-    ) -> Response:
+    async def _whole(self, call: SyncCall, record: ResponseRecord) -> Response:
         work = whole_response(self.gateway, call, record)
         try:
             response = await sse.unless_gone(self.request.receive, work)
@@ -108,11 +105,11 @@ class ResponseCall(msgspec.Struct, frozen=True):
         finally:
             await self._forget_unstored(call)
         call.timing.mark("total")
-        return sse.json_response(response, headers={**headers, **call.timing.headers()})
+        return sse.json_response(response, headers=call.headers | call.timing.headers())
 
-    async def _stream(
-        self, call: SyncCall, record: ResponseRecord, headers: Mapping[str, str]
-    ) -> Response:
+    async def _stream(self, call: SyncCall, record: ResponseRecord) -> Response:
+        headers = call.headers | call.timing.headers()
+
         async def events() -> AsyncGenerator[bytes, None]:
             stream = response_stream(self.gateway, call.job, record, after=-1, call=call)
             async with contextlib.aclosing(stream):
@@ -133,9 +130,9 @@ class ResponseCall(msgspec.Struct, frozen=True):
             return
         job, broker = call.job, self.gateway.broker
         try:
-            if await broker.delete(job.id, job.tenant) is not None:
-                await broker.cancel(job.id, job.tenant)
-                await broker.delete(job.id, job.tenant)
+            if await delete_whole(broker, job.id, job.tenant) is not None:
+                await cancel_whole(broker, job)
+                await delete_whole(broker, job.id, job.tenant)
         except BatchwayError as exc:
             log.warning("not forgotten yet (%s) job_id=%s", type(exc).__name__, job.id)
 

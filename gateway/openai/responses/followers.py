@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from contract.errors import BatchwayError
-from contract.events import End, LogEntry
+from contract.events import End, LogEntry, Members
 from contract.jobs import Job
 from contract.response_events import Event, ResponseEvents
 from contract.response_records import ResponseRecord, response_id
@@ -32,6 +32,8 @@ async def whole_response(
                 view, _ = await gateway.broker.read(job.id, job.tenant)
                 response: dict[str, Any] = events.end(view)[-1]["response"]
                 return response
+            case LogEntry(event=Members() as event):
+                call.note_members(event)
             case LogEntry():
                 call.timing.mark("first_token")
                 events.of(item)

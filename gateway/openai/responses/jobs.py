@@ -5,10 +5,10 @@ import msgspec
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
 from contract.response_records import encode_record
+from gateway.flows.entry import prepare_any
 from gateway.http.errors import ApiError
 from gateway.jobs.streams import Gateway
 from gateway.openai.admission import Terms
-from gateway.openai.calls import prepare_call
 from gateway.openai.responses.bodies import ResponseBody, renamed
 from gateway.openai.responses.conversations import conversation, to_messages
 from gateway.openai.responses.records import record_of
@@ -25,7 +25,7 @@ async def prepare_response(
     chat = body.chat(to_messages(items))
     broker, grammars, settings = gateway.broker, gateway.grammars, gateway.settings
     try:
-        job, submission = await prepare_call(
+        job, submission = await prepare_any(
             broker, grammars, settings, Endpoint.RESPONSES, chat, terms
         )
     except ApiError as exc:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import Response
 
 from contract.api_keys import Scope
+from gateway.flows.members import cancel_whole, delete_whole
 from gateway.http import sse
 from gateway.http.auth import Inference, JobsReader, JobsWriter
 from gateway.http.bodies import StrictRoute, WellFormed
@@ -112,8 +113,8 @@ async def delete_response(
     view, _ = await read_response(gateway, response_id, caller.tenant)
     await check_may_change(gateway.broker, caller, view.job.id)
     if not view.is_terminal:
-        await gateway.broker.cancel(view.job.id, caller.tenant)
-    await gateway.broker.delete(view.job.id, caller.tenant)
+        await cancel_whole(gateway.broker, view.job)
+    await delete_whole(gateway.broker, view.job.id, caller.tenant)
     return DeletedResponse(id=response_id)
 
 
@@ -130,7 +131,7 @@ async def cancel_response(
         raise bad_request("not_in_background", message)
     await check_may_change(gateway.broker, caller, view.job.id)
     if not view.is_terminal:
-        await gateway.broker.cancel(view.job.id, caller.tenant)
+        await cancel_whole(gateway.broker, view.job)
     return sse.json_response(await shown_response(gateway, response_id, caller.tenant))
 
 

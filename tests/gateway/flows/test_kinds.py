@@ -77,7 +77,7 @@ async def test_a_flow_is_listed_with_its_kind_and_endpoints(
         "ensemble",
         "pipeline",
     ]
-    assert listed["pipe"]["endpoints"] == ["/v1/chat/completions"]
+    assert listed["pipe"]["endpoints"] == ["/v1/chat/completions", "/v1/responses"]
 
 
 async def test_a_flow_may_be_a_member_of_another(flows: httpx.AsyncClient, fleet: Fleet) -> None:
