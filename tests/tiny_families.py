@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import transformers
+from packaging.version import Version
+
 VOCAB_SIZE = 320
 EOS_ID = 1
 WINDOW = 12  # tokens; shorter than most prompts of the tests
@@ -176,8 +179,6 @@ _NO_GROUPS = ("intermediate_size", "num_key_value_heads")
 
 # Served one sequence at a time, because of their own attention or state.
 SEQUENTIAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "gptj": ("GPTJConfig", _GPT2_NAMES | {"rotary_dim": 8}),
-    "codegen": ("CodeGenConfig", _GPT2_NAMES | {"rotary_dim": 8}),
     "gpt_neo": (
         "GPTNeoConfig",
         _common(
@@ -304,5 +305,13 @@ SEQUENTIAL: dict[str, tuple[str, dict[str, Any]]] = {
         _common(lru_width=64, attention_window_size=64, block_types=["recurrent", "attention"]),
     ),
 }
+
+# Paged since transformers 5.24, before it sequential.
+PAGED_SINCE_5_24: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("GPTJConfig", _GPT2_NAMES | {"rotary_dim": 8}),
+    "codegen": ("CodeGenConfig", _GPT2_NAMES | {"rotary_dim": 8}),
+}
+is_5_24 = Version(transformers.__version__) >= Version("5.24")
+(PAGED if is_5_24 else SEQUENTIAL).update(PAGED_SINCE_5_24)
 
 FAMILIES = PAGED | SEQUENTIAL

@@ -33,6 +33,8 @@ class Lane:
             raise ValueError(f"lane {self.name}: ageing_tokens must be positive")
 
 
+_LATELY_S = 10.0
+
 STANDARD = Lane("standard", priority=1)
 DEFAULT_LANES = (
     Lane("interactive", priority=0, itl_target_s=0.1),
@@ -61,6 +63,7 @@ class Lanes:
         self._num_live_of: Counter[Account] = Counter()
         self._served_at: dict[Account, int] = {}  # `_num_computed` when it was last served
         self._credits: dict[str, float] = {}
+        self._live_at: dict[str, float] = {}  # when lanes with a latency target last had work
         self.replace(table, max_credit)
 
     def replace(self, table: Seq[Lane], max_credit: int) -> None:
@@ -79,8 +82,17 @@ class Lanes:
     def priority_of(self, name: str) -> int:
         return self._table.get(name, STANDARD).priority
 
-    def itl_target_s_of(self, name: str) -> float | None:
-        return self._table.get(name, STANDARD).itl_target_s
+    def tightest_target_s(self, now_s: float) -> float | None:
+        """The tightest latency target of the lanes with work now or in the last ten seconds."""
+        for name in self._num_live:
+            if self._table.get(name, STANDARD).itl_target_s is not None:
+                self._live_at[name] = now_s
+        targets = [
+            self._table.get(name, STANDARD).itl_target_s
+            for name, at_s in self._live_at.items()
+            if now_s - at_s <= _LATELY_S
+        ]
+        return min((target for target in targets if target is not None), default=None)
 
     def level(self, sequence: Sequence) -> int:
         """The priority of its account after ageing; the smallest is served first."""

@@ -135,7 +135,7 @@ class Scheduler:
 
         `num_reserved` tokens of the budget are reserved for padding.
         """
-        plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved)
+        plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved, now_s)
         plan.is_full = not self._may_enter()
         if not self._put_streams(plan):
             self._put_in_order(plan, now_s)
@@ -167,24 +167,26 @@ class Scheduler:
             if sequence.num_output + 1 < sequence.max_output:
                 self.blocks.grow_ahead(sequence, end)
 
-    def _new_plan(self, num_tokens: int) -> StepPlan:
+    def _new_plan(self, num_tokens: int, now_s: float) -> StepPlan:
         """A step's limits: tokens, a share of them for prompts, and time.
 
-        The time limit is the tightest latency target of the running streams. If the streams alone
-        take longer, prompts get as much time as the streams.
+        The time limit is the tightest latency target of the lanes with work now or lately, whose
+        next request would wait for the step's end. If the streams with a target take longer alone,
+        all others get as much time as they.
         """
         plan = StepPlan(self.cost, num_tokens)
         plan.streams = streams = self._running.streams()
         if streams.sequences and self._limits.prefill_share is not None:
             num_prefill = int(self._limits.prefill_share * plan.num_tokens_left)
             plan.num_prefill_left = max(1, num_prefill)
-        lanes = {lane for lane, _ in streams.num_by_account}
-        targets = {self._lanes.itl_target_s_of(lane) for lane in lanes} - {None}
-        if targets and self.cost.is_ready:
-            streams_s = self.cost.predict(streams.features)
-            allowed_s = max(min(t for t in targets if t is not None), 2 * streams_s)
+        target_s = self._lanes.tightest_target_s(now_s)
+        if target_s is not None and self.cost.is_ready:
+            others = {s: None for s in streams.sequences if self._target_s_of(s) is None}
+            due = streams.without(others) if others else streams
+            plan.has_due_streams = bool(due.sequences)
+            allowed_s = max(target_s, 2 * self.cost.predict(due.features))
             plan.seconds_left = allowed_s - self.cost.coefficients[0]
-            plan.streams_s = streams_s - self.cost.coefficients[0]
+            plan.streams_s = self.cost.predict_added(streams.features)
         return plan
 
     def _may_enter(self) -> bool:
@@ -209,15 +211,15 @@ class Scheduler:
         return self._below_share_now
 
     def _put_streams(self, plan: StepPlan) -> bool:
-        """Gives each stream its token without sorting, if there is room for all and they are all
-        that runs or take a small share of the budget. Returns whether that is the whole step.
-
-        The time limit always allows the streams: see `_new_plan`.
+        """Gives each stream its token without sorting, if there is room and time for all and they
+        are all that runs or take a small share of the budget. Returns whether that is the whole
+        step.
         """
         streams = plan.streams.sequences
         is_all = plan.is_full and len(streams) == self.num_running
         most = plan.num_on_offer if is_all else int(_SMALL_SHARE * plan.num_on_offer)
-        if len(streams) > most or not self.blocks.grow_streams(streams):
+        has_time = plan.streams_s <= plan.seconds_left
+        if len(streams) > most or not has_time or not self.blocks.grow_streams(streams):
             return False
         plan.put_streams()
         return is_all
@@ -269,7 +271,7 @@ class Scheduler:
         """
         by_weight = self._running.places_by_weight
         has_admitted = True
-        while has_admitted and plan.num_for_prompts > 0:
+        while has_admitted and plan.num_on_offer > 0:
             has_admitted = False
             firsts = [self._waiting.first_of(account) for account in self._below_share()]
             firsts.sort(key=lambda s: (self._lanes.of(s).priority, by_weight(s.account, s.weight)))
@@ -283,7 +285,7 @@ class Scheduler:
         may exceed the budget if they are alone in the step."""
         if self._limits.prefill_only:
             return not plan.chunks or candidate.num_pending <= plan.num_on_offer
-        return plan.num_for_prompts > 0
+        return plan.num_for_prompts(is_due=self._is_due(plan, candidate)) > 0
 
     def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
         """Admits the candidate if possible; returns whether sequences after it may be checked."""
@@ -315,7 +317,7 @@ class Scheduler:
         """
         is_common = copy_from is None and self.blocks.has_next_slot(sequence)
         is_common = is_common and sequence not in plan.chunks
-        if is_common and (plan.has_time_for(sequence) or self._is_due(sequence)):
+        if is_common and (plan.has_time_for(sequence) or self._is_due(plan, sequence)):
             plan.put_stream(sequence)
             return
         num_planned = plan.num_planned(sequence)
@@ -341,12 +343,17 @@ class Scheduler:
         return plan.num_allowed(
             sequence.num_pending - num_planned,
             sequence.num_computed + num_planned,
-            is_due=self._is_due(sequence),
+            is_due=self._is_due(plan, sequence),
         )
 
-    def _is_due(self, sequence: Sequence) -> bool:
-        """Whether it is a stream with a latency target; the time limit does not apply to it."""
-        return sequence.num_pending == 1 and self._lanes.of(sequence).itl_target_s is not None
+    def _is_due(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Whether the time limit does not apply to it: it is a stream with a latency target, or a
+        prompt with one and there is no such stream."""
+        is_first = sequence.num_pending == 1 or not plan.has_due_streams
+        return is_first and self._target_s_of(sequence) is not None
+
+    def _target_s_of(self, sequence: Sequence) -> float | None:
+        return self._lanes.of(sequence).itl_target_s
 
     def _worst_below(self, sequence: Sequence, now_s: float) -> Sequence | None:
         """The sequence to preempt for this one: of the worst level, the least computed."""

@@ -27,6 +27,7 @@ class StepPlan:
     is_full: bool = False  # an overdue sequence waits for room: admit no one else
     streams: Streams = field(default_factory=Streams)  # running when the step began
     streams_s: float = 0.0  # time they add to the step, if its time is limited
+    has_due_streams: bool = False  # of lanes with a latency target
     _are_streams_first: bool = False  # the first chunks are the streams', one token each
     _stream_costs: tuple[float, float] | None = None  # cost of a token and of a KV token
     num_prefix_queries: int = 0  # tokens of admitted sequences, and how many were cached
@@ -54,11 +55,10 @@ class StepPlan:
             num_allowed = min(num_allowed, self.cost.max_tokens(self.seconds_left, start))
         return max(0, num_allowed)
 
-    @property
-    def num_for_prompts(self) -> int:
-        """Tokens available to a new sequence."""
+    def num_for_prompts(self, *, is_due: bool) -> int:
+        """Tokens available to a new sequence; one that `is_due` ignores the time limit."""
         num_tokens = min(self.num_on_offer, self.num_prefill_left)
-        if self.seconds_left < math.inf:
+        if self.seconds_left < math.inf and not is_due:
             num_tokens = min(num_tokens, self.cost.max_tokens(self.seconds_left, 0))
         return max(0, num_tokens)
 

@@ -21,8 +21,8 @@ from workers.engine.model import Chunk, Padding, Row
 from workers.engine.sequence import Sequence
 from workers.model.answers import answer_chunks, scored_positions
 
-# Argument and output names of the state, by family.
-_STATE_NAMES = ("past_key_values", "cache_params", "state")
+# Argument and output names of the state: since transformers 5.24, before it by family, RWKV's.
+_STATE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
 class Continues(StrEnum):

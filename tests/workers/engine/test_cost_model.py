@@ -12,6 +12,7 @@ from workers.engine.engine import Engine
 from workers.engine.lanes import Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, Padding, Sample
+from workers.engine.report import StepReport
 from workers.engine.request import Request
 from workers.engine.sequence import Sequence
 from workers.strategies import ContinuousBatching
@@ -97,38 +98,83 @@ class TimedModel:
         return [Sample(5) if chunk.samples else None for chunk in chunks]
 
 
+class Server:
+    """An engine with a lane that has a target, and `standard` without one; it has learned the
+    times of steps."""
+
+    def __init__(self, target_s: float = 0.02) -> None:
+        self._model = TimedModel()
+        self._engine = Engine(
+            self._model,  # type: ignore[arg-type]
+            EngineLimits(2048, 64, vocab_size=100),
+            ContinuousBatching(),
+            clock_s=lambda: self._model.now_s,
+            lanes=[Lane("interactive", 0, itl_target_s=target_s), Lane("standard", 1)],
+        )
+        for i in range(12):
+            self.add(f"warm-{i}", "standard", 1000 + 300 * i, 5)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def add(self, name: str, lane: str, num_prompt: int, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, seed=0)
+        prompt_ids = tuple(random.Random(name).choices(range(100), k=num_prompt))
+        request = Request(name, 1, "t", lane, (prompt_ids,), params, ((),), (False,))
+        self._engine.add(request)
+
+    def step(self) -> StepReport:
+        return self._engine.step()
+
+    def step_times_s(self, num_steps: int) -> list[float]:
+        return [self.step().step_s for _ in range(num_steps)]
+
+    def pass_time(self, seconds: float) -> None:
+        self._model.now_s += seconds
+
+
 def test_the_budget_meets_the_target_of_the_tightest_live_lane() -> None:
     """Prompts beside interactive streams: steps of 20 ms; without such streams 60 ms and more."""
-    model = TimedModel()
-    lanes = [Lane("interactive", 0, itl_target_s=0.02), Lane("standard", 1)]
-    limits = EngineLimits(2048, 64, vocab_size=100)
-    engine = Engine(
-        model,  # type: ignore[arg-type]
-        limits,
-        ContinuousBatching(),
-        clock_s=lambda: model.now_s,
-        lanes=lanes,
-    )
-
-    def add(name: str, lane: str, num_prompt: int, max_tokens: int) -> None:
-        params = SamplingParams(max_tokens=max_tokens, seed=0)
-        prompt_ids = tuple((hash(name) + i) % 100 for i in range(num_prompt))
-        engine.add(Request(name, 1, "t", lane, (prompt_ids,), params, ((),), (False,)))
-
-    for i in range(12):
-        add(f"warm-{i}", "standard", 1000 + 300 * i, 5)
-    while engine.has_work:
-        free_s = engine.step().step_s
+    server = Server()
     for i in range(4):
-        add(f"stream-{i}", "interactive", 20, 150)
-    engine.step()
+        server.add(f"stream-{i}", "interactive", 20, 150)
+    server.step()
     for i in range(10):
-        add(f"prompt-{i}", "standard", 4000 + i, 2)
-    times_s = [engine.step().step_s for _ in range(100)]
-
-    assert free_s > 0
+        server.add(f"prompt-{i}", "standard", 4000 + i, 2)
+    times_s = server.step_times_s(100)
     assert max(times_s) <= 0.02 * 1.05
     assert sorted(times_s)[50] >= 0.02 * 0.9
+
+
+def test_steps_stay_short_for_ten_seconds_after_a_lane_s_last_work() -> None:
+    """The lane's next request would wait for the step's end."""
+    server = Server()
+    server.add("call", "interactive", 20, 2)
+    server.step_times_s(2)
+    for i in range(20):
+        server.add(f"prompt-{i}", "standard", 4000 + i, 2)
+    assert max(server.step_times_s(20)) <= 0.02 * 1.05
+    server.pass_time(10.0)
+    assert server.step().step_s > 0.05
+
+
+def test_streams_without_a_target_wait_where_the_step_would_exceed_it() -> None:
+    server = Server(target_s=0.005)
+    for i in range(60):
+        server.add(f"stream-{i}", "standard", 900, 200)
+    while server.step().num_step_tokens > 60:
+        pass  # prompts
+    [free_s] = server.step_times_s(1)
+    server.add("call", "interactive", 20, 200)
+    server.step()
+    assert free_s > 0.0055
+    assert max(server.step_times_s(50)) <= 0.005 * 1.02
+
+
+def test_a_prompt_of_a_lane_with_a_target_is_computed_at_once() -> None:
+    """Where no stream with a target waits for the step, its length has no other limit."""
+    server = Server()
+    server.add("call", "interactive", 2000, 2)
+    assert server.step().num_step_tokens == 2000
 
 
 def test_a_prefill_share_leaves_the_rest_to_streams() -> None:
