@@ -55,13 +55,11 @@ class Feeder:
             task.add_done_callback(self._running.discard)
 
     async def _run(self, batch_id: str, token: str) -> None:
-        found = None
-        with contextlib.suppress(BatchwayError):
-            found = await self._gateway.broker.ask_batches(lambda batches: batches.find(batch_id))
-        if found is None:
+        try:
+            leased = await LeasedBatch.taken(self._gateway, batch_id, token)
+        except (BatchwayError, LeaseLost):
             return
-        leased = LeasedBatch(self._gateway, found, token)
-        log.info("feeding batch_id=%s status=%s", batch_id, found.status)
+        log.info("feeding batch_id=%s status=%s", batch_id, leased.status)
         keeping = asyncio.create_task(leased.keep())
         working = asyncio.create_task(run_batch(leased))
         try:

@@ -1,7 +1,7 @@
 """A batch that this feeder holds: its lease, its status, and the end of its window."""
 
 import asyncio
-from typing import Any
+from typing import Any, Self
 
 from contract.batches import Batch, BatchStatus, LeaseLost
 from contract.errors import BrokerUnavailable
@@ -24,6 +24,16 @@ class LeasedBatch:
         self.token = token
         self.status = batch.status
         self._now_ms = batch.created_ms
+
+    @classmethod
+    async def taken(cls, gateway: Gateway, batch_id: str, token: str) -> Self:
+        """A batch whose lease has just been taken. Raises LeaseLost, BrokerUnavailable."""
+        found = await gateway.broker.ask_batches(lambda batches: batches.find(batch_id))
+        if found is None:
+            raise LeaseLost(batch_id)
+        leased = cls(gateway, found, token)
+        await leased.save()  # tells the time: the window may have ended
+        return leased
 
     @property
     def store(self) -> ObjectStore:

@@ -69,7 +69,7 @@ class PartRun:
                 await self._settle()
                 return await self._written()
             except (*TEMPORARY, UnknownJob):
-                await asyncio.sleep(self._poll_s)  # a job that Redis has lost is submitted again
+                await asyncio.sleep(self._poll_s)  # then settles those jobs
 
     async def forget_jobs(self) -> None:
         """Deletes the jobs, whose results are in the part, but for responses that are stored."""
@@ -188,7 +188,7 @@ class PartRun:
         return num_bytes
 
     async def _result(self, job_id: str) -> dict[str, Any]:
-        """The `response` and `error` of a line. Raises UnknownJob if its job was lost."""
+        """The `response` and `error` of a line. Raises UnknownJob if its job was lost or runs."""
         if job_id in self._refused:
             return _response(job_id, self._refused[job_id])
         stop_code = self._leased.stop_code
@@ -198,6 +198,8 @@ class PartRun:
             if stop_code is None:
                 raise
             return self._not_run(stop_code)
+        if not view.is_terminal:  # submitted just now by a feeder that has lost its lease
+            raise UnknownJob
         if view.status is JobStatus.EXPIRED:
             return self._not_run(EXPIRED)
         if view.status is JobStatus.CANCELLED and stop_code is not None:
