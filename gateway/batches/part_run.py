@@ -149,7 +149,6 @@ class PartRun:
             leased.batch.asked.endpoint,
             body,
             terms,
-            job_id,
         )
 
     async def _written(self) -> Part:

@@ -100,6 +100,7 @@ class Calls:
         Raises ApiError, TemplateFailed, ModelUnreadable."""
         deadline_s = max(_MIN_DEADLINE_S, self.deadline_s - self.broker.clock())
         terms = Terms(
+            job_id=call.job_id(self.parent.id),
             caller=Caller(KeyTerms(tenant=self.parent.tenant, weight=self.parent.weight), ""),
             deadline_s=deadline_s,
             # As long as the parent's output, whenever the parent ends.
@@ -114,7 +115,6 @@ class Calls:
             call.endpoint,
             parse_body(call.endpoint, {**call.body, "model": call.model}),
             terms,
-            call.job_id(self.parent.id),
         )
         return replace(job, parent=self.parent.id), submission
 

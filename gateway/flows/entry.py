@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from contract.flows import Cascade, Condition, Definition, Ensemble, FlowCall, Pipeline, Route
 from contract.function_types import Submission
-from contract.jobs import Endpoint, Job, default_seed, new_job_id
+from contract.jobs import Endpoint, Job, default_seed
 from contract.model_cards import ModelCard
 from gateway.flows.conditions import Facts, choose_target, needs_label
 from gateway.http.errors import UNSUPPORTED, bad_request
@@ -32,10 +32,8 @@ async def prepare_any(
     endpoint: Endpoint,
     body: CallBody,
     terms: Terms,
-    job_id: str = "",
 ) -> tuple[Job, Submission]:
-    """The job of a call to a model or a flow, and its submission. `job_id`: of the job, where it is
-    known already. Raises ApiError."""
+    """The job of a call to a model or a flow, and its submission. Raises ApiError."""
     cards = await broker.known.models()
     card = cards.get(body.model)
     parts = broker, grammars, settings, endpoint
@@ -43,19 +41,16 @@ async def prepare_any(
         if isinstance(body, ChatBody | CompletionBody) and body.documents:
             message = f"documents: {body.model!r} is no flow, and only flows read documents"
             raise bad_request(UNSUPPORTED, message, "documents")
-        job, submission = await prepare_call(*parts, body, terms)
-        return _named(job, job_id, body) if job_id else job, submission
-    job_id = job_id or new_job_id()
+        return await prepare_call(*parts, body, terms)
     definition = card.flow.definition
     if isinstance(definition, Route):
         facts = await facts_of(broker, definition, body, terms)
         if not needs_label(definition, facts):
-            target = choose_target(definition, facts, draw_of(job_id))
+            target = choose_target(definition, facts, draw_of(terms.job_id))
             chosen = body.model_copy(update={"model": target})
-            job, submission = await prepare_any(*parts, chosen, terms, job_id)
+            job, submission = await prepare_any(*parts, chosen, terms)
             return replace(job, asked_model=body.model), submission
     job, submission = await prepare_call(*parts, body, terms)
-    job = _named(job, job_id, body)
     _check_shape(job, card)
     _check_tokens(job, body, cards)
     call = FlowCall(
@@ -68,13 +63,6 @@ async def prepare_any(
     job = replace(job, flow=call, params=replace(job.params, grammar=""))
     num_calls = num_outputs(card.name, cards)
     return job, replace(submission, max_output_tokens=num_calls * submission.max_output_tokens)
-
-
-def _named(job: Job, job_id: str, body: CallBody) -> Job:
-    """The job under another id, on which its seed depends unless the caller gave one."""
-    if job.pooling is None and getattr(body, "seed", None) is None:
-        job = replace(job, params=replace(job.params, seed=default_seed(job_id)))
-    return replace(job, id=job_id)
 
 
 def draw_of(job_id: str) -> float:
