@@ -6,12 +6,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from infra.embedded_redis import EmbeddedRedis
-from tests.batches.test_batches import CHAT, ended, ids, jsonl, results, start
+from tests.batches.test_batches import CHAT, Url, ended, ids, jsonl, results, start
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.flows.conftest import Fleet, chat
 
-RESPONSES = "/v1/responses"
+RESPONSES: Url = "/v1/responses"
 pytestmark = pytest.mark.anyio
 
 
@@ -24,7 +24,7 @@ async def test_a_batch_calls_a_flow(
     fleet: Fleet,
     models_yaml: Path,
     tmp_path: Path,
-    path: str,
+    path: Url,
     asked: dict[str, object],
 ) -> None:
     """Each line is a call of it, answered by its members under its name."""
