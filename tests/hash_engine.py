@@ -45,6 +45,7 @@ class LoadedHashModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
     num_step_tokens: int = DEFAULT_STEP_TOKENS
+    tokens_per_s: float = 0.0
     pooling: PoolingCard | None = None
 
 

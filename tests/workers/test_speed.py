@@ -36,6 +36,17 @@ def test_an_unfilled_worker_only_learns_that_it_is_faster() -> None:
     assert rate(speed) == 300.0
 
 
+def test_a_rate_measured_at_load_holds_until_a_full_worker_has_another() -> None:
+    speed = Speed()
+    speed.begin(1000.0)
+    assert rate(speed) == 1000.0
+    speed.measure(0.0, 0, has_room=False)
+    speed.measure(1.0, 500, has_room=False)
+    assert rate(speed) == 750.0
+    speed.begin(1000.0)  # the engine was started again
+    assert rate(speed) == 750.0
+
+
 def test_a_stream_gets_a_token_a_step() -> None:
     """Its rate is the inverse of the mean step duration, in which the newest step has a weight of
     one twentieth."""

@@ -193,3 +193,8 @@ class LoadedModel(Protocol):
     def pooling(self) -> "PoolingCard | None":
         """Of a prefill-only model."""
         ...
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a full step of a prefill-only model; 0: not measured."""
+        ...

@@ -148,4 +148,5 @@ def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities
         max_num_seqs=options.max_num_seqs,
         capabilities=can,
         pooling=loaded.pooling,
+        tokens_per_s=loaded.tokens_per_s,
     )

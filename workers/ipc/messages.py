@@ -165,6 +165,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     max_num_seqs: int
     capabilities: Capabilities = Capabilities()
     pooling: PoolingCard | None = None  # of a prefill-only model
+    tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):

@@ -66,6 +66,7 @@ class LoadedModel:
     tokenizer: TokenizerFiles
     num_step_tokens: int = DEFAULT_STEP_TOKENS  # token budget of a step for this device
     pooling: PoolingCard | None = None  # of a prefill-only model
+    tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
 
 
 def load_model(
@@ -143,6 +144,7 @@ def _load_pooling(
         tokenizer,
         default_step_tokens(device),
         card,
+        runner.tokens_per_s,
     )
 
 

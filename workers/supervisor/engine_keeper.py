@@ -172,6 +172,7 @@ class EngineKeeper:
             case Ready():
                 files = self._read_tokenizer(message.tokenizer)
                 self._engine.ready = replace(message, tokenizer=files)
+                self._engine.speed.begin(message.tokens_per_s)
                 self._engine.became_ready.set()
                 self._holding.wake.set()
             case Loading(text):

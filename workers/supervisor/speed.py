@@ -24,6 +24,10 @@ class Speed:
         self._window: tuple[float, int] | None = None  # its start (s), and the total drained then
         self._had_room = True
 
+    def begin(self, tokens_per_s: float) -> None:
+        """Takes what the engine has measured as it was loaded (0: nothing), until more is known."""
+        self.tokens_per_s = self.tokens_per_s or tokens_per_s
+
     def note_step(self, step_s: float) -> None:
         """Records a step, which gave each stream one token."""
         share = _NEWEST_STEP if self._step_s else 1.0

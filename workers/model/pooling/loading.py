@@ -80,15 +80,16 @@ def load_runner(
     if expected is not None:
         trial.check_head(heads, encoder, expected, path)
     activation = activation_of(found, config)
+    num_step_tokens = num_step_tokens or default_step_tokens(place.device)
     runner = PoolingRunner(
         encoder,
         heads,
         activation=activation,
         is_normalized=found.is_normalized,
         max_model_len=longest,
-        num_step_tokens=num_step_tokens or default_step_tokens(place.device),
+        num_step_tokens=num_step_tokens,
     )
-    num_outputs = runner.compute(trial.texts[:1]).shape[1]
+    num_outputs = runner.measure_rate(trial.texts[-1], num_step_tokens)
     card = make_card(found, config, activation, num_outputs, fast)
     return runner, card, files
 

@@ -1,5 +1,6 @@
 """Runs a step of a prefill-only model: whole prompts in, vectors out. An engine's Model."""
 
+import time
 from collections.abc import Sequence as Seq
 
 import torch
@@ -36,6 +37,7 @@ class PoolingRunner:
         self._activation = activation
         self._is_normalized = is_normalized
         self._max_model_len = max_model_len
+        self.tokens_per_s = 0.0  # of a full step; 0: not measured
         num_tokens = _NUM_STEPS_HELD * max(num_step_tokens, max_model_len)
         self._num_blocks = -(-num_tokens // _BLOCK_SIZE)
 
@@ -95,6 +97,16 @@ class PoolingRunner:
         out = torch.empty(vectors.shape)
         out[torch.tensor(order)] = vectors.cpu()
         return out
+
+    def measure_rate(self, text: Text, num_tokens: int) -> int:
+        """Computes `num_tokens` of the same text twice and times the second; the vectors' size."""
+        texts = [text] * -(-num_tokens // len(text.token_ids))
+        vectors = self.compute(texts)
+        started_s = time.perf_counter()
+        self.compute(texts)
+        seconds = time.perf_counter() - started_s
+        self.tokens_per_s = len(texts) * len(text.token_ids) / seconds
+        return vectors.shape[1]
 
     def _row(self, vector: Tensor, num_dimensions: int) -> Vector:
         if 0 < num_dimensions < len(vector):

@@ -48,6 +48,7 @@ def load(folder: Path, **options: Any) -> tuple[LoadedModel, PoolingRunner]:
     )
     assert isinstance(loaded.model, PoolingRunner)
     assert loaded.pooling is not None
+    assert loaded.tokens_per_s > 0
     return loaded, loaded.model
 
 
@@ -113,6 +114,7 @@ def test_qwen3_embedding(tmp_path: Path) -> None:
     folder = save_embedder("qwen3", tmp_path, mode="lasttoken", prompts=prompts)
     loaded, runner = load(folder)
     assert loaded.pooling is not None
+    assert loaded.tokens_per_s > 0
     assert loaded.pooling.prompts == {"query": prompts["query"]}
 
     texts = [loaded.pooling.prompts["query"] + text for text in TEXTS]
@@ -133,6 +135,7 @@ def test_a_family_s_classifier(family: str, num_labels: int, tmp_path: Path) -> 
     expected = CrossEncoder(str(folder), device="cpu").predict(PAIRS, activation_fn=activation)
     np.testing.assert_allclose(found.numpy(), expected.reshape(found.shape), atol=SCORE_TOLERANCE)
     assert loaded.pooling is not None
+    assert loaded.tokens_per_s > 0
     assert loaded.pooling.kind == ("reranker" if num_labels == 1 else "classifier")
     assert len(loaded.pooling.labels) == (0 if num_labels == 1 else 3)
 
@@ -156,6 +159,7 @@ def test_a_cross_encoder_that_was_saved_with_its_activation(tmp_path: Path) -> N
 
     np.testing.assert_allclose(found[:, 0].numpy(), reference.predict(PAIRS), atol=SCORE_TOLERANCE)
     assert loaded.pooling is not None
+    assert loaded.tokens_per_s > 0
     assert loaded.pooling.activation == "none"
 
 
