@@ -31,16 +31,20 @@ def write_note(directory: Path, up: RunningUp) -> None:
 
 
 def running_ups() -> list[RunningUp]:
-    """This user's running `batchway up` processes that have a private Redis."""
+    """This user's running `batchway up` processes that have a private Redis: those of TMPDIR, or
+    else of /tmp, where the socket is if TMPDIR's path is too long for one."""
+    return _noted_in(tempfile.gettempdir()) or _noted_in("/tmp")  # noqa: S108 - only reads ours
+
+
+def _noted_in(folder: str) -> list[RunningUp]:
     found = {}
-    for folder in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 - only what is ours is read
-        for note in Path(folder).glob(f"batchway-*/{_NOTE}"):
-            with contextlib.suppress(OSError, msgspec.DecodeError):
-                if note.parent.lstat().st_uid != os.getuid():
-                    continue
-                up = msgspec.json.decode(note.read_bytes(), type=RunningUp)
-                os.kill(up.pid, 0)
-                found[up.pid] = up
+    for note in Path(folder).glob(f"batchway-*/{_NOTE}"):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            if note.parent.lstat().st_uid != os.getuid():
+                continue
+            up = msgspec.json.decode(note.read_bytes(), type=RunningUp)
+            os.kill(up.pid, 0)
+            found[up.pid] = up
     return [found[pid] for pid in sorted(found)]
 
 
