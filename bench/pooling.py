@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from contract.jobs import Pooling, SamplingParams
+from gateway.openai.tokens import ModelTokenizer
 from infra.tables import table
 from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
@@ -113,7 +114,8 @@ def make_texts(number: int, seed: int) -> list[str]:
 
 
 def engine_of(folder: Path, num_step_tokens: int | None) -> Embed:
-    """The worker's engine: one job with all texts, stepped to its end."""
+    """The worker's engine: one job with all texts, tokenised as a gateway does, stepped to its
+    end."""
     options = EngineOptions(
         model_path=str(folder), device="cpu", max_num_batched_tokens=num_step_tokens
     )
@@ -121,10 +123,10 @@ def engine_of(folder: Path, num_step_tokens: int | None) -> Embed:
     engine = build_engine(
         loaded.model, loaded.vocab_size, options, loaded.num_step_tokens, prefill_only=True
     )
-    tokenizer = Tokenizer.from_str(loaded.tokenizer.tokenizer_json)
+    tokenizer = ModelTokenizer("", loaded.tokenizer)
 
     def embed(texts: Seq[str]) -> Vectors:
-        prompts = tuple(tuple(found.ids) for found in tokenizer.encode_batch(list(texts)))
+        prompts = tuple(map(tuple, tokenizer.encode_texts(texts)))
         params, num = SamplingParams(max_tokens=0, seed=0), len(prompts)
         outputs, finished = ((),) * num, (False,) * num
         engine.add(

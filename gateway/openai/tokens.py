@@ -1,6 +1,7 @@
 """A model's tokenizer and chat template, as workers published them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -42,16 +43,20 @@ class ModelTokenizer:
 
     def encode_chat(self, text: str) -> list[int]:
         """Encodes a rendered chat, which contains its special tokens."""
-        return self._encode(text, add_special_tokens=False)
+        return self.encode_texts([text], adds_special_tokens=False)[0]
 
     def encode_text(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=True)
+        return self.encode_texts([text])[0]
 
-    def encode_pair(self, first: str, second: str) -> tuple[tuple[int, ...], int]:
-        """Token ids of a pair with the special tokens around them, and how many of them belong to
-        the first text."""
-        encoding = self._tokenizer.encode(first, second)
-        return tuple(encoding.ids), encoding.type_ids.count(0)
+    def encode_texts(
+        self, texts: Sequence[str], *, adds_special_tokens: bool = True
+    ) -> list[list[int]]:
+        return [found.ids for found in self._encode(texts, adds_special_tokens)]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+        """Token ids of each pair with the special tokens around them, and how many of them belong
+        to the first text."""
+        return [(found.ids, found.type_ids.count(0)) for found in self._encode(pairs, True)]
 
     def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
         """Decodes ids token by token."""
@@ -70,9 +75,9 @@ class ModelTokenizer:
             return bytes.fromhex(token[3:5])  # byte fallback
         return token.replace("\u2581", " ").encode()
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def _encode(self, given: Sequence[str | tuple[str, str]], adds_special_tokens: bool) -> Any:
+        # `encode` keeps the GIL: in a thread, too, a long text would stop the event loop.
+        return self._tokenizer.encode_batch_fast(given, add_special_tokens=adds_special_tokens)
 
 
 class _Decoder(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Turns a call for vectors into a prefill-only job: applies the model's instructions, tokenises
 texts and pairs, checks them against the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -111,8 +111,8 @@ async def _pairs(
     if not can.renders_pairs:
 
         def encoded() -> tuple[Prompts, tuple[int, ...]]:
-            found = [tokenizer.encode_pair(instruction + query, text) for query, text in pairs]
-            return tuple(ids for ids, _ in found), tuple(length for _, length in found)
+            found = tokenizer.encode_pairs([(instruction + query, text) for query, text in pairs])
+            return tuple(tuple(ids) for ids, _ in found), tuple(length for _, length in found)
 
         prompts, first_parts = await tokenised(encoded, num_chars)
         return _Asked(names, prompts, Pooling(first_parts=first_parts))
@@ -123,7 +123,7 @@ async def _pairs(
     except TemplateRefused as exc:
         raise invalid_value(second, str(exc)) from None
     prompts = await tokenised(
-        lambda: tuple(tuple(tokenizer.encode_chat(text)) for text in rendered),
+        lambda: tuple(map(tuple, tokenizer.encode_texts(rendered, adds_special_tokens=False))),
         sum(map(len, rendered)),
     )
     return _Asked(names, prompts)
@@ -133,14 +133,13 @@ async def _encoded(
     tokenizer: ModelTokenizer, given: Sequence[tuple[str, str | tuple[int, ...]]]
 ) -> Prompts:
     """The token ids of each text after its instruction; token ids stay as they are."""
-    encode: Callable[[str], list[int]] = tokenizer.encode_text
-    return await tokenised(
-        lambda: tuple(
-            tuple(encode(instruction + each)) if isinstance(each, str) else each
-            for instruction, each in given
-        ),
-        sum(len(instruction) + len(each) for instruction, each in given if isinstance(each, str)),
-    )
+    texts = [instruction + each for instruction, each in given if isinstance(each, str)]
+
+    def encoded() -> Prompts:
+        found = iter(tokenizer.encode_texts(texts))
+        return tuple(tuple(next(found)) if isinstance(each, str) else each for _, each in given)
+
+    return await tokenised(encoded, sum(map(len, texts)))
 
 
 def _sides(
