@@ -85,47 +85,62 @@ class PartRun:
         while waiting:
             states = await self._states(waiting)
             stop_code, left = self._leased.stop_code, []
+            postponed, pause_s = list[str](), 0.0
             for job_id, state in zip(waiting, states, strict=True):
                 if state in TERMINAL_STATUSES or (state is None and stop_code):
                     continue
-                left.append(job_id)
-                if state is None:
-                    await self._submit(job_id)
+                if state is None and not pause_s:
+                    pause_s = await self._submit(job_id)
+                    if pause_s:
+                        postponed.append(job_id)  # the others come first: one may be smaller
+                        continue
                 elif stop_code:
                     with contextlib.suppress(UnknownJob):
                         await self._broker.cancel(job_id, self._leased.batch.tenant)
-            waiting = [job_id for job_id in left if job_id not in self._refused]
+                left.append(job_id)
+            waiting = [job_id for job_id in left if job_id not in self._refused] + postponed
             if waiting:
                 await self._broker.sweep()
-                await asyncio.sleep(self._poll_s)
+                await asyncio.sleep(pause_s or self._poll_s)
 
     async def _states(self, job_ids: Sequence[str]) -> list[str | None]:
         return await self._broker.ask_batches(lambda batches: batches.job_states(job_ids))
 
-    async def _submit(self, job_id: str) -> None:
-        """Submits a line's job, again and again while the queue has no room; keeps the error of a
-        line that cannot run."""
-        leased, gateway = self._leased, self._leased.gateway
-        while leased.stop_code is None:
+    async def _submit(self, job_id: str) -> float:
+        """Submits a line's job, or keeps the error of a line that cannot run. Seconds until it may
+        be tried again where there is no room for it now; otherwise 0."""
+        try:
+            job, submission = await self._prepared(job_id)
             try:
-                await gateway.submit(*await self._prepared(job_id))
-                return
-            except ValidationError as exc:
-                first: dict[str, Any] = dict(exc.errors()[0])
-                first["loc"] = ("body", *first["loc"])
-                self._refused[job_id] = translated(first, self._jobs[job_id].body)
-                return
+                await self._leased.gateway.submit(job, submission)
             except JobRefused as exc:
                 error = to_api_error(exc)
-                if error.status not in (429, 503):
-                    self._refused[job_id] = error
-                    return
-                await asyncio.sleep(min(exc.retry_after_s or self._poll_s, _MAX_PAUSE_S))
-            except TEMPORARY:
-                await asyncio.sleep(self._poll_s)
-            except BatchwayError as exc:
-                self._refused[job_id] = to_api_error(exc)
-                return
+                if error.status in (429, 503) and await self._may_fit(job, submission, exc):
+                    return min(exc.retry_after_s or self._poll_s, _MAX_PAUSE_S)
+                self._refused[job_id] = error
+        except ValidationError as exc:
+            first: dict[str, Any] = dict(exc.errors()[0])
+            first["loc"] = ("body", *first["loc"])
+            self._refused[job_id] = translated(first, self._jobs[job_id].body)
+        except TEMPORARY:
+            return self._poll_s
+        except BatchwayError as exc:
+            self._refused[job_id] = to_api_error(exc)
+        return 0.0
+
+    async def _may_fit(self, job: Job, submission: Submission, refused: JobRefused) -> bool:
+        """Whether other jobs leave room for a refused one later: alone it is within the limit.
+        Without a measured rate the refusal does not tell."""
+        if refused.retry_after_s is not None:
+            return True
+        limits, bound = submission.limits, submission.lane_bound_tokens
+        most = {
+            "tokens_per_min": 0,  # without a time to retry it is for ever
+            "concurrent_tokens": limits.concurrent_tokens,
+            "lane_share": limits.lane_share * bound,
+            "lane_tokens": bound,
+        }.get(refused.limit)
+        return most is None or (await self._broker.quote(job, submission)).cost_tokens <= most
 
     async def _prepared(self, job_id: str) -> tuple[Job, Submission]:
         """A line's job and its submission. Raises BatchwayError, pydantic's ValidationError."""
