@@ -27,10 +27,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class PoolingCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a prefill-only model computes from a text, or from a pair of texts."""
 
-    # A reranker scores pairs of a query and a document, a classifier texts or pairs.
+    # A reranker gives a pair of texts one score, a classifier gives a text or a pair several.
     kind: Literal["embedding", "classifier", "reranker"]
     num_outputs: _Count
-    labels: Annotated[tuple[str, ...], msgspec.Meta(max_length=4096)] = ()  # of a classifier
+    # Names of the scores. A reranker has one if it scores single texts, too.
+    labels: Annotated[tuple[str, ...], msgspec.Meta(max_length=4096)] = ()
     activation: Literal["none", "sigmoid", "softmax"] = "none"  # the worker applies it
     dimensions: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)] = ()  # to truncate to
     # Instructions by name, which precede a text: "query" and "document" for the endpoints that have
@@ -39,6 +40,7 @@ class PoolingCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     default_prompt: str = ""  # a name; "": none
     # The chat template renders a pair, as messages of the roles "query" and "document".
     renders_pairs: bool = False
+    needs_pairs: bool = False  # of a classifier: it was trained on pairs alone
 
 
 ENDPOINTS_OF_KIND = {
@@ -74,7 +76,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             return self.flow.endpoints
         if self.pooling is None:
             return Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES
-        return ENDPOINTS_OF_KIND[self.pooling.kind]
+        found = ENDPOINTS_OF_KIND[self.pooling.kind]
+        scores_texts = self.pooling.kind == "reranker" and self.pooling.labels
+        return (*found, Endpoint.CLASSIFY) if scores_texts else found
 
 
 MAX_LITERAL_CHARS = 256

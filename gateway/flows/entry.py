@@ -112,7 +112,7 @@ def _inputs(body: CallBody) -> Sequence[str | tuple[int, ...]]:
         case CompletionBody():
             return body.prompt
         case InputBody():
-            return body.input
+            return body.prompts
         case RerankBody():
             return *body.documents, body.query
         case ScoreBody():

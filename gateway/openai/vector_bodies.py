@@ -1,11 +1,11 @@
 """Request bodies for prefill-only models: in OpenAI's format (embeddings), Cohere's and Jina's
-(rerank), and vLLM's (score, classify).
+(rerank), and vLLM's (score, classify; pairs to classify are TEI's).
 
 vectors.py checks what depends on the model.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeGuard, cast
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
@@ -39,9 +39,10 @@ def _several(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": dict(item)}
 
 
-_INPUT_SCHEMA = WithJsonSchema(
-    {"anyOf": [_TEXT, _several(_TEXT), _TOKEN_IDS, _several(_TOKEN_IDS)]}
-)
+_INPUTS = [_TEXT, _several(_TEXT), _TOKEN_IDS, _several(_TOKEN_IDS)]
+_INPUT_SCHEMA = WithJsonSchema({"anyOf": _INPUTS})
+_PAIR = {"type": "array", "minItems": 2, "maxItems": 2, "items": _TEXT}
+_INPUT_OR_PAIRS_SCHEMA = WithJsonSchema({"anyOf": [*_INPUTS, _several(_PAIR)]})
 _TEXTS_SCHEMA = WithJsonSchema({"anyOf": [_TEXT, _several(_TEXT)]})
 _DOCUMENT = {
     "type": "object",
@@ -82,6 +83,18 @@ def _inputs(value: Any) -> Any:
     return tuple(_token_ids(item, str(number)) for number, item in enumerate(items))
 
 
+def _inputs_or_pairs(value: Any) -> Any:
+    """As `_inputs`, or pairs of strings as a tuple."""
+    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(first, list) or not first or not isinstance(first[0], str):
+        return _inputs(value)
+    for number, item in enumerate(_items(value, "a list of pairs")):
+        is_pair = isinstance(item, list) and len(item) == 2
+        if not is_pair or not all(isinstance(text, str) and text for text in item):
+            raise refusal("must be a pair of strings that are not empty", str(number))
+    return tuple(map(tuple, value))
+
+
 def _token_ids(value: Any, param: str | None) -> tuple[int, ...]:
     # `isinstance` takes a bool for an int.
     if not isinstance(value, list) or set(map(type, value)) != {int}:
@@ -103,21 +116,37 @@ def _documents(value: Any) -> Any:
 _Texts = Annotated[tuple[str, ...], FailFast(), BeforeValidator(_texts), _TEXTS_SCHEMA]
 
 
+def _is_pair(given: object) -> TypeGuard[tuple[str, str]]:
+    return isinstance(given, tuple) and isinstance(given[0], str)
+
+
 class _VectorFields(CallFields):
     unasked = UNSUPPORTED_OF_VECTORS
 
 
 class InputBody(_VectorFields):
-    """A call that asks for a vector of each input."""
+    """A call that asks for a vector of each input. All inputs are pairs of texts, or none is."""
 
-    input: Annotated[
-        tuple[str | tuple[int, ...], ...], FailFast(), BeforeValidator(_inputs), _INPUT_SCHEMA
-    ]
+    input: tuple[str | tuple[int, ...] | tuple[str, str], ...]
+
+    @property
+    def pairs(self) -> Sequence[tuple[str, str]]:
+        """The inputs if they are pairs."""
+        return [each for each in self.input if _is_pair(each)]
+
+    @property
+    def prompts(self) -> Sequence[str | tuple[int, ...]]:
+        """The inputs; of pairs, both texts."""
+        texts = [text for pair in self.pairs for text in pair]
+        return texts or cast("Sequence[str | tuple[int, ...]]", self.input)
 
 
 class EmbeddingsBody(InputBody):
     """POST /v1/embeddings. `input_type` names the model's instruction that precedes each text."""
 
+    input: Annotated[
+        tuple[str | tuple[int, ...], ...], FailFast(), BeforeValidator(_inputs), _INPUT_SCHEMA
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     input_type: Annotated[str, Field(min_length=1, max_length=64)] | None = None
@@ -125,6 +154,13 @@ class EmbeddingsBody(InputBody):
 
 class ClassifyBody(InputBody):
     """POST /v1/classify."""
+
+    input: Annotated[
+        tuple[str | tuple[int, ...] | tuple[str, str], ...],
+        FailFast(),
+        BeforeValidator(_inputs_or_pairs),
+        _INPUT_OR_PAIRS_SCHEMA,
+    ]
 
 
 class RerankBody(_VectorFields):

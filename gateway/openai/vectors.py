@@ -39,12 +39,13 @@ async def prepare_vectors(admission: Admission, body: VectorBody) -> tuple[Job, 
     can = card.pooling
     assert can is not None, "the model answers such calls"
     tokenizer = await admission.broker.known.tokenizer(card)
-    if isinstance(body, InputBody):
+    if isinstance(body, InputBody) and not body.pairs:
         asked = await _inputs(tokenizer, can, body)
-    elif can.kind == "reranker":
-        asked = await _pairs(tokenizer, can, card.name, body)
-    else:
+    elif can.kind == "embedding":
+        assert not isinstance(body, InputBody), "no embedding of a pair can be asked for"
         asked = await _queries_and_documents(tokenizer, can, body)
+    else:
+        asked = await _pairs(tokenizer, can, card.name, body)
     _check_prompts(card, asked)
     pooling = asked.pooling
     if isinstance(body, RerankBody):
@@ -70,9 +71,12 @@ async def _inputs(tokenizer: ModelTokenizer, can: PoolingCard, body: InputBody) 
             instruction = _instruction(can, body.input_type)
         is_base64 = body.encoding_format == "base64"
         pooling = Pooling(dimensions=body.dimensions or 0, is_base64=is_base64)
+    if can.needs_pairs and isinstance(body.prompts[0], str):
+        message = "input: this model compares two texts: send pairs, [[text, text], …]"
+        raise invalid_value("input", message)
     return _Asked(
-        _names("input", len(body.input)),
-        await _encoded(tokenizer, [(instruction, each) for each in body.input]),
+        _names("input", len(body.prompts)),
+        await _encoded(tokenizer, [(instruction, each) for each in body.prompts]),
         pooling,
     )
 
@@ -92,7 +96,7 @@ async def _queries_and_documents(
 
 
 async def _pairs(
-    tokenizer: ModelTokenizer, can: PoolingCard, model: str, body: RerankBody | ScoreBody
+    tokenizer: ModelTokenizer, can: PoolingCard, model: str, body: VectorBody
 ) -> _Asked:
     """A prompt of each pair, named as its second text."""
     (first, queries), (second, documents) = _sides(body)
@@ -143,9 +147,12 @@ async def _encoded(
 
 
 def _sides(
-    body: RerankBody | ScoreBody,
+    body: VectorBody,
 ) -> tuple[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]:
     """The names and texts of both sides of a comparison."""
+    if isinstance(body, InputBody):
+        firsts, seconds = zip(*body.pairs, strict=True)
+        return ("input", firsts), ("input", seconds)
     if isinstance(body, RerankBody):
         return ("query", (body.query,)), ("documents", body.documents)
     return ("text_1", body.text_1), ("text_2", body.text_2)

@@ -89,3 +89,18 @@ def test_labels_are_those_of_transformers(tmp_path: Path) -> None:
         assert one["probs"] == pytest.approx(expected, abs=TOLERANCE)
         assert one["label"] == f"LABEL_{max(range(3), key=expected.__getitem__)}"
     assert [each["num_classes"] for each in found] == [3] * len(TEXTS)
+
+
+def test_labels_of_pairs_are_those_of_a_cross_encoder(tmp_path: Path) -> None:
+    """Whose texts differ in their types; a single text is refused."""
+    plain = save_classifier("bert", tmp_path / "plain", 3, type_vocab_size=2)
+    reference = CrossEncoder(str(plain), device="cpu")
+    folder = tmp_path / "saved"
+    reference.save(str(folder), create_model_card=False)
+    pairs = [[QUERY, text] for text in TEXTS]
+    with running_demo_stack(f"--model={folder}", "--served-model-name=m") as stack:
+        found = ask(stack.url, "/v1/classify", model="m", input=pairs)["data"]
+        single = httpx.post(stack.url + "/v1/classify", json={"model": "m", "input": TEXTS})
+    expected = reference.predict(pairs, activation_fn=torch.nn.Softmax(dim=1))
+    np.testing.assert_allclose([each["probs"] for each in found], expected, atol=TOLERANCE)
+    assert single.status_code == 400

@@ -13,7 +13,9 @@ from tests.gateway.test_embeddings import expected, ids_of
 from tests.gateway.vector_worker import (
     CLASSIFIER,
     EMBEDDER,
+    GRADER,
     LABELS,
+    OF_PAIRS,
     RERANKER,
     TEMPLATED,
     vector_of,
@@ -161,3 +163,31 @@ async def test_texts_are_classified(serving: Serving, http: httpx.AsyncClient, g
         ],
         "usage": dict.fromkeys(("prompt_tokens", "total_tokens"), job.num_prompt_tokens),
     }
+
+
+@pytest.mark.parametrize("model", [CLASSIFIER, OF_PAIRS])
+@pytest.mark.parametrize("pairs", [[["a", "b"]], [["a", "b"], ["c", "d"]]])
+async def test_pairs_are_classified(
+    serving: Serving, http: httpx.AsyncClient, model: str, pairs: list[list[str]]
+) -> None:
+    """As pairs of the tokenizer, whose first part the job tells."""
+    worker = await serving(model)
+    answer = await ask(http, "/v1/classify", {"model": model, "input": pairs})
+    [job] = worker.seen
+    prompts = [pair_ids(*pair) for pair in pairs]
+    assert list(job.prompts) == prompts
+    assert job.pooling is not None
+    assert job.pooling.first_parts == (len(ids_of("a")),) * len(pairs)
+    assert [each["probs"] for each in answer["data"]] == [
+        vector_of(ids, len(LABELS)) for ids in prompts
+    ]
+
+
+async def test_a_model_with_one_score_classifies_single_texts(
+    serving: Serving, http: httpx.AsyncClient
+) -> None:
+    """With the name of its score."""
+    await serving(GRADER)
+    answer = await ask(http, "/v1/classify", {"model": GRADER, "input": "ab"})
+    probs = vector_of(ids_of("ab"), 1)
+    assert answer["data"] == [{"index": 0, "label": "grade", "probs": probs, "num_classes": 1}]

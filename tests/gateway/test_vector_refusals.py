@@ -11,6 +11,8 @@ from tests.gateway.vector_worker import (
     CLASSIFIER,
     CONTEXT_LENGTH,
     EMBEDDER,
+    GRADER,
+    OF_PAIRS,
     PLAIN,
     RERANKER,
     TEMPLATED,
@@ -68,7 +70,14 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (EMBEDDINGS, {"inputs": ["a"]}, "inputs"),
     (EMBEDDINGS, {"max_tokens": 4}, "max_tokens"),
     (EMBEDDINGS, {"service_tier": "scoring"}, "service_tier"),
+    (EMBEDDINGS, {"input": [["a", "b"]]}, "input.0"),
     (CLASSIFY, {"dimensions": 4}, "dimensions"),
+    (CLASSIFY, {"input": [["a", "b"], ["c"]]}, "input.1"),
+    (CLASSIFY, {"input": [["a", "b"], ["c", ""]]}, "input.1"),
+    (CLASSIFY, {"input": [["a", "b"], "c"]}, "input.1"),
+    (CLASSIFY, {"input": [["a", 7]]}, "input.0"),
+    (CLASSIFY, {"input": [["a", "b"]] * 2049}, "input"),
+    (CLASSIFY, {"model": OF_PAIRS, "input": ["a", "b"]}, "input"),
     (RERANK, {"query": ""}, "query"),
     (RERANK, {"query": ["q"]}, "query"),
     (RERANK, {"documents": "a"}, "documents"),
@@ -130,6 +139,8 @@ async def test_refusals_tell_what_is_possible(serving: Serving, http: httpx.Asyn
     assert error["message"] == "input_type must be one of clustering, document, query"
     error = await refused(http, EMBEDDINGS, {"input": ["a"] * 2049})
     assert error["message"] == "input: at most 2048 of them, not 2049"
+    error = await refused(http, CLASSIFY, {"model": OF_PAIRS})
+    assert error["message"] == "input: this model compares two texts: send pairs, [[text, text], …]"
     error = await refused(http, SCORE, {"text_1": ["a", "b"], "text_2": "c"})
     assert error["message"] == "text_2: must be as many texts as text_1 has, 2, not 1"
 
@@ -180,6 +191,7 @@ async def test_a_query_that_is_repeated_too_often_is_refused(
         (EMBEDDER, [EMBEDDINGS, SCORE, RERANK]),
         (RERANKER, [RERANK, SCORE]),
         (CLASSIFIER, [CLASSIFY]),
+        (GRADER, [RERANK, SCORE, CLASSIFY]),
     ],
 )
 async def test_a_model_is_asked_only_for_what_it_can(

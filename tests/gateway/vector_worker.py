@@ -18,8 +18,9 @@ from tests.fakes import hash_tokenizer
 from tests.gateway.fake_worker import FakeWorker, publish_model
 
 VECTOR_LANES = ("interactive", "standard", "batch", "scoring")
-EMBEDDER, PLAIN, RERANKER, TEMPLATED, CLASSIFIER = (
-    "embedder", "plain-embedder", "reranker", "templated-reranker", "classifier"
+EMBEDDER, PLAIN, RERANKER, TEMPLATED, CLASSIFIER, OF_PAIRS, GRADER = (
+    "embedder", "plain-embedder", "reranker", "templated-reranker", "classifier", "of-pairs",
+    "grader",
 )  # fmt: skip
 NUM_OUTPUTS = 8
 LABELS = ("bad", "fair", "good")
@@ -50,6 +51,14 @@ CARDS = {
     CLASSIFIER: PoolingCard(
         kind="classifier", num_outputs=len(LABELS), labels=LABELS, activation="softmax"
     ),
+    OF_PAIRS: PoolingCard(
+        kind="classifier",
+        num_outputs=len(LABELS),
+        labels=LABELS,
+        activation="softmax",
+        needs_pairs=True,
+    ),
+    GRADER: PoolingCard(kind="reranker", num_outputs=1, labels=("grade",)),
 }
 
 

@@ -13,19 +13,20 @@ _PAIR = ("batchway-q", "batchway-d")
 
 
 def activation_of(found: PoolingFolder, config: PretrainedConfig) -> Activation:
-    """A cross-encoder's own, by default a sigmoid of its one score. Of a plain classifier the one
-    of transformers' pipelines."""
-    if found.activation is not None:
-        return found.activation
-    if not found.is_cross_encoder and not isinstance(found.steps[0], OwnHead):
-        return "none"
-    problem = getattr(config, "problem_type", None)
+    """A cross-encoder's own, by default a sigmoid of its one score. Of other classifiers, and of
+    cross-encoders whose several labels have none, the one of transformers' pipelines."""
+    own = found.activation
+    if not isinstance(found.steps[0], OwnHead):
+        return own or ("sigmoid" if found.is_cross_encoder else "none")
     num_labels = int(getattr(config, "num_labels", 1))
-    if not isinstance(found.steps[0], OwnHead) or num_labels == 1:
-        return "sigmoid"
-    if found.is_cross_encoder or problem == "regression":
+    if found.is_cross_encoder and (num_labels == 1 or own not in (None, "none")):
+        return own or "sigmoid"
+    problem = getattr(config, "problem_type", None)
+    if problem == "regression":
         return "none"
-    return "sigmoid" if problem == "multi_label_classification" else "softmax"
+    if problem == "multi_label_classification" or num_labels == 1:
+        return "sigmoid"
+    return "softmax"
 
 
 def make_card(
@@ -44,29 +45,29 @@ def make_card(
             f"{path} renders its inputs with a chat template that has no place for the plain texts "
             "of a query and a document"
         )
-    if scores and num_outputs > 1:
-        if num_outputs > _MAX_LABELS:
-            raise ModelRefused(f"{path} has {num_outputs} labels, over {_MAX_LABELS}")
-        names: dict[Any, str] = dict(config.id2label or {})
-        labels = tuple(str(names.get(index, f"LABEL_{index}")) for index in range(num_outputs))
-        return PoolingCard(
-            kind="classifier",
-            num_outputs=num_outputs,
-            labels=labels,
-            activation=activation,
-            prompts=dict(found.prompts),
-            default_prompt=found.default_prompt,
-            renders_pairs=renders_pairs,
-        )
+    is_classifier = scores and num_outputs > 1
     return PoolingCard(
-        kind="reranker" if scores else "embedding",
+        kind="classifier" if is_classifier else "reranker" if scores else "embedding",
         num_outputs=num_outputs,
+        labels=_labels(found, config, num_outputs),
         activation=activation,
         dimensions=() if scores else tuple(n for n in found.dimensions if n <= num_outputs),
         prompts=dict(found.prompts),
         default_prompt=found.default_prompt,
         renders_pairs=renders_pairs,
+        needs_pairs=is_classifier and found.is_cross_encoder,
     )
+
+
+def _labels(found: PoolingFolder, config: PretrainedConfig, num_outputs: int) -> tuple[str, ...]:
+    """Of several scores, or of one that a single text has. Raises ModelRefused."""
+    scores_texts = isinstance(found.steps[0], OwnHead) and not found.is_cross_encoder
+    if not scores_texts and not (found.is_cross_encoder and num_outputs > 1):
+        return ()
+    if num_outputs > _MAX_LABELS:
+        raise ModelRefused(f"{found.files.model_path} has {num_outputs} labels, over {_MAX_LABELS}")
+    names: dict[Any, str] = dict(config.id2label or {})
+    return tuple(str(names.get(index, f"LABEL_{index}")) for index in range(num_outputs))
 
 
 def _renders_pairs(found: PoolingFolder, tokenizer: Any) -> bool:

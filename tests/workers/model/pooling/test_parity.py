@@ -9,6 +9,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from tokenizers import Tokenizer
+from transformers import pipeline
 
 from tests.tiny_encoders import ENCODERS, save_classifier, save_embedder, save_reranker
 from workers.ipc.messages import EngineOptions
@@ -114,7 +115,6 @@ def test_qwen3_embedding(tmp_path: Path) -> None:
     folder = save_embedder("qwen3", tmp_path, mode="lasttoken", prompts=prompts)
     loaded, runner = load(folder)
     assert loaded.pooling is not None
-    assert loaded.tokens_per_s > 0
     assert loaded.pooling.prompts == {"query": prompts["query"]}
 
     texts = [loaded.pooling.prompts["query"] + text for text in TEXTS]
@@ -135,9 +135,38 @@ def test_a_family_s_classifier(family: str, num_labels: int, tmp_path: Path) -> 
     expected = CrossEncoder(str(folder), device="cpu").predict(PAIRS, activation_fn=activation)
     np.testing.assert_allclose(found.numpy(), expected.reshape(found.shape), atol=SCORE_TOLERANCE)
     assert loaded.pooling is not None
-    assert loaded.tokens_per_s > 0
     assert loaded.pooling.kind == ("reranker" if num_labels == 1 else "classifier")
-    assert len(loaded.pooling.labels) == (0 if num_labels == 1 else 3)
+    assert len(loaded.pooling.labels) == num_labels
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "problem_type"),
+    [
+        (1, None),
+        (1, "regression"),
+        (1, "multi_label_classification"),
+        (2, None),
+        (2, "regression"),
+        (2, "single_label_classification"),
+        (2, "multi_label_classification"),
+    ],
+)
+def test_a_plain_classifier_s_scores_of_single_texts(
+    num_labels: int, problem_type: str | None, tmp_path: Path
+) -> None:
+    """Those of transformers' pipeline: a regression's score is no probability."""
+    folder = save_classifier("bert", tmp_path, num_labels, problem_type=problem_type)
+    loaded, runner = load(folder)
+    tokenizer = Tokenizer.from_str(loaded.tokenizer.tokenizer_json)
+    classify: Any = pipeline("text-classification", str(folder), device="cpu", top_k=None)
+
+    found = runner.compute([Text(tokenizer.encode(text).ids) for text in TEXTS])
+
+    assert loaded.pooling is not None
+    for row, expected in zip(found.tolist(), classify(TEXTS), strict=True):
+        scores = {one["label"]: one["score"] for one in expected}
+        named = dict(zip(loaded.pooling.labels, row, strict=True))
+        assert named == pytest.approx(scores, abs=SCORE_TOLERANCE)
 
 
 def test_a_classifier_without_a_padding_token(tmp_path: Path) -> None:
@@ -159,8 +188,23 @@ def test_a_cross_encoder_that_was_saved_with_its_activation(tmp_path: Path) -> N
 
     np.testing.assert_allclose(found[:, 0].numpy(), reference.predict(PAIRS), atol=SCORE_TOLERANCE)
     assert loaded.pooling is not None
-    assert loaded.tokens_per_s > 0
     assert loaded.pooling.activation == "none"
+
+
+def test_a_cross_encoder_with_several_labels(tmp_path: Path) -> None:
+    """It gives each label's probability, also without an activation of its own, and needs pairs."""
+    plain = save_classifier("bert", tmp_path / "plain", 3, type_vocab_size=2)
+    reference = CrossEncoder(str(plain), device="cpu", activation_fn=torch.nn.Identity())
+    reference.save(str(tmp_path / "saved"), create_model_card=False)
+    loaded, runner = load(tmp_path / "saved")
+
+    found = check_alone(runner, pairs_of(loaded, PAIRS))
+
+    expected = reference.predict(PAIRS, activation_fn=torch.nn.Softmax(dim=1))
+    np.testing.assert_allclose(found.numpy(), expected, atol=SCORE_TOLERANCE)
+    card = loaded.pooling
+    assert card is not None
+    assert (card.kind, card.activation, card.needs_pairs) == ("classifier", "softmax", True)
 
 
 def test_qwen3_reranker(tmp_path: Path) -> None:
