@@ -78,7 +78,7 @@ def generates_right(model: LlamaForCausalLM, exercise: Exercise) -> bool:
     """Whether transformers generates the answer token by token."""
     prompt = torch.tensor([prompt_ids(exercise)])
     answer = answer_ids(exercise)
-    output = model.generate(  # type: ignore[misc]
+    output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=len(answer),
