@@ -4,7 +4,8 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from workers.engine.model import ModelRefused
 
@@ -20,7 +21,7 @@ class Files:
 
     def find(self, name: str) -> Path | None:
         """The file of that name, fetched if the model is on the Hub; None if it has none. Raises
-        ModelRefused for a name that leads out of the folder."""
+        ModelRefused for a name that leads out of the folder, and if the Hub does not tell."""
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ModelRefused(f"modules.json of {self.model_path} names a path outside the model")
@@ -30,8 +31,31 @@ class Files:
             return file if file.is_file() else None
         try:
             return Path(hf_hub_download(self.model_path, str(path), revision=self.revision))
-        except (OSError, ValueError):
+        except LocalEntryNotFoundError as exc:
+            if self._is_known_to_lack(str(path)):
+                return None
+            raise self._unknown(name, exc) from exc
+        except EntryNotFoundError:
             return None
+        except (OSError, ValueError) as exc:
+            raise self._unknown(name, exc) from exc
+
+    def _is_known_to_lack(self, name: str) -> bool:
+        """Whether the cache of a Hub that is out of reach tells that the model has no such file."""
+        found, listing = (
+            try_to_load_from_cache(self.model_path, each, revision=self.revision)
+            # Each model has this file, which only a download of all files puts into the cache.
+            for each in (name, ".gitattributes")
+        )
+        # A path: the file is there. None: nothing is known. Else the Hub has said that it has none.
+        return (found is not None and not isinstance(found, str)) or isinstance(listing, str)
+
+    def _unknown(self, name: str, exc: Exception) -> ModelRefused:
+        return ModelRefused(
+            f"there is no folder {self.model_path}, and the Hugging Face Hub does not tell whether "
+            f"such a model has {name} (unknown, private, or out of reach): "
+            + str(exc).strip().partition("\n")[0]
+        )
 
     def read_json(self, name: str) -> Any:
         """The value in the file; None without the file. Raises ModelRefused."""
