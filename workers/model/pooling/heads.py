@@ -15,6 +15,9 @@ from workers.model.pooling.encoders import Text, runs_of_equal_length
 from workers.model.pooling.files import Files
 from workers.model.transformers_compat import EncoderOutput
 
+# Of a logit in a half type, as a share of the largest.
+_MAX_LOGIT_ERROR = 0.02
+
 
 class Head(Protocol):
     """What follows the encoder."""
@@ -89,6 +92,7 @@ class OwnHead:
     def _logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         self._given.hidden = hidden
         logits: Tensor = self._model(input_ids=ids).logits
+        self._given.hidden = torch.empty(0)  # else the step's rows stay in memory
         return logits.float()
 
 
@@ -111,18 +115,35 @@ class _Given(nn.Module):
 
 
 class LogitHead:
-    """A reranker's score: the logit of one token at the last position, less that of another."""
+    """A reranker's score: the logit of one token at the last position, less that of another. No
+    other token's logit is computed, unless the model does more than multiply by its weights."""
 
     def __init__(self, model: Any, encoder: nn.Module, step: folder.LogitScore) -> None:
-        self._head = OwnHead(model, encoder, last_only=True)
-        self._step = step
+        self._token_ids = [step.true_id, *([] if step.false_id is None else [step.false_id])]
+        linear = model.get_output_embeddings()  # which needs the encoder in its place
+        self._head: OwnHead | None = OwnHead(model, encoder, last_only=True)
+        self._weights = torch.empty(0)  # (tokens of the score, H)
+        if type(linear) is nn.Linear and linear.bias is None:
+            weights = linear.weight[self._token_ids].float()
+            # So large that a model which caps its logits would cap these.
+            probes = 100 * torch.randn(
+                8, linear.in_features, generator=torch.Generator().manual_seed(0)
+            )
+            expected = self._logits(probes.to(linear.weight), [Text([0])] * len(probes))
+            error = (F.linear(probes.to(weights), weights) - expected).abs().max()
+            if error <= _MAX_LOGIT_ERROR * expected.abs().max():
+                self._head, self._weights = None, weights
 
     def __call__(self, rows: Tensor, texts: Seq[Text]) -> Tensor:
-        logits = self._head(rows, texts)
-        scores = logits[:, self._step.true_id]
-        if self._step.false_id is not None:
-            scores = scores - logits[:, self._step.false_id]
-        return scores[:, None]
+        logits = self._logits(rows, texts)
+        return logits[:, :1] - logits[:, 1:].sum(dim=1, keepdim=True)
+
+    def _logits(self, rows: Tensor, texts: Seq[Text]) -> Tensor:
+        """(number of texts, tokens of the score)"""
+        if self._head is not None:
+            return self._head(rows, texts)[:, self._token_ids]
+        lengths = torch.tensor([len(text.token_ids) for text in texts], device=rows.device)
+        return F.linear(rows[lengths.cumsum(0) - 1].float(), self._weights)
 
 
 class DenseLayer(nn.Module):
