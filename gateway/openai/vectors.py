@@ -8,7 +8,7 @@ import msgspec
 from contract.function_types import Submission
 from contract.jobs import Job, Pooling, SamplingParams
 from contract.model_cards import ModelCard, PoolingCard
-from gateway.http.errors import TemplateRefused, bad_request, invalid_value
+from gateway.http.errors import ApiError, TemplateRefused, bad_request, invalid_value
 from gateway.openai.admission import Admission, Prompts, check_ids, tokenised
 from gateway.openai.tokens import ModelTokenizer
 from gateway.openai.vector_bodies import (
@@ -46,6 +46,7 @@ async def prepare_vectors(admission: Admission, body: VectorBody) -> tuple[Job, 
         asked = await _queries_and_documents(tokenizer, can, body)
     else:
         asked = await _pairs(tokenizer, can, card.name, body)
+        await _check_first_text(tokenizer, card, asked, body)
     _check_prompts(card, asked)
     pooling = asked.pooling
     if isinstance(body, RerankBody):
@@ -133,6 +134,22 @@ async def _pairs(
     return _Asked(names, prompts)
 
 
+async def _check_first_text(
+    tokenizer: ModelTokenizer, card: ModelCard, asked: _Asked, body: VectorBody
+) -> None:
+    """Raises ApiError if the first text of the first pair that is too long is so by itself."""
+    (first, texts), _ = _sides(body)
+    lengths = map(len, asked.prompts)
+    number = next((i for i, length in enumerate(lengths) if length > card.context_length), None)
+    if number is None or card.pooling is None:
+        return
+    number = min(number, len(texts) - 1)  # one text may be in all pairs
+    text = _default_instruction(card.pooling) + texts[number]
+    ids = await tokenised(lambda: tokenizer.encode_text(text), len(text))
+    if len(ids) > card.context_length:
+        raise _too_long(_names(first, len(texts))[number], len(ids), card)
+
+
 async def _encoded(
     tokenizer: ModelTokenizer, given: Sequence[tuple[str, str | tuple[int, ...]]]
 ) -> Prompts:
@@ -194,8 +211,12 @@ def _check_prompts(card: ModelCard, asked: _Asked) -> None:
             raise invalid_value(name, f"{name} has no tokens")
         check_ids(name, prompt_ids, card)
         if len(prompt_ids) > card.context_length:
-            message = (
-                f"This model's maximum context length is {card.context_length} tokens. However, "
-                f"{name} has {len(prompt_ids)} tokens. Please reduce its length."
-            )
-            raise bad_request("context_length_exceeded", message, name)
+            raise _too_long(name, len(prompt_ids), card)
+
+
+def _too_long(name: str, num_tokens: int, card: ModelCard) -> ApiError:
+    message = (
+        f"This model's maximum context length is {card.context_length} tokens. However, {name} has "
+        f"{num_tokens} tokens. Please reduce its length."
+    )
+    return bad_request("context_length_exceeded", message, name)
