@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 from pydantic import ValidationError
 
 from contract.batches import Part, line_job_id, part_key
-from contract.errors import BatchwayError, BrokerUnavailable, JobRefused
+from contract.errors import BatchwayError, BrokerUnavailable, ErrorCode, JobRefused
 from contract.events import End
 from contract.function_types import Submission
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
@@ -59,6 +59,7 @@ class PartRun:
         self._number = number
         self._jobs = {line_job_id(leased.batch.id, line.number): line for line in lines}
         self._refused: dict[str, ApiError] = {}  # of lines that cannot run
+        self._run_again: set[str] = set()  # jobs whose objects were lost
         self._num_completed = self._num_failed = 0
         self._is_cut_short = False
 
@@ -202,7 +203,7 @@ class PartRun:
         return num_bytes
 
     async def _result(self, job_id: str) -> dict[str, Any]:
-        """The `response` and `error` of a line. Raises UnknownJob if its job was lost or runs."""
+        """The `response` and `error` of a line. Raises UnknownJob if its job is to run, or runs."""
         if job_id in self._refused:
             return _response(job_id, self._refused[job_id])
         stop_code = self._leased.stop_code
@@ -218,19 +219,23 @@ class PartRun:
             return self._not_run(EXPIRED)
         if view.status is JobStatus.CANCELLED and stop_code is not None:
             return self._not_run(stop_code)
-        end = End(view.status, view.code, view.message, 0, 0)
-        if (failure := failure_of(end)) is not None:
-            return _response(job_id, failure)
-        try:
-            body = await ended_answer(self._leased.gateway, view)
-        except (*TEMPORARY, UnknownJob):
-            raise
-        except BatchwayError as exc:  # such as a result that the object store has lost
-            return _response(job_id, to_api_error(exc))
-        return {
-            "response": {"status_code": 200, "request_id": job_id, "body": body},
-            "error": None,
-        }
+        failure = failure_of(End(view.status, view.code, view.message, 0, 0))
+        if failure is None:
+            try:
+                body = await ended_answer(self._leased.gateway, view)
+            except (*TEMPORARY, UnknownJob):
+                raise
+            except BatchwayError as exc:
+                failure = to_api_error(exc)
+        if failure is None:
+            response = {"status_code": 200, "request_id": job_id, "body": body}
+            return {"response": response, "error": None}
+        if failure.code == ErrorCode.PAYLOAD_LOST and job_id not in self._run_again:
+            # Redis may have lost the part's record, and that the job was deleted with its object.
+            self._run_again.add(job_id)
+            await delete_whole(self._broker, job_id, self._leased.batch.tenant)
+            raise UnknownJob
+        return _response(job_id, failure)
 
     def _not_run(self, code: str) -> dict[str, Any]:
         self._is_cut_short = self._is_cut_short or code == EXPIRED

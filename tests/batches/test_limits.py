@@ -9,7 +9,16 @@ from openai import AsyncOpenAI
 
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.keys import Keys
-from tests.batches.test_batches import COMPLETIONS, ended, ids, job_text, jsonl, line, results, start
+from tests.batches.test_batches import (
+    COMPLETIONS,
+    ended,
+    ids,
+    job_text,
+    jsonl,
+    line,
+    results,
+    start,
+)
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +29,8 @@ async def narrow(
     base_url: str, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> AsyncIterator[AsyncOpenAI]:
     """A client whose unfinished jobs may have 100 tokens in all."""
-    key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="narrow", concurrent_tokens=100))
+    terms = KeyTerms(tenant="narrow", concurrent_tokens=100)
+    key, _ = await ApiKeys(redis_client, keys).create(terms)
     async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0) as client:
         yield client
 
