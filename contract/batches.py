@@ -154,7 +154,7 @@ class Batches:
         )
 
     async def find(self, batch_id: str, tenant: str | None = None) -> Batch | None:
-        """None where the tenant has no such batch; `tenant` None: whose ever it is."""
+        """None where the tenant has no such batch; `tenant` None: of any tenant."""
         with broker_errors(self._client, "HGETALL"), wire_errors("batch"):
             key = self._keys.of("batch", batch_id)
             found = _record(batch_id, await repeated(lambda: self._client.hgetall(key)))
@@ -205,12 +205,14 @@ class Batches:
         lease_s: float,
         expected: BatchStatus | None = None,
         status: BatchStatus | None = None,
-        part: tuple[int, Part] | None = None,
+        part: tuple[int, Part | None] | None = None,
         fields: Mapping[str, str | int | bytes] | None = None,
     ) -> tuple[BatchStatus, int]:
         """Renews the lease (0: gives it back) and records progress; the batch's status, and the
-        time in ms. Raises LeaseLost, and StatusChanged where it is not the expected one."""
-        number, packed = ("", b"") if part is None else (part[0], msgspec.msgpack.encode(part[1]))
+        time in ms. `part`: its number, and None to forget it. Raises LeaseLost, and StatusChanged
+        where the status is not the expected one."""
+        number, written = ("", None) if part is None else part
+        packed = b"" if written is None else msgspec.msgpack.encode(written)
         flat = [each for pair in (fields or {}).items() for each in pair]
         reply = await self._call(
             "batch_save",

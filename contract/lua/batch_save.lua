@@ -2,7 +2,7 @@
 -- KEYS  1 tag
 -- ARGV  1 batch id  2 token  3 lease (ms; 0: gives it back)
 --       4 expected status ('': any)  5 new status ('': unchanged)
---       6 number of a part ('': none)  7 the part  8 … fields and values of the record
+--       6 number of a part ('': none)  7 the part ('': forgets it)  8 … fields and values of the record
 -- reply {'OK', status, now (ms)}    recorded, now or before
 --       {'CHANGED', status, now}  it has another status than expected, or has ended with another than
 --                                 the new one; nothing was recorded
@@ -32,7 +32,11 @@ local function batch_save(keys, argv)
   if DONE[status] then
     return {(argv[5] == '' or is_repeat) and 'OK' or 'CHANGED', status, now}
   end
-  if argv[6] ~= '' then redis.call('HSET', tag .. ':batch_parts:' .. id, argv[6], argv[7]) end
+  if argv[7] ~= '' then
+    redis.call('HSET', tag .. ':batch_parts:' .. id, argv[6], argv[7])
+  elseif argv[6] ~= '' then
+    redis.call('HDEL', tag .. ':batch_parts:' .. id, argv[6])
+  end
   if #argv > 7 then redis.call('HSET', key, unpack(argv, 8)) end
   if argv[5] ~= '' and not is_repeat then
     status = argv[5]

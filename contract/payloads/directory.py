@@ -58,9 +58,10 @@ class DirectoryStore:
             partial.replace(path)
             _sync(path.parent)
         except OSError as exc:
+            raise PayloadUnavailable(f"cannot write an object: {exc.strerror}") from exc
+        finally:  # the content's own errors, too, leave nothing behind
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-            raise PayloadUnavailable(f"cannot write an object: {exc.strerror}") from exc
 
     def read(self, key: str, start: int, num_bytes: int) -> bytes:
         assert is_key(key), key

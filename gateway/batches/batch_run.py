@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from contract.batches import (
     PART_LINES,
     BatchStatus,
-    LeaseLost,
     LineError,
     Part,
     StatusChanged,
@@ -20,14 +20,12 @@ from contract.payloads.store import PayloadLost
 from gateway.batches.lease import LeasedBatch
 from gateway.batches.lines import BadLine, Line, Validation, parse_line
 from gateway.batches.part_run import TEMPORARY, PartRun
-from gateway.batches.result_files import write_results
+from gateway.batches.result_files import PartLost, write_results
 from gateway.files.contents import lines
 from gateway.http.errors import ApiError
 from gateway.openai.admission import check_endpoint, check_lane
 
 log = logging.getLogger("batchway.gateway")
-
-_RUNNING = (BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING)
 
 
 class InputLost(Exception):
@@ -39,23 +37,34 @@ async def run_batch(leased: LeasedBatch) -> None:
     while True:
         try:
             await leased.refresh()
-            match leased.status:
-                case BatchStatus.VALIDATING:
-                    await _validate(leased)
-                case status if status in _RUNNING:
-                    await _run_lines(leased)
-                case BatchStatus.FINALIZING:
-                    await _finish(leased)
-                case _:
-                    log.info("ended batch_id=%s status=%s", leased.batch.id, leased.status)
-                    return
+            if leased.status not in _STEPS:
+                log.info("ended batch_id=%s status=%s", leased.batch.id, leased.status)
+                return
+            await _go_on(leased)
         except StatusChanged:
             continue
-        except InputLost:
-            message = "the batch's file was deleted or has expired"
-            await _fail(leased, [LineError("file_not_found", message, param="input_file_id")])
+        except PartLost as exc:
+            await _run_again(leased, exc.number)
         except TEMPORARY:
             await asyncio.sleep(leased.gateway.settings.poll_s)
+
+
+async def _go_on(leased: LeasedBatch) -> None:
+    """Takes the batch to its next status. Raises PartLost."""
+    status = leased.status
+    try:
+        await _STEPS[status](leased)
+    except InputLost:
+        message = "the batch's file was deleted or has expired"
+        await _fail(leased, status, [LineError("file_not_found", message, param="input_file_id")])
+
+
+async def _run_again(leased: LeasedBatch, number: int) -> None:
+    """Forgets a part whose results are lost, so that its lines are run again."""
+    log.error("lost batch_id=%s part=%d; its lines run again", leased.batch.id, number)
+    is_joined = leased.status is BatchStatus.FINALIZING
+    status = BatchStatus.IN_PROGRESS if is_joined else None
+    await leased.save(part=(number, None), status=status)
 
 
 async def _validate(leased: LeasedBatch) -> None:
@@ -64,7 +73,7 @@ async def _validate(leased: LeasedBatch) -> None:
     await validation.run(_lines(leased))
     errors = validation.errors or await _model_errors(leased, validation.model)
     if errors:
-        await _fail(leased, errors)
+        await _fail(leased, BatchStatus.VALIDATING, errors)
         return
     await leased.save(
         expected=BatchStatus.VALIDATING,
@@ -86,11 +95,11 @@ async def _model_errors(leased: LeasedBatch, model: str) -> list[LineError]:
     return []
 
 
-async def _fail(leased: LeasedBatch, errors: Sequence[LineError]) -> None:
-    """Ends the batch as failed, with the results of lines that have been run."""
-    fields = await _result_fields(leased)
-    fields["errors"] = msgspec.msgpack.encode(errors)
-    await leased.save(status=BatchStatus.FAILED, fields=fields)
+async def _fail(leased: LeasedBatch, status: BatchStatus, errors: Sequence[LineError]) -> None:
+    """Ends the batch, whose status this was, with the results of lines that have been run."""
+    parts = await leased.parts()
+    fields: dict[str, Any] = {"errors": msgspec.msgpack.encode(errors)}
+    await _end(leased, status, BatchStatus.FAILED, parts, fields)
 
 
 async def _lines(leased: LeasedBatch) -> AsyncIterator[bytes | None]:
@@ -110,29 +119,38 @@ async def _lines(leased: LeasedBatch) -> AsyncIterator[bytes | None]:
 
 
 async def _run_lines(leased: LeasedBatch) -> None:
-    """Runs a bounded number of parts at a time, except those that an earlier feeder has run."""
-    done = await leased.gateway.broker.ask_batches(lambda batches: batches.parts(leased.batch.id))
+    """Runs a bounded number of parts at a time, except those that an earlier feeder has run. Raises
+    InputLost once the parts that were read have ended, unless the batch is cancelled."""
+    done = await leased.parts()
     running: set[asyncio.Task[None]] = set()
     most = leased.gateway.settings.max_batch_jobs // PART_LINES
+    lost: InputLost | None = None
     try:
-        if leased.batch.total:  # 0 if it was cancelled before it was validated
-            async for number, part_lines in _parts(leased, done):
-                running.add(asyncio.create_task(_run_part(leased, number, part_lines, done)))
-                if len(running) == most:
-                    running = await _some_done(running, asyncio.FIRST_COMPLETED)
+        try:
+            if leased.batch.total:  # 0 if it was cancelled before it was validated
+                async for number, part_lines in _parts(leased, done):
+                    running.add(asyncio.create_task(_run_part(leased, number, part_lines, done)))
+                    if len(running) == most:
+                        running = await _some_done(running)
+        except InputLost as exc:
+            lost = exc
         while running:
-            running = await _some_done(running, asyncio.FIRST_COMPLETED)
+            running = await _some_done(running)
     finally:
         await end_tasks(*running)
-    if leased.status is BatchStatus.CANCELLING:
-        await _end(leased, BatchStatus.CANCELLED)
-    else:
+    if leased.status is not BatchStatus.CANCELLING:
+        if lost is not None:
+            raise lost
         await leased.save(expected=BatchStatus.IN_PROGRESS, status=BatchStatus.FINALIZING)
+        return
+    parts = await leased.parts()
+    if lost is not None or _has_all_lines(leased, parts):
+        await _end(leased, BatchStatus.CANCELLING, BatchStatus.CANCELLED, parts)
 
 
-async def _some_done(running: set[asyncio.Task[None]], when: str) -> set[asyncio.Task[None]]:
+async def _some_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
     """Those that still run. Raises what one of the others has raised."""
-    ended, left = await asyncio.wait(running, return_when=when)
+    ended, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     try:
         for task in ended:
             task.result()
@@ -181,7 +199,7 @@ async def _run_part(
     await run.forget_jobs()
 
 
-def _counts(parts: dict[int, Part]) -> dict[str, str | int | bytes]:
+def _counts(parts: Mapping[int, Part]) -> dict[str, str | int | bytes]:
     return {
         "completed": sum(part.num_completed for part in parts.values()),
         "failed": sum(part.num_failed for part in parts.values()),
@@ -189,23 +207,37 @@ def _counts(parts: dict[int, Part]) -> dict[str, str | int | bytes]:
 
 
 async def _finish(leased: LeasedBatch) -> None:
-    parts = await leased.gateway.broker.ask_batches(lambda batches: batches.parts(leased.batch.id))
-    if sum(part.num_completed + part.num_failed for part in parts.values()) < leased.batch.total:
-        await leased.save(status=BatchStatus.IN_PROGRESS)  # Redis has lost the last of them
+    parts = await leased.parts()
+    if not _has_all_lines(leased, parts):
+        await leased.save(status=BatchStatus.IN_PROGRESS)
         return
     is_cut_short = any(part.is_cut_short for part in parts.values())
-    await _end(leased, BatchStatus.EXPIRED if is_cut_short else BatchStatus.COMPLETED)
+    status = BatchStatus.EXPIRED if is_cut_short else BatchStatus.COMPLETED
+    await _end(leased, BatchStatus.FINALIZING, status, parts)
 
 
-async def _end(leased: LeasedBatch, status: BatchStatus) -> None:
-    fields = await _result_fields(leased)
-    await leased.save(expected=leased.status, status=status, fields=fields)
+def _has_all_lines(leased: LeasedBatch, parts: Mapping[int, Part]) -> bool:
+    """False where Redis has lost the last parts."""
+    num_lines = sum(part.num_completed + part.num_failed for part in parts.values())
+    return num_lines >= leased.batch.total
 
 
-async def _result_fields(leased: LeasedBatch) -> dict[str, str | int | bytes]:
-    """Writes the files of results; what the record says of them."""
-    parts = await leased.gateway.broker.ask_batches(lambda batches: batches.parts(leased.batch.id))
-    return {**await write_results(leased, parts), **_counts(parts)}
+async def _end(
+    leased: LeasedBatch,
+    expected: BatchStatus,
+    status: BatchStatus,
+    parts: Mapping[int, Part],
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the files of results and records the end."""
+    written = await write_results(leased, parts)
+    fields = {**(fields or {}), **written, **_counts(parts)}
+    await leased.save(expected=expected, status=status, fields=fields)
 
 
-__all__ = ["LeaseLost", "run_batch"]
+_STEPS: Mapping[BatchStatus, Callable[[LeasedBatch], Awaitable[None]]] = {
+    BatchStatus.VALIDATING: _validate,
+    BatchStatus.IN_PROGRESS: _run_lines,
+    BatchStatus.CANCELLING: _run_lines,
+    BatchStatus.FINALIZING: _finish,
+}

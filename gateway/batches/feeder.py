@@ -60,16 +60,18 @@ class Feeder:
         except (BatchwayError, LeaseLost):
             return
         log.info("feeding batch_id=%s status=%s", batch_id, leased.status)
+        has_failed = False
         keeping = asyncio.create_task(leased.keep())
         working = asyncio.create_task(run_batch(leased))
         try:
             await asyncio.wait({keeping, working}, return_when=asyncio.FIRST_COMPLETED)
             if working.done() and (exc := working.exception()) is not None:
+                has_failed = True
                 log.error("batch_id=%s stopped by %s; goes on later", batch_id, type(exc).__name__)
         finally:
             is_held = not keeping.done()
             await end_tasks(keeping, working)
-            if is_held:
+            if is_held and not has_failed:  # otherwise others go first until the lease lapses
                 with contextlib.suppress(BatchwayError, LeaseLost):
                     await leased.save(gives_back=True)
 

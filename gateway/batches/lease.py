@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, Self
 
-from contract.batches import Batch, BatchStatus, LeaseLost
+from contract.batches import Batch, BatchStatus, LeaseLost, Part
 from contract.errors import BrokerUnavailable
 from contract.payloads.store import ObjectStore
 from gateway.files.routes import store_of
@@ -50,6 +50,10 @@ class LeasedBatch:
     def left_s(self) -> float:
         """Of the window."""
         return (self.batch.expires_ms - self._now_ms) / 1000
+
+    async def parts(self) -> dict[int, Part]:
+        """The parts that are recorded, by number. Raises BrokerUnavailable."""
+        return await self.gateway.broker.ask_batches(lambda batches: batches.parts(self.batch.id))
 
     async def save(self, *, gives_back: bool = False, **progress: Any) -> None:
         """Records progress. Raises LeaseLost, StatusChanged, BrokerUnavailable."""

@@ -5,17 +5,25 @@ from collections.abc import Mapping, Sequence
 
 from contract.batches import Part, part_key, result_file_id
 from contract.files import StoredFile
-from contract.payloads.store import ObjectStore
+from contract.payloads.store import ObjectStore, PayloadLost
 from gateway.batches.lease import LeasedBatch
 from gateway.files.contents import write_content
 
 
-class _Joined(io.RawIOBase):
-    """Objects, read one after another. Blocks."""
+class PartLost(PayloadLost):
+    """The object store no longer has all of a part's results."""
 
-    def __init__(self, store: ObjectStore, objects: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, number: int) -> None:
+        super().__init__(f"part {number} is missing or cut off")
+        self.number = number
+
+
+class _Joined(io.RawIOBase):
+    """The objects of parts, read one after another. Blocks. Raises PartLost, PayloadUnavailable."""
+
+    def __init__(self, store: ObjectStore, objects: Sequence[tuple[int, str, int]]) -> None:
         self._store = store
-        self._objects = list(objects)  # keys and sizes
+        self._objects = list(objects)  # each part's number, key and size
         self._at = 0
 
     def readable(self) -> bool:
@@ -23,10 +31,10 @@ class _Joined(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while self._objects:
-            key, num_bytes = self._objects[0]
+            number, key, num_bytes = self._objects[0]
             wanted = min(len(buffer), num_bytes - self._at)
             if wanted:
-                data = self._store.read(key, self._at, wanted)
+                data = self._read(number, key, wanted)
                 buffer[: len(data)] = data
                 self._at += len(data)
                 return len(data)
@@ -34,13 +42,22 @@ class _Joined(io.RawIOBase):
             self._at = 0
         return 0
 
+    def _read(self, number: int, key: str, wanted: int) -> bytes:
+        try:
+            data = self._store.read(key, self._at, wanted)
+        except PayloadLost as exc:
+            raise PartLost(number) from exc
+        if not data:
+            raise PartLost(number)
+        return data
+
 
 _BUFFER_BYTES = 256 * 1024
 
 
 async def write_results(leased: LeasedBatch, parts: Mapping[int, Part]) -> dict[str, str]:
     """Writes the files that are not empty; their ids, by the names of the batch's fields. May be
-    repeated. Raises PayloadError."""
+    repeated. Raises PartLost, PayloadUnavailable."""
     sizes = {
         "output": {number: part.output_bytes for number, part in parts.items()},
         "error": {number: part.error_bytes for number, part in parts.items()},
@@ -49,7 +66,7 @@ async def write_results(leased: LeasedBatch, parts: Mapping[int, Part]) -> dict[
     for kind, size_of in sizes.items():
         batch_id = leased.batch.id
         objects = [
-            (part_key(batch_id, kind, number, parts[number].token), size_of[number])
+            (number, part_key(batch_id, kind, number, parts[number].token), size_of[number])
             for number in sorted(size_of)
             if size_of[number]
         ]

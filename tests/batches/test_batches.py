@@ -286,20 +286,6 @@ async def test_a_bad_batch_is_refused_by_its_field(
     assert answer.json()["error"]["param"] == (param or "output_expires_after.seconds")
 
 
-async def test_a_deleted_input_file_fails_its_batch(
-    client: AsyncOpenAI, worker: FakeWorker, redis_server: EmbeddedRedis
-) -> None:
-    """Its error says so."""
-    with_many = await start(client, jsonl([line(f"{number}") for number in range(500)]))
-    await reached(client, with_many, "in_progress")
-    await client.files.delete(with_many.input_file_id)
-    batch = await ended(client, with_many)
-    assert batch.status in ("failed", "completed")  # completed: all lines had been read
-    if batch.status == "failed":
-        assert batch.errors is not None
-        assert [error.code for error in batch.errors.data or []] == ["file_not_found"]
-
-
 async def test_another_gateway_goes_on_with_a_batch(
     store_setting: str,
     redis_server: EmbeddedRedis,
