@@ -7,7 +7,6 @@ vectors, as those of `pooling` do.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -87,10 +86,7 @@ def load_model(
     check_steps(options.steps, device)
     check_quantization(options.quantization)
     dtype = _dtype(options.dtype, device, config)
-    if options.memory_share is not None:
-        is_cuda = device.type == "cuda"
-        least = least_weight_bytes(path, _name(dtype), options.quantization, on_gpu=is_cuda)
-        check_weights(options.memory_share, device, least)
+    _check_share(options, device, dtype)
     progress(f"loading {path} as {_name(dtype)} on {device}")
     max_model_len = _max_model_len(options, config)
 
@@ -116,14 +112,13 @@ def _load_pooling(
 ) -> LoadedModel:
     """A prefill-only model. Raises ModelRefused."""
     path, revision = options.model_path, folder.files.revision
-    if folder.transformer_path:
-        path = str(Path(path).expanduser() / folder.transformer_path)
     if options.quantization != "none" or options.steps not in ("auto", "direct"):
         raise ModelRefused(f"{path} makes vectors, which needs quantization none and steps direct")
     config = read_config(path, revision, pools=True)
     tokenizer = read_tokenizer(path, revision)
     device = _device(options.device)
-    place = Place(device, _dtype(options.dtype, device, config))
+    place = Place(device, _dtype(options.dtype, device, config), options.memory_share)
+    _check_share(options, device, place.dtype)
     progress(f"loading {path} as {_name(place.dtype)} on {device}, for vectors")
     runner, card, tokenizer = load_runner(
         folder,
@@ -163,6 +158,16 @@ def wrap_decoder(
     _avoid_cudnn_attention()
     loaded = Loaded(read, config, device, dtype, options, max_model_len, frozenset())
     return _runner(loaded, progress)
+
+
+def _check_share(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ModelRefused if the weights, by their files, exceed the worker's share of memory."""
+    if options.memory_share is None:
+        return
+    least = least_weight_bytes(
+        options.model_path, _name(dtype), options.quantization, on_gpu=device.type == "cuda"
+    )
+    check_weights(options.memory_share, device, least)
 
 
 def _runner(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from workers.engine.model import ModelRefused
 
@@ -12,7 +13,10 @@ def check_place(model_path: str) -> None:
     path = Path(model_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelRefused(f"{model_path} holds no config.json, so it is no model folder")
+            reason = "it is no model folder"
+            if (path / "modules.json").is_file():
+                reason = "batchway reads a Transformer from the model's own folder, no sub-folder"
+            raise ModelRefused(f"{model_path} holds no config.json: {reason}")
         if not any(path.glob("*.safetensors")):
             is_pickle = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
             reason = " (pickled weights can run code and are never loaded)" if is_pickle else ""
@@ -31,6 +35,8 @@ def check_on_hub(model_path: str) -> None:
         return
     try:
         hf_hub_download(model_path, "config.json")
+    except RemoteEntryNotFoundError as exc:
+        raise ModelRefused(f"{model_path} has no config.json outside of sub-folders") from exc
     except (OSError, ValueError) as exc:
         raise ModelRefused(
             f"there is no folder {model_path}, and the Hugging Face Hub gives no such model "

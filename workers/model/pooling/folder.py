@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from workers.engine.model import ModelRefused
+from workers.model.place import check_place
 from workers.model.pooling.files import Files
 
 Task = Literal["feature-extraction", "sequence-classification", "text-generation"]
@@ -28,6 +29,11 @@ _ACTIVATIONS: dict[str, Activation] = {
     "Sigmoid": "sigmoid",
     "Softmax": "softmax",
 }
+# Files of a Transformer, of which the first is read. Old ones are named after their model's type.
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 _OF_DOCUMENTS = ("document", "passage", "corpus")
 
 
@@ -78,7 +84,6 @@ class PoolingFolder:
     files: Files
     task: Task
     steps: tuple[Step, ...]
-    transformer_path: str = ""  # of config.json and the weights, in the folder
     is_cross_encoder: bool = False
     activation: Activation | None = None  # of a cross-encoder's scores
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -96,6 +101,7 @@ class PoolingFolder:
 
 def read_folder(model_path: str, revision: str) -> PoolingFolder | None:
     """None for a model that generates text. Raises ModelRefused."""
+    check_place(model_path)
     files = Files(model_path, revision)
     modules = files.read_json("modules.json")
     if modules is not None:
@@ -133,8 +139,12 @@ class _SavedModules:
         kinds = [self._kind(module) for module in self._listed()]
         if not kinds or kinds[0][0] != "Transformer":
             raise self._refusal("does not begin with a Transformer")
-        path = kinds[0][1]
-        transformer = self._files.read_object(_join(path, "sentence_bert_config.json"))
+        if path := kinds[0][1]:
+            raise self._refusal(
+                f"has its Transformer in {path!r}: batchway reads one from the model's own folder, "
+                "no sub-folder"
+            )
+        transformer = self._transformer()
         task = transformer.get("transformer_task", "feature-extraction")
         steps = tuple(step for kind in kinds[1:] for step in self._steps(*kind))
         settings = self._files.read_object("config_sentence_transformers.json")
@@ -155,15 +165,21 @@ class _SavedModules:
             self._files,
             task,
             steps,
-            path,
             is_cross_encoder=model_type == "CrossEncoder",
             activation=None if named is None else _activation(self._files, named),
-            dimensions=self._dimensions(settings, path),
+            dimensions=self._dimensions(settings),
             max_tokens=_number(transformer.get("max_seq_length")),
             lowercases=bool(transformer.get("do_lower_case")),
             has_messages="message" in modalities if isinstance(modalities, dict) else False,
             **self._prompts(settings),
         )
+
+    def _transformer(self) -> dict[str, Any]:
+        """The settings of the Transformer; empty if it has none."""
+        for name in _TRANSFORMER_FILES:
+            if settings := self._files.read_object(name):
+                return settings
+        return {}
 
     def _listed(self) -> list[dict[str, Any]]:
         modules = self._modules
@@ -242,10 +258,10 @@ class _SavedModules:
         default = settings.get("default_prompt_name")
         return {"prompts": named, "default_prompt": default if default in named else ""}
 
-    def _dimensions(self, settings: Mapping[str, Any], path: str) -> tuple[int, ...]:
+    def _dimensions(self, settings: Mapping[str, Any]) -> tuple[int, ...]:
         """The smaller dimensions that the model declares: `matryoshka_dimensions`, in either file,
         or the `truncate_dim` of its users."""
-        config = self._files.read_object(_join(path, "config.json"))
+        config = self._files.read_object("config.json")
         found: set[int] = set()
         for value in (
             settings.get("matryoshka_dimensions"),

@@ -4,6 +4,7 @@ nothing, else padded."""
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from transformers import (
 from contract.model_cards import PoolingCard, TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.model.checkpoint import context_length
+from workers.model.memory import card_of, kv_bytes_in_share
 from workers.model.pooling.card import activation_of, make_card
-from workers.model.pooling.encoders import first_position
+from workers.model.pooling.encoders import Text, first_position
 from workers.model.pooling.folder import OwnHead, PoolingFolder
 from workers.model.pooling.heads import Heads
 from workers.model.pooling.runner import PoolingRunner
@@ -44,10 +46,11 @@ _AUTO_CLASSES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a model is computed, and in which type."""
+    """Where a model is computed, in which type, and in which share of the device's memory."""
 
     device: torch.device
     dtype: torch.dtype
+    memory_share: float | None = None
 
 
 def load_runner(
@@ -67,6 +70,7 @@ def load_runner(
     whole = load_pooling_model(
         _AUTO_CLASSES[found.task], path, config, place.dtype, place.device, revision
     )
+    weight_bytes = sum(tensor.nbytes for tensor in chain(whole.parameters(), whole.buffers()))
     model = whole if found.task == "feature-extraction" else getattr(whole, whole.base_model_prefix)
     fast = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     longest = _longest(found, config, model, fast, max_model_len)
@@ -89,6 +93,8 @@ def load_runner(
         max_model_len=longest,
         num_step_tokens=num_step_tokens,
     )
+    step_bytes = _largest_step(runner, trial.texts[-1], num_step_tokens, place.device)
+    _check_share(place, weight_bytes, step_bytes)
     num_outputs = runner.measure_rate(trial.texts[-1], num_step_tokens)
     card = make_card(found, config, activation, num_outputs, fast)
     return runner, card, files
@@ -97,6 +103,41 @@ def load_runner(
 def default_step_tokens(device: torch.device) -> int:
     """The token budget of a step."""
     return CPU_STEP_TOKENS if device.type == "cpu" else GPU_STEP_TOKENS
+
+
+def _largest_step(
+    runner: PoolingRunner, text: Text, num_step_tokens: int, device: torch.device
+) -> int | None:
+    """Bytes of a GPU's memory that a full step of the longest texts takes; None on a CPU, where it
+    is not measured. Raises ModelRefused if the GPU has less."""
+    card, longest = card_of(device), runner.max_model_len
+    if card is None:
+        return None
+    ids = (list(text.token_ids) * -(-longest // len(text.token_ids)))[:longest]
+    texts = [Text(ids, text.num_first)] * max(1, num_step_tokens // longest)
+
+    def compute() -> None:
+        runner.compute(texts)
+
+    try:
+        return card.peak_bytes(compute)
+    except torch.OutOfMemoryError as exc:
+        raise ModelRefused(
+            f"the memory of {device} does not hold a step of {len(texts)} text(s) of {longest} "
+            "tokens beside the weights; a lower max_model_len or max_num_batched_tokens may fit"
+        ) from exc
+
+
+def _check_share(place: Place, weight_bytes: int, step_bytes: int | None) -> None:
+    """Raises ModelRefused if weights and the largest step exceed the worker's share of memory."""
+    if place.memory_share is not None:
+        kv_bytes_in_share(
+            place.memory_share,
+            place.device,
+            weight_bytes=weight_bytes,
+            least_bytes=0,
+            step_bytes=step_bytes,
+        )
 
 
 def _longest(

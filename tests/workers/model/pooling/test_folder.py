@@ -1,6 +1,8 @@
 """What a folder says of its vectors, and what is refused with one sentence."""
 
 import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from contract.jobs import SamplingParams
+from infra.preconditions import UsageError, check_model
 from tests.tiny_encoders import save_base, save_classifier, save_embedder, save_tokenizer
 from tests.tiny_models import edit_json
 from workers.engine.model import Chunk, ModelRefused, RowFailed, Vector
 from workers.engine.sequence import Sequence
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model
+from workers.model.pooling.encoders import FlatEncoder, Text
+from workers.model.pooling.folder import read_folder
 from workers.model.pooling.runner import PoolingRunner
 
 
@@ -117,6 +122,19 @@ def test_old_folders_say_the_same(saved: Path, embedder: Path) -> None:
     assert loaded.context_length == 50
     tokenizer = Tokenizer.from_str(loaded.tokenizer.tokenizer_json)
     assert tokenizer.encode("ÄBC").ids == tokenizer.encode("äbc").ids
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "xlm-roberta", "xlnet"])
+def test_settings_named_after_a_model_s_type_are_read(model_type: str, embedder: Path) -> None:
+    """sentence-transformers looks for seven names."""
+    settings = {"max_seq_length": 50, "do_lower_case": True}
+    (embedder / "sentence_bert_config.json").unlink()
+    (embedder / f"sentence_{model_type}_config.json").write_text(json.dumps(settings))
+
+    found = read_folder(str(embedder), "main")
+
+    assert found is not None
+    assert (found.max_tokens, found.lowercases) == (50, True)
 
 
 def test_gateways_see_whole_texts(saved: Path) -> None:
@@ -220,6 +238,18 @@ def test_paths_outside_the_folder_are_refused(embedder: Path) -> None:
     assert "outside" in refusal(embedder)
 
 
+def test_a_transformer_in_a_sub_folder_is_refused(embedder: Path) -> None:
+    """By the loader and by the commands, whether or not the folder itself has a configuration."""
+    file = embedder / "modules.json"
+    file.write_text(file.read_text().replace('"path": ""', '"path": "0_Transformer"'))
+    assert "sub-folder" in refusal(embedder)
+
+    (embedder / "config.json").unlink()
+    assert "sub-folder" in refusal(embedder)
+    with pytest.raises(UsageError, match="sub-folder"):
+        check_model(str(embedder))
+
+
 def test_pickled_dense_weights_are_refused(embedder: Path) -> None:
     """Reading them could run code."""
     (embedder / "2_Dense" / "model.safetensors").unlink()
@@ -237,6 +267,66 @@ def test_incomplete_weights_are_refused(embedder: Path) -> None:
 def test_options_for_generating_models_are_refused(saved: Path) -> None:
     assert "quantization" in refusal(saved, quantization="int8")
     assert "steps" in refusal(saved, steps="ahead")
+
+
+class FakeCard:
+    """A GPU whose largest step takes so many bytes; None: more than it has."""
+
+    free_bytes = 2**40
+
+    def __init__(self, step_bytes: int | None) -> None:
+        self._step_bytes = step_bytes
+
+    def peak_bytes(self, compute: Callable[[], None]) -> int:
+        compute()
+        if self._step_bytes is None:
+            raise torch.OutOfMemoryError
+        return self._step_bytes
+
+
+def use_card(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("memory", "pooling.loading"):
+        monkeypatch.setattr(f"workers.model.{module}.card_of", lambda device: card)
+
+
+def test_weights_over_the_share_of_memory_are_refused(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the headers of a folder's files, before they are read; else by what was read."""
+    load(saved, memory_share=0.5)
+    assert "the weights alone need" in refusal(saved, memory_share=1e-9)
+
+    monkeypatch.setattr("workers.model.loader.least_weight_bytes", lambda *_, **__: 0)
+    assert "GiB for weights" in refusal(saved, memory_share=1e-9)
+
+
+def test_a_gpu_s_largest_step_counts_to_the_share_of_memory(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a full step of the longest texts, and is run as the model is loaded."""
+    seen: list[list[int]] = []
+    encode = FlatEncoder.encode
+
+    def noted(encoder: FlatEncoder, texts: Seq[Text]) -> torch.Tensor:
+        seen.append([len(text.token_ids) for text in texts])
+        return encode(encoder, texts)
+
+    monkeypatch.setattr(FlatEncoder, "encode", noted)
+    use_card(FakeCard(1000), monkeypatch)
+    load(saved, memory_share=0.5, max_num_batched_tokens=900)
+    assert [400, 400] in seen
+
+    use_card(FakeCard(2**50), monkeypatch)
+    assert "for computing" in refusal(saved, memory_share=0.5)
+
+
+def test_a_step_that_a_gpu_cannot_hold_is_refused(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than failing once such texts come."""
+    use_card(FakeCard(None), monkeypatch)
+
+    assert "does not hold a step of 2 text(s) of 400 tokens" in refusal(saved)
 
 
 def test_an_encoder_that_does_not_say_how_it_pools_is_refused(tmp_path: Path) -> None:
