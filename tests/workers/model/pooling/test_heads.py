@@ -28,7 +28,8 @@ def test_a_score_needs_the_logits_of_its_tokens_alone(cap: float | None) -> None
     """Where the model caps its logits, its own layers compute them."""
     torch.manual_seed(0)
     config = make_config("gemma3_embedding", final_logit_softcapping=cap)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    auto_class: Any = transformers.AutoModelForCausalLM
+    model = auto_class.from_config(config).eval()
     nn.init.normal_(model.lm_head.weight)
     encoder = model.get_decoder()
     rows = rows_of(encoder)
@@ -47,7 +48,8 @@ def test_a_score_needs_the_logits_of_its_tokens_alone(cap: float | None) -> None
 @torch.inference_mode()
 def test_a_head_lets_go_of_a_step_s_rows() -> None:
     """They would stay in memory until the next step."""
-    model: Any = transformers.AutoModelForSequenceClassification.from_config(make_config("bert"))
+    auto_class: Any = transformers.AutoModelForSequenceClassification
+    model = auto_class.from_config(make_config("bert"))
     rows = rows_of(model.bert)
     head = OwnHead(model, model.bert)
 
