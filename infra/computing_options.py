@@ -116,7 +116,8 @@ def add_quantization_option(group: argparse._ActionsContainer) -> None:
         "--quantization",
         choices=_QUANTIZATIONS,
         default="none",
-        help="int8: weights of linear layers take a byte each; answers may differ (default: none)",
+        help="int8: weights of linear layers take a byte each, on a CPU; answers may differ "
+        "(default: none)",
     )
 
 

@@ -95,10 +95,15 @@ class Int8Linear(nn.Module):
         return to + self.forward(x)
 
 
-def check_quantization(name: str) -> None:
-    """Raises ModelRefused for an unknown name."""
+def check_quantization(name: str, device: torch.device) -> None:
+    """Raises ModelRefused for an unknown name, or one that is slow on the device."""
     if name not in QUANTIZATIONS:
         raise ModelRefused(f"quantization {name} is not one of {', '.join(QUANTIZATIONS)}")
+    if name == "int8" and device.type != "cpu":
+        raise ModelRefused(
+            "quantization int8 is for CPUs: a GPU would convert the weights at each call, which "
+            "takes longer than bfloat16 weights; use quantization none"
+        )
 
 
 def quantize(decoder: nn.Module) -> str:

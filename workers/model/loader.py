@@ -84,7 +84,7 @@ def load_model(
     tokenizer = read_tokenizer(path, revision)
     device = _device(options.device)
     check_steps(options.steps, device)
-    check_quantization(options.quantization)
+    check_quantization(options.quantization, device)
     dtype = _dtype(options.dtype, device, config)
     _check_share(options, device, dtype)
     progress(f"loading {path} as {_name(dtype)} on {device}")

@@ -19,7 +19,13 @@ from tests.workers.model.processors import PROCESSORS
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
 from workers.model.gpu.ahead_runner import AheadRunner
-from workers.model.int8_weights import Int8Linear, num_weight_bytes, quantize, rounded
+from workers.model.int8_weights import (
+    Int8Linear,
+    check_quantization,
+    num_weight_bytes,
+    quantize,
+    rounded,
+)
 from workers.model.loader import LoadedModel, ModelRefused, load_model
 from workers.model.products import Processor, Product
 from workers.model.surgery.blocks import NativeRMSNorm
@@ -141,6 +147,16 @@ def test_unknown_types_and_non_finite_weights_are_refused(tmp_path: Path) -> Non
     decoder.model.layers[1].mlp.up_proj.weight[3, 5] = float("inf")
     with pytest.raises(ModelRefused, match=r"not all weights of model\.layers\.1\.mlp\.up_proj"):
         quantize(decoder)
+
+
+def test_int8_is_refused_on_a_gpu() -> None:
+    """There it would be slower than bfloat16. Other values are taken."""
+    gpu = torch.device("cuda")
+    with pytest.raises(ModelRefused, match=r"int8 is for CPUs: .* use quantization none$"):
+        check_quantization("int8", gpu)
+
+    check_quantization("none", gpu)
+    check_quantization("int8", torch.device("cpu"))
 
 
 def test_int8_leaves_a_quarter_of_the_bytes_and_logs_it(tmp_path: Path) -> None:
