@@ -27,6 +27,7 @@ from contract.library import call_function
 PART_LINES = 64
 MAX_ERRORS = 1_000  # lines that a batch's errors list
 KEEP_S = 30 * 86_400.0  # a batch's record, after its end
+MAX_OPEN = 100  # batches of a tenant that have not ended
 
 
 class BatchStatus(StrEnum):
@@ -40,6 +41,10 @@ class BatchStatus(StrEnum):
     EXPIRED = "expired"
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
+
+
+class BatchesFull(BatchwayError):
+    """As many batches of the tenant as may be have not ended."""
 
 
 class LeaseLost(BatchwayError):
@@ -140,18 +145,27 @@ class Batches:
         return await call_function(self._client, self._keys.tag, name, *args)
 
     async def add(
-        self, batch_id: str, asked: NewBatch, *, window_s: float, callback: Callback | None = None
+        self,
+        batch_id: str,
+        asked: NewBatch,
+        *,
+        window_s: float,
+        callback: Callback | None = None,
+        max_open: int = MAX_OPEN,
     ) -> None:
-        """Records a batch. `callback` is told of its end."""
+        """Records a batch. `callback` is told of its end. `max_open`: of the tenant's batches; 0:
+        no limit. Raises BatchesFull."""
         fields: list[str | bytes] = ["asked", encode(asked)]
         if callback is not None:
             fields += ["callback", encode(callback)]
             fields += ["callback_to", callback.destination(asked.terms.tenant)]
-        await self._call(
+        reply = await self._call(
             "batch_add",
-            *(batch_id, asked.terms.tenant, int(window_s * 1000), int(KEEP_S * 1000)),
+            *(batch_id, asked.terms.tenant, int(window_s * 1000), int(KEEP_S * 1000), max_open),
             *fields,
         )
+        if reply == [b"FULL"]:
+            raise BatchesFull("as many batches of the tenant as may be have not ended")
 
     async def find(self, batch_id: str, tenant: str | None = None) -> Batch | None:
         """None where the tenant has no such batch; `tenant` None: of any tenant."""
@@ -186,9 +200,14 @@ class Batches:
         reply = await self._call("batch_cancel", batch_id, tenant)
         return None if reply == [b"NOT_FOUND"] else BatchStatus(reply[1].decode())
 
-    async def take(self, token: str, *, lease_s: float, max_batches: int) -> list[str]:
-        """Leases unfinished batches that no feeder holds."""
-        reply = await self._call("batch_take", token, int(lease_s * 1000), max_batches)
+    async def take(
+        self, token: str, *, lease_s: float, in_progress: bool, max_batches: int, max_more: int = 0
+    ) -> list[str]:
+        """Leases unfinished batches that no feeder holds: those in progress, or those in other
+        states. First those of tenants of which the fewest are held. `max_more`: beyond
+        `max_batches`, of tenants of which none is."""
+        terms = int(lease_s * 1000), int(in_progress), max_batches, max_more
+        reply = await self._call("batch_take", token, *terms)
         return [batch_id.decode() for batch_id in reply]
 
     async def are_fed(self) -> bool:

@@ -1,26 +1,54 @@
--- batch_take: leases unfinished batches that no feeder holds, the oldest first. `batches_fed` tells
--- for an hour that there is a feeder.
+-- batch_take: leases unfinished batches that no feeder holds: of the tenant with the fewest that are
+-- held first, then the oldest. `batches_fed` tells for an hour that there is a feeder.
 -- KEYS  1 tag
--- ARGV  1 token of the lease  2 lease (ms)  3 batches at most
+-- ARGV  1 token of the lease  2 lease (ms)  3 '1': batches in progress; '0': those in other states
+--       4 batches at most  5 more of them at most, of tenants of which none is held
 -- reply list of batch ids; a repeated call has those of the call before
 local FED_MS = 3600000
 
+local function in_turns(waiting, held)
+  for age, batch in ipairs(waiting) do
+    batch.age, batch.turn = age, held[batch.tenant] or 0
+    held[batch.tenant] = batch.turn + 1
+  end
+  table.sort(waiting, function(a, b)
+    if a.turn ~= b.turn then return a.turn < b.turn end
+    return a.age < b.age
+  end)
+end
+
 local function batch_take(keys, argv)
-  local tag, most, taken = keys[1], tonumber(argv[3]), {}
-  local now, told = now_ms(), tonumber(redis.call('GET', tag .. ':batches_fed') or 0) or 0
+  local tag, now = keys[1], now_ms()
+  local most, more = tonumber(argv[4]), tonumber(argv[5])
+  local told = tonumber(redis.call('GET', tag .. ':batches_fed') or 0) or 0
   if now - told > FED_MS / 2 then  -- not with each poll
     redis.call('SET', tag .. ':batches_fed', now, 'PX', FED_MS)
   end
+  local taken, waiting, held = {}, {}, {}
+  local function take(id)
+    redis.call('HSET', tag .. ':batch:' .. id, 'token', argv[1], 'lease', now + tonumber(argv[2]))
+    table.insert(taken, id)
+  end
+  if most + more == 0 then return taken end
   for _, id in ipairs(redis.call('ZRANGE', tag .. ':batches_open', 0, -1)) do
-    if #taken >= most then break end
-    local key = tag .. ':batch:' .. id
-    local status, token, lease = unpack(redis.call('HMGET', key, 'status', 'token', 'lease'))
+    local names = {'status', 'tenant', 'token', 'lease'}
+    local status, tenant, token, lease = unpack(redis.call('HMGET', tag .. ':batch:' .. id, unpack(names)))
     if not status then
       redis.call('ZREM', tag .. ':batches_open', id)
-    elseif token == argv[1] or (whole_number(lease) or 0) <= now then
-      redis.call('HSET', key, 'token', argv[1], 'lease', now + tonumber(argv[2]))
-      table.insert(taken, id)
+    elseif (status == 'in_progress') == (argv[3] == '1') then
+      if token == argv[1] then
+        take(id)
+      elseif (whole_number(lease) or 0) > now then
+        held[tenant] = (held[tenant] or 0) + 1
+      else
+        table.insert(waiting, {id = id, tenant = tenant})
+      end
     end
+  end
+  in_turns(waiting, held)
+  for _, batch in ipairs(waiting) do
+    if #taken >= most + (batch.turn == 0 and more or 0) then break end
+    take(batch.id)
   end
   return taken
 end

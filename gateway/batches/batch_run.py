@@ -32,13 +32,16 @@ class InputLost(Exception):
     """The batch's file no longer exists."""
 
 
-async def run_batch(leased: LeasedBatch) -> None:
-    """Returns once the batch has ended. Raises LeaseLost."""
+async def run_batch(leased: LeasedBatch, *, runs_lines: bool) -> None:
+    """Returns once the batch has ended or, unless it `runs_lines`, is in progress. Raises
+    LeaseLost."""
     while True:
         try:
             await leased.refresh()
             if leased.status not in _STEPS:
                 log.info("ended batch_id=%s status=%s", leased.batch.id, leased.status)
+                return
+            if leased.status is BatchStatus.IN_PROGRESS and not runs_lines:
                 return
             await _go_on(leased)
         except StatusChanged:

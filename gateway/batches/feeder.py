@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import Counter
 
-from contract.batches import LeaseLost
 from contract.connection import end_tasks
 from contract.errors import BatchwayError
 from gateway.batches import lease
@@ -20,7 +20,8 @@ from gateway.jobs.streams import Gateway
 
 log = logging.getLogger("batchway.gateway")
 
-MAX_BATCHES = 4  # that one gateway runs at a time
+MAX_BATCHES = 4  # in progress at a time in one gateway
+MAX_CHECKS = 2  # that it validates or ends meanwhile
 
 
 class Feeder:
@@ -28,41 +29,75 @@ class Feeder:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._running: set[asyncio.Task[None]] = set()
+        self._checking: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], str] = {}  # the tenants of batches in progress
 
     async def run(self) -> None:
         """Until cancelled. Then gives its leases back."""
         try:
             while True:
                 with contextlib.suppress(BatchwayError):  # the breaker logs that Redis is down
-                    await self._take()
+                    if not self._gateway.drain.has_begun:
+                        await self._check_some()
+                        await self._run_some()
                     await self._delete_due()
                 await asyncio.sleep(self._gateway.settings.poll_s)
         finally:
-            await end_tasks(*self._running)
+            await end_tasks(*self._checking, *self._running)
 
-    async def _take(self) -> None:
+    async def _check_some(self) -> None:
+        """No batch waits for one in progress before it is validated, or ends after a cancel."""
+        room = MAX_CHECKS - len(self._checking)
+        for leased in await self._taken(in_progress=False, max_batches=room):
+            task = asyncio.create_task(self._run(leased, runs_lines=False))
+            self._checking.add(task)
+            task.add_done_callback(self._checking.discard)
+
+    async def _run_some(self) -> None:
+        """Where all places are taken, a batch makes way for that of a tenant without any."""
         room = MAX_BATCHES - len(self._running)
-        if room <= 0 or self._gateway.drain.has_begun:
-            return
-        token = secrets.token_hex(8)
+        spare = self._spare() if room == 0 else None
+        found = await self._taken(
+            in_progress=True, max_batches=max(room, 0), max_more=int(spare is not None)
+        )
+        for leased in found:
+            task = asyncio.create_task(self._run(leased, runs_lines=True))
+            self._running[task] = leased.batch.tenant
+            task.add_done_callback(self._running.pop)
+        if spare is not None and found:
+            spare.cancel()
+
+    def _spare(self) -> asyncio.Task[None] | None:
+        """The youngest batch of the tenant with the most; None where no tenant has several."""
+        [(tenant, number)] = Counter(self._running.values()).most_common(1)
+        own = [task for task, each in self._running.items() if each == tenant]
+        return own[-1] if number > 1 else None
+
+    async def _taken(
+        self, *, in_progress: bool, max_batches: int, max_more: int = 0
+    ) -> list[LeasedBatch]:
+        """Newly leased batches. Tells all gateways that there is a feeder, even with no room."""
+        token, taken = secrets.token_hex(8), []
         batch_ids = await self._gateway.broker.ask_batches(
-            lambda batches: batches.take(token, lease_s=lease.LEASE_S, max_batches=room)
+            lambda batches: batches.take(
+                token,
+                lease_s=lease.LEASE_S,
+                in_progress=in_progress,
+                max_batches=max_batches,
+                max_more=max_more,
+            )
         )
         for batch_id in batch_ids:
-            task = asyncio.create_task(self._run(batch_id, token))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            with contextlib.suppress(BatchwayError):  # its lease lapses
+                taken.append(await LeasedBatch.taken(self._gateway, batch_id, token))
+        return taken
 
-    async def _run(self, batch_id: str, token: str) -> None:
-        try:
-            leased = await LeasedBatch.taken(self._gateway, batch_id, token)
-        except (BatchwayError, LeaseLost):
-            return
+    async def _run(self, leased: LeasedBatch, *, runs_lines: bool) -> None:
+        batch_id = leased.batch.id
         log.info("feeding batch_id=%s status=%s", batch_id, leased.status)
         has_failed = False
         keeping = asyncio.create_task(leased.keep())
-        working = asyncio.create_task(run_batch(leased))
+        working = asyncio.create_task(run_batch(leased, runs_lines=runs_lines))
         try:
             await asyncio.wait({keeping, working}, return_when=asyncio.FIRST_COMPLETED)
             if working.done() and (exc := working.exception()) is not None:
@@ -72,7 +107,7 @@ class Feeder:
             is_held = not keeping.done()
             await end_tasks(keeping, working)
             if is_held and not has_failed:  # otherwise others go first until the lease lapses
-                with contextlib.suppress(BatchwayError, LeaseLost):
+                with contextlib.suppress(BatchwayError):
                     await leased.save(gives_back=True)
 
     async def _delete_due(self) -> None:

@@ -6,9 +6,16 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from contract.batches import Batch, BatchStatus, NewBatch, new_batch_id
+from contract.batches import MAX_OPEN, Batch, BatchesFull, BatchStatus, NewBatch, new_batch_id
 from contract.jobs import Endpoint
-from gateway.files.routes import MAX_LIFETIME_S, MIN_LIFETIME_S, known_file, store_of
+from gateway.files.routes import (
+    MAX_LIFETIME_S,
+    MIN_LIFETIME_S,
+    check_quota,
+    known_file,
+    store_of,
+    tenant_quota,
+)
 from gateway.http.auth import JobsReader, JobsWriter
 from gateway.http.bodies import StrictRoute, WellFormed
 from gateway.http.errors import ApiError, invalid_value, not_found
@@ -137,6 +144,7 @@ async def create_batch(
     store_of(gateway)
     await _check_fed(gateway)
     caller.check_lane("batch")
+    await check_quota(gateway, caller.tenant)  # the results are files
     file = await known_file(gateway, caller, body.input_file_id)
     if file.purpose != "batch":
         message = f"input_file_id: the file's purpose is {file.purpose!r}, not 'batch'"
@@ -157,9 +165,13 @@ async def create_batch(
         output_lifetime_s=lifetime.seconds if lifetime else gateway.settings.file_lifetime_s,
     )
     batch_id = new_batch_id()
-    await gateway.broker.ask_batches(
-        lambda batches: batches.add(batch_id, asked, window_s=_WINDOW_S, callback=callback)
-    )
+    try:
+        await gateway.broker.ask_batches(
+            lambda batches: batches.add(batch_id, asked, window_s=_WINDOW_S, callback=callback)
+        )
+    except BatchesFull:
+        message = f"{MAX_OPEN} batches of this tenant have not ended, and no more may be open"
+        raise tenant_quota(message) from None
     return await _shown(gateway, caller.tenant, batch_id)
 
 

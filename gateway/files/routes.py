@@ -104,10 +104,7 @@ async def create_file(
     if media_type != "multipart/form-data":
         message = "the content-type must be multipart/form-data"
         raise ApiError(415, "unsupported_media_type", message)
-    held = await gateway.broker.ask_files(lambda files: files.tenant_bytes(caller.tenant))
-    most = gateway.settings.max_tenant_file_bytes
-    if most and held >= most:
-        raise files_full(held, most)
+    await check_quota(gateway, caller.tenant)
     limits = {"max_files": 1, "max_fields": len(_FIELDS), "max_part_size": _MAX_FIELD_BYTES}
     try:
         async with request.form(**limits) as form:
@@ -224,8 +221,20 @@ def store_of(gateway: Gateway) -> ObjectStore:
     return store
 
 
+async def check_quota(gateway: Gateway, tenant: str) -> None:
+    """Raises ApiError (429) if the tenant's files have reached their limit."""
+    held = await gateway.broker.ask_files(lambda files: files.tenant_bytes(tenant))
+    most = gateway.settings.max_tenant_file_bytes
+    if most and held >= most:
+        raise files_full(held, most)
+
+
 def files_full(held: int, most: int) -> ApiError:
     message = f"the files of this tenant have {held} bytes; they may have {most}: delete some"
+    return tenant_quota(message)
+
+
+def tenant_quota(message: str) -> ApiError:
     headers = {"x-should-retry": "false", "x-dropped-reason": "tenant_quota"}
     return ApiError(429, "tenant_quota", message, headers=headers)
 

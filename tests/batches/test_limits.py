@@ -3,12 +3,16 @@
 from collections.abc import AsyncIterator
 
 import httpx
+import openai
 import pytest
 import redis.asyncio
 from openai import AsyncOpenAI
 
 from contract.api_keys import ApiKeys, KeyTerms
+from contract.batches import MAX_OPEN
 from contract.keys import Keys
+from gateway.batches.feeder import MAX_BATCHES
+from infra.embedded_redis import EmbeddedRedis
 from tests.batches.test_batches import (
     COMPLETIONS,
     ended,
@@ -16,9 +20,12 @@ from tests.batches.test_batches import (
     job_text,
     jsonl,
     line,
+    reached,
     results,
     start,
 )
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -68,3 +75,101 @@ async def test_a_line_without_room_lets_smaller_ones_pass(
     await idle_worker.run(large)
     batch = await ended(narrow, batch)
     assert ids(await results(narrow, batch.output_file_id)) == ["large", "small"]
+
+
+@pytest.fixture
+async def tenants(
+    base_url: str, redis_client: redis.asyncio.Redis, keys: Keys
+) -> AsyncIterator[list[AsyncOpenAI]]:
+    """Clients of two tenants."""
+    api_keys = ApiKeys(redis_client, keys)
+    issued = [await api_keys.create(KeyTerms(tenant=tenant)) for tenant in ("one", "two")]
+    clients = [
+        AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0) for key, _ in issued
+    ]
+    yield clients
+    for client in clients:
+        await client.close()
+
+
+async def test_the_batches_of_one_tenant_do_not_keep_that_of_another_waiting(
+    tenants: list[AsyncOpenAI], idle_worker: FakeWorker
+) -> None:
+    """One of them makes way, and goes on later: no line is run twice."""
+    one, two = tenants
+    batches = [await start(one, jsonl([line(f"{number}")])) for number in range(MAX_BATCHES)]
+    held = [await idle_worker.claim() for _ in batches]
+    other = await start(two, jsonl([line("other")]))
+    held.append(await idle_worker.claim())
+    assert held[-1].job.tenant == "two"
+    for claimed in held:
+        await idle_worker.run(claimed)
+    for client, batch in ((two, other), *((one, batch) for batch in batches)):
+        assert (await ended(client, batch)).status == "completed"
+    assert len(idle_worker.seen) == MAX_BATCHES + 1
+
+
+async def test_a_batch_is_validated_and_cancelled_while_others_run(
+    tenants: list[AsyncOpenAI], idle_worker: FakeWorker
+) -> None:
+    """It waits for no place among those that run."""
+    one, _ = tenants
+    for number in range(MAX_BATCHES):
+        await start(one, jsonl([line(f"{number}")]))
+        await idle_worker.claim()
+    waiting = await start(one, jsonl([line("waiting")]))
+    bad = await start(one, b"no JSON")
+    assert (await ended(one, bad)).status == "failed"
+    await reached(one, waiting, "in_progress")
+    await one.batches.cancel(waiting.id)
+    assert (await ended(one, waiting)).status == "cancelled"
+    assert len(idle_worker.seen) == MAX_BATCHES
+
+
+async def test_a_feeder_without_room_is_known_to_be_alive(
+    client: AsyncOpenAI, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Other gateways go on taking batches."""
+    for number in range(MAX_BATCHES):
+        await start(client, jsonl([line(f"{number}")]))
+        await idle_worker.claim()
+    await redis_client.delete(keys.of("batches_fed"))
+
+    async def is_fed() -> bool:
+        return await redis_client.exists(keys.of("batches_fed")) == 1
+
+    await until(is_fed)
+
+
+async def test_a_tenant_may_have_so_many_open_batches(
+    store_setting: str, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """The next is refused with 429, until one has ended."""
+    settings = make_settings(redis_server.url, object_store=store_setting)
+    await redis_client.set(keys.of("batches_fed"), 1)
+    not_feeding = settings.model_copy(update={"feeds_batches": False})
+    with running_gateway(not_feeding) as url:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            batches = [await start(client, b"no JSON") for _ in range(MAX_OPEN)]
+            with pytest.raises(openai.RateLimitError) as refused:
+                await start(client, b"no JSON")
+            assert refused.value.code == "tenant_quota"
+            assert str(MAX_OPEN) in refused.value.message
+            with running_gateway(settings):
+                await ended(client, batches[0])
+                await start(client, b"no JSON")
+
+
+async def test_a_tenant_whose_files_are_full_starts_no_batch(
+    client: AsyncOpenAI, redis_client: redis.asyncio.Redis
+) -> None:
+    """Its results would be further files."""
+    for num_bytes in (2_500_000, 1_500_000):
+        file = await client.files.create(file=("a", b"x" * num_bytes), purpose="batch")
+    with pytest.raises(openai.RateLimitError) as refused:
+        await client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+        )
+    assert refused.value.code == "tenant_quota"
+    await client.files.delete(file.id)
+    await start(client, jsonl([line("1")]))

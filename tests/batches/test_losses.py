@@ -14,7 +14,7 @@ from contract.batches import PART_LINES
 from contract.connection import end_tasks
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.batches.test_batches import ended, ids, jsonl, line, reached, results, start
+from tests.batches.test_batches import ended, ids, jsonl, line, results, start
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import FakeWorker
@@ -24,15 +24,18 @@ pytestmark = pytest.mark.anyio
 NUM_LINES = 2 * PART_LINES
 
 
-@pytest.fixture
+@pytest.fixture(params=[1])
 async def client(
-    store_setting: str, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+    request: pytest.FixtureRequest,
+    store_setting: str,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
 ) -> AsyncIterator[AsyncOpenAI]:
-    """Of a gateway that runs one part at a time, and puts prompts into the object store."""
+    """Of a gateway that runs this many parts at a time, and puts prompts into the object store."""
     settings = make_settings(
         redis_server.url,
         object_store=store_setting,
-        max_batch_jobs=PART_LINES,
+        max_batch_jobs=request.param * PART_LINES,
         object_min_bytes=64,
     )
     with running_gateway(settings) as url:
@@ -147,24 +150,34 @@ def long_lines() -> list[dict[str, Any]]:
     return [line(f"{number} {'x' * 400}", prompt="y" * 400) for number in range(600)]
 
 
+@pytest.mark.parametrize("client", [2], indirect=True)
 async def test_a_batch_whose_file_is_deleted_fails_with_the_results_of_what_runs(
     client: AsyncOpenAI, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Its error says so. The lines that were read have results, and none of their jobs is left."""
+    """Its error says so. All lines that were read have results, and none of their jobs is left."""
     asked = long_lines()
     batch = await start(client, jsonl(asked))
-    await reached(client, batch, "in_progress")
-    await idle_worker.run(await idle_worker.claim())
+    running = await idle_worker.claim()
     await client.files.delete(batch.input_file_id)
     serving = asyncio.create_task(idle_worker.serve())
+
+    async def is_lost() -> bool:  # all other parts that were read have ended
+        nonlocal batch
+        await idle_worker.beat(running)
+        batch = await client.batches.retrieve(batch.id)
+        counts = batch.request_counts
+        return counts is not None and counts.completed == 3 * PART_LINES
+
+    await until(is_lost)
+    assert batch.status == "in_progress"
+    await idle_worker.run(running)
     batch = await ended(client, batch)
     await end_tasks(serving)
     assert batch.status == "failed"
     assert batch.errors is not None
     assert [error.code for error in batch.errors.data or []] == ["file_not_found"]
     output = await results(client, batch.output_file_id)
-    assert PART_LINES <= len(output) < len(asked)
-    assert ids(output) == ids(asked)[: len(output)]
+    assert ids(output) == ids(asked)[: 4 * PART_LINES]
     assert len(idle_worker.seen) == len(output)
     assert await redis_client.zcard(keys.of("jobs", "default")) == 0
 

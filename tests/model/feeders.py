@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from contract.api_keys import KeyTerms
-from contract.batches import Batches, BatchStatus, LeaseLost, NewBatch, Part, StatusChanged
+from contract.batches import (
+    Batches,
+    BatchesFull,
+    BatchStatus,
+    LeaseLost,
+    NewBatch,
+    Part,
+    StatusChanged,
+)
 from contract.callbacks import Callback
 from contract.errors import BatchwayError
 from contract.files import Files, FilesFull, StoredFile
@@ -74,7 +82,13 @@ class Feeders:
     # --- batches ------------------------------------------------------------------------------
 
     def add_batch(
-        self, tenant: str, *, repeats: str | None, window_s: float, callback: Callback | None
+        self,
+        tenant: str,
+        *,
+        repeats: str | None,
+        window_s: float,
+        callback: Callback | None,
+        max_open: int,
     ) -> None:
         batch_id = repeats or f"batch_{len(self.batch_ids):032x}"
         if repeats is None:
@@ -87,7 +101,7 @@ class Feeders:
             metadata={"colour": "red"},
             output_lifetime_s=3600,
         )
-        terms = {"window_s": window_s, "callback": callback}
+        terms = {"window_s": window_s, "callback": callback, "max_open": max_open}
         self._both(
             "batch_add", self._batches.add, self._there.batches.add, batch_id, asked, **terms
         )
@@ -97,11 +111,14 @@ class Feeders:
             "batch_cancel", self._batches.cancel, self._there.batches.cancel, batch_id, tenant
         )
 
-    def take(self, max_batches: int, *, repeats: bool) -> None:
-        """`repeats`: the call before, whose reply was lost."""
+    def take(
+        self, max_batches: int, *, in_progress: bool, max_more: int = 0, repeats: bool = False
+    ) -> None:
+        """`repeats`: the token of the call before, whose reply was lost."""
         if not repeats or not self._tokens:
             self._tokens.append(f"{len(self._tokens):016x}")
-        token, terms = self._tokens[-1], {"lease_s": LEASE_S, "max_batches": max_batches}
+        token, terms = self._tokens[-1], {"lease_s": LEASE_S, "in_progress": in_progress}
+        terms |= {"max_batches": max_batches, "max_more": max_more}
         batch_ids = self._both(
             "batch_take", self._batches.take, self._there.batches.take, token, **terms
         )
@@ -115,7 +132,7 @@ class Feeders:
         lease_s: float = LEASE_S,
         expected: BatchStatus | None = None,
         status: BatchStatus | None = None,
-        part: tuple[int, Part] | None = None,
+        part: tuple[int, Part | None] | None = None,
         fields: Mapping[str, int],
     ) -> None:
         progress = {"expected": expected, "status": status, "part": part, "fields": fields}
@@ -134,7 +151,8 @@ class Feeders:
         """Feeders end all batches, and gateways delete what is due."""
         while any(not record.has_ended for record in self._there.batches.records.values()):
             self._world.pass_time(LEASE_S)
-            self.take(1000, repeats=False)
+            for in_progress in (False, True):
+                self.take(1000, in_progress=in_progress)
             for batch_id, token in self.held[-1000:]:
                 self.save(batch_id, token, status=BatchStatus.FAILED, fields={})
         while self._there.files.due_ms:
@@ -192,7 +210,7 @@ class Feeders:
         async def run() -> Any:
             try:
                 return await call(*args, **options)
-            except (FilesFull, LeaseLost, StatusChanged) as error:
+            except (BatchesFull, FilesFull, LeaseLost, StatusChanged) as error:
                 return _told(error)
 
         there = self._world.loop.run_until_complete(run())
@@ -203,7 +221,7 @@ class Feeders:
 
 
 def _told(error: BatchwayError) -> tuple[str, str]:
-    detail = error.num_bytes if isinstance(error, FilesFull) else error
+    detail = error.num_bytes if isinstance(error, FilesFull) else ""
     return type(error).__name__, str(detail)
 
 

@@ -2,7 +2,6 @@
 
 from tests.model.mutants import Mutant
 
-_LEASED = "token == argv[1] or (whole_number(lease) or 0) <= now"
 _FENCED = "token ~= argv[2] or (whole_number(lease) or 0) <= now"
 _TEXTS = [
     (
@@ -58,12 +57,42 @@ _TEXTS = [
         "if status == 'validating' or status == 'in_progress' then",
         "if status == 'validating' or status == 'in_progress' or status == 'finalizing' then",
     ),
-    ("two feeders lease a batch", _LEASED, "true"),
+    (
+        "two feeders lease a batch",
+        "elseif (whole_number(lease) or 0) > now then",
+        "elseif false then",
+    ),
     (
         "a repeated take leaves batches without a feeder",
-        _LEASED,
-        "(whole_number(lease) or 0) <= now",
+        "if token == argv[1] then\n        take(id)",
+        "if false then\n        take(id)",
     ),
+    (
+        "batches in progress are validated",
+        "elseif (status == 'in_progress') == (argv[3] == '1') then",
+        "else",
+    ),
+    (
+        "a tenant's older batches go before another's first",
+        "    if a.turn ~= b.turn then return a.turn < b.turn end\n",
+        "",
+    ),
+    (
+        "batches that are held elsewhere do not count",
+        "held[tenant] = (held[tenant] or 0) + 1",
+        "local _",
+    ),
+    (
+        "a place for tenants without any goes to one with several",
+        "(batch.turn == 0 and more or 0)",
+        "more",
+    ),
+    (
+        "a tenant's open batches have no bound",
+        "if most > 0 and num_open(tag, tenant) >= most then",
+        "if false then",
+    ),
+    ("the open batches of others count", "'tenant') == tenant then", "'tenant') then"),
     ("a lapsed feeder still writes", _FENCED, "token ~= argv[2]"),
     ("another feeder writes", _FENCED, "(whole_number(lease) or 0) <= now"),
     (
@@ -86,6 +115,11 @@ _TEXTS = [
     (
         "a part is not recorded",
         "redis.call('HSET', tag .. ':batch_parts:' .. id, argv[6], argv[7])",
+        "local _",
+    ),
+    (
+        "a lost part stays recorded",
+        "redis.call('HDEL', tag .. ':batch_parts:' .. id, argv[6])",
         "local _",
     ),
     (

@@ -77,6 +77,7 @@ class FilesWalk:
             repeats=None if repeats == NO_BATCH else repeats,
             window_s=self._rng.choice([60, 86_400]),
             callback=self._rng.choice([None, CALLBACKS[0]]),
+            max_open=self._rng.choice([0, 3]),
         )
 
     def _cancel(self) -> None:
@@ -87,7 +88,12 @@ class FilesWalk:
         self._feeders.cancel(batch_id, tenant)
 
     def _take(self) -> None:
-        self._feeders.take(self._rng.choice([1, 2, 9]), repeats=self._flip(0.2))
+        self._feeders.take(
+            self._rng.choice([0, 1, 2, 9]),
+            in_progress=self._flip(0.5),
+            max_more=self._rng.choice([0, 0, 1]),
+            repeats=self._flip(0.2),
+        )
 
     def _save(self) -> None:
         """Mostly what a feeder records next of a batch that it took lately."""
@@ -112,7 +118,7 @@ class FilesWalk:
             lease_s=rng.choice([LEASE_S] * 5 + [0]),
             expected=expected,
             status=status,
-            part=(number, part) if self._flip(0.4) else None,
+            part=rng.choice([None, None, None, (number, part), (number, part), (number, None)]),
             fields={"completed": rng.randint(0, 99), "total": 99} if self._flip(0.4) else {},
         )
 

@@ -1,5 +1,6 @@
 """The functions of files and batches in Python, like reference.py for the others."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -7,6 +8,7 @@ import msgspec
 
 from contract.batches import (
     Batch,
+    BatchesFull,
     BatchStatus,
     LeaseLost,
     NewBatch,
@@ -110,10 +112,16 @@ class BatchesReference:
         *,
         window_s: float,
         callback: Callback | None,
+        max_open: int,
         now_ms: int,
     ) -> None:
+        """Raises BatchesFull."""
         if batch_id in self.records:
             return
+        tenant = asked.terms.tenant
+        is_open = [each.batch.tenant == tenant for each in self._open()]
+        if max_open and sum(is_open) >= max_open:
+            raise BatchesFull
         batch = Batch(
             id=batch_id,
             tenant=asked.terms.tenant,
@@ -146,16 +154,42 @@ class BatchesReference:
             self._move(record, BatchStatus.CANCELLING, now_ms)
         return record.batch.status
 
-    def take(self, token: str, *, lease_s: float, max_batches: int, now_ms: int) -> list[str]:
+    def _open(self) -> list[BatchRecord]:
+        """The oldest first."""
+        left = [record for record in self.records.values() if not record.has_ended]
+        return sorted(left, key=lambda record: (record.batch.created_ms, record.batch.id))
+
+    def take(
+        self,
+        token: str,
+        *,
+        lease_s: float,
+        in_progress: bool,
+        max_batches: int,
+        max_more: int,
+        now_ms: int,
+    ) -> list[str]:
+        if max_batches + max_more == 0:
+            return []
         left = [
             record
-            for record in self.records.values()
-            if not record.has_ended and (record.token == token or record.lease_ms <= now_ms)
+            for record in self._open()
+            if (record.batch.status is BatchStatus.IN_PROGRESS) == in_progress
         ]
-        left.sort(key=lambda record: (record.batch.created_ms, record.batch.id))
-        for record in left[:max_batches]:
+        taken = [record for record in left if record.token == token]
+        others = [record for record in left if record.token != token]
+        held = Counter(each.batch.tenant for each in others if each.lease_ms > now_ms)
+        turns: list[tuple[int, BatchRecord]] = []
+        for record in others:
+            if record.lease_ms <= now_ms:
+                turns.append((held[record.batch.tenant], record))
+                held[record.batch.tenant] += 1
+        for turn, record in sorted(turns, key=lambda each: each[0]):
+            if len(taken) < max_batches + (0 if turn else max_more):
+                taken.append(record)
+        for record in taken:
             record.token, record.lease_ms = token, now_ms + int(lease_s * 1000)
-        return [record.batch.id for record in left[:max_batches]]
+        return [record.batch.id for record in taken]
 
     def save(
         self,
@@ -165,7 +199,7 @@ class BatchesReference:
         lease_s: float,
         expected: BatchStatus | None,
         status: BatchStatus | None,
-        part: tuple[int, Part] | None,
+        part: tuple[int, Part | None] | None,
         fields: Mapping[str, int],
         now_ms: int,
     ) -> tuple[BatchStatus, int]:
@@ -181,8 +215,10 @@ class BatchesReference:
             if status not in (None, before):
                 raise StatusChanged(before)
             return before, now_ms
-        if part is not None:
+        if part is not None and part[1] is not None:
             record.parts[part[0]] = part[1]
+        elif part is not None:
+            record.parts.pop(part[0], None)
         record.batch = msgspec.structs.replace(record.batch, **fields)
         if status is not None and status is not before:
             self._move(record, status, now_ms)

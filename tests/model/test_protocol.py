@@ -85,7 +85,7 @@ FILES_REPLIES = {
     "file_drop": ("True", "False"),
     "objects_due": ("some", "nothing"),
     "objects_deleted": ("None",),
-    "batch_add": ("None",),
+    "batch_add": ("None", "BatchesFull"),
     "batch_cancel": ("None", "cancelling", "finalizing", *ENDED_BATCHES),
     "batch_take": ("some", "nothing"),
     "batch_save": ("LeaseLost", "StatusChanged", *BatchStatus),
