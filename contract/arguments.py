@@ -71,11 +71,19 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
         "callback_to": "" if s.callback is None else s.callback.destination(job.tenant),
         "callback_started": s.callback is not None and s.callback.notifies_start,
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
-        "part": "parent" if job.flow is not None else "child" if job.parent else "",
+        "part": _part(job),
+        "call_prompt_tokens": s.call_prompt_tokens,
     }
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane
     return *names, encoded, encode(terms), metadata, callback
+
+
+def _part(job: Job) -> str:
+    """Of a flow's job or a call of one."""
+    if job.flow is not None:
+        return "nested" if job.parent else "parent"
+    return "child" if job.parent else ""
 
 
 def append_items(items: Sequence[Append]) -> bytes:

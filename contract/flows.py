@@ -55,6 +55,11 @@ class Route(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="route"):
     otherwise: Annotated[tuple[Target, ...], msgspec.Meta(min_length=1)]
     classifier: str = ""  # a model of /v1/classify; its label is asked for where a rule has labels
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Of all rules, and the others."""
+        return (*(to for rule in self.rules for to in rule.to), *self.otherwise)
+
 
 class Confidence(_Strict, frozen=True, kw_only=True):
     """How sure a member of a cascade is of its answer, from 0 to 1.
@@ -142,3 +147,4 @@ class FlowCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         False  # a call without a live worker is not waited for if others can answer
     )
     metadata: dict[str, str] = {}  # of the job
+    tokens_per_min: int = 0  # the tenant's limit, to whose meter the calls add what they use

@@ -39,12 +39,13 @@ class VectorAnswer:
             for delta in entry.event.deltas:
                 self._vectors[delta.choice] = delta.vector
 
-    def build(self, num_prompt_tokens: int) -> dict[str, Any]:
-        """The answer, once each prompt has its vector."""
+    def build(self, num_prompt_tokens: int, num_output_tokens: int = 0) -> dict[str, Any]:
+        """The answer, once each prompt has its vector. Output: of a flow's calls that generate."""
         job = self._job
         assert all(self._vectors), "a job succeeds with all its vectors"
         answer: dict[str, Any] = {"id": _ID_PREFIXES[job.endpoint] + job.id.removeprefix("job-")}
-        usage = {"prompt_tokens": num_prompt_tokens, "total_tokens": num_prompt_tokens}
+        num_tokens = num_prompt_tokens + num_output_tokens
+        usage = {"prompt_tokens": num_prompt_tokens, "total_tokens": num_tokens}
         if job.endpoint is Endpoint.RERANK:
             return {**answer, "model": job.named_model, "usage": usage, "results": self._ranking()}
         answer |= {"object": "list", "created": job.created_s, "model": job.named_model}

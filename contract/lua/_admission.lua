@@ -5,8 +5,6 @@ local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 
 local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact: no promise is needed
 local UNMEASURED_MS = 10000  -- two heartbeats, by which busy workers have measured their rate
 
-local admission = {}
-
 -- Estimates the work ahead of a job with `own_jobs` and `own_tokens` of its tenant ahead of it.
 -- Fair sharing serves other tenants of the lane in proportion to their weights; all that waits in
 -- more urgent lanes comes first. `itself` is 1 where the counters include the job.
@@ -97,7 +95,12 @@ end
 function admission.reprice(tag, job, lane, now)
   if job.metered == 0 then return end
   local text = redis.call('HGET', job.key, 'batch_price')
-  local more = job.cost * (ledger.price(lane, text) - ledger.price(job.lane, text))
+  local more = ledger.price(lane, text) - ledger.price(job.lane, text)
+  admission.meter(tag, job, ledger.reserved(job) * more, now)
+end
+
+-- Adds to the tenant's meter of tokens.
+function admission.meter(tag, job, more, now)
   if more == 0 then return end
   local key = tag .. ':tenant:' .. job.tenant
   local found = numbers(key, {'tokens', 'tokens_ms'})
@@ -131,6 +134,7 @@ function admission.rates(tenant, terms)
 end
 
 local function tenant_refusal(pool, lane_rate, tenant, line_tokens, job, terms)
+  if ledger.is_call(job) then return end  -- the flow was admitted with its calls
   local cost, metered = job.cost, job.cost * job.price
   if terms.max_tenant_bytes > 0 and tenant.stored + terms.stored_bytes > terms.max_tenant_bytes then
     return 'stored_bytes', UNKNOWN
@@ -189,7 +193,7 @@ end
 function admission.evaluate(tag, job, terms, now)
   local pool = pools.find(tag, job.model, now)
   local output, basis = ledger.predicted_output(tag, job, terms)
-  job.cost = terms.prompt_tokens + output
+  job.cost = terms.prompt_tokens + (terms.call_prompt_tokens or 0) + output
   job.price = ledger.price(job.lane, terms.batch_price)
   job.weight = readable_weight(terms.weight)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,

@@ -58,14 +58,18 @@ local function state_contributions(job, what)
   return added
 end
 
--- What an unfinished job reserves of its tenant's tokens: nothing where a flow's job, which called it,
--- has reserved them.
-local function reserved_tokens(job)
-  return job.part == 'child' and 0 or job.cost
+-- Whether a flow's job called this one, and has reserved its tokens.
+function ledger.is_call(job)
+  return job.part == 'child' or job.part == 'nested'
+end
+
+-- What an unfinished job reserves of its tenant's tokens.
+function ledger.reserved(job)
+  return ledger.is_call(job) and 0 or job.cost
 end
 
 local function reservation(job)
-  return {'tenant:' .. job.tenant .. ' reserved', reserved_tokens(job)}
+  return {'tenant:' .. job.tenant .. ' reserved', ledger.reserved(job)}
 end
 
 -- What an unfinished job adds to all counters.
@@ -159,9 +163,10 @@ local function lengths(tag, model, lane, tenant)
   return tonumber(estimate or 0), tonumber(seen or 0)
 end
 
--- Predicted output tokens of a job: none where it may have none; what its caller expects; else the 90th percentile of the tenant's
--- outputs in the lane, or of all tenants' there, times the number of choices; else, where fewer than
--- MIN_LENGTHS were seen, the cap. And which of them it is: expected, learned or cap.
+-- Predicted output tokens of a job: 0 where max_tokens is 0; what its caller expects; else the 90th
+-- percentile of the tenant's outputs in the lane, or of all tenants' there, times the number of
+-- choices; else, where fewer than MIN_LENGTHS were seen, the cap. And which of them it is: expected,
+-- learned or cap.
 function ledger.predicted_output(tag, job, terms)
   local max_tokens, choices, expected = terms.max_tokens, terms.choices, terms.expected_tokens or 0
   if max_tokens == 0 then return 0, 'expected' end
@@ -198,7 +203,7 @@ end
 -- Reserves a new job's cost with its tenant.
 function ledger.reserve(tag, job)
   local tenant = tag .. ':tenant:' .. job.tenant
-  local tokens = reserved_tokens(job)
+  local tokens = ledger.reserved(job)
   if redis.call('HINCRBY', tenant, 'reserved', tokens) == tokens and tokens > 0 then
     redis.call('PERSIST', tenant)  -- without reservations the key expires
   end
@@ -214,19 +219,21 @@ end
 
 -- Settles a job's cost at its end: charges the tokens used and refunds the rest. The charge may exceed
 -- the cost where the output was longer than predicted. A job that no worker claimed costs nothing.
-function ledger.settle(tag, job, status)
+-- The tenant's meter gets what was used for what was reserved. Calls of a flow add what they used, and
+-- the flow's job nothing, so that the meter is right however the flow ends.
+function ledger.settle(tag, job, status, now)
   local charge = job.epoch > 0 and job.prompt_tokens + job.tokens or 0
   local refund = job.cost - charge
   redis.call('HSET', job.key, 'charge', charge, 'refund', refund)
   fairness.settle(tag, job, charge)
-  local tenant = tag .. ':tenant:' .. job.tenant
   if job.metered > 0 then
-    local used = tonumber(redis.call('HGET', tenant, 'tokens') or 0)
+    local used = is_flow(job) and 0 or charge
     local price = ledger.price(job.lane, redis.call('HGET', job.key, 'batch_price'))
-    redis.call('HSET', tenant, 'tokens', math.max(0, used - refund * price))
+    admission.meter(tag, job, (used - ledger.reserved(job)) * price, now)
   end
+  local tenant = tag .. ':tenant:' .. job.tenant
   -- 0 - 0 is 0, -0 is not: Redis 7.0 refuses it.
-  if redis.call('HINCRBY', tenant, 'reserved', 0 - reserved_tokens(job)) <= 0 then
+  if redis.call('HINCRBY', tenant, 'reserved', 0 - ledger.reserved(job)) <= 0 then
     redis.call('PEXPIRE', tenant, TENANT_TTL_MS)
   end
   if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), -1) end

@@ -73,6 +73,7 @@ local JOB_FIELDS = {
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 
 local ab = {}  -- two configurations side by side; _ab.lua
+local admission = {}  -- accepts or refuses jobs; _admission.lua
 local ledger = {}  -- accounts for jobs' costs; _ledger.lua
 local outbox = {}  -- callback messages; _outbox.lua
 local recount = {}  -- checks counters and lists; _recount.lua
@@ -109,6 +110,11 @@ local function load_job(tag, id, packed)
   local progress = running.progress(tag, job.owner, id, packed)
   for name, value in pairs(progress or {}) do job[name] = value end
   return job
+end
+
+-- Whether a job is a flow's, which computes nothing: its calls are jobs of their own.
+local function is_flow(job)
+  return job.part == 'parent' or job.part == 'nested'
 end
 
 -- A job's record for its caller: {field, value, …}.
@@ -258,7 +264,7 @@ local function terminal(tag, job, status, code, message, now, result)
   else
     compact(tag, job)
   end
-  ledger.settle(tag, job, status)
+  ledger.settle(tag, job, status, now)
   totals.ended(tag, job, status, now)
   ab.ended(tag, job, status, now)
   if job.all_prompt_tokens then

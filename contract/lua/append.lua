@@ -10,7 +10,7 @@
 --       simply appended under its number
 --       'OK', next event number    also ended, or appended before
 --       'GAP', next event number   events before this one are missing
---       'OVER', output tokens      over the job's output cap: not appended
+--       'OVER', output tokens      over the job's output cap, which a flow's job has not: not appended
 --       'FENCED', 0                another worker holds the job, or it waits
 --       'GONE', 0                  no such job
 --       status, 0                  the job has ended: succeeded, failed, cancelled, expired
@@ -64,7 +64,7 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
     terminal(tag, job, 'expired', '', '', now)
     return 'expired', 0
   end
-  if job.tokens + num_tokens > job.max_tokens then return 'OVER', job.tokens end
+  if job.tokens + num_tokens > job.max_tokens and not is_flow(job) then return 'OVER', job.tokens end
 
   if item.event ~= '' then
     progress(tag, job, item.event, num_tokens, now, gains_by_lane)

@@ -14,7 +14,8 @@
 --       (bounds of the stored bytes of its tenant, of all tenants; 0: none),
 --       needs_worker (refuse without a live worker), cold_ms (until a first worker is up),
 --       is_stored (the object store holds its prompt),
---       part ('parent': a flow's job, 'child': a call of one, which its parent has reserved; '': neither),
+--       part ('parent': a flow's job, 'child': a call of one, 'nested': both, '': neither),
+--       call_prompt_tokens (of a flow's calls, more than its own prompt; absent: 0),
 --       callback_to (destination, '': no callback), callback_started (send a message at the start),
 --       callback_every (output tokens between progress messages; 0: none)
 --       7 metadata (msgpack map, '': none)  8 callback (msgpack, '': none)
@@ -74,7 +75,7 @@ local function accept(tag, job, terms, argv, found, now)
   ledger.store(tag, job, terms.stored_bytes)
   for _, what in ipairs({'requests', 'tokens'}) do
     if terms[what .. '_per_min'] > 0 then
-      tenant[what] = tenant[what] + (what == 'tokens' and job.cost * job.price or 1)
+      tenant[what] = tenant[what] + (what == 'tokens' and ledger.reserved(job) * job.price or 1)
       redis.call('HSET', tag .. ':tenant:' .. job.tenant, what, tenant[what], what .. '_ms', now)
     end
   end

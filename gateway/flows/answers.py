@@ -42,10 +42,7 @@ async def answer_of(broker: Broker, outcome: Outcome) -> dict[str, Any]:
     def built(answer: Answer | VectorAnswer) -> dict[str, Any]:
         for entry in entries:
             answer.add(entry)
-        if isinstance(answer, VectorAnswer):
-            whole = answer.build(run.prompt_tokens)
-        else:
-            whole = answer.build(run.prompt_tokens, run.output_tokens)
+        whole = answer.build(run.prompt_tokens, run.output_tokens)
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(whole))
         return plain
 

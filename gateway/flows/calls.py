@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from contract.api_keys import KeyTerms
 from contract.errors import BatchwayError, BrokerUnavailable, ErrorCode, JobRefused
 from contract.events import End, LogEntry, MemberRun, Prompt, Tokens
-from contract.function_types import Submission, TenantLimits
+from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
 from gateway.flows.entry import prepare_any
@@ -96,12 +96,17 @@ class Calls:
         self._settings = settings
 
     async def prepare(self, call: Call) -> tuple[Job, Submission]:
-        """The job of a call in the name of the parent's tenant, which has paid for it already.
-        Raises ApiError, TemplateFailed, ModelUnreadable."""
+        """The job of a call in the name of the parent's tenant, whose meter gets its tokens. Raises
+        ApiError, TemplateFailed, ModelUnreadable."""
         deadline_s = max(_MIN_DEADLINE_S, self.deadline_s - self.broker.clock())
+        key = KeyTerms(
+            tenant=self.parent.tenant,
+            weight=self.parent.weight,
+            tokens_per_minute=self._flow.tokens_per_min,
+        )
         terms = Terms(
             job_id=call.job_id(self.parent.id),
-            caller=Caller(KeyTerms(tenant=self.parent.tenant, weight=self.parent.weight), ""),
+            caller=Caller(key, ""),
             deadline_s=deadline_s,
             # As long as the parent's output, whenever the parent ends.
             retention_s=deadline_s + self._flow.retention_s,
@@ -134,7 +139,6 @@ class Calls:
             submission,
             lane_bound_tokens=0,
             lane_bound_s=0.0,
-            limits=TenantLimits(),
             max_stored_bytes=0,
             max_tenant_stored_bytes=0,
             needs_worker=call.can_fail and self._flow.needs_worker,

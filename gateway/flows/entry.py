@@ -11,6 +11,7 @@ from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, default_seed
 from contract.model_cards import ModelCard
 from gateway.flows.conditions import Facts, choose_target, needs_label
+from gateway.flows.reservation import NumTokens, Reservation
 from gateway.http.errors import UNSUPPORTED, bad_request
 from gateway.openai.admission import Terms, tokenised
 from gateway.openai.answers import needs_tokenizer
@@ -59,10 +60,16 @@ async def prepare_any(
         retention_s=terms.retention_s,
         needs_worker=terms.needs_worker,
         metadata=dict(terms.metadata),
+        tokens_per_min=terms.caller.limits.tokens_per_min,
     )
     job = replace(job, flow=call, params=replace(job.params, grammar=""))
-    num_calls = num_outputs(card.name, cards)
-    return job, replace(submission, max_output_tokens=num_calls * submission.max_output_tokens)
+    own = NumTokens(job.num_prompt_tokens, submission.max_output_tokens)
+    all_calls = Reservation(cards, settings, call.body).estimate(card.name, own)
+    return job, replace(
+        submission,
+        max_output_tokens=all_calls.output,
+        call_prompt_tokens=max(0, all_calls.prompt - own.prompt),
+    )
 
 
 def draw_of(job_id: str) -> float:
@@ -147,8 +154,7 @@ def deciding_members(definition: Definition) -> list[str]:
     """The models whose output may be the flow's."""
     match definition:
         case Route():
-            targets = [to for rule in definition.rules for to in rule.to]
-            return [to.model for to in (*targets, *definition.otherwise)]
+            return [to.model for to in definition.targets]
         case Cascade():
             return [member.model for member in definition.members]
         case Ensemble():
@@ -178,22 +184,3 @@ def _check_tokens(job: Job, body: CallBody, cards: Mapping[str, ModelCard]) -> N
     if any(not isinstance(each, str) for each in _inputs(body)):
         param = "prompt" if isinstance(body, CompletionBody) else "input"
         raise bad_request(UNSUPPORTED, f"{param}: {message}: send text", param)
-
-
-def num_outputs(name: str, cards: Mapping[str, ModelCard]) -> int:
-    """How many outputs of full length one call of a model may take: more than one of a flow."""
-    card = cards.get(name)
-    if card is None or card.flow is None:
-        return 1
-    definition = card.flow.definition
-    match definition:
-        case Route():
-            targets = [to for rule in definition.rules for to in rule.to]
-            return max(num_outputs(to.model, cards) for to in (*targets, *definition.otherwise))
-        case Cascade():
-            called = [member.model for member in definition.members]
-        case Ensemble():
-            called = list(definition.members)
-        case Pipeline():
-            called = [step.model for step in definition.steps]
-    return sum(num_outputs(model, cards) for model in called)

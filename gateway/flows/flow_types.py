@@ -84,9 +84,7 @@ class _Checker:
             if Endpoint.CLASSIFY not in self.endpoints(route.classifier):
                 raise FlowError(f"{place}.classifier: {route.classifier!r} does not classify")
             self._check_labels(route, place)
-        targets = [target.model for rule in route.rules for target in rule.to] + [
-            target.model for target in route.otherwise
-        ]
+        targets = [target.model for target in route.targets]
         return self._shared(targets, tuple(Endpoint), place, "the targets share no endpoint")
 
     def _check_labels(self, route: Route, place: str) -> None:
@@ -126,8 +124,7 @@ class _Checker:
             case Pipeline():
                 return False
             case Route() as route:
-                targets = [*route.otherwise, *(to for rule in route.rules for to in rule.to)]
-                return all(self._gives_logprobs(target.model) for target in targets)
+                return all(self._gives_logprobs(target.model) for target in route.targets)
             case Cascade() as cascade:
                 return all(self._gives_logprobs(member.model) for member in cascade.members)
             case Ensemble() as ensemble:

@@ -86,13 +86,11 @@ async def _current(broker: Broker, tenant: str, run: MemberRun) -> MemberRun:
         view, _ = await broker.read(run.job_id, tenant)
     except UnknownJob:
         return run
-    status = view.status
+    num_prompt, num_output = view.num_prompt_tokens, view.num_output_tokens
+    if view.job.flow is not None:
+        runs = await members_of(broker, view)
+        num_prompt = sum(each.prompt_tokens for each in runs)
+        num_output = sum(each.output_tokens for each in runs)
     return MemberRun(
-        run.model,
-        run.job_id,
-        status,
-        view.num_prompt_tokens,
-        view.num_output_tokens,
-        view.code,
-        run.name,
+        run.model, run.job_id, view.status, num_prompt, num_output, view.code, run.name
     )

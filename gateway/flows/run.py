@@ -5,8 +5,6 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing
 
-from msgspec.structs import replace
-
 from contract.errors import BatchwayError, BrokerUnavailable, ErrorCode
 from contract.events import LogEvent, MemberRun, Members, Tokens
 from contract.function_types import Append, Claimed, Verdict
@@ -185,8 +183,6 @@ class Run:
     async def _send(self, item: Append) -> None:
         """Raises NotHeld, BatchwayError."""
         verdict = await self._publisher.append(item)
-        if verdict is Verdict.OVER:  # more than was foreseen: the rest is not billed
-            verdict = await self._publisher.append(replace(item, num_tokens=0))
         if isinstance(verdict, JobStatus):
             raise NotHeld(verdict)
         if verdict is Verdict.GAP:

@@ -170,11 +170,15 @@ def accepted_response(shown: AcceptedJob, headers: Mapping[str, str]) -> Respons
 
 def job_object(view: JobView, members: Sequence[MemberRun] = ()) -> JobObject:
     """`members`: the calls of a flow."""
+    num_prompt, num_output = view.num_prompt_tokens, view.num_output_tokens
+    if view.job.flow is not None and members:
+        num_prompt = sum(run.prompt_tokens for run in members)
+        num_output = sum(run.output_tokens for run in members)
     return JobObject(
         **_shown(view.job.id, view.job, view.status, view.lane, view.position),
         attempt=view.attempt,
         metadata=dict(view.metadata),
-        usage=Usage(**usage(view.job, view.num_prompt_tokens, view.num_output_tokens)),
+        usage=Usage(**usage(view.job, num_prompt, num_output)),
         timings=Timings(
             queued_at=_seconds(view.created_ms),
             started_at=_seconds(view.claimed_ms),

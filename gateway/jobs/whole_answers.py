@@ -71,5 +71,5 @@ async def built(
 ) -> dict[str, Any]:
     """The whole response; with vectors in a thread, because there may be millions of numbers."""
     if isinstance(answer, VectorAnswer):
-        return await asyncio.to_thread(answer.build, num_prompt_tokens)
+        return await asyncio.to_thread(answer.build, num_prompt_tokens, num_output_tokens)
     return answer.build(num_prompt_tokens, num_output_tokens)

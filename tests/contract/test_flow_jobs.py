@@ -16,6 +16,7 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import append, claim, make_job, make_submission, pass_time, tokens
 from tests.model.audit import Audit
 
@@ -41,6 +42,11 @@ def make_child(parent: Job) -> Job:
     return msgspec.structs.replace(make_job(), parent=parent.id)
 
 
+async def level(client: redis.asyncio.Redis, keys: Keys) -> float:
+    """Of the tenant's meter of tokens."""
+    return float(await client.hget(keys.of("tenant", "t"), "tokens") or 0)
+
+
 async def test_a_call_reserves_nothing_of_its_tenant(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, audit: Audit
 ) -> None:
@@ -61,6 +67,89 @@ async def test_a_call_reserves_nothing_of_its_tenant(
         fin = Append(claimed.job.id, claimed.epoch, 1, tokens(0, 1), 1, JobStatus.SUCCEEDED)
         await append(functions, "w1", fin)
     assert await redis_client.hget(keys.of("tenant", "t"), "reserved") == b"0"
+    audit.check()
+
+
+@pytest.mark.parametrize("ending", ["succeeded", "failed", "cancelled", "expired"])
+async def test_the_meter_gets_the_tokens_of_a_flow_s_calls_however_it_ends(
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    audit: Audit,
+    ending: str,
+) -> None:
+    """Of one that ended before the flow, and of one that ends after it; a third never ran."""
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    parent = make_parent()
+    limited = make_submission(limits=TenantLimits(tokens_per_min=1000), call_prompt_tokens=6)
+    await functions.submit(parent, limited)
+    assert await level(redis_client, keys) == 19.0  # prompts of 9, outputs of 10
+    [held] = await claim(functions, "flow")
+    children = [make_child(parent) for _ in range(3)]
+    metered = make_submission(limits=TenantLimits(tokens_per_min=1000))
+    for child in children:
+        await functions.submit(child, metered)
+    await claim(functions, max_jobs=2)
+    early = Append(children[0].id, 1, 1, tokens(0, 1, 2), 2, JobStatus.SUCCEEDED)
+    under_way = Append(children[1].id, 1, 1, tokens(0, 1), 1)
+    await append(functions, "w1", early, under_way)
+    assert await level(redis_client, keys) == 19.0 + 5.0
+    end = Append(parent.id, held.epoch, 1, tokens(0, 1, 2), 2)
+    if ending in ("succeeded", "failed"):
+        end = msgspec.structs.replace(end, fin=JobStatus(ending), prompt_tokens=3)
+        await append(functions, "flow", end)
+        await append(functions, "flow", end)  # its reply was lost
+    elif ending == "cancelled":
+        await append(functions, "flow", end)
+        await functions.cancel(parent.id, "t")
+    else:
+        await append(functions, "flow", end)
+        await functions.reprioritise(parent.id, "t", deadline_s=0.0)
+        await functions.sweep()
+    assert await level(redis_client, keys) == 5.0
+    for child in children[1:]:
+        await functions.cancel(child.id, "t")
+        await functions.cancel(child.id, "t")
+    assert await level(redis_client, keys) == 5.0 + 4.0
+    audit.check()
+
+
+async def test_a_call_is_never_refused_for_its_tenant_s_limit(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, audit: Audit
+) -> None:
+    """Its flow was admitted. A flow that another called reserves nothing either."""
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    limited = make_submission(limits=TenantLimits(tokens_per_min=13))
+    parent = make_parent()
+    await functions.submit(parent, limited)
+    nested = msgspec.structs.replace(make_parent(), parent=parent.id)
+    await functions.submit(nested, limited)
+    await functions.submit(make_child(nested), limited)
+    assert await level(redis_client, keys) == 13.0
+    assert await redis_client.hget(keys.of("tenant", "t"), "reserved") == b"13"
+    await functions.reprioritise(nested.id, "t", lane="batch")
+    assert await level(redis_client, keys) == 13.0
+    audit.check()
+    for claimed in await claim(functions):
+        await functions.cancel(claimed.job.id, "t")
+    await functions.cancel(nested.id, "t")
+    assert await level(redis_client, keys) == 3.0  # the prompt of the one call that was claimed
+    audit.check()
+
+
+async def test_a_flow_s_output_may_be_longer_than_it_reserved(
+    functions: Functions, audit: Audit
+) -> None:
+    """A pipeline's caller limits the caller's own output, and each step has a limit of its own."""
+    parent = make_parent()
+    await functions.submit(parent, make_submission(max_output_tokens=1))
+    [claimed] = await claim(functions)
+    for number in (1, 2):
+        item = Append(parent.id, claimed.epoch, number, tokens(9 * (number - 1), *range(9)), 9)
+        assert await append(functions, "w1", item) == [(Verdict.OK, number + 1)]
+    view, _ = await functions.read(parent.id, "t") or (None, None)
+    assert view is not None
+    assert view.num_output_tokens == 18
     audit.check()
 
 

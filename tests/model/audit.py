@@ -65,7 +65,7 @@ class Audit:
             counts = counters[f"counters:{job['model']}:{job['lane']}"]
             counts[f"{kind}_jobs"] += 1
             counts[f"{kind}_tokens"] += job.number("cost")
-            if job.get("part") != "child":
+            if job.get("part") not in ("child", "nested"):
                 reserved[job["tenant"]] += job.number("cost")
             line = f"{job['model']}:{job['lane']}:{job['tenant']}"
             if kind == "queued" and job["stream"] == f"q:{line}":
@@ -337,8 +337,9 @@ class Audit:
             "attempt": epoch,
             "releases": MAX_RELEASES,
             "crashes": 3,
-            "tokens": job.number("max_tokens"),
         }
+        if job.get("part") not in ("parent", "nested"):  # a flow's calls have caps of their own
+            bounds["tokens"] = job.number("max_tokens")
         for name, most in bounds.items():
             assert 0 <= job.number(name) <= most, (
                 f"I8: {job.key} {name}: holds {job[name]}, {most} at most"

@@ -347,17 +347,22 @@ MUTANTS = [
         "a share is not used up", "if lane.name == name then deficit = deficit - tokens end", ""
     ),
     Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),
-    Mutant("a refund is kept", "math.max(0, used - refund * price)", "used"),
-    Mutant("a refund has no price", "used - refund * price)", "used - refund)", seed=15),
+    Mutant("a refund is kept", "(used - ledger.reserved(job)) * price", "0"),
+    Mutant(
+        "a refund has no price",
+        "(used - ledger.reserved(job)) * price",
+        "used - ledger.reserved(job)",
+        seed=15,
+    ),
     Mutant("every lane has the price of one", "lane == 'batch' and tonumber", "tonumber", seed=15),
-    Mutant("a meter knows no prices", "job.cost * job.price or 1)", "job.cost or 1)", seed=15),
+    Mutant("a meter knows no prices", "(job) * job.price or 1)", "(job) or 1)", seed=15),
     Mutant(
         "a limit knows no prices", "job.cost, job.cost * job.price", "job.cost, job.cost", seed=15
     ),
     Mutant(
         "a job keeps its price in another lane",
-        "if more == 0 then return end",
-        "if true then return end",
+        "local more = ledger.price(lane, text) - ledger.price(job.lane, text)",
+        "local more = 0",
         seed=15,
     ),
     Mutant("a reservation is never over", "'reserved', -reserved_tokens(job))", "'reserved', 0)"),

@@ -834,7 +834,7 @@ class Reference:
         num_prompt = record.job.num_prompt_tokens
         record.charge = num_prompt + record.num_tokens if record.epoch else 0
         tenant = self._tenants[record.job.tenant]
-        tenant.settle(record.submission, record.lane, record.cost, record.charge)
+        tenant.settle(record.submission, record.lane, record.cost, record.charge, self.now_ms)
         if record.charged:
             turns = self._turns_in(record.job.model, record.lane)
             weight = self._weight(record.job.tenant)

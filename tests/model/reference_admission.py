@@ -98,17 +98,20 @@ class Tenant:
 
     def move(self, submission: Submission, before: str, lane: str, cost: int, now_ms: int) -> None:
         """A job goes to another lane, where its tokens may count otherwise."""
-        limit, meter = submission.limits.tokens_per_min, self.tokens
         more = cost * (price(submission, lane) - price(submission, before))
+        self._meter(submission, more, now_ms)
+
+    def settle(
+        self, submission: Submission, lane: str, cost: int, charge: int, now_ms: int
+    ) -> None:
+        self.reserved -= cost
+        self._meter(submission, (charge - cost) * price(submission, lane), now_ms)
+
+    def _meter(self, submission: Submission, more: float, now_ms: int) -> None:
+        limit, meter = submission.limits.tokens_per_min, self.tokens
         if limit and more:
             meter.used = max(0.0, meter.level(limit, now_ms) + more)
             meter.at_ms = now_ms
-
-    def settle(self, submission: Submission, lane: str, cost: int, charge: int) -> None:
-        self.reserved -= cost
-        if submission.limits.tokens_per_min:
-            refund = (cost - charge) * price(submission, lane)
-            self.tokens.used = max(0.0, self.tokens.used - refund)
 
 
 def price(submission: Submission, lane: str) -> float:
