@@ -59,7 +59,7 @@ class _OpenItem(msgspec.Struct):
         """Its text so far as a part of its content."""
         part = {"type": _PARTS[self.kind], "text": "".join(self.texts)}
         is_message = self.kind == "message"
-        return part | ({"annotations": [], "logprobs": self.logprobs} if is_message else {})
+        return part | ({"annotations": [], "logprobs": [*self.logprobs]} if is_message else {})
 
 
 class ResponseEvents:

@@ -168,6 +168,24 @@ async def test_log_probabilities_are_those_of_the_text(
     assert {len(logprob.top_logprobs) for logprob in part.logprobs or ()} == {1}
 
 
+async def test_a_part_begins_without_log_probabilities(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """They come with its text, each once."""
+    fields: Any = {"top_logprobs": 1, "include": ["message.output_text.logprobs"]}
+    stream = await client.responses.create(model=MODEL, input="Hi", stream=True, **fields)
+    events: dict[str, list[Any]] = {}
+    async for event in stream:
+        events.setdefault(event.type, []).append(event)
+
+    [added] = events["response.content_part.added"]
+    assert (added.part.text, added.part.logprobs) == ("", [])
+    [done] = events["response.content_part.done"]
+    deltas = events["response.output_text.delta"]
+    told = [logprob.token for delta in deltas for logprob in delta.logprobs]
+    assert told == [logprob.token for logprob in done.part.logprobs]
+
+
 async def test_a_cut_output_is_incomplete(client: AsyncOpenAI, worker: FakeWorker) -> None:
     """Whole and as a stream, with the reason."""
     worker.script = says("He", finish=FinishReason.LENGTH)
