@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 GROWTH = 0.1  # the best size is where twice the size adds less than this share of throughput
 _DECAY = 0.98  # of a measurement's weight with each later one: the last 50 count most
-_FULL = 2  # batches that may wait for a stage: one to follow the one that runs, and one more
+_FULL = 2  # batches of a stage that run or wait: one to follow the one that runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class Queues:
     num_waiting: int  # calls of this stage that were not sent
     waited_s: float  # the oldest of them
     num_before: int  # calls in earlier stages of the flow, waiting or running
-    num_waiting_next: int = 0  # calls that wait for the next stage; 0: there is none
+    num_under_way: int = 0  # calls of this stage that were sent and have not ended
+    num_next: int = 0  # calls of the next stage, waiting or under way; 0: there is none
     next_best_size: int = 1
 
 
@@ -50,10 +51,17 @@ class StageBatcher:
         size = base_s * (1 - GROWTH) / (2 * GROWTH * call_s)
         return round(min(max(size, 1.0), limit))
 
+    def has_room(self, queues: Queues) -> bool:
+        """Whether another batch may begin, in this stage and then in the next one."""
+        return (
+            queues.num_under_way + self.best_size <= _FULL * self.best_size
+            and queues.num_next < _FULL * queues.next_best_size
+        )
+
     def num_to_send(self, queues: Queues) -> int:
         """The calls to send now, as one batch; ask again after each. 0: wait for a change, at the
         latest until the oldest has waited for `hold_s`."""
-        if queues.num_waiting_next >= _FULL * queues.next_best_size:
+        if not self.has_room(queues):
             return 0
         if queues.num_waiting >= self.best_size:
             return self.best_size

@@ -23,6 +23,7 @@ class _Stage:
     def __init__(self) -> None:
         self.batcher = StageBatcher()
         self.waiting: dict[Passage, float] = {}  # since when, in order
+        self.num_under_way = 0  # calls that were sent and have not ended
 
 
 class Staging:
@@ -49,6 +50,7 @@ class Staging:
 
     def ended(self, passage: "Passage", batch: _Batch) -> None:
         """A job's call has ended."""
+        self._stages[passage.stage].num_under_way -= 1
         batch.num_under_way -= 1
         if batch.num_under_way == 0:
             seconds = self.clock() - batch.sent_s
@@ -77,10 +79,13 @@ class Staging:
         while stage.waiting:
             queues = self._queues(number)
             size = stage.batcher.num_to_send(queues)
+            if size == 0 and not stage.batcher.has_room(queues):
+                return None  # until a call ends
             if size == 0:
                 return max(0.0, stage.batcher.hold_s - queues.waited_s)
             sent = list(stage.waiting)[:size]
             batch = _Batch(len(sent), self.clock())
+            stage.num_under_way += len(sent)
             for passage in sent:
                 del stage.waiting[passage]
                 passage.send(batch)
@@ -94,7 +99,8 @@ class Staging:
             num_waiting=len(stage.waiting),
             waited_s=self.clock() - since_s,
             num_before=sum(self._num_jobs[:number]),
-            num_waiting_next=len(following.waiting) if following else 0,
+            num_under_way=stage.num_under_way,
+            num_next=self._num_jobs[number + 1] if following else 0,
             next_best_size=following.batcher.best_size if following else 1,
         )
 

@@ -73,10 +73,22 @@ def test_a_stage_that_slows_down_changes_its_size() -> None:
         (Queues(num_waiting=5, waited_s=0.0, num_before=9), 0),
         (Queues(num_waiting=5, waited_s=0.0, num_before=0), 5),
         (Queues(num_waiting=5, waited_s=1.0, num_before=9), 5),
-        (Queues(200, 1.0, 0, num_waiting_next=8, next_best_size=4), 0),
-        (Queues(200, 1.0, 0, num_waiting_next=7, next_best_size=4), 90),
+        (Queues(200, 1.0, 0, num_next=8, next_best_size=4), 0),
+        (Queues(200, 1.0, 0, num_next=7, next_best_size=4), 90),
+        (Queues(200, 1.0, 0, num_under_way=90), 90),
+        (Queues(200, 1.0, 0, num_under_way=91), 0),
     ],
-    ids=["nothing", "full", "more may come", "no more comes", "waited", "next full", "next not"],
+    ids=[
+        "nothing",
+        "full",
+        "more may come",
+        "no more comes",
+        "waited",
+        "next full",
+        "next not",
+        "one batch runs",
+        "two run",
+    ],
 )
 def test_calls_are_sent_when_waiting_gains_nothing(queues: Queues, num_sent: int) -> None:
     """A full batch at once, a part when no more can join, none before a full next stage."""
@@ -95,7 +107,12 @@ def test_a_call_waits_at_most_what_a_batch_takes() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.floats(0.0, 1e6)), max_size=20),
     st.builds(
-        Queues, st.integers(0, 1000), st.floats(0, 1e3), st.integers(0, 9), st.integers(0, 9)
+        Queues,
+        st.integers(0, 1000),
+        st.floats(0, 1e3),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.integers(0, 9),
     ),
 )
 def test_any_measurements_give_a_size_and_a_sending(

@@ -66,3 +66,44 @@ async def test_a_job_that_leaves_holds_nobody() -> None:
             [waiting] = await turns(first, stage=1)
             assert not waiting.done()
         await waiting
+
+
+async def test_a_slow_stage_holds_back_those_before_it() -> None:
+    """At most two of its best batches run, of about ten calls, and not all of 300 jobs."""
+    clock, num_jobs, most = Clock(), 300, [0, 0, 0]
+    staging = Staging(3, clock)
+    called: list[set[Passage]] = [set(), set(), set()]
+    answered = asyncio.Queue[None]()
+    release = [asyncio.Event() for _ in range(3)]
+
+    async def run() -> None:
+        with staging.passage() as passage:
+            for stage in range(3):
+                await passage.turn(stage)
+                called[stage].add(passage)
+                most[stage] = max(most[stage], len(called[stage]))
+                await release[stage].wait()
+                called[stage].remove(passage)
+                passage.ended()
+        answered.put_nowait(None)
+
+    async def answer(stage: int, seconds: float) -> None:
+        """All calls of a stage, which take so long in all."""
+        clock.now_s += seconds
+        release[stage].set()
+        release[stage] = asyncio.Event()
+        await settled()
+
+    async def settled() -> None:
+        for _ in range(5 * num_jobs // 10):
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(run()) for _ in range(num_jobs)]
+    await settled()
+    while answered.qsize() < num_jobs:
+        for stage in (0, 1, 0, 1):
+            await answer(stage, 0.0)  # in no time: their best sizes grow
+        await answer(2, 0.02 + 0.01 * len(called[2]))
+    await asyncio.gather(*tasks)
+    assert most[2] <= 2 * 16
+    assert max(most) < num_jobs / 2
