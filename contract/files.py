@@ -1,7 +1,7 @@
 """The records of files, whose content is in the object store. The calls of their Redis Functions.
 
-A content is written before its record, and deleted after it. Whatever is due for deletion is in
-`objects_due` until it has been deleted.
+A content is announced, then written, then recorded, and deleted after its record. Whatever is due
+for deletion, at once or later, is in `objects_due` until it has been deleted.
 """
 
 import secrets
@@ -16,6 +16,7 @@ from contract.errors import BatchwayError, wire_errors
 from contract.keys import Keys
 from contract.library import call_function
 
+UPLOAD_S = 3_600.0  # until a content without a record is deleted
 _LIST_PAGE = 500  # records per read
 
 
@@ -62,6 +63,10 @@ class Files:
     async def _call(self, name: str, *args: str | int) -> Any:
         return await call_function(self._client, self._keys.tag, name, *args)
 
+    async def begin(self, file_id: str, *, upload_s: float = UPLOAD_S) -> None:
+        """Announces a content: it is deleted later, unless `add` records the file."""
+        await self._call("file_begin", file_id, int(upload_s * 1000))
+
     async def add(
         self, file: StoredFile, *, lifetime_s: float, max_tenant_bytes: int
     ) -> StoredFile:
@@ -77,11 +82,14 @@ class Files:
         return msgspec.structs.replace(file, created_ms=reply[1], expires_ms=reply[2])
 
     async def find(self, file_id: str, tenant: str) -> StoredFile | None:
-        """None where the tenant has no such file."""
-        with broker_errors(self._client, "HGETALL"), wire_errors("file"):
-            raw: Any = await repeated(lambda: self._client.hgetall(self._keys.of("file", file_id)))
-            found = _record(file_id, raw)
+        """None where the tenant has no such file, or it has expired."""
+        [found] = await self._read([file_id])
         return found if found is not None and found.tenant == tenant else None
+
+    async def _read(self, file_ids: Sequence[str]) -> list[StoredFile | None]:
+        reply = await self._call("file_read", *file_ids) if file_ids else []
+        with wire_errors("file"):
+            return [_record(*each) for each in zip(file_ids, reply, strict=True)]
 
     async def tenant_bytes(self, tenant: str) -> int:
         """Of all the tenant's files."""
@@ -110,11 +118,7 @@ class Files:
                 read = self._client.zrange if is_oldest_first else self._client.zrevrange
                 first = start
                 ids: Any = await repeated(lambda: read(key, first, first + _LIST_PAGE - 1))  # noqa: B023
-                async with self._client.pipeline(transaction=False) as pipeline:
-                    for file_id in ids:
-                        pipeline.hgetall(self._keys.of("file", file_id.decode()))
-                    records: Any = await pipeline.execute()
-                found = map(_record, (file_id.decode() for file_id in ids), records)
+                found = await self._read([file_id.decode() for file_id in ids])
                 files += [file for file in found if file and purpose in ("", file.purpose)]
                 if len(ids) < _LIST_PAGE:
                     break
@@ -137,8 +141,8 @@ class Files:
             await repeated(lambda: self._client.zrem(self._keys.of("objects_due"), object_id))
 
 
-def _record(file_id: str, raw: dict[bytes, bytes]) -> StoredFile | None:
-    if not raw:
+def _record(file_id: str, flat: list[bytes]) -> StoredFile | None:
+    if not flat:
         return None
-    fields = {name.decode(): value.decode() for name, value in raw.items()}
+    fields = {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
     return msgspec.convert({**fields, "id": file_id}, StoredFile, strict=False)

@@ -1,4 +1,5 @@
-"""The gateway's feeder: leases unfinished batches and runs them; deletes objects that are due.
+"""The gateway's feeder: leases unfinished batches and runs them, unless its gateway is not to feed
+batches; deletes objects that are due.
 
 Any number of gateways feed. A batch whose feeder died is leased by another once its lease has
 lapsed, and goes on after its last written parts.
@@ -37,13 +38,16 @@ class Feeder:
         try:
             while True:
                 with contextlib.suppress(BatchwayError):  # the breaker logs that Redis is down
-                    if not self._gateway.drain.has_begun:
-                        await self._check_some()
-                        await self._run_some()
+                    await self._feed()
                     await self._delete_due()
                 await asyncio.sleep(self._gateway.settings.poll_s)
         finally:
             await end_tasks(*self._checking, *self._running)
+
+    async def _feed(self) -> None:
+        if self._gateway.settings.feeds_batches and not self._gateway.drain.has_begun:
+            await self._check_some()
+            await self._run_some()
 
     async def _check_some(self) -> None:
         """No batch waits for one in progress before it is validated, or ends after a cancel."""

@@ -8,13 +8,12 @@ from pydantic import BaseModel, Field
 
 from contract.batches import MAX_OPEN, Batch, BatchesFull, BatchStatus, NewBatch, new_batch_id
 from contract.jobs import Endpoint
+from gateway.files.quota import check_quota, tenant_quota
 from gateway.files.routes import (
     MAX_LIFETIME_S,
     MIN_LIFETIME_S,
-    check_quota,
     known_file,
     store_of,
-    tenant_quota,
 )
 from gateway.http.auth import JobsReader, JobsWriter
 from gateway.http.bodies import StrictRoute, WellFormed

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from contract.files import FilesFull, StoredFile, content_key, new_file_id
 from contract.payloads.store import ObjectStore, PayloadError
 from gateway.files.contents import Span, chunks, write_content
+from gateway.files.quota import check_quota, files_full
 from gateway.http.auth import Caller, JobsReader, JobsWriter
 from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid_value, not_found
 from gateway.http.handlers import answers
@@ -221,27 +222,9 @@ def store_of(gateway: Gateway) -> ObjectStore:
     return store
 
 
-async def check_quota(gateway: Gateway, tenant: str) -> None:
-    """Raises ApiError (429) if the tenant's files have reached their limit."""
-    held = await gateway.broker.ask_files(lambda files: files.tenant_bytes(tenant))
-    most = gateway.settings.max_tenant_file_bytes
-    if most and held >= most:
-        raise files_full(held, most)
-
-
-def files_full(held: int, most: int) -> ApiError:
-    message = f"the files of this tenant have {held} bytes; they may have {most}: delete some"
-    return tenant_quota(message)
-
-
-def tenant_quota(message: str) -> ApiError:
-    headers = {"x-should-retry": "false", "x-dropped-reason": "tenant_quota"}
-    return ApiError(429, "tenant_quota", message, headers=headers)
-
-
 async def delete_objects(gateway: Gateway, object_id: str) -> None:
-    """Deletes the objects of a file or batch, of which nobody needs any. What fails is repeated by
-    a sweep of the feeder."""
+    """Deletes the objects of a file or batch that nobody needs. If deletion fails, the feeder
+    repeats it."""
     try:
         await asyncio.to_thread(store_of(gateway).delete_job, object_id)
     except PayloadError:
@@ -267,6 +250,7 @@ async def _stored(
         purpose=purpose,
         filename=filename,
     )
+    await gateway.broker.ask_files(lambda files: files.begin(file.id))
     await write_content(store, file.id, content)
     max_bytes = gateway.settings.max_tenant_file_bytes
     try:
@@ -274,7 +258,7 @@ async def _stored(
             lambda files: files.add(file, lifetime_s=lifetime_s, max_tenant_bytes=max_bytes)
         )
     except FilesFull as exc:
-        await asyncio.to_thread(store.delete_job, file.id)
+        await delete_objects(gateway, file.id)
         raise files_full(exc.num_bytes, max_bytes) from None
     return file_object(file)
 

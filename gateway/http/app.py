@@ -56,7 +56,7 @@ def create_app(
         tracing.open()
         ending = AsyncExitStack()
         duties = [asyncio.create_task(gateway.broker.attendance.report())]
-        if settings.feeds_batches and gateway.broker.payloads.store is not None:
+        if gateway.broker.payloads.store is not None:
             duties.append(asyncio.create_task(Feeder(gateway).run()))
         if settings.models:
             # Only here, because it needs YAML, which a gateway without flows need not have.

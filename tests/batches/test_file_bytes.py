@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import shutil
 from pathlib import Path
 
 import openai
@@ -44,6 +45,7 @@ def objects(store_setting: str) -> DirectoryStore:
 async def add(files: Files, objects: DirectoryStore) -> str:
     """Stores a file as a gateway does, step by step; its id."""
     file_id = new_file_id()
+    await files.begin(file_id)
     objects.write(content_key(file_id), io.BytesIO(CONTENT))
     file = StoredFile(
         id=file_id, tenant=TENANT, num_bytes=len(CONTENT), purpose="batch", filename="a"
@@ -86,15 +88,80 @@ async def test_a_gateway_died_where_it_deletes_a_content(
 
 
 async def test_a_gateway_died_before_it_recorded_a_content(
-    kept: str, files: Files, client: AsyncOpenAI, objects: DirectoryStore
+    kept: str,
+    files: Files,
+    client: AsyncOpenAI,
+    objects: DirectoryStore,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
 ) -> None:
-    """A content without a record counts for nothing, and there is nothing to delete."""
+    """A content without a record counts for nothing, and is deleted after an hour."""
     file_id = new_file_id()
+    await files.begin(file_id)
     objects.write(content_key(file_id), io.BytesIO(CONTENT))
     assert await files.tenant_bytes(TENANT) == len(CONTENT)
     with pytest.raises(openai.NotFoundError):
         await client.files.delete(file_id)
     assert await files.tenant_bytes(TENANT) == len(CONTENT)
+    await redis_client.set(TEST_CLOCK, 3_601_000)
+    await until_not_due(redis_client, keys, file_id)
+    with pytest.raises(PayloadLost):
+        objects.read(content_key(file_id), 0, 1)
+    assert (await client.files.content(kept)).content == CONTENT
+
+
+@pytest.fixture
+def refusing_store(base_url: str, store_setting: str) -> None:
+    """A store that no longer takes objects."""
+    path = Path(store_setting)
+    if path.exists():
+        shutil.rmtree(path)
+    path.write_bytes(b"no directory")
+
+
+async def test_a_content_is_announced_before_it_is_written(
+    client: AsyncOpenAI, refusing_store: None, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """The store refuses it: that its remains are to be deleted is known."""
+    with pytest.raises(openai.InternalServerError):
+        await store(client)
+    assert await redis_client.zcard(keys.of("objects_due")) == 1
+
+
+async def test_an_expired_file_is_unknown_where_no_gateway_deletes_it(
+    files: Files, redis_client: redis.asyncio.Redis
+) -> None:
+    """It is neither found nor listed; one that has not expired is."""
+    short, long = new_file_id(), new_file_id()
+    for file_id, lifetime_s in ((short, 3600), (long, 7200)):
+        file = StoredFile(id=file_id, tenant=TENANT, num_bytes=1, purpose="batch", filename="a")
+        await files.add(file, lifetime_s=lifetime_s, max_tenant_bytes=0)
+    await redis_client.set(TEST_CLOCK, 3_601_000)
+    assert await files.find(short, TENANT) is None
+    found = await files.find(long, TENANT)
+    assert found is not None
+    listed = await files.page(TENANT, purpose="", after="", is_oldest_first=True, max_files=1)
+    assert listed == [found]
+
+
+async def test_a_gateway_that_runs_no_batches_deletes_expired_files(
+    store_setting: str,
+    redis_server: EmbeddedRedis,
+    files: Files,
+    objects: DirectoryStore,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """The tenant gets its bytes back."""
+    settings = make_settings(redis_server.url, object_store=store_setting, feeds_batches=False)
+    with running_gateway(settings) as url:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            file_id = await store(client)
+        await redis_client.set(TEST_CLOCK, 31 * 86_400_000)
+        await until_not_due(redis_client, keys, file_id)
+    assert await files.tenant_bytes(TENANT) == 0
+    with pytest.raises(PayloadLost):
+        objects.read(content_key(file_id), 0, 1)
 
 
 async def test_a_file_that_many_delete_is_given_back_once(

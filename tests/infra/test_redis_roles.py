@@ -24,6 +24,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from contract.api_keys import KeyTerms
 from contract.batches import (
     Batches,
+    BatchesFull,
     BatchStatus,
     LeaseLost,
     NewBatch,
@@ -266,19 +267,25 @@ async def walk_of_files(client: Any, rng: random.Random) -> None:
     async def add_file() -> None:
         file_ids.append(new_file_id())
         file = StoredFile(id=file_ids[-1], tenant="t", num_bytes=1, purpose="batch", filename="a")
+        await files.begin(file.id)
         with contextlib.suppress(FilesFull):
             await files.add(file, lifetime_s=60, max_tenant_bytes=9)
 
     async def add_batch() -> None:
         batch_ids.append(new_batch_id())
-        await batches.add(batch_ids[-1], asked, window_s=60, callback=callback)
+        with contextlib.suppress(BatchesFull):
+            await batches.add(batch_ids[-1], asked, window_s=60, callback=callback, max_open=9)
 
     async def take() -> None:
-        taken.extend(await batches.take("token", lease_s=60, max_batches=2))
+        in_progress = rng.random() < 0.5
+        taken.extend(
+            await batches.take("token", lease_s=60, in_progress=in_progress, max_batches=2)
+        )
 
     async def save() -> None:
-        status = rng.choice([None, BatchStatus.FINALIZING, BatchStatus.COMPLETED])
-        part = rng.choice([None, (0, Part("token", 1, 0, 1, 0, False))])
+        statuses = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.COMPLETED)
+        status = rng.choice([None, *statuses])
+        part = rng.choice([None, (0, None), (0, Part("token", 1, 0, 1, 0, False))])
         with contextlib.suppress(LeaseLost, StatusChanged):
             lease_s = rng.choice([0, 60, 60])
             await batches.save(
@@ -291,6 +298,7 @@ async def walk_of_files(client: Any, rng: random.Random) -> None:
         take,
         save,
         lambda: files.drop(rng.choice(file_ids), "t"),
+        lambda: files.find(rng.choice(file_ids), "t"),
         lambda: files.due(),
         lambda: batches.cancel(rng.choice(batch_ids), "t"),
     ]

@@ -43,6 +43,13 @@ class Feeders:
 
     # --- files --------------------------------------------------------------------------------
 
+    def begin_file(self, *, is_lost: bool, upload_s: float) -> None:
+        """A caller's upload, which is never recorded where it `is_lost`."""
+        number = len(self.file_ids)
+        file_id = f"file-{'e' * 8}{number:024x}" if is_lost else f"file-{number:032x}"
+        begin = self._files.begin, self._there.files.begin
+        self._both("file_begin", *begin, file_id, upload_s=upload_s)
+
     def add_file(
         self,
         tenant: str,
@@ -164,12 +171,13 @@ class Feeders:
         them."""
         if not self.file_ids and not self.batch_ids:
             return
-        call = self._world.loop.run_until_complete
+        self._world.hold_clock()
+        call, now_ms = self._world.loop.run_until_complete, self._there.now_ms
         files, batches = self._there.files, self._there.batches
         for tenant in tenants:
             assert call(self._files.tenant_bytes(tenant)) == files.tenant_bytes(tenant), tenant
             after = ""
-            while page := files.page(tenant, after=after, max_files=_PAGE):
+            while page := files.page(tenant, after=after, max_files=_PAGE, now_ms=now_ms):
                 terms: dict[str, Any] = {"purpose": "batch", "is_oldest_first": True}
                 found = call(self._files.page(tenant, after=after, max_files=_PAGE, **terms))
                 assert found == page, f"files of {tenant}: {found}, the reference {page}"

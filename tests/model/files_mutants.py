@@ -36,6 +36,18 @@ _TEXTS = [
         "  redis.call('ZADD', tag .. ':objects_due', expires, id)\n",
         "",
     ),
+    (
+        "a content without a record is kept",
+        "redis.call('ZADD', keys[1] .. ':objects_due', 'NX',",
+        "redis.call('ZADD', keys[1] .. ':other', 'NX',",
+    ),
+    (
+        "a content is due for deletion in its first moment",
+        "now_ms() + tonumber(argv[2]), argv[1])",
+        "now_ms(), argv[1])",
+    ),
+    ("a repeated beginning brings a file's end nearer", "':objects_due', 'NX',", "':objects_due',"),
+    ("an expired file is read", "found[i] = expires > now and", "found[i] = expires > 0 and"),
     ("every file is due", "due, '-inf', now_ms(),", "due, '-inf', '+inf',"),
     (
         "a batch that is added again begins anew",

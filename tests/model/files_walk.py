@@ -24,6 +24,7 @@ class FilesWalk:
         self._rng = random.Random(seed)
         self._most = self._rng.choice([0, 60])  # bytes of a tenant
         self._steps: list[tuple[int, Callable[[], None]]] = [
+            (4, self._begin_file),
             (14, self._add_file),
             (8, self._drop),
             (6, self._delete_due),
@@ -51,6 +52,10 @@ class FilesWalk:
 
     def _batch_id(self) -> str:
         return self._rng.choice([*self._feeders.batch_ids[-5:], NO_BATCH])
+
+    def _begin_file(self) -> None:
+        """Of the file that is added next, or of one that never is."""
+        self._feeders.begin_file(is_lost=self._flip(0.4), upload_s=self._rng.choice([3, 60]))
 
     def _add_file(self) -> None:
         repeats = self._file_id() if self._flip(0.3) else None

@@ -50,6 +50,9 @@ class FilesReference:
         self.files: dict[str, StoredFile] = {}
         self.due_ms: dict[str, int] = {}  # files and batches: when their objects are deleted
 
+    def begin(self, file_id: str, *, upload_s: float, now_ms: int) -> None:
+        self.due_ms.setdefault(file_id, now_ms + int(upload_s * 1000))
+
     def add(
         self, file: StoredFile, *, lifetime_s: float, max_tenant_bytes: int, now_ms: int
     ) -> StoredFile:
@@ -71,15 +74,17 @@ class FilesReference:
     def tenant_bytes(self, tenant: str) -> int:
         return sum(file.num_bytes for file in self.files.values() if file.tenant == tenant)
 
-    def page(self, tenant: str, *, after: str, max_files: int) -> Sequence[StoredFile] | None:
-        """The oldest first."""
+    def page(
+        self, tenant: str, *, after: str, max_files: int, now_ms: int
+    ) -> Sequence[StoredFile] | None:
+        """The oldest first, without those that have expired."""
         own = [file for file in self.files.values() if file.tenant == tenant]
         own.sort(key=lambda file: (file.created_ms, file.id))
         ids = [file.id for file in own]
         if after and after not in ids:
             return None
         first = ids.index(after) + 1 if after else 0
-        return own[first : first + max_files]
+        return [file for file in own[first:] if file.expires_ms > now_ms][:max_files]
 
     def drop(self, file_id: str, tenant: str = "", *, now_ms: int) -> bool:
         file = self.files.get(file_id)

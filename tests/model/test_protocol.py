@@ -81,6 +81,7 @@ OUTBOX_REPLIES = {
     "outbox_replay": ("None", "due", "taken", "idle", "delivered"),
 }
 FILES_REPLIES = {
+    "file_begin": ("None",),
     "file_add": ("a file", "FilesFull"),
     "file_drop": ("True", "False"),
     "objects_due": ("some", "nothing"),

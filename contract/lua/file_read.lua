@@ -1,0 +1,15 @@
+-- file_read: the records of files; writes nothing.
+-- KEYS  1 tag
+-- ARGV  ids
+-- reply list of records {field, value, …}; {} for a file that does not exist or has expired
+local function file_read(keys, argv)
+  local found, now = {}, now_ms()
+  for i, id in ipairs(argv) do
+    local key = keys[1] .. ':file:' .. id
+    local expires = whole_number(redis.call('HGET', key, 'expires')) or 0
+    found[i] = expires > now and redis.call('HGETALL', key) or {}
+  end
+  return found
+end
+
+register('file_read', file_read, 'no-writes')
