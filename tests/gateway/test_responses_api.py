@@ -334,3 +334,17 @@ async def test_input_tokens_are_counted_without_a_job(
     response = await client.responses.create(model=MODEL, input="Hi", tools=[TOOL])
     assert response.usage is not None
     assert counted.input_tokens == response.usage.input_tokens
+
+
+async def test_input_tokens_of_an_earlier_response_need_no_input(
+    client: AsyncOpenAI, http: httpx.AsyncClient, worker: FakeWorker
+) -> None:
+    """They are fewer than with more input; without either there is nothing to count."""
+    first = await client.responses.create(model=MODEL, input="Hi")
+    chain: Any = {"model": MODEL, "previous_response_id": first.id}
+    alone = await client.responses.input_tokens.count(**chain)
+    more = await client.responses.input_tokens.count(**chain, input="More")
+    assert first.usage is not None
+    assert first.usage.input_tokens < alone.input_tokens < more.input_tokens
+    answer = await http.post("/v1/responses/input_tokens", json={"model": MODEL})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")

@@ -12,7 +12,9 @@ import redis.asyncio
 from openai import AsyncOpenAI
 
 from contract.api_keys import ApiKeys
+from contract.events import ChoiceDelta, Tokens, ToolCallDelta
 from contract.function_types import Claimed
+from contract.jobs import FinishReason, Job
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import output_text
@@ -288,3 +290,27 @@ async def test_a_response_is_also_a_job(http: httpx.AsyncClient, worker: FakeWor
     job = await http.get("/v1/jobs/job-" + response["id"].removeprefix("resp_"))
     assert job.json()["endpoint"] == "/v1/responses"
     assert job.json()["result"] == response
+
+
+def begins_a_call(_: Job) -> list[Tokens]:
+    """A call that the limit of the output cuts off."""
+    call = ToolCallDelta(0, "add", '{"a": ')
+    delta = ChoiceDelta(0, 0, (97,), "", FinishReason.LENGTH, tool_calls=(call,))
+    return [Tokens((delta,))]
+
+
+async def test_a_call_that_was_cut_off_is_refused_by_where_it_came_from(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """The earlier response, or the item that refers to the call."""
+    worker.script = begins_a_call
+    response = await client.responses.create(model=MODEL, input="Hi", tools=[TOOL])
+    [item] = response.output
+    reference: Any = {"type": "item_reference", "id": item.id}
+    for fields, param in (
+        ({"input": "x", "previous_response_id": response.id}, "previous_response_id"),
+        ({"input": [{"role": "user", "content": "x"}, reference]}, "input.1.id"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model=MODEL, **fields)
+        assert refused.value.param == param

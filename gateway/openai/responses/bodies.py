@@ -112,6 +112,14 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None  # accepted; events are never padded
 
 
+Input = Annotated[
+    list[InputItem],
+    Field(min_length=1),
+    FailFast(),
+    BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+]
+
+
 class ResponseBody(CallFields):
     """POST /v1/responses."""
 
@@ -119,12 +127,7 @@ class ResponseBody(CallFields):
     # Metadata is kept and shown.
     ignored = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 
-    input: Annotated[
-        list[InputItem],
-        Field(min_length=1),
-        FailFast(),
-        BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
-    ]
+    input: Input
     instructions: str | None = None
     previous_response_id: ItemId | None = None
     store: bool | None = None
@@ -210,6 +213,12 @@ class ResponseBody(CallFields):
         if isinstance(self.tool_choice, NamedFunction):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
         return self.tool_choice
+
+
+class InputTokensBody(ResponseBody):
+    """POST /v1/responses/input_tokens. An earlier response may be counted alone."""
+
+    input: Input = Field(default_factory=list)
 
 
 # Parameters with the same name and meaning in a chat.

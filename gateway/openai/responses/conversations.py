@@ -23,6 +23,7 @@ async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> lis
     items: list[Item] = []
     if body.previous_response_id is not None:
         items += await _items_after(gateway, body.previous_response_id, tenant)
+        _check_calls(items, _PREVIOUS)
     known: dict[str, dict[str, Item]] = {}  # by response and id
     for i, item in enumerate(body.input):
         if not isinstance(item, ItemReference):
@@ -41,8 +42,23 @@ async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> lis
             known[response] = {each["id"]: each for each in found}
         if item.id not in known[response]:
             raise not_found("this item", "item_not_found", param)
+        _check_calls([known[response][item.id]], param)
         items.append(known[response][item.id])
     return items
+
+
+def _check_calls(items: Sequence[Item], param: str) -> None:
+    """Raises ApiError for a call whose arguments are no JSON object, in which a cut answer ends."""
+    for item in items:
+        if item["type"] != "function_call":
+            continue
+        try:
+            is_object = isinstance(json.loads(item["arguments"]), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            message = f"{param}: the arguments of the call {item['call_id']} are not complete"
+            raise invalid_value(param, message)
 
 
 async def _items_after(
@@ -66,8 +82,7 @@ def _without_logprobs(item: Item) -> Item:
 
 
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The items as a chat's messages: an assistant's reasoning, text and calls are one message.
-    Raises ApiError for a call whose arguments are no JSON object, which a cut answer ends in."""
+    """The items as a chat's messages: an assistant's reasoning, text and calls are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -98,12 +113,5 @@ def _text(item: Item) -> str:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    try:
-        is_object = isinstance(json.loads(item["arguments"]), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        message = f"{_PREVIOUS}: that response ends in a call whose arguments are not complete"
-        raise invalid_value(_PREVIOUS, message)
     function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}

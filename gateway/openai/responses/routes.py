@@ -14,7 +14,7 @@ from gateway.http.bodies import StrictRoute, WellFormed
 from gateway.http.errors import bad_request, invalid_value
 from gateway.http.handlers import answers
 from gateway.jobs.streams import AcceptingGateway, ThisGateway
-from gateway.openai.responses.bodies import ResponseBody
+from gateway.openai.responses.bodies import InputTokensBody, ResponseBody
 from gateway.openai.responses.calls import ResponseCall
 from gateway.openai.responses.followers import response_stream
 from gateway.openai.responses.objects import (
@@ -72,7 +72,7 @@ async def count_input_tokens(
     caller: Inference,
     _checked: WellFormed,
     gateway: ThisGateway,
-    body: ResponseBody,
+    body: InputTokensBody,
 ) -> InputTokens:
     """The tokens that the model would be given, without a call of it."""
     call = await ResponseCall.prepared(request, gateway, caller, body, "")
