@@ -128,7 +128,7 @@ async def test_chains_go_through_batches(client: AsyncOpenAI, idle_worker: FakeW
 async def test_what_a_file_of_responses_may_not_ask(
     client: AsyncOpenAI, worker: FakeWorker, field: str
 ) -> None:
-    """The field that contradicts a batch fails it before a line is run; false is no question."""
+    """The field that contradicts a batch fails it before a line is run; false is accepted."""
     asked = [line("1", **{field: False}), line("2", **{field: True})]
     batch = await run(client, *asked)
     assert (batch.status, worker.seen) == ("failed", [])
