@@ -1,6 +1,7 @@
 """A pipeline step's body, made of templates over the caller's body and earlier answers."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -73,7 +74,8 @@ def _compiled(text: str) -> Callable[[Mapping[str, Any]], Any]:
     stripped = text.strip()
     match _ENVIRONMENT.parse(stripped).body:
         case [nodes.Output(nodes=[_])] if stripped.startswith("{{") and stripped.endswith("}}"):
-            expression = stripped.removeprefix("{{").removesuffix("}}").strip("-+ ")
+            # A sign beside the braces, as in `{{- x -}}`, is of the braces; `{{ -1 }}` is a number.
+            expression = re.sub(r"^[{]{2}[-+]?|[-+]?[}]{2}$", "", stripped).strip()
             return _ENVIRONMENT.compile_expression(expression, undefined_to_none=False)
         case _:
             return _ENVIRONMENT.from_string(text).render
