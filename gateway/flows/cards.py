@@ -5,17 +5,20 @@ from collections.abc import Mapping
 
 from contract.flows import Flow
 from contract.model_cards import Capabilities, ModelCard
-from gateway.flows.definitions import members
+from gateway.flows.definitions import FlowError, members
 from gateway.flows.entry import deciding_members
 
 
 def flow_card(name: str, flow: Flow, cards: Mapping[str, ModelCard]) -> ModelCard:
-    """A flow's card. `cards` holds those of its members."""
+    """A flow's card. `cards` holds those of its members. Raises FlowError."""
     deciding = [cards[model] for model in deciding_members(flow.definition)]
     called = [cards[model] for _, model in members(flow.definition)]
     generating = [card for card in deciding if card.pooling is None]
     first = (generating or deciding)[0]
     lanes = tuple(lane for lane in first.lanes if all(lane in card.lanes for card in called))
+    if not lanes:
+        each = "; ".join(f"{card.name} serves {', '.join(card.lanes)}" for card in called)
+        raise FlowError(f"{name}: its members share no lane: {each}")
     return ModelCard(
         name=name,
         context_length=min(card.context_length for card in deciding),
@@ -23,7 +26,7 @@ def flow_card(name: str, flow: Flow, cards: Mapping[str, ModelCard]) -> ModelCar
         eos_token_ids=first.eos_token_ids,
         tokenizer_sha256=first.tokenizer_sha256,
         created_s=int(time.time()),
-        lanes=lanes or first.lanes,
+        lanes=lanes,
         capabilities=_shared([card.capabilities for card in deciding]),
         pooling=first.pooling,
         flow=flow,
