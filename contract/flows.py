@@ -88,6 +88,11 @@ class Cascade(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="cascade
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=2)]
     confidence: Confidence = Confidence()
 
+    @property
+    def num_scored(self) -> int:
+        """Members whose answers a scorer scores."""
+        return len(self.members) - 1 if self.confidence.scorer else 0
+
 
 class Ensemble(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="ensemble"):
     """Asks all its members at once.
@@ -101,7 +106,13 @@ class Ensemble(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="ensemb
     combine: Literal["vote", "best-by-score", "mean"]
     scorer: str = ""
 
+    @property
+    def num_scored(self) -> int:
+        """Members whose answers a scorer scores."""
+        return len(self.members) if self.scorer else 0
 
+
+MAX_CALLS = 256  # of models, for one call of a flow
 INPUT = "input"  # the name of the caller's body in templates
 
 

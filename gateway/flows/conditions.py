@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from pydantic_core import SchemaError, SchemaValidator, core_schema
@@ -62,7 +62,7 @@ def check_pattern(pattern: str) -> None:
 def check_languages(codes: Iterable[str]) -> None:
     """Loads the detector. Raises ValueError if it is not installed, or does not know a code."""
     try:
-        known = {code for code, _ in _detector().rank("") if len(code) == 2}
+        known = {code for code in load_detector() if len(code) == 2}
     except ModuleNotFoundError as exc:
         raise ValueError("needs py3langid: install batchway[languages]") from exc
     if unknown := [code for code in codes if code not in known]:
@@ -110,6 +110,12 @@ def _detect(text: str) -> str:
     return _MACRO_LANGUAGES.get(code, code)
 
 
+@cache
+def load_detector() -> tuple[str, ...]:
+    """The languages that it knows. The first call takes a second and 120 MB. Raises
+    ModuleNotFoundError if it is not installed."""
+    return tuple(code for code, _ in _detector().rank(""))
+
+
 def _detector() -> Any:
-    """Loading takes a second and 120 MB, at the first call: of `check_languages`."""
     return importlib.import_module("py3langid")

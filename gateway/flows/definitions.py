@@ -8,11 +8,9 @@ from typing import Annotated, Any
 import msgspec
 import yaml  # type: ignore[import-untyped]  # types are a separate package
 
-from contract.flows import INPUT, Cascade, Definition, Ensemble, Pipeline, Route
+from contract.flows import INPUT, MAX_CALLS, Cascade, Definition, Ensemble, Pipeline, Route
 from gateway.flows.conditions import check_languages, check_pattern
 from gateway.flows.templates import TemplateFault, check_templates
-
-MAX_CALLS = 256  # of models, for one call of a flow
 
 
 class FlowError(Exception):
@@ -184,7 +182,7 @@ def _check_pipeline(pipeline: Pipeline, place: str) -> None:
             raise FlowError(f"{at}.name: {step.name!r} is already the name of a value")
         for key in ("model", "stream"):
             if key in step.body:
-                raise FlowError(f"{at}.body.{key}: is not the step's to say")
+                raise FlowError(f"{at}.body.{key}: cannot be set in a step")
         try:
             check_templates(step, names)
         except TemplateFault as exc:
@@ -203,8 +201,11 @@ def _check_circles(flows: Mapping[str, Definition]) -> None:
             circle = " -> ".join((*path[path.index(name) :], name))
             raise FlowError(f"{_place(name)}: calls itself: {circle}")
         if name not in num_calls:
-            calls = [visit(model, (*path, name)) for _, model in members(flows[name])]
-            num_calls[name] = sum(calls)
+            called = [model for _, model in members(flows[name])]
+            match flows[name]:  # the last of them is the scorer
+                case (Cascade() | Ensemble()) as scored if scored.num_scored > 1:
+                    called += called[-1:] * (scored.num_scored - 1)
+            num_calls[name] = sum(visit(model, (*path, name)) for model in called)
             if num_calls[name] > MAX_CALLS:
                 raise FlowError(
                     f"{_place(name)}: may make {num_calls[name]} calls; at most {MAX_CALLS} may be"

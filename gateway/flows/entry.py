@@ -2,17 +2,27 @@
 chooses, any other flow a job that calls its members.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from contract.flows import Cascade, Condition, Definition, Ensemble, FlowCall, Pipeline, Route
+from contract.flows import (
+    MAX_CALLS,
+    Cascade,
+    Condition,
+    Definition,
+    Ensemble,
+    FlowCall,
+    Pipeline,
+    Route,
+)
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, default_seed
 from contract.model_cards import ModelCard
-from gateway.flows.conditions import Facts, choose_target, needs_label
+from gateway.flows.conditions import Facts, choose_target, load_detector, needs_label
 from gateway.flows.reservation import NumTokens, Reservation
-from gateway.http.errors import UNSUPPORTED, bad_request
+from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.openai.admission import Terms, tokenised
 from gateway.openai.answers import needs_tokenizer
 from gateway.openai.calls import prepare_call
@@ -47,7 +57,7 @@ async def prepare_any(
     if isinstance(definition, Route):
         facts = await facts_of(broker, definition, body, terms)
         if not needs_label(definition, facts):
-            target = choose_target(definition, facts, draw_of(terms.job_id))
+            target = choose_target(definition, facts, draw_of(terms.job_id, body.model))
             chosen = body.model_copy(update={"model": target})
             job, submission = await prepare_any(*parts, chosen, terms)
             return replace(job, asked_model=body.model), submission
@@ -72,13 +82,16 @@ async def prepare_any(
     )
 
 
-def draw_of(job_id: str) -> float:
-    """A number in [0, 1) that is the same whenever it is drawn for this job."""
-    return default_seed(f"{job_id}/route") / 2**63
+def draw_of(job_id: str, route: str) -> float:
+    """A number in [0, 1) that is the same whenever it is drawn for this job and route. A route to a
+    route draws anew."""
+    return default_seed(f"{job_id}/route/{route}") / 2**63
 
 
 async def facts_of(broker: Broker, route: Route, body: CallBody, terms: Terms) -> Facts:
     """What the rules of a route may ask about a call. Tokens are counted only where a rule asks."""
+    if any(rule.when.languages for rule in route.rules):
+        await _load_languages()
     num_tokens = 0
     if any(_counts_tokens(rule.when) for rule in route.rules):
         card = (await broker.known.models()).get(route.rules[0].to[0].model)
@@ -91,6 +104,15 @@ async def facts_of(broker: Broker, route: Route, body: CallBody, terms: Terms) -
         tenant=terms.caller.tenant,
         metadata={**(body.metadata or {}), **terms.metadata},
     )
+
+
+async def _load_languages() -> None:
+    """In a thread: a gateway without the file loads them at its first call of such a route."""
+    try:
+        await asyncio.to_thread(load_detector)
+    except ModuleNotFoundError:
+        message = "this gateway cannot detect languages: install batchway[languages]"
+        raise ApiError(503, "languages_missing", message) from None
 
 
 def _counts_tokens(when: Condition) -> bool:
@@ -137,9 +159,15 @@ def text_of(body: CallBody) -> str:
 
 def _check_shape(job: Job, card: ModelCard) -> None:
     """Raises ApiError where a pipeline, whose steps ask for what they want, cannot give the answer
-    its shape."""
+    its shape, and where each choice has a call to a scorer, and there are too many."""
     assert card.flow is not None
-    if not isinstance(card.flow.definition, Pipeline):
+    definition = card.flow.definition
+    if isinstance(definition, Cascade | Ensemble):
+        num_scores = definition.num_scored * job.num_choices
+        if num_scores > MAX_CALLS:
+            message = f"n: {card.name!r} would score {num_scores} choices, over {MAX_CALLS}"
+            raise bad_request(UNSUPPORTED, message, "n")
+    if not isinstance(definition, Pipeline):
         return
     if job.pooling is None and job.num_choices > 1:
         message = f"n: the pipeline {card.name!r} answers with one choice for one prompt"

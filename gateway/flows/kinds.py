@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -19,8 +20,9 @@ from gateway.flows.confidence import confidence
 from gateway.flows.entry import draw_of, text_of
 from gateway.flows.play import Output, Play
 from gateway.openai.job_bodies import CallBody
+from gateway.openai.schemas import MAX_CHOICES_IN_ALL
 
-_SCORER = 100  # numbers of calls to scorers begin here
+_SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers: so many for each member
 
 
 def played(play: Play) -> AsyncGenerator[LogEvent]:
@@ -109,7 +111,9 @@ async def _route(play: Play, route: Route) -> AsyncGenerator[LogEvent]:
         raise MemberFailed(outcome)
     answer = await answer_of(play.calls.broker, outcome)
     facts = _facts(play.parent, str(answer["data"][0]["label"]))
-    chosen = _call(play.parent, 1, choose_target(route, facts, draw_of(play.parent.id)))
+    chosen = _call(
+        play.parent, 1, choose_target(route, facts, draw_of(play.parent.id, play.parent.model))
+    )
     yield play.tell(chosen)
     async for event in play.live(chosen):
         yield event
@@ -170,10 +174,15 @@ def _scoring(parent: Job, index: int, scorer: str, outcome: Outcome) -> list[Cal
             first + number,
             scorer,
             Endpoint.SCORE,
-            {"text_1": prompt or " ", "text_2": text or " "},
+            score_body(prompt, text),
         )
         for number, text in enumerate(texts_of(outcome))
     ]
+
+
+def score_body(prompt: str, answer: str) -> dict[str, object]:
+    """Asks a scorer how well an answer fits. A scorer refuses an empty text."""
+    return {"text_1": prompt or " ", "text_2": answer or " "}
 
 
 async def _score(play: Play, outcome: Outcome) -> float | None:
@@ -278,18 +287,21 @@ def _step(parent: Job, pipeline: Pipeline, index: int, values: Mapping[str, Any]
 async def _pipeline(play: Play, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:
     values: dict[str, Any] = {INPUT: body_of(play.parent)}
     *earlier, last = range(len(pipeline.steps))
-    with play.passage() as passage:
+    with play.staging.passage() if play.staging else nullcontext() as passage:
         for index in earlier:
             call = _step(play.parent, pipeline, index, values)
             yield play.tell(call)
-            await passage.turn(index)
+            if passage is not None:
+                await passage.turn(index)
             outcome = await play.whole(call)
-            passage.ended()
+            if passage is not None:
+                passage.ended()
             if not outcome.has_succeeded:
                 raise MemberFailed(outcome)
             values[call.name] = await answer_of(play.calls.broker, outcome)
         call = _step(play.parent, pipeline, last, values)
         yield play.tell(call)
-        await passage.turn(last)
+        if passage is not None:
+            await passage.turn(last)
         async for event in play.live(call):
             yield event

@@ -5,7 +5,7 @@ that begins again gives the same events in the same order.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -14,20 +14,20 @@ from contract.errors import BatchwayError, ErrorCode
 from contract.events import MemberRun, Members, Prompt, Tokens
 from contract.jobs import Job, JobStatus
 from gateway.flows.calls import Call, Calls, MemberFailed, Outcome, failed
-from gateway.flows.staging import Passage
+from gateway.flows.staging import Staging
 
 Output = Prompt | Tokens
 _FORGOTTEN = "its output is no longer kept, and the flow could not go on without it"
 
 
 class Play:
-    """`known`: calls that the log tells of already, by job id. `passage` makes the job's way
-    through a pipeline's stages."""
+    """`known`: calls that the log tells of already, by job id. `staging`: the stages of a staged
+    pipeline."""
 
     def __init__(
-        self, calls: Calls, known: Mapping[str, MemberRun], passage: Callable[[], Passage]
+        self, calls: Calls, known: Mapping[str, MemberRun], staging: Staging | None
     ) -> None:
-        self.passage = passage
+        self.staging = staging
         self.calls = calls
         self.parent = calls.parent
         self.begun: dict[str, MemberRun] = {}  # by job id, as they are now

@@ -44,11 +44,11 @@ class Reservation:
                 most = max((self.estimate(to.model, own) for to in route.targets), key=sum)
                 return _sum([most, *([NumTokens(own.prompt, 0)] if route.classifier else [])])
             case Cascade() as cascade:
-                scores = [score] * (len(cascade.members) - 1) if cascade.confidence.scorer else []
-                return _sum([self.estimate(m.model, own) for m in cascade.members] + scores)
+                members = [self.estimate(member.model, own) for member in cascade.members]
+                return _sum([*members, *[score] * cascade.num_scored])
             case Ensemble() as ensemble:
-                scores = [score] * len(ensemble.members) if ensemble.scorer else []
-                return _sum([self.estimate(each, own) for each in ensemble.members] + scores)
+                members = [self.estimate(member, own) for member in ensemble.members]
+                return _sum([*members, *[score] * ensemble.num_scored])
             case Pipeline() as pipeline:
                 steps = pipeline.steps
                 return _sum(

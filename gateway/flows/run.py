@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import aclosing
 
 from contract.errors import BatchwayError, BrokerUnavailable, ErrorCode
@@ -13,7 +12,7 @@ from gateway.flows.calls import Calls, MemberFailed, Outcome
 from gateway.flows.kinds import played
 from gateway.flows.play import Play
 from gateway.flows.publisher import Publisher
-from gateway.flows.staging import Passage
+from gateway.flows.staging import Staging
 from gateway.http.errors import UnknownJob
 from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
@@ -43,9 +42,9 @@ class Run:
         settings: GatewaySettings,
         publisher: Publisher,
         claimed: Claimed,
-        passage: Callable[[], Passage],
+        staging: Staging | None,
     ) -> None:
-        self._passage = passage
+        self._staging = staging
         self.claimed = claimed
         self.job = claimed.job
         self._broker = broker
@@ -59,6 +58,7 @@ class Run:
             deadline_s=broker.clock() + claimed.deadline_s,
         )
         self._play: Play | None = None
+        self._deadline_ms: int | None = None  # by Redis's clock, where it is that of the calls
         self._number = 0  # of the last event in the log
         self._shown: dict[int, int] = {}  # output tokens in the log, by choice
 
@@ -80,6 +80,7 @@ class Run:
     async def move(self, lane: str, left_s: float) -> None:
         """Gives the calls under way the lane and the deadline that the job has now."""
         self._calls.lane, self._calls.deadline_s = lane, self._broker.clock() + left_s
+        self._deadline_ms = None
         for run in self._play.unfinished() if self._play else ():
             try:
                 await self._broker.reprioritise(
@@ -108,7 +109,7 @@ class Run:
 
     async def _attempt(self) -> None:
         known = await self._read_log()
-        play = self._play = Play(self._calls, known, self._passage)
+        play = self._play = Play(self._calls, known, self._staging)
         code = message = ""
         number, logged = 0, self._number
         try:
@@ -151,6 +152,9 @@ class Run:
                 self._number = entry.number
             if len(entries) < _PAGE_EVENTS:
                 self._calls.lane = view.lane
+                if self._deadline_ms is not None:  # a message that it has moved may be lost
+                    self._calls.deadline_s += (view.deadline_ms - self._deadline_ms) / 1000
+                self._deadline_ms = view.deadline_ms
                 return known
 
     def _note(self, event: LogEvent, known: dict[str, MemberRun]) -> None:

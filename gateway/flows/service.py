@@ -4,9 +4,10 @@ reads the file again when it has changed.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from contract.catalogue import Catalogue
@@ -32,6 +33,8 @@ from gateway.settings import GatewaySettings
 log = logging.getLogger("batchway.flows")
 
 _LOOK_S = 1.0  # between two looks at the file and at the members' cards
+_MAX_STAGINGS = 256
+_LEAVE_S = 5.0  # at least, until nobody accepts jobs of a withdrawn flow: cards are cached for 1 s
 
 
 class FlowService:
@@ -55,7 +58,8 @@ class FlowService:
         self._definitions: Mapping[str, Definition] = {}
         self._published: dict[str, ModelCard] = {}
         self._workers: dict[str, FlowWorker] = {}
-        self._stagings: dict[str, tuple[Pipeline, Staging]] = {}
+        self._leaving: dict[FlowWorker, float] = {}  # of withdrawn flows: since when
+        self._stagings: dict[tuple[str, bytes], Staging] = {}
         self._told = ""
         self._has_library = False
 
@@ -63,7 +67,7 @@ class FlowService:
         """Until cancelled."""
         while True:
             if self._drain.has_begun:
-                for worker in self._workers.values():
+                for worker in (*self._workers.values(), *self._leaving):
                     worker.drain()
             else:
                 await self._look()
@@ -71,7 +75,8 @@ class FlowService:
 
     async def aclose(self) -> None:
         """Gives the jobs under way back."""
-        await asyncio.gather(*(worker.aclose() for worker in self._workers.values()))
+        workers = *self._workers.values(), *self._leaving
+        await asyncio.gather(*(worker.aclose() for worker in workers))
         await self._client.aclose()
 
     async def _look(self) -> None:
@@ -79,8 +84,12 @@ class FlowService:
             if not self._has_library:
                 await ensure_library(self._client)
                 self._has_library = True
-            await self._read()
-            await self._publish()
+            try:
+                await self._read()
+            finally:  # also while the file is wrong: Redis may lose a card, and a worker may fail
+                if self._stamp is not None:
+                    await self._publish()
+            await self._close_leaving()
         except FlowError as exc:
             state = "stays as it was" if self._published else "is not served yet"
             self._tell(f"models.yaml {state}: {exc}")
@@ -128,13 +137,36 @@ class FlowService:
                 await self._catalogue.publish_card(card)
                 log.info("flow served model=%s", name)
             self._published[name] = card
-        for name in self._published.keys() - self._definitions.keys():
-            await self._catalogue.withdraw(name)
+        await self._withdraw([name for name, card in cards.items() if card.flow is not None])
+
+    async def _withdraw(self, flows: Sequence[str]) -> None:
+        """Withdraws those of `flows` that the file does not have, and that no other gateway runs.
+        Workers of own ones run their jobs to their ends."""
+        own = self._published.keys() - self._definitions.keys()
+        for name in own:
             del self._published[name]
-            log.info("flow withdrawn model=%s", name)
+            self._leaving[self._workers.pop(name)] = self._broker.clock()
+        for name in flows:
+            if name in self._definitions:
+                continue
+            if name in own or await self._catalogue.num_live_workers(name) == 0:
+                await self._catalogue.withdraw(name)
+                log.info("flow withdrawn model=%s", name)
+
+    async def _close_leaving(self) -> None:
+        for worker, since_s in list(self._leaving.items()):
+            if self._broker.clock() - since_s < _LEAVE_S:
+                continue
+            if worker.is_idle or worker.failure is not None:
+                del self._leaving[worker]
+                await worker.aclose()
 
     async def _serve(self, card: ModelCard) -> None:
-        if (known := self._workers.get(card.name)) is not None:
+        known = self._workers.get(card.name)
+        if known is not None and known.is_draining:  # the name was a model's for a while
+            self._leaving[known] = self._broker.clock()
+            known = None
+        if known is not None:
             known.lanes = card.lanes
             if (failure := known.failure) is None:
                 return
@@ -146,22 +178,20 @@ class FlowService:
 
     def _run(self, publisher: Publisher, claimed: Claimed) -> Run:
         parts = self._broker, self._grammars, self._settings
-        return Run(*parts, publisher, claimed, self._staging(claimed.job).passage)
+        return Run(*parts, publisher, claimed, self._staging(claimed.job))
 
-    def _staging(self, job: Job) -> Staging:
-        """The stages of a staged pipeline, which its jobs share; of other flows' jobs, their own,
-        where nothing waits."""
+    def _staging(self, job: Job) -> Staging | None:
+        """The stages of a staged pipeline, shared by its jobs of one definition."""
         assert job.flow is not None
         definition = job.flow.flow.definition
-        if not isinstance(definition, Pipeline):
-            return Staging(0, self._broker.clock)
-        if definition.batching == "flat":
-            return Staging(len(definition.steps), self._broker.clock)
-        known = self._stagings.get(job.model)
-        if known is None or known[0] != definition:
-            known = definition, Staging(len(definition.steps), self._broker.clock)
-            self._stagings[job.model] = known
-        return known[1]
+        if not isinstance(definition, Pipeline) or definition.batching == "flat":
+            return None
+        key = job.model, msgspec.json.encode(definition)
+        if (known := self._stagings.get(key)) is None:
+            known = self._stagings[key] = Staging(len(definition.steps), self._broker.clock)
+            while len(self._stagings) > _MAX_STAGINGS:
+                del self._stagings[next(iter(self._stagings))]
+        return known
 
 
 def _members_first(definitions: Mapping[str, Definition]) -> list[str]:

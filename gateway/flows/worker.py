@@ -50,7 +50,8 @@ class FlowWorker:
         self._ending: set[asyncio.Task[None]] = set()
         self._duties: list[asyncio.Task[None]] = []
         self._wake = asyncio.Event()
-        self._is_draining = False
+        self.is_draining = False
+        self.is_idle = False  # it holds no job, and none waits
 
     def start(self) -> None:
         duties = (self._publisher.run, self._beat, self._claim_jobs, self._listen)
@@ -69,7 +70,7 @@ class FlowWorker:
 
     def drain(self) -> None:
         """Takes no more jobs."""
-        self._is_draining = True
+        self.is_draining = True
 
     # --- claims -------------------------------------------------------------------------------
 
@@ -80,15 +81,17 @@ class FlowWorker:
             await self._wake.wait()
             poll.cancel()
             self._wake.clear()
+            self.is_idle = False
             try:
                 if has_lost_reply:
                     known = list(self._held)
-                    self._start(
+                    await self._start(
                         await self._functions.mine(self.incarnation, known, lease_s=self._lease_s)
                     )
                     has_lost_reply = False
-                while not self._is_draining and self._start(await self._claim()):
+                while not self.is_draining and await self._start(await self._claim()):
                     pass
+                self.is_idle = not self._held
             except BrokerUnavailable:
                 has_lost_reply = True  # the call may have claimed jobs
                 await asyncio.sleep(_RETRY_S)
@@ -108,9 +111,16 @@ class FlowWorker:
             is_idle=True,
         )
 
-    def _start(self, claimed: list[Claimed]) -> int:
-        """Begins the jobs' runs; how many."""
+    async def _start(self, claimed: list[Claimed]) -> int:
+        """Begins the jobs' runs; how many. Takes no more once the name is that of a model."""
+        foreign = [job for job in claimed if job.job.flow is None]
+        if foreign:
+            self.drain()
+            items = [Release(job.job.id, job.epoch, "drain") for job in foreign]
+            await self._functions.release(self.incarnation, items)
         for job in claimed:
+            if job.job.flow is None:
+                continue
             run = self._make_run(self._publisher, job)
             task = asyncio.create_task(run.run())
             self._held[job.job.id] = run, task
@@ -132,6 +142,8 @@ class FlowWorker:
             await self._functions.release(self.incarnation, [item])
         except BatchwayError as exc:
             log.info("not released, its lease will lapse: %s", type(exc).__name__)
+        if await run.is_over():  # that was the last attempt
+            await run.cancel_calls()
 
     # --- leases and messages ------------------------------------------------------------------
 
@@ -153,10 +165,12 @@ class FlowWorker:
             lease_s=self._lease_s,
             info=json.dumps({"jobs_held": len(held)}),
             capacity=capacity,
-            state="draining" if self._is_draining else "up",
+            state="draining" if self.is_draining else "up",
         )
+        reported = dict(held)
         for job_id in lost:
-            self._drop(job_id)
+            if job_id in self._held and self._held[job_id][0].claimed.epoch == reported[job_id]:
+                self._drop(job_id)
 
     def _drop(self, job_id: str) -> None:
         """Stops a run whose job has ended, or is another process's."""

@@ -1,4 +1,4 @@
-"""What a flow's tenant is charged: the tokens of the calls that ran, whatever the caller's limits."""
+"""What a flow's tenant is charged: the tokens of the calls that ran."""
 
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ async def test_a_flow_reserves_what_its_calls_may_take(
     cost: int,
 ) -> None:
     """Each call reads the prompt, of 20 tokens, and writes as much as its body lets it."""
-    asked = {"endpoint": CHAT, "body": {**chat(model, "12"), **more}}
+    asked: dict[str, object] = {"endpoint": CHAT, "body": {**chat(model, "12"), **more}}
     job_id = await submitted(flows, asked)
     assert await redis_client.hget(keys.job(job_id), "cost") == str(cost).encode()
 

@@ -1,5 +1,6 @@
 """Which target a route chooses, by rules, weights and a classifier's label."""
 
+import threading
 import time
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.api_keys import KeyTerms
 from contract.flows import Condition, Route, Rule, Target
+from gateway.flows import entry
 from gateway.flows.conditions import (
     MAX_TEXT_CHARS,
     Facts,
@@ -16,6 +19,10 @@ from gateway.flows.conditions import (
     choose_target,
     needs_label,
 )
+from gateway.http.auth import Caller
+from gateway.http.errors import ApiError
+from gateway.openai.admission import Terms
+from gateway.openai.schemas import ChatBody
 
 FACTS = Facts(
     num_prompt_tokens=20, text="Where is my invoice?", tenant="acme", metadata={"tier": "gold"}
@@ -156,3 +163,27 @@ def test_definitions_travel_in_cards() -> None:
     """A route is the same after msgpack."""
     rules = route(Condition(languages=("de",), metadata={"a": "b"}), classifier="intent")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(rules), type=Route) == rules
+
+
+@pytest.mark.anyio
+async def test_a_gateway_that_cannot_detect_languages_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It loads them at the first call of a route by language, in a thread."""
+    threads = []
+
+    def missing() -> None:
+        threads.append(threading.get_ident())
+        raise ModuleNotFoundError("py3langid")
+
+    monkeypatch.setattr(entry, "load_detector", missing)
+    body = ChatBody.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "Guten Tag"}]}
+    )
+    terms = Terms(caller=Caller(KeyTerms(tenant="t"), ""), deadline_s=1.0, retention_s=1.0)
+    asked = [Condition(languages=("de",)), Condition(tenants=("t",))]
+    with pytest.raises(ApiError) as refused:
+        await entry.facts_of(None, route(*asked), body, terms)  # type: ignore[arg-type]
+    assert (refused.value.status, refused.value.code) == (503, "languages_missing")
+    assert threads != [threading.get_ident()]
+    await entry.facts_of(None, route(asked[1]), body, terms)  # type: ignore[arg-type]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from contract.flows import Cascade, Confidence, Member, Pipeline
+from contract.flows import MAX_CALLS, Cascade, Confidence, Member, Pipeline
 from contract.jobs import Endpoint
-from gateway.flows.definitions import MAX_CALLS, FlowError, load_flows
+from gateway.flows.definitions import FlowError, load_flows
 from tests.gateway.flows.model_files import write
 
 ROUTE: dict[str, Any] = {"route": {"otherwise": [{"model": "small"}]}}
@@ -107,6 +107,14 @@ def test_a_flow_that_multiplies_calls_is_refused(tmp_path: Path) -> None:
     assert fault == f"models[2]: may make 4096 calls; at most {MAX_CALLS} may be"
 
 
+def test_each_scored_member_is_a_call_more(tmp_path: Path) -> None:
+    """An ensemble asks its scorer once for each member: 9 x (16 + 16) calls."""
+    best = {"members": ["small"] * 16, "combine": "best-by-score", "scorer": "rank"}
+    many = {"ensemble": {"members": ["best"] * 9, "combine": "vote"}}
+    fault = fault_of(write(tmp_path, best={"ensemble": best}, many=many))
+    assert fault == f"models[1]: may make 288 calls; at most {MAX_CALLS} may be"
+
+
 @pytest.mark.parametrize(
     ("place", "when", "fault"),
     [
@@ -183,7 +191,7 @@ def test_a_definition_that_contradicts_itself_is_refused(
     [
         ([{"name": "input"}], "steps[0].name: 'input' is already the name of a value"),
         ([{}, {}], "steps[1].name: 'one' is already the name of a value"),
-        ([{"body": {"stream": True}}], "steps[0].body.stream: is not the step's to say"),
+        ([{"body": {"stream": True}}], "steps[0].body.stream: cannot be set in a step"),
         ([{"endpoint": "/v1/x"}], "steps[0].endpoint: Invalid enum value '/v1/x'"),
         (
             [{"body": {"a": [1, "{{ two.text }}"]}}, {"name": "two"}],

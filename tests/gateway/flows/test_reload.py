@@ -8,7 +8,9 @@ import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import publish_model
 from tests.gateway.flows.conftest import FLOWS, Fleet, chat
 from tests.gateway.vector_worker import vector_files
@@ -19,7 +21,9 @@ CHAT = "/v1/chat/completions"
 
 
 def rewrite(path: Path, models: list[Any]) -> None:
-    path.write_text(yaml.safe_dump({"models": models}))
+    new = path.with_suffix(".new")
+    new.write_text(yaml.safe_dump({"models": models}))
+    new.replace(path)
 
 
 async def until_listed(flows: httpx.AsyncClient, wanted: set[str], unwanted: set[str]) -> None:
@@ -82,6 +86,8 @@ async def test_a_wrong_file_changes_nothing(
 
         await until(is_told, 20)
     assert len(caplog.records) == 1
+    await fleet.client.delete(fleet.keys.model("vote"))
+    await until_listed(flows, {"vote"}, set())
     assert "stays as it was" in caplog.text
     answer = await flows.post(CHAT, json=chat("vote"))
     assert answer.status_code == 200
@@ -114,3 +120,43 @@ async def test_flows_are_published_again_where_redis_lost_them(
         return bool(await fleet.client.exists(fleet.keys.model("vote")))
 
     await until(is_back, 20)
+
+
+async def test_a_flow_that_is_gone_leaves_its_name_to_a_model(
+    flows: httpx.AsyncClient, fleet: Fleet, models_yaml: Path
+) -> None:
+    """Its jobs are run to their ends before its worker leaves."""
+    rewrite(models_yaml, [flow for flow in FLOWS["models"] if flow["name"] != "vote"])
+    await until_listed(flows, {"pipe"}, {"vote"})
+    await fleet.start("vote")
+    await until_listed(flows, {"vote"}, set())
+    answer = await flows.post(CHAT, json=chat("vote"))
+    assert answer.json()["choices"][0]["message"]["content"] == "I am vote"
+    await fleet.stop_serving("vote")
+
+    async def has_left() -> bool:
+        found = await fleet.client.zrange(fleet.keys.workers("vote"), 0, -1)
+        return found == [b"w-vote"]
+
+    await until(has_left, 20)
+
+
+async def test_a_restarted_gateway_withdraws_flows_that_its_file_no_longer_has(
+    redis_server: EmbeddedRedis, fleet: Fleet, models_yaml: Path
+) -> None:
+    """But not those that another gateway runs."""
+    settings = make_settings(redis_server.url, models=str(models_yaml))
+
+    async def serve(url: str, wanted: set[str], unwanted: set[str]) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            await until_listed(client, wanted, unwanted)
+
+    with running_gateway(settings) as url:
+        await serve(url, {"vote", "pipe"}, set())
+        other = models_yaml.with_name("other.yaml")
+        rewrite(other, [{**FLOWS["models"][2], "name": "second"}])
+        with running_gateway(make_settings(redis_server.url, models=str(other))) as second_url:
+            await serve(second_url, {"second", "vote", "pipe"}, set())
+    rewrite(models_yaml, [flow for flow in FLOWS["models"] if flow["name"] != "vote"])
+    with running_gateway(settings) as url:
+        await serve(url, {"pipe"}, {"vote", "second"})

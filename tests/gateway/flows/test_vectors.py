@@ -44,6 +44,14 @@ FLOWS = {
             },
         },
         {
+            "name": "best-of-three",
+            "ensemble": {
+                "members": ["small", "large", "small"],
+                "combine": "best-by-score",
+                "scorer": RERANKER,
+            },
+        },
+        {
             "name": "judged",
             "cascade": {
                 "members": [{"model": "small", "threshold": 0.5}, {"model": "large"}],
@@ -142,6 +150,15 @@ async def test_the_scorer_s_favourite_answers(flows: httpx.AsyncClient, fleet: F
         }
         best = max(by_answer, key=lambda model: by_answer[model])
         assert answer.json()["choices"][0]["message"]["content"] == f"I am {best}"
+
+
+async def test_a_flow_makes_no_more_calls_to_a_scorer_than_the_stated_limit(
+    flows: httpx.AsyncClient, fleet: Fleet
+) -> None:
+    """One for each choice of each member: 3 x 128 are over 256."""
+    many = {"model": "best-of-three", "prompt": ["a"] * 16, "n": 8}
+    refused = await flows.post("/v1/completions", json=many)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 
 
 async def test_a_scorer_may_be_a_cascade_s_judge(flows: httpx.AsyncClient, fleet: Fleet) -> None:

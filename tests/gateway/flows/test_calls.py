@@ -1,0 +1,41 @@
+"""Ids of a flow's calls, and the draws of its routes."""
+
+import msgspec
+
+from contract.events import MemberRun
+from contract.flows import Ensemble, Flow, FlowCall
+from contract.jobs import Endpoint, SamplingParams, new_job_id
+from gateway.flows.calls import Outcome
+from gateway.flows.entry import draw_of
+from gateway.flows.kinds import _scoring
+from tests.contract.some_calls import make_job
+
+
+def test_each_choice_of_each_member_is_scored_by_a_call_of_its_own() -> None:
+    """Also with the most choices that a call may have, 128."""
+    definition = Ensemble(members=("a", "b"), combine="best-by-score", scorer="rank")
+    flow = Flow(definition=definition, endpoints=(Endpoint.COMPLETIONS,))
+    call = FlowCall(flow=flow, body=b'{"model": "m", "prompt": "a"}', retention_s=60.0)
+    parent = msgspec.structs.replace(make_job(), flow=call)
+    member = msgspec.structs.replace(
+        make_job(),
+        prompt_ids=(),
+        prompt_list=((1,),) * 16,
+        params=SamplingParams(max_tokens=1, seed=1, n=8),
+    )
+    outcome = Outcome(MemberRun("a", member.id), member)
+    ids = {
+        each.job_id(parent.id)
+        for index in range(2)
+        for each in _scoring(parent, index, "rank", outcome)
+    }
+    assert len(ids) == 2 * 128
+
+
+def test_a_route_to_a_route_draws_anew() -> None:
+    """Of jobs that one route sends to the lower half, the next sends half there."""
+    ids = [new_job_id() for _ in range(4000)]
+    low = [each for each in ids if draw_of(each, "outer") < 0.5]
+    lower = [each for each in low if draw_of(each, "inner") < 0.5]
+    assert 0.45 < len(low) / len(ids) < 0.55
+    assert 0.45 < len(lower) / len(low) < 0.55
