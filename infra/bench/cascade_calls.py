@@ -10,7 +10,12 @@ import httpx
 import msgspec
 
 from contract.flows import Cascade
+from contract.jobs import Endpoint
+from gateway.flows.calls import parse_body
 from gateway.flows.confidence import confidence
+from gateway.flows.entry import text_of
+from gateway.flows.kinds import score_body
+from gateway.http.errors import ApiError
 from infra.bench.cascade_fit import LastAnswer, Measured, SureAnswer
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
@@ -50,9 +55,12 @@ class Asker:
     max_concurrency: int
 
     async def measure(
-        self, questions: Sequence[Question], progress: Callable[[int, int], None]
+        self,
+        questions: Sequence[Question],
+        progress: Callable[[int, int], None],
+        keep: Callable[[Measured], None],
     ) -> list[Measured]:
-        """In the order of the questions. Raises CallRefused."""
+        """In the order of the questions; each is kept once it is measured. Raises CallRefused."""
         places = asyncio.Semaphore(self.max_concurrency)
         num_done = 0
 
@@ -60,6 +68,7 @@ class Asker:
             nonlocal num_done
             async with places:
                 measured = await self._measure(question)
+            keep(measured)
             num_done += 1
             progress(num_done, len(questions))
             return measured
@@ -106,7 +115,7 @@ class Asker:
         kind = self.cascade.confidence
         if kind.by != "scorer":
             return confidence(kind, answer.logprobs, answer.text)
-        body = {"model": kind.scorer, "text_1": asked(question), "text_2": answer.text}
+        body = {"model": kind.scorer, **score_body(asked(question), answer.text)}
         data = await self._post("score", body)
         try:
             return float(min(max(data["data"][0]["score"], 0.0), 1.0))
@@ -137,10 +146,12 @@ class Asker:
 
 
 def asked(question: Question) -> str:
-    """What a scorer compares the answer to: the prompt, or the last message."""
-    if question.path == COMPLETIONS:
-        return str(question.body["prompt"])
-    return str(question.body["messages"][-1]["content"])
+    """What a scorer compares the answer to, as in a cascade. Raises CallRefused."""
+    endpoint = Endpoint.CHAT if question.path == CHAT else Endpoint.COMPLETIONS
+    try:
+        return text_of(parse_body(endpoint, {**question.body, "model": "any"}))
+    except ApiError as exc:
+        raise CallRefused(f"a question is no body of {endpoint}: {exc.message}") from exc
 
 
 def _quality(question: Question, answer: _Answer) -> float:

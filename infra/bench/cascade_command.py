@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,10 @@ def run(options: argparse.Namespace) -> int:
             if len(questions) < len(rows):
                 raise BadData(f"{options.data}: holds questions and measured answers; give one")
             measured = asyncio.run(_ask(options, questions))
+            if options.save is not None:  # again, in the order of the questions
+                options.save.write_bytes(b"".join(map(_line_of, measured)))
         else:
             measured = [row for row in rows if isinstance(row, Measured)]
-        if options.save is not None:
-            _save(measured, options.save)
         fit = fit_threshold(measured, options.target_quality, options.seed)
     except (BadData, CannotFit, CallRefused, FlowError) as exc:
         print(f"batchway cascade fit: {exc}", file=sys.stderr)
@@ -92,9 +93,20 @@ async def _ask(options: argparse.Namespace, questions: Sequence[Question]) -> li
         headers={"authorization": f"Bearer {key}"} if key else {},
         timeout=_TIMEOUT_S,
     )
-    async with client:
-        asker = Asker(client, cascade, options.token_costs, options.max_concurrency)
-        return await asker.measure(questions, progress_line("questions"))
+    with options.save.open("wb") if options.save else nullcontext() as saved:
+
+        def keep(measured: Measured) -> None:  # at once: a later call may be refused
+            if saved is not None:
+                saved.write(_line_of(measured))
+                saved.flush()
+
+        async with client:
+            asker = Asker(client, cascade, options.token_costs, options.max_concurrency)
+            return await asker.measure(questions, progress_line("questions"), keep)
+
+
+def _line_of(measured: Measured) -> bytes:
+    return msgspec.json.encode(measured) + b"\n"
 
 
 def _cascade(options: argparse.Namespace) -> Cascade:
@@ -112,10 +124,6 @@ def _cascade(options: argparse.Namespace) -> Cascade:
             "cascades of two"
         )
     return found[name]
-
-
-def _save(rows: Sequence[Measured], path: Path) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def report(fit: Fit, target: float) -> str:

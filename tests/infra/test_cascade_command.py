@@ -154,6 +154,9 @@ class Answers(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.bodies.append(body)
         if self.path == "/v1/score":
+            if not body["text_2"]:
+                self.answer(400, {"error": {"code": "invalid_value"}})
+                return
             self.answer(200, {"data": [{"score": 0.9 if int(body["text_1"]) < 40 else 0.1}]})
             return
         is_chat = "messages" in body
@@ -161,6 +164,8 @@ class Answers(BaseHTTPRequestHandler):
         is_small = body["model"] == "small"
         sure = math.log(0.9 if number < 40 else 0.2)
         text = f" {number if not is_small or number < 30 else -1}\n"
+        if is_small and number == 38 and not body.get("response_format"):
+            text = ""
         if body.get("response_format"):
             text = json.dumps({"is": int(text), "sure": math.exp(sure)})
         choice: dict[str, Any] = {"text": text, "logprobs": {"token_logprobs": [sure] * 3}}
@@ -263,6 +268,25 @@ def test_measured_answers_are_saved_and_read_again(
     assert main(again) == 0
     assert capsys.readouterr().out == first
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_measured_before_a_refusal_is_saved(server: Models, tmp_path: Path) -> None:
+    questions = [chat(number) for number in range(20)] + [chat(999)]
+    saved = tmp_path / "saved.jsonl"
+    more = (f"--save={saved}", "--max-concurrency=1")
+    assert fit(server, tmp_path, "{}", questions, *more) == 1
+    assert len(saved.read_text().splitlines()) == 20
+
+
+def test_a_scorer_gets_what_the_cascade_would_send(server: Models, tmp_path: Path) -> None:
+    """The last message of the user, and a space for an empty answer."""
+    ended = {"messages": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "so"}]}
+    questions = [chat(number) for number in range(30, 80)] + [{**ended, "answer": "3"}]
+    fit(server, tmp_path, "{by: scorer, scorer: rank}", questions)
+    scored = [body for body in server.bodies if "text_1" in body]
+    assert len(scored) == 51
+    assert {"model": "rank", "text_1": "38", "text_2": " "} in scored
+    assert {body["text_1"] for body in scored} >= {"3", "79"}
 
 
 def test_a_question_is_asked_as_it_is(server: Models, tmp_path: Path) -> None:
