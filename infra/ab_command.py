@@ -50,12 +50,7 @@ def check_candidate(options: argparse.Namespace) -> int:
     if options.candidate is None:
         candidate_share(options)
         return 0
-    from workers.configuration import ConfigurationError, configured  # needs PyYAML
-
-    try:
-        configured(opts.engine_options(options), options.batching, options.candidate)
-    except ConfigurationError as exc:
-        raise UsageError(str(exc)) from exc
+    _check_configured(options)
     if options.workers < 2:
         raise UsageError("--candidate needs --workers 2 or more: some for each configuration")
     share, num_workers = options.candidate_share, int(options.workers)
@@ -66,6 +61,24 @@ def check_candidate(options: argparse.Namespace) -> int:
             "workers, so a worker of one configuration would get more jobs than one of the other"
         )
     return num
+
+
+def entry_candidate(options: argparse.Namespace) -> tuple[str, ...]:
+    """What the workers of an entry of a fleet get in addition. Raises UsageError."""
+    share = candidate_share(options)
+    if options.candidate is None:
+        return ()
+    _check_configured(options)
+    return (f"--candidate={options.candidate}", f"--candidate-share={share:g}")
+
+
+def _check_configured(options: argparse.Namespace) -> None:
+    from workers.configuration import ConfigurationError, configured  # needs PyYAML
+
+    try:
+        configured(opts.engine_options(options), options.batching, options.candidate)
+    except ConfigurationError as exc:
+        raise UsageError(str(exc)) from exc
 
 
 def candidate_share(options: argparse.Namespace) -> float:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]  # types are a separate package
 
 from infra import options as opts
+from infra.ab_command import WORKER_CANDIDATE_SHARE, add_candidate_options, entry_candidate
 from infra.computing_options import engine_python
 from infra.demo_model import demo_model_path
 from infra.option_values import integer
@@ -25,12 +26,14 @@ MAX_WORKERS = 64  # of one entry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetEntry:
-    """Equal workers of one model. `options` are those of one of them."""
+    """Equal workers of one model. `options` are those of one of them. `candidate`: arguments that
+    make them the candidate of an A/B."""
 
     where: str  # names the entry in messages
     served_model_name: str
     count: int
     options: argparse.Namespace
+    candidate: tuple[str, ...] = ()
 
 
 def fleet_of(options: argparse.Namespace) -> tuple[FleetEntry, ...]:
@@ -117,7 +120,8 @@ def share_threads(entries: Sequence[FleetEntry]) -> None:
 
 def worker_arguments(entry: FleetEntry) -> tuple[str, ...]:
     """The entry as options of `batchway worker`."""
-    return (*opts.model_arguments(entry.options), f"--lanes={','.join(entry.options.lanes)}")
+    lanes = ",".join(entry.options.lanes)
+    return (*opts.model_arguments(entry.options), f"--lanes={lanes}", *entry.candidate)
 
 
 # --- one entry --------------------------------------------------------------------------------
@@ -151,8 +155,19 @@ def _entry(where: str, row: Any, given: argparse.Namespace) -> FleetEntry:
         except UsageError as exc:
             raise UsageError(f"{where}: {str(exc).removeprefix('--')}") from exc
     return FleetEntry(
-        where=where, served_model_name=served_name, count=options.count, options=options
+        where=where,
+        served_model_name=served_name,
+        count=options.count,
+        options=options,
+        candidate=_candidate(where, options),
     )
+
+
+def _candidate(where: str, options: argparse.Namespace) -> tuple[str, ...]:
+    try:
+        return entry_candidate(options)
+    except UsageError as exc:
+        raise UsageError(f"{where}: {exc}") from exc
 
 
 class _EntryParser(argparse.ArgumentParser):
@@ -167,6 +182,7 @@ def _parser(where: str) -> argparse.ArgumentParser:
     parser = _EntryParser(prog=where, add_help=False, allow_abbrev=False)
     opts.add_model_options(parser)
     opts.add_lanes_option(parser)
+    add_candidate_options(parser, share_default=str(WORKER_CANDIDATE_SHARE))
     parser.add_argument("--count", type=integer(1, MAX_WORKERS), default=1)
     return parser
 

@@ -77,6 +77,24 @@ def test_one_model_is_a_fleet_of_one_entry() -> None:
     assert "--dtype=bfloat16" in worker_arguments(entry)
 
 
+def test_an_entry_may_be_the_candidate_of_an_a_b(tmp_path: Path) -> None:
+    """Beside one of the same name without it; the file is checked at once."""
+    candidate = tmp_path / "candidate.yaml"
+    candidate.write_text("strategy: {name: static, batch_size: 8, window_s: 0.2}\n")
+    more = f"candidate: {candidate}, candidate_share: 0.25"
+    text = f"models:\n- {{model: demo, count: 3}}\n- {{model: demo, {more}}}\n"
+    control, other = read(tmp_path, text)
+    assert control.candidate == ()
+    worker = build_parser().parse_args(["worker", *worker_arguments(other)])
+    assert (worker.candidate, worker.candidate_share) == (candidate, 0.25)
+    assert [entry.served_model_name for entry in (control, other)] == ["demo", "demo"]
+    candidate.write_text("strategy: {name: nothing}\n")
+    with pytest.raises(UsageError, match=r"entry 2 \(demo\): .*candidate.yaml"):
+        read(tmp_path, text)
+    with pytest.raises(UsageError, match=r"entry 1 .*candidate-share needs --candidate"):
+        read(tmp_path, "models:\n- {model: demo, candidate_share: 0.5}\n")
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
