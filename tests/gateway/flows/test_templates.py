@@ -36,6 +36,8 @@ def step(**body: Any) -> Step:
         ("{{ input.messages[-1].content }}", "Which?"),
         ("{{ input['top'] is divisibleby 2 }}", True),
         ("{{ none }}", None),
+        ("{{ input.most | default(input.top) | default(9) }}", 2),
+        ("{{ input.most | default(input.more) | default(9) }}", 9),
         ("{{ -1 }}", -1),
         ("{{- -input.top -}}", -2),
         ("{{-1}}", 1),
