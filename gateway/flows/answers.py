@@ -32,6 +32,16 @@ def logprobs_of(outcome: Outcome) -> list[list[float]]:
     return found
 
 
+def vectors_of(outcome: Outcome) -> list[bytes]:
+    """The vector of each input."""
+    found: dict[int, bytes] = {}
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            if delta.vector:
+                found[delta.choice] = delta.vector
+    return [found[choice] for choice in sorted(found)]
+
+
 async def answer_of(broker: Broker, outcome: Outcome) -> dict[str, Any]:
     """The answer as a caller would get it, as plain values. Raises BatchwayError."""
     job, run = outcome.job, outcome.run

@@ -13,7 +13,7 @@ from contract.events import ChoiceDelta, LogEvent, MemberRun, Tokens
 from contract.flows import INPUT, Cascade, Confidence, Ensemble, Pipeline, Route
 from contract.jobs import Endpoint, FinishReason, Job, JobStatus, default_seed
 from gateway.flows import combine
-from gateway.flows.answers import answer_of, logprobs_of, texts_of
+from gateway.flows.answers import answer_of, logprobs_of, texts_of, vectors_of
 from gateway.flows.calls import Call, MemberFailed, Outcome, parse_body
 from gateway.flows.conditions import Facts, choose_target
 from gateway.flows.confidence import confidence
@@ -243,7 +243,7 @@ async def _ensemble(play: Play, ensemble: Ensemble) -> AsyncGenerator[LogEvent]:
 
 def _mean(outcomes: Sequence[Outcome]) -> Tokens:
     """The mean of the vectors of each input. Raises MemberFailed."""
-    vectors = [_vectors(outcome) for outcome in outcomes]
+    vectors = [vectors_of(outcome) for outcome in outcomes]
     try:
         means = [combine.mean(each) for each in zip(*vectors, strict=True)]
     except ValueError as exc:
@@ -254,16 +254,6 @@ def _mean(outcomes: Sequence[Outcome]) -> Tokens:
         for i, vector in enumerate(means)
     )
     return Tokens(tuple(deltas))
-
-
-def _vectors(outcome: Outcome) -> list[bytes]:
-    """The vector of each input."""
-    found: dict[int, bytes] = {}
-    for event in outcome.events:
-        for delta in event.deltas if isinstance(event, Tokens) else ():
-            if delta.vector:
-                found[delta.choice] = delta.vector
-    return [found[choice] for choice in sorted(found)]
 
 
 # --- pipeline ---------------------------------------------------------------------------------
