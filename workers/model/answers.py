@@ -50,7 +50,7 @@ def answer_chunks(
         sample_rows += range(num_rows, num_rows + num_sampled)
         num_rows += num_sampled
     if len(sample_rows) < num_rows:
-        logits = logits[sample_rows]
+        logits = logits[to_device(np.array(sample_rows, dtype=np.int64), logits.device)]
     sampling = [sequence for chunk in chunks for sequence in chunk.sampled]
     samples = iter(sample(logits, sampling, find_likeliest, masks))
     return [_answer(chunk, samples, prompt) for chunk, prompt in zip(chunks, prompts, strict=True)]

@@ -17,8 +17,11 @@ large, so that float32 resolves the tail that decides a draw.
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from workers.model.staging import to_device
 
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -50,7 +53,7 @@ def row_keys_at(bases: Tensor, positions: Tensor) -> Tensor:
 def add_gumbel_noise(scores: Tensor, keys: Seq[int]) -> None:
     """Adds each row's noise to scores (num_rows, vocab_size), float32, in place."""
     num_rows, vocab_size = scores.shape
-    row_keys = torch.tensor(keys, dtype=torch.int64, device=scores.device)[:, None]
+    row_keys = to_device(np.array(keys, dtype=np.int64), scores.device)[:, None]
     width = vocab_size
     if scores.device.type == "cpu":
         width = max(1, _SLICE_ELEMENTS // max(1, num_rows))

@@ -4,8 +4,11 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import workers.model
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -17,8 +20,10 @@ from workers.model.loader import load_model
 FOLDER = Path(workers.model.__file__).parent
 # What runs in each step on a GPU. At load and on a CPU a copy may wait.
 STEP_MODULES = [
-    "answers", "attention/packed", "batch", "gpu/ahead_runner", "gpu/decode", "kv_cache",
-    "penalties", "runner", "sampler",
+    "answers", "attention/packed", "attention/rows", "attention/triton_attention",
+    "attention/triton_plan", "batch", "gpu/ahead_runner", "gpu/decode", "gpu/drawing",
+    "gpu/kernels", "gpu/request_state", "kv_cache", "noise", "penalties", "runner", "sampler",
+    "surgery/stack", "thresholds",
 ]  # fmt: skip
 _COPYING = {"as_tensor", "cpu", "cuda", "from_numpy", "item", "new_tensor", "pin_memory", "tensor"}
 
@@ -47,6 +52,47 @@ def test_other_copies_would_be_found() -> None:
     for line in lines:
         assert copies(line) == [line]
     assert copies("x.to(keys.dtype)") == copies("to_device(x, device)") == []
+
+
+class _Indexes(TorchFunctionMode):
+    """Refuses to index a tensor by a list or an array, which torch would copy by itself."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list | np.ndarray) for part in index), index
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_step_indexes_by_numbers_of_the_host(tmp_path: Path) -> None:
+    """Prompts with and without log probabilities, beside streams that are sampled in every way; by
+    the plain runner, and by the one that runs ahead."""
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"prompt_logprobs": 1, "logprobs": 2},
+        {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}},
+    ]
+    folder = save_tiny_model("llama", tmp_path)
+    for steps in ("direct", "ahead"):
+        options = EngineOptions(
+            model_path=str(folder), device="cpu", max_num_seqs=8, steps=steps, fused=False
+        )
+        model: Any = load_model(options, lambda text: None).model
+        prompts = make_prompts([9, 20, 5, 12, 7], VOCAB_SIZE)
+        sequences = [make_sequence(p, **w) for p, w in zip(prompts, wishes, strict=True)]
+        allot_blocks(sequences, model)
+        with _Indexes():
+            for number in (1, 3, 5, 5, 5):
+                run_step(model, sequences[:number], chunk_tokens=8)
+
+
+def test_an_index_by_a_list_would_be_found() -> None:
+    with _Indexes(), pytest.raises(AssertionError):
+        torch.zeros(3)[[0, 2]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
