@@ -51,10 +51,10 @@ class PlainLinear(nn.Module):
         return F.linear(x if before is None else before(x), self._weight, self.bias)
 
     def add(self, x: Tensor, to: Tensor) -> Tensor:
-        """x (T, in), to (T, out) -> to + forward(x)."""
+        """x (T, in), to (T, out), which is overwritten -> to + forward(x)."""
         if self.bias is not None:
-            to = to + self.bias
-        return torch.addmm(to, x, self._weight.T)
+            to += self.bias
+        return to.addmm_(x, self._weight.T)
 
 
 class NativeLinear(nn.Module):

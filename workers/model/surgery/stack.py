@@ -19,7 +19,9 @@ from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNo
 from workers.model.surgery.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
 
 _LINEAR = (NativeLinear, PackedLinear, PlainLinear, Int8Linear, nn.Linear)
-_MAX_TABLE_BYTES = 2**25  # for all rotary tables; if larger, computed per step
+# Of the rotary table of all positions, by kind of device. Where it would be larger, cosines and
+# sines are computed in each step. 131,072 positions of 128 numbers take 64 MiB in bfloat16.
+_MAX_TABLE_BYTES = {"cpu": 2**25, "cuda": 2**28}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Stack:
                     return x[:0]
                 if len(logits_index) < len(x):
                     mixed, x = mixed[logits_index], x[logits_index]
+            # Nothing else reads `x` any more, so that a layer may add to it in place.
             x = layer.attention.o_proj.add(mixed, x)
             x = layer.mlp.down_proj.add(layer.mlp.gated(x, layer.before_mlp), x)
         return x
@@ -90,7 +93,7 @@ class _Turns:
         self._rotary, self._like = rotary, like[:1]
         width = len(self._compute(torch.zeros(1, 1, dtype=torch.int64, device=like.device))[0][0])
         self._table: tuple[Tensor, Tensor] | None = None
-        if 2 * num_positions * width * like.element_size() <= _MAX_TABLE_BYTES:
+        if 2 * num_positions * width * like.element_size() <= _MAX_TABLE_BYTES[like.device.type]:
             self._table = self._compute(torch.arange(num_positions, device=like.device)[None])
 
     def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
