@@ -37,7 +37,7 @@ _MOST_STREAM_TOKENS = 16
 @dataclass(frozen=True, slots=True)
 class Untouched:
     """The original model's results: logits (num_rows, vocab_size) float32; choices: see
-    _Choices.
+    Choices.
     """
 
     steps: Seq[Seq[Chunk]]
@@ -54,7 +54,7 @@ def record(
     forward raises."""
     steps = _steps(runner, config, next(decoder.parameters()).device)
     try:
-        with noting_calls(decoder, names) as calls, _Choices() as choices:
+        with noting_calls(decoder, names) as calls, Choices() as choices:
             logits = _run(runner, steps)
     except ModelRefused:
         raise
@@ -69,7 +69,7 @@ def record(
 def difference(runner: ModelRunner, decoder: Any, untouched: Untouched) -> str | None:
     """Runs the steps again; returns a description of the difference, or None."""
     try:
-        with _Choices(untouched.choices):
+        with Choices(untouched.choices):
             found = _run(runner, untouched.steps)
     except Exception as exc:
         return f"its forward raises {type(exc).__name__}: {first_line(exc)}"
@@ -95,7 +95,7 @@ def find_wrong(
     """The replaced modules that cause the difference; all of them if it cannot be determined."""
     modules = {name: decoder.get_submodule(name) for name in names}
     try:
-        with finding_wrong(modules, untouched.calls) as wrong, _Choices(untouched.choices):
+        with finding_wrong(modules, untouched.calls) as wrong, Choices(untouched.choices):
             _run(runner, untouched.steps)
     except Exception:  # a module between them raised
         return set(names)
@@ -116,7 +116,7 @@ def streamline(runner: ModelRunner, decoder: Any, untouched: Untouched) -> bool:
     return runner.stack is not None
 
 
-class _Choices(TorchFunctionMode):
+class Choices(TorchFunctionMode):
     """Records a model's choices by `topk` and `max` (as mixtures choose experts), or repeats them.
     Otherwise rounding may swap two experts of nearly equal score, and a correct replacement would
     look wrong."""

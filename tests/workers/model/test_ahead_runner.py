@@ -1,5 +1,6 @@
 """Steps started on the device before the engine asks for them yield the same tokens."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,13 @@ from workers.engine.limits import EngineLimits
 from workers.engine.model import Chunk, Model, ModelRefused, RowFailed, Sample
 from workers.engine.request import Request
 from workers.ipc.messages import EngineOptions
-from workers.model.attention.rows import PreparedRows
+from workers.model.attention.interface import PreparedAttention
+from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.gpu import ahead_runner, decode
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.decode import PrepareRows
 from workers.model.gpu.graphs import Compute, Record, check_steps, padded_size, sizes_up_to
+from workers.model.gpu.request_state import HostCopy
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
 from workers.strategies import ContinuousBatching
@@ -71,6 +75,20 @@ def ahead(
     runner: ModelRunner, record: Record | None = None, prepare: PrepareRows = PreparedRows
 ) -> AheadRunner:
     return AheadRunner(runner, prepare, MAX_SEQS, torch.device("cpu"), record)
+
+
+def recorded_ahead(runner: ModelRunner, record: Record = _Replayed) -> AheadRunner:
+    """With the graphs that a load would record. Torch's attention cannot be recorded, but in place
+    of a graph its computation is repeated, with contexts of at most this runner's."""
+
+    def prepare(step: RowsStep) -> PreparedRows:
+        return PreparedRows(dataclasses.replace(step, longest=step.longest or 128))
+
+    model = ahead(runner, record, prepare)
+    assert model.decoder.graphs is not None
+    with torch.inference_mode():
+        model.decoder.graphs.record_all()
+    return model
 
 
 def run_jobs(
@@ -125,9 +143,9 @@ def test_steps_ahead_give_the_tokens_of_steps_in_turn(
 ) -> None:
     """For all parameters of jobs, with preemptions, stops and new arrivals; computed each time,
     or recorded once."""
-    for seed, record in enumerate((None, _Replayed)):
+    for seed, model in enumerate((ahead(runner), recorded_ahead(runner))):
         expected = run_jobs(runner, wishes, seed=seed, disturb=disturb)
-        assert run_jobs(ahead(runner, record), wishes, seed=seed, disturb=disturb) == expected
+        assert run_jobs(model, wishes, seed=seed, disturb=disturb) == expected
 
 
 def test_most_rows_are_ready_when_they_are_asked_for(runner: ModelRunner) -> None:
@@ -173,6 +191,40 @@ def test_prompts_and_streams_share_a_forward(
     assert model.num_rows_used == 6
 
 
+def test_the_middle_of_a_prompt_is_not_waited_for(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a stream, only the stream's tokens of the pass before are read; alone, the pass before
+    is waited for, so that one is in flight at most."""
+    events: list[str] = []
+
+    class Noted(HostCopy):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            super().__init__(tensor)
+            self._name = f"{len(tensor)} of pass {len(sizes)}"
+
+        def read(self) -> list[int]:
+            events.append(self._name)
+            return super().read()
+
+    model = ahead(runner)
+    sequences = [make_sequence(prompt) for prompt in make_prompts([9, 60], VOCAB_SIZE)]
+    allot_blocks(sequences, model)
+    for _ in range(2):
+        run_step(model, sequences[:1], chunk_tokens=99)
+    sizes = _note_forwards(runner, monkeypatch)
+    monkeypatch.setattr(ahead_runner, "HostCopy", Noted)
+
+    run_step(model, sequences[:1], chunk_tokens=8)
+    for _ in range(2):
+        run_step(model, sequences, chunk_tokens=8)
+    for _ in range(3):
+        run_step(model, sequences[1:], chunk_tokens=8)
+
+    assert sizes == [1, 9, 9, 8, 8, 8]
+    assert events == [f"1 of pass {n}" for n in (1, 2, 3)] + ["0 of pass 4", "0 of pass 5"]
+
+
 def test_rows_of_the_host_leave_the_graphs_to_their_neighbours(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,9 +240,7 @@ def test_rows_of_the_host_leave_the_graphs_to_their_neighbours(
 
             self.replay = replay
 
-    model = ahead(runner, Counted)
-    assert model.decoder.graphs is not None
-    model.decoder.graphs.record_all(1)
+    model = recorded_ahead(runner, Counted)
     prompts = make_prompts([9, 6, 7], VOCAB_SIZE)
     wishes: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"repetition_penalty": 1.3}]
     sequences = [make_sequence(p, **w) for p, w in zip(prompts, wishes, strict=True)]
@@ -228,36 +278,42 @@ def test_a_row_that_moved_to_another_block_is_computed_again(runner: ModelRunner
 
 
 def test_graphs_are_recorded_largest_first_and_then_used(runner: ModelRunner) -> None:
-    """Each once, one between two steps; then replays compute the steps."""
+    """Each size once; then replays compute all steps of single tokens, of any context."""
     recorded: list[Callable[[], None]] = []
 
     def record(compute: Compute) -> _Replayed:
         recorded.append(compute)
         return _Replayed(compute)
 
-    model = ahead(runner, record)
-    run_jobs(model, WISHES, seed=0, disturb=0.0)
-
+    model = recorded_ahead(runner, record)
     graphs = model.decoder.graphs
     assert graphs is not None
-    assert [size for size, _ in graphs.recorded] == [8, 4, 2, 1]
+
+    assert graphs.sizes == [8, 4, 2, 1]
+    run_jobs(model, WISHES, seed=0, disturb=0.0)
     assert len(recorded) == 4
 
 
-def test_a_model_that_cannot_be_recorded_is_served_all_the_same(
-    runner: ModelRunner, caplog: pytest.LogCaptureFixture
+def test_a_step_that_reads_more_than_a_graph_has_room_for_is_computed_directly(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recording is tried once and logged once."""
+    """One part of a context more than there is room for."""
+    monkeypatch.setattr(decode, "SPLIT_TOKENS", 16)
+    monkeypatch.setattr(decode, "_MOST_MORE_PARTS", 2)
+    model = recorded_ahead(runner)
+    longest: list[int | None] = []  # None: by a graph
+    prepare = model.decoder._prepare_rows
 
-    def refuse(compute: Compute) -> _Replayed:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    def noted(step: RowsStep) -> PreparedAttention:
+        longest.append(step.longest)
+        return prepare(step)
 
-    model = ahead(runner, refuse)
+    monkeypatch.setattr(model.decoder, "_prepare_rows", noted)
+    with torch.inference_mode():
+        model.decoder.logits([31, 31])  # four parts: one of each row, and two
+        model.decoder.logits([47, 31])
 
-    assert run_jobs(model, WISHES, seed=0, disturb=0.0) == run_jobs(
-        runner, WISHES, seed=0, disturb=0.0
-    )
-    assert [record.message for record in caplog.records] == ["steps are not recorded: RuntimeError"]
+    assert longest == [None, 48]
 
 
 def test_a_row_that_is_not_finite_fails_alone(runner: ModelRunner) -> None:
@@ -299,7 +355,8 @@ def test_the_triton_kernel_reads_tables_on_the_device(
 ) -> None:
     """Contexts in one part, and in more parts than the longest one has."""
     triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
-    monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", split_tokens)
+    for module in (triton_attention, decode):
+        monkeypatch.setattr(module, "SPLIT_TOKENS", split_tokens)
     backend = triton_attention.TritonAttention(runner.block_size)
     arguments: dict[str, Any] = {"seed": 2, "disturb": 0.0, "num_jobs": 2}
 

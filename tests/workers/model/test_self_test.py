@@ -3,6 +3,9 @@
 Without a GPU Triton's kernels are interpreted, and a repetition stands in for a CUDA graph.
 """
 
+import dataclasses
+import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
@@ -23,8 +27,16 @@ from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.backend import choose_backend, has_fast_gpu
 from workers.model.gpu import self_test
 from workers.model.gpu.ahead_runner import AheadRunner
-from workers.model.gpu.graphs import Compute
-from workers.model.gpu.self_test import SelfTestFailed, check_attention
+from workers.model.gpu.draw_check import Draw, wrong_draws
+from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
+from workers.model.gpu.graphs import Compute, CudaRecorder
+from workers.model.gpu.request_state import RequestState
+from workers.model.gpu.self_test import (
+    SelfTestFailed,
+    check_attention,
+    check_graphs,
+    check_rows,
+)
 from workers.model.loader import load_model
 from workers.model.probe import AttentionShape
 from workers.model.runner import ModelRunner
@@ -105,7 +117,7 @@ def test_wrong_rows_and_kernels_that_raise_are_named_too() -> None:
     """Rows that read beside their tables; a kernel without a compiler."""
 
     def beside(step: RowsStep) -> PreparedRows:
-        return PreparedRows(RowsStep(step.rows - 1, *_rest(step)))
+        return PreparedRows(dataclasses.replace(step, rows=step.rows - 1))
 
     with pytest.raises(SelfTestFailed, match=r"^the self-test fails at prepared rows: off by "):
         check_attention(_Pair(ReferenceAttention(), beside), [PLAIN], _Loaded())  # type: ignore[arg-type]
@@ -115,10 +127,6 @@ def test_wrong_rows_and_kernels_that_raise_are_named_too() -> None:
 
     with pytest.raises(SelfTestFailed, match=r"raises OSError: Failed to find C"):
         check_attention(_Pair(ReferenceAttention(), refuse), [PLAIN], _Loaded())  # type: ignore[arg-type]
-
-
-def _rest(step: RowsStep) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    return step.positions, step.tables, step.longest, step.block_size
 
 
 def test_a_lost_device_refuses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +194,7 @@ def test_a_fast_gpu_gets_all_by_default(llama: Path, caplog: pytest.LogCaptureFi
     assert isinstance(model.decoder.runner.backend, triton_attention.TritonAttention)
     assert model.decoder.runner.stack is not None
     assert model.decoder.graphs is not None
-    assert model.decoder.graphs.recorded == [(2, 1), (1, 1)]
+    assert model.decoder.graphs.sizes == [2, 1]
     assert "2 CUDA graphs are recorded" in lines
     assert not caplog.records
     assert tokens(model) == tokens(load(llama, attention="torch", steps="direct")[0])
@@ -234,6 +242,140 @@ def test_a_replay_that_repeats_itself_costs_the_graphs(
     assert "logits differ by up to " in record.message
     with pytest.raises(ModelRefused, match="fails at a graph's replay: logits differ"):
         load(llama, steps="graphs")
+
+
+class _Refused(_Replayed):
+    """A model that waits for the device cannot be recorded."""
+
+    def __init__(self, compute: Compute) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with …")
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_model_that_cannot_be_recorded_is_served_without_graphs(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log gives the reason. If graphs were asked for, the model is refused with it."""
+    monkeypatch.setattr("workers.model.steps.recorder", lambda steps: _Refused)
+    monkeypatch.setattr("workers.model.loader.check_steps", lambda steps, device: None)
+    reason = (
+        "the self-test fails at graphs: it raises RuntimeError: "
+        "operation not permitted when stream is capturing"
+    )
+
+    model, _ = load(llama)
+
+    assert isinstance(model, AheadRunner)
+    assert model.decoder.graphs is None
+    [record] = caplog.records
+    assert record.message == f"steps are ahead without graphs: {reason}"
+    with pytest.raises(ModelRefused, match=f"^{reason}$"):
+        load(llama, steps="graphs")
+
+
+def test_torch_s_attention_is_not_recorded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a graph would read as much as the longest possible context."""
+    monkeypatch.setattr("workers.model.steps.recorder", lambda steps: _Replayed)
+    monkeypatch.setattr("workers.model.loader.check_steps", lambda steps, device: None)
+
+    with pytest.raises(ModelRefused, match=r"fails at graphs: .* whose length the host must know"):
+        load(llama, attention="torch", steps="graphs")
+
+
+def test_a_broken_recording_gives_its_reason_and_the_stream_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch raises at the end of it too, and does not leave its own stream."""
+    streams = ["the engine's"]
+
+    class Recording:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            streams.append("the recording's")
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name, value in {
+        "graph": Recording,
+        "CUDAGraph": object,
+        "graph_pool_handle": object,
+        "current_stream": lambda: streams[-1],
+        "set_stream": streams.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def compute() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match=r"^operation not permitted"):
+        CudaRecorder()(compute)
+
+    assert streams == ["the engine's", "the recording's", "the engine's"]
+
+
+def test_wrong_draws_cost_the_steps_ahead(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token beside the sampler's in a row with limits. Asked for, such steps are refused."""
+
+    def wrong(*arguments: Any) -> torch.Tensor:
+        return draw_by_torch(*arguments) + int(arguments[-1].draws_limited)
+
+    monkeypatch.setattr("workers.model.gpu.draw_check.wrong_draws.__defaults__", (wrong,))
+
+    with pytest.raises(ModelRefused, match=r"fails at sampling: tokens \[.* in place of \["):
+        load(llama, steps="ahead")
+
+
+@pytest.mark.parametrize("way", [draw_by_torch, draw_by_triton])
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_right_draws_pass(dtype: torch.dtype, num_rows: int, way: Draw) -> None:
+    """With fewer rows than are compared, and with more; in one tile of the vocabulary, and in
+    several."""
+    device = DEVICE if way is draw_by_triton else torch.device("cpu")
+    for vocab_size in (60, 9000):
+        state = RequestState(num_rows, 8, 4, 99, device)
+
+        assert wrong_draws(state, vocab_size, dtype, way) is None
+
+
+def unsteady(seed: Callable[[int], int]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A router whose experts have nearly the same score, so that rounding chooses: here random
+    numbers, seeded for a number of tokens."""
+
+    def route(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        generator = torch.Generator().manual_seed(seed(len(tokens)))
+        scores = torch.rand(len(tokens), self.num_experts, generator=generator) * 1e-6 + 0.25
+        chosen, experts = torch.topk(scores, self.top_k, dim=-1)
+        return scores, chosen / chosen.sum(-1, keepdim=True), experts
+
+    return route
+
+
+@pytest.mark.parametrize("cause", ["each call", "number of tokens"])
+def test_experts_of_nearly_equal_score_are_no_failure(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a mixture of experts, two ways to compute a row may choose others, and so may steps of
+    other sizes; a graph and the computation that it records do not."""
+    runner = load(save_tiny_model("qwen3_moe", tmp_path))[0]
+    calls = itertools.count()
+    is_each = cause == "each call"
+    route = unsteady((lambda _: next(calls)) if is_each else (lambda num_tokens: num_tokens))
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", route)
+
+    def prepare(step: RowsStep) -> PreparedRows:
+        return PreparedRows(dataclasses.replace(step, longest=step.longest or 16))
+
+    model = AheadRunner(runner, prepare, 4, torch.device("cpu"), _Replayed)
+    if is_each:
+        model.decoder.graphs = None
+        check_rows(model, runner, runner._decoder.config)
+    else:
+        assert check_graphs(model, runner, runner._decoder.config) == 3
 
 
 def test_wrong_rows_cost_the_steps_ahead(

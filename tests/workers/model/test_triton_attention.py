@@ -4,6 +4,7 @@ interpreted."""
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,18 +198,21 @@ def test_the_work_is_bounded_by_the_parts_of_all_contexts() -> None:
 
     tiles, parts = triton_plan.plan_spans(spans, 4, 32, 512, BLOCK_SIZE, DEVICE).works
 
-    assert (len(tiles.items), tiles.joins) == (4, None)
+    assert (len(tiles.items), tiles.num_items.tolist(), tiles.joins) == (4, [4], None)
     assert len(parts.items) == parts.num_parts == 10 + 30
+    assert parts.num_items.tolist() == [10 + 30]
     assert parts.joins is not None
     assert parts.joins.tolist() == [[0, 0, 10]]
 
 
-@pytest.mark.parametrize("most_parts", [None, 9, 12])
+@pytest.mark.parametrize(("most_parts", "few_programs"), [(9, 1024), (40, 1024), (40, 4)])
 def test_tables_on_the_device_give_what_spans_give(
-    most_parts: int | None, monkeypatch: pytest.MonkeyPatch
+    most_parts: int, few_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, with the exact number of parts, and with a bound above it."""
+    """Bit for bit, with room for the exact number of parts and for more, and with fewer programs
+    than parts, each of which computes several."""
     monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(triton_attention, "_FEW_PROGRAMS", few_programs)
     chunks = [(230, 1), (3, 1), (64, 1), (63, 1), (5, 1)]
     case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.2), torch.float32)
     query, keys, values = random_tensors(case)
@@ -221,11 +225,57 @@ def test_tables_on_the_device_give_what_spans_give(
     positions = torch.tensor([start for start, _ in chunks], device=DEVICE)
     backend = triton_attention.TritonAttention(BLOCK_SIZE)
 
-    step = RowsStep(rows, positions, tables, 300, BLOCK_SIZE, most_parts)
+    step = RowsStep(rows, positions, tables, most_parts, None, BLOCK_SIZE)
     found = backend.prepare_rows(step).attend(query, keys, values, case.flags)
 
     expected = backend.prepare(spans, DEVICE).attend(query, keys, values, case.flags)
     assert torch.equal(found, expected)
+
+
+def test_many_parts_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the kernel reads at once, from a part in the middle of these where a window starts
+    there; a row's numbers stay the same beside a longer one."""
+    monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 16)
+    for window in (None, 150):
+        flags = AttentionFlags(0.2, window, sinks=torch.ones(4, device=DEVICE))
+        case = Case([(300, 1), (700, 1)], (4, 2), (64, 64), flags, torch.float32)
+        query, keys, values = random_tensors(case)
+        spans = make_spans(case.chunks)
+
+        found, expected = attend_both(spans, query, keys, values, case)
+        alone, _ = attend_both(spans[:1], query[:1], keys, values, case)
+
+        assert_close(found, expected)
+        assert torch.equal(found[:1], alone)
+
+
+@pytest.mark.parametrize(("start", "num_parts"), [(0, 1), (9_000, 36)])
+def test_a_recorded_step_starts_no_more_programs_than_run_at_once(
+    start: int, num_parts: int
+) -> None:
+    """A graph has room for the longest context, and its kernels read how many parts there are: what
+    one row costs does not grow with what another row might have."""
+    launches: list[tuple[int, ...]] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launches.append(grid)
+            return lambda *args, **_: None
+
+    rows = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    tables = torch.zeros(1, 4_000, dtype=torch.int64, device=DEVICE)
+    positions = torch.full_like(rows, start)
+    backend = triton_attention.TritonAttention(BLOCK_SIZE)
+    prepared = backend.prepare_rows(RowsStep(rows, positions, tables, 2_000, None, BLOCK_SIZE))
+    case = Case([(0, 1)], (8, 8), (64, 64), AttentionFlags(0.2), torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "attend_items", Noted())
+        patch.setattr(triton_attention, "join_parts", Noted())
+        prepared.attend(*random_tensors(case), case.flags)
+
+    [work] = prepared._fixed.works
+    assert work.num_items.tolist() == [num_parts]
+    assert launches == [(128, 8), (1, 8)]
 
 
 @pytest.mark.parametrize("dim", [320, 4])

@@ -82,7 +82,7 @@ def _attend(dtype: torch.dtype, dim: int, flags: AttentionFlags) -> None:
         prepared.attend(*random_tensors(case), flags)
     for num_rows in (1, 2, 16):
         positions, tables = torch.full((num_rows,), 700), torch.zeros(num_rows, 64).long()[:, 9:]
-        step = RowsStep(torch.arange(num_rows), positions, tables, 800, BLOCK_SIZE)
+        step = RowsStep(torch.arange(num_rows), positions, tables, 90, None, BLOCK_SIZE)
         case = Case([(700, 1)] * num_rows, HEADS, (dim, dim), flags, dtype)
         TritonAttention(BLOCK_SIZE).prepare_rows(step).attend(*random_tensors(case), flags)
 

@@ -12,25 +12,33 @@ from torch import Tensor
 from workers.model.attention.interface import AttentionFlags
 from workers.model.attention.reference import attend_dense
 
+# Tokens of a part of a context, which Triton's kernel computes for a short span. It is fixed, so
+# that a row's partial sums depend only on its own length.
+SPLIT_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class RowsStep:
     """One token per row. rows int64 (n,): row of the tables; positions int64 (n,); tables int64
-    (num_tables, num_blocks): block ids, any stride; longest: an upper bound of the contexts;
-    most_parts: of the parts of all contexts, of 512 tokens each, where it is known better."""
+    (num_tables, num_blocks): block ids, any stride; most_parts: no fewer than the parts of all
+    contexts, of SPLIT_TOKENS each; longest: no shorter than any context, None where the host does
+    not know it, as in a recorded step."""
 
     rows: Tensor
     positions: Tensor
     tables: Tensor
-    longest: int
+    most_parts: int
+    longest: int | None
     block_size: int
-    most_parts: int | None = None
 
 
 class PreparedRows:
-    """PreparedAttention for a RowsStep."""
+    """PreparedAttention for a RowsStep. Raises ValueError if the longest context is unknown: each
+    step would read as much as the longest possible one."""
 
     def __init__(self, step: RowsStep) -> None:
+        if step.longest is None:
+            raise ValueError("torch's attention reads contexts whose length the host must know")
         num_blocks = -(-step.longest // step.block_size)
         blocks = step.tables[step.rows, :num_blocks]
         offsets = torch.arange(step.block_size, device=blocks.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags, PreparedAttention, Span
 from workers.model.attention.packed import PackedAttention
-from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.attention.rows import SPLIT_TOKENS, PreparedRows, RowsStep
 from workers.model.attention.triton_kernels import (
     ITEM_FIELDS,
     JOIN_FIELDS,
@@ -22,12 +22,12 @@ from workers.model.attention.triton_kernels import (
     join_parts,
     list_parts,
 )
-from workers.model.attention.triton_plan import StepPlan, Work, parts_of, plan_spans
+from workers.model.attention.triton_plan import StepPlan, Work, plan_spans
 
-# Context that one program reads for a short span. It is fixed, so that a row's partial sums depend
-# only on its own length.
-SPLIT_TOKENS = 512
 _LEAST_ROWS = 16  # minimum for a product on tensor cores
+# Programs for few rows, over all KV heads: two or three times what runs at once on an H100. More
+# would start for nothing where contexts are short, fewer would leave multiprocessors idle.
+_FEW_PROGRAMS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class _Tile:
     num_rows: int
     num_keys: int
     num_warps: int
+    num_stages: int
 
 
 class TritonAttention:
@@ -50,21 +51,22 @@ class TritonAttention:
 
     def prepare_rows(self, step: RowsStep) -> PreparedAttention:
         """Plans single tokens whose tables are on the device, without reading them."""
-        num_rows, device = len(step.rows), step.rows.device
-        most_parts = step.most_parts or num_rows * parts_of(step.longest, SPLIT_TOKENS)
-        items = torch.empty(most_parts, ITEM_FIELDS, dtype=torch.int64, device=device)
-        joins = torch.empty(num_rows, JOIN_FIELDS, dtype=torch.int64, device=device)
-        list_parts[(num_rows + 1,)](
+        num_rows, most_parts = len(step.rows), step.most_parts
+        items = step.rows.new_empty(most_parts, ITEM_FIELDS)
+        joins = step.rows.new_empty(num_rows, JOIN_FIELDS)
+        num_items = step.rows.new_empty(1)
+        list_parts[(num_rows,)](
             step.positions,
             step.rows,
             items,
+            num_items,
             joins,
             num_rows,
             most_parts,
             SPLIT_TOKENS=SPLIT_TOKENS,
             TILE=128,
         )
-        work = Work(items, joins if most_parts > num_rows else None, most_parts)
+        work = Work(items, num_items, joins if most_parts > num_rows else None, most_parts)
         plan = StepPlan(step.positions, step.tables, (work,))
         return PreparedTriton(self._block_size, plan=plan, rows=step)
 
@@ -131,12 +133,14 @@ class PreparedTriton:
             "HAS_SINKS": sinks is not None,
             "SPLIT_TOKENS": SPLIT_TOKENS if work.num_parts > 0 else 0,
         }
-        attend_items[(len(work.items), kv_heads)](
+        num_programs = min(len(work.items), max(len(out), _FEW_PROGRAMS // kv_heads))
+        attend_items[(num_programs, kv_heads)](
             query,
             keys,
             values,
             out,
             work.items,
+            work.num_items,
             plan.positions,
             plan.tables,
             out if sinks is None else sinks,
@@ -157,7 +161,7 @@ class PreparedTriton:
             # TF32 would keep 10 of 23 bits.
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tile.num_warps,
-            num_stages=2,
+            num_stages=tile.num_stages,
         )
         if work.joins is not None:
             join_parts[(len(work.joins), num_heads)](
@@ -201,16 +205,19 @@ def can_attend(num_heads: int, kv_heads: int, k_dim: int, v_dim: int) -> bool:
 
 def _tile(dtype: torch.dtype, widest: int, group: int, *, is_short: bool) -> _Tile:
     """Tiles that fit 99 KiB of shared memory, which every GPU from sm_80 on has, and the registers,
-    by the compiler's figures (tests/workers/model/test_triton_compile.py)."""
+    by the compiler's figures (tests/workers/model/test_triton_compile.py). With five stages the
+    next keys and values are loaded while these are multiplied: fewer look ahead in the table only.
+    """
     num_rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
     num_keys = 32 if widest > 128 else 64
     if dtype == torch.float32:  # without tensor cores, and twice as large
         if is_short and num_rows <= 32:
-            return _Tile(num_rows, num_keys, 4)
-        return _Tile(max(num_rows, 32), num_keys // 2, 8)
-    if not is_short:
-        num_rows = max(num_rows, 64 if widest > 128 else 128)
-    return _Tile(num_rows, num_keys, 4 if num_rows < 128 else 8)
+            return _Tile(num_rows, num_keys, 4, 2)
+        return _Tile(max(num_rows, 32), num_keys // 2, 8, 2)
+    if is_short:
+        return _Tile(num_rows, num_keys, *((4, 5) if num_rows <= 32 else (8, 2)))
+    num_rows = max(num_rows, 64 if widest > 128 else 128)
+    return _Tile(num_rows, num_keys, 4 if num_rows < 128 else 8, 2)
 
 
 def _factor_type(dtype: torch.dtype) -> tl.dtype:

@@ -1,6 +1,6 @@
 """Lists the work of a step for the Triton kernels, on the host.
 
-A span of few tokens is split by its context, so that programs are as many as all parts of all
+A span of few tokens is split by its context, so that the work is as much as all parts of all
 contexts; longer spans are cut into tiles of queries.
 """
 
@@ -20,11 +20,12 @@ _Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One launch. items int64 (num_items, ITEM_FIELDS) and joins int64 (num_joins, JOIN_FIELDS) as
-    in `triton_kernels`; None if no context has several parts. `num_parts`: partial results, 0 if
-    contexts are not split."""
+    """One launch. items int64 (at least num_items, ITEM_FIELDS), num_items int64 (1,) and joins
+    int64 (num_joins, JOIN_FIELDS) as in `triton_kernels`; no joins if no context has several parts.
+    `num_parts`: most partial results, 0 if contexts are not split."""
 
     items: Tensor
+    num_items: Tensor
     joins: Tensor | None
     num_parts: int
 
@@ -65,12 +66,13 @@ def plan_spans(
         positions[span.first : span.first + span.num_tokens] = np.arange(span.start, end)
     items, joins, num_parts = _split(columns[is_short], split_tokens)
     tiles = _tiles(columns[~is_short], tile_queries)
-    sent = _send([items, joins, tiles, positions, tables], device)
+    counts = np.array([[len(items)], [len(tiles)]], dtype=np.int64)
+    sent = _send([items, joins, tiles, positions, tables, counts], device)
     works = []
     if len(tiles) > 0:
-        works.append(Work(sent[2], None, 0))
+        works.append(Work(sent[2], sent[5][1], None, 0))
     if len(items) > 0:
-        works.append(Work(sent[0], sent[1] if len(joins) > 0 else None, num_parts))
+        works.append(Work(sent[0], sent[5][0], sent[1] if len(joins) > 0 else None, num_parts))
     return StepPlan(sent[3], sent[4], tuple(works))
 
 

@@ -114,13 +114,12 @@ class AheadRunner:
             answers, rest_ids = self._start_rest(rest, ready, hosted, masks)
             if not is_waited_for:
                 self._start_next(drawn)
-            if self.decoder.graphs is not None and drawn:
-                self.decoder.graphs.record_next()
         token_ids = [] if flight_ids is None else flight_ids.read()
         answers |= {s: _sample(token_ids[started.index]) for s, started in used.items()}
         if rest_ids is not None:
             sampled = [c.sequence for c in rest if c.samples and c.sequence not in answers]
-            ids = rest_ids.read()[: len(sampled)]
+            # Without one, as in the middle of a prompt, nothing here needs the device's answer.
+            ids = rest_ids.read()[: len(sampled)] if sampled else []
             answers |= dict(zip(sampled, map(_sample, ids), strict=True))
         return self._settle(chunks, answers)
 
@@ -169,6 +168,9 @@ class AheadRunner:
         by_device = [c for c in rest if c.samples and c.sequence not in by_host]
         numbers = [rows_of[chunk.sequence][-1] for chunk in (*by_device, *nexts)]
         ids: HostCopy | None = None
+        if not numbers and not hosted:
+            # The next step waits for this one, so that no more than one is in flight.
+            self._flight_ids = HostCopy(logits.new_empty(0, dtype=torch.int64))
         if numbers:
             sequences = [chunk.sequence for chunk in (*by_device, *nexts)]
             order = self._rows(sequences)
@@ -199,8 +201,8 @@ class AheadRunner:
         if all(c.num_tokens == 1 and c.samples and not c.sequence.scores_prompt for c in chunks):
             self._runner.copy_blocks(rest)
             self._line_up(chunks)
-            longest = 1 + max(chunk.start for chunk in chunks)
-            return self.decoder.logits(len(chunks), longest), [range(0)] * len(chunks)
+            logits = self.decoder.logits([chunk.start for chunk in chunks])
+            return logits, [range(0)] * len(chunks)
         self.state.flush()
         tokens = self.state.field(TOKEN, self._rows([chunk.sequence for chunk in nexts]))
         return self._runner.logits_beside(rest, nexts, tokens)
@@ -236,8 +238,7 @@ class AheadRunner:
         self._line_up(nexts)
         for index, chunk in enumerate(nexts):
             self._flight[chunk.sequence] = _Started(self._block_of(chunk), index)
-        longest = 1 + max(chunk.start for chunk in nexts)
-        logits = self.decoder.logits(len(nexts), longest)
+        logits = self.decoder.logits([chunk.start for chunk in nexts])
         sequences = [chunk.sequence for chunk in nexts]
         self._flight_ids = self._choose(logits, self.state.order[: len(nexts)], sequences)
         self.num_rows_started += len(nexts)

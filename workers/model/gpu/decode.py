@@ -5,19 +5,21 @@ A step can follow another without waiting for its tokens, and can be recorded. S
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from workers.model.attention.interface import PreparedAttention
-from workers.model.attention.rows import RowsStep
+from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
 from workers.model.gpu.graphs import Record, StepGraphs, padded_size
 from workers.model.gpu.request_state import POSITION, TOKEN, RequestState
 from workers.model.kv_cache import PagedStep
 from workers.model.runner import ModelRunner
 
-# Contexts are bounded by multiples of this, the size of the splits of Triton's kernel.
-BOUND_TOKENS = 512
+# Parts of contexts that a recorded step has room for, beside one of each row: the KV of a million
+# tokens. A step that reads more takes the device longer than its launches take the host.
+_MOST_MORE_PARTS = 4096
 
 PrepareRows = Callable[[RowsStep], PreparedAttention]
 
@@ -43,29 +45,34 @@ class RowsDecoder:
                 record, self._compute_in_place, self._warm_up, len(state.order)
             )
 
-    def logits(self, num_rows: int, longest: int) -> Tensor:
-        """Logits (n, vocab) of the first `num_rows` rows, whose contexts are at most `longest`.
-        Valid until the next step."""
-        num_units = -(-longest // BOUND_TOKENS)
-        if self.graphs is None:
-            return self.compute(num_rows, num_units)
-        self.graphs.run(num_rows, num_units)
-        assert self._logits is not None
-        return self._logits[:num_rows]
+    def logits(self, positions: Seq[int]) -> Tensor:
+        """Logits (n, vocab) of the first n rows, whose last tokens are at these positions. Valid
+        until the next step."""
+        size = padded_size(len(positions))
+        num_parts = size - len(positions) + sum(at // SPLIT_TOKENS + 1 for at in positions)
+        if self.graphs is not None and num_parts <= self._most_parts(size):
+            return self.replay(size)[: len(positions)]
+        return self.compute(size, num_parts, 1 + max(positions))[: len(positions)]
 
-    def compute(self, num_rows: int, num_units: int) -> Tensor:
-        """`logits` without a graph, of contexts of at most `num_units` times BOUND_TOKENS."""
-        return self._compute(self._state.order[: padded_size(num_rows)], num_units)[:num_rows]
+    def compute(self, size: int, num_parts: int, longest: int) -> Tensor:
+        """The logits (size, vocab_size) of the first rows and of padding, without a graph, of
+        contexts with these parts together, and none longer than `longest`."""
+        return self._compute(self._state.order[:size], num_parts, longest)
 
-    def replay(self, key: tuple[int, int]) -> Tensor:
-        """The logits of one recorded graph: (its size, vocab_size)."""
+    def replay(self, size: int) -> Tensor:
+        """`compute` by a graph, of contexts with at most `_most_parts`."""
         assert self.graphs is not None
-        self.graphs.replay(key)
         assert self._logits is not None
-        return self._logits[: key[0]]
+        self.graphs.replay(size)
+        return self._logits[:size]
 
-    def _compute_in_place(self, size: int, num_units: int) -> None:
-        found = self._compute(self._state.order[:size], num_units)
+    def _most_parts(self, size: int) -> int:
+        """Of all contexts of a recorded step."""
+        of_one = -(-self._state.tables.shape[1] * self.runner.block_size // SPLIT_TOKENS)
+        return min(size * of_one, size + _MOST_MORE_PARTS)
+
+    def _compute_in_place(self, size: int) -> None:
+        found = self._compute(self._state.order[:size], self._most_parts(size), None)
         self._buffer(found)[:size] = found
 
     def _buffer(self, logits: Tensor) -> Tensor:
@@ -74,18 +81,16 @@ class RowsDecoder:
             self._logits = logits.new_empty(len(self._state.order), logits.shape[1])
         return self._logits
 
-    def _warm_up(self, size: int, num_units: int) -> None:
+    def _warm_up(self, size: int) -> None:
         """Runs on padding only, to compile kernels; changes nothing that is read."""
-        self._buffer(self._compute(self._state.padding_order[:size], num_units))
+        rows = self._state.padding_order[:size]
+        self._buffer(self._compute(rows, self._most_parts(size), None))
 
-    def _compute(self, rows: Tensor, num_units: int) -> Tensor:
+    def _compute(self, rows: Tensor, most_parts: int, longest: int | None) -> Tensor:
         """rows int64 (n,) -> logits (n, vocab_size); writes the KV of the rows' last tokens."""
         state, block_size = self._state, self.runner.block_size
         positions = state.field(POSITION, rows)
-        most = state.tables.shape[1] * block_size
-        step = RowsStep(
-            rows, positions, state.tables, min(num_units * BOUND_TOKENS, most), block_size
-        )
+        step = RowsStep(rows, positions, state.tables, most_parts, longest, block_size)
         blocks = state.tables[rows, positions // block_size]
         paged = PagedStep(
             self.runner.cache,

@@ -50,11 +50,15 @@ def wishes_of(sequences: Iterable[Sequence]) -> Wishes:
 
 def draw(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> Tensor:
     """logits (n, vocab_size) behind the position of each row, rows int64 (n,) -> ids or OPEN."""
-    if logits.device.type == "cuda" and find_spec("triton") is not None:
-        from workers.model.gpu.kernels import draw_rows
+    is_fast = logits.device.type == "cuda" and find_spec("triton") is not None
+    return (draw_by_triton if is_fast else draw_by_torch)(logits, state, rows, wishes)
 
-        return draw_rows(logits, state.cells, rows, is_limited=wishes.draws_limited)
-    return draw_by_torch(logits, state, rows, wishes)
+
+def draw_by_triton(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> Tensor:
+    """`draw` by our kernels."""
+    from workers.model.gpu.kernels import draw_rows
+
+    return draw_rows(logits, state.cells, rows, is_limited=wishes.draws_limited)
 
 
 def draw_by_torch(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> Tensor:

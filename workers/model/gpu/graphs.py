@@ -1,18 +1,15 @@
-"""Recorded steps: one graph per padded number of rows and bound of contexts.
+"""Recorded steps: one graph per padded number of rows.
 
-Graphs are recorded one at a time between steps, so that a cold worker serves at once; the largest
-first, so that smaller ones reuse its memory.
+All are recorded at load, the largest first, so that smaller ones reuse its memory. A graph holds
+for contexts of any length: its kernels read on the device how much they have to do.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from workers.engine.model import ModelRefused
-
-log = logging.getLogger("batchway.engine")
 
 STEPS = ("auto", "direct", "ahead", "graphs")
 _SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
@@ -49,9 +46,16 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Compute) -> Graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            compute()
+        """Raises what `compute` raises, or what cannot be recorded."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                compute()
+        except RuntimeError as exc:
+            # The end of a broken recording raises too, and would hide the reason.
+            raise exc.__context__ or exc from None
+        finally:
+            torch.cuda.set_stream(stream)  # torch stays on its own if the end raises
         return graph
 
 
@@ -69,85 +73,36 @@ def recorder(steps: str) -> Record | None:
 
 
 class StepGraphs:
-    """Finds the graph for a step, and records missing ones.
+    """The graphs of all sizes.
 
-    `compute(size, bound)` computes `size` rows with contexts of up to `bound` units, on fixed
-    tensors; `warm_up` does the same without side effects.
+    `compute(size)` computes that many rows on fixed tensors; `warm_up` does the same without side
+    effects.
     """
 
     def __init__(
         self,
         record: Record,
-        compute: Callable[[int, int], None],
-        warm_up: Callable[[int, int], None],
+        compute: Callable[[int], None],
+        warm_up: Callable[[int], None],
         max_rows: int,
     ) -> None:
         self._record = record
         self._compute = compute
         self._warm_up = warm_up
         self._sizes = sizes_up_to(max_rows)
-        self._graphs: dict[tuple[int, int], Graph] = {}
-        self._bounds: set[int] = set()
-        self._is_off = False
+        self._graphs: dict[int, Graph] = {}
 
     @property
-    def num_sizes(self) -> int:
-        """Number of graphs per bound when all are recorded."""
-        return len(self._sizes)
-
-    @property
-    def recorded(self) -> list[tuple[int, int]]:
-        """(size, bound) of each graph, in recording order."""
+    def sizes(self) -> list[int]:
+        """Of the recorded graphs, in recording order."""
         return list(self._graphs)
 
-    def run(self, num_rows: int, num_units: int) -> int:
-        """Computes a step, by a graph if there is one; returns its padded number of rows."""
-        size, bound = padded_size(num_rows), _power_of_two(num_units)
-        self._bounds.add(bound)
-        key = self._find(size, bound)
-        if key is None:
-            self._compute(size, bound)
-            return size
-        self._graphs[key].replay()
-        return key[0]
+    def record_all(self) -> None:
+        """Raises what a recording raises."""
+        for size in reversed(self._sizes):
+            self._warm_up(size)
+            self._graphs[size] = self._record(lambda size=size: self._compute(size))  # type: ignore[misc]
 
-    def replay(self, key: tuple[int, int]) -> None:
-        """Computes a step by this graph, one of `recorded`."""
-        self._graphs[key].replay()
-
-    def record_all(self, bound: int) -> None:
-        """Records all sizes for contexts of up to `bound` units."""
-        self._bounds.add(bound)
-        while self.record_next():
-            pass
-
-    def record_next(self) -> bool:
-        """Records the largest missing size, for the bounds used so far. Returns whether it did."""
-        if self._is_off:
-            return False
-        missing = [
-            (size, bound)
-            for bound in self._bounds
-            for size in self._sizes
-            if (size, bound) not in self._graphs
-        ]
-        if not missing:
-            return False
-        size, bound = max(missing)
-        try:
-            self._warm_up(size, bound)
-            self._graphs[size, bound] = self._record(lambda: self._compute(size, bound))
-        except RuntimeError as exc:
-            # Most likely the model waits for the device somewhere.
-            self._is_off = True
-            log.warning("steps are not recorded: %s", type(exc).__name__)
-        return not self._is_off
-
-    def _find(self, size: int, bound: int) -> tuple[int, int] | None:
-        """The smallest graph that holds the step without computing more than twice its rows."""
-        fitting = [key for key in self._graphs if size <= key[0] <= 2 * size and bound <= key[1]]
-        return min(fitting, default=None)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    def replay(self, size: int) -> None:
+        """Computes a step of this padded size."""
+        self._graphs[size].replay()

@@ -63,7 +63,7 @@ class RequestState:
     ) -> None:
         """`num_places`: rows of the largest step, including padding."""
         self._num_rows, self._width = num_rows, NUM_FIELDS + max_blocks
-        self._device = device
+        self.device = device
         self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
         num_cells = (num_rows + 1) * self._width
         self._mirror = np.zeros(num_cells + num_places, dtype=np.int64)
@@ -71,7 +71,7 @@ class RequestState:
         self._cells[:, NUM_FIELDS:] = scratch_block_id
         self._mirror[num_cells:] = self.padding_row
         self._changed: dict[int, int] = {}
-        flat = torch.from_numpy(self._mirror.copy()).to(device)
+        flat = to_device(self._mirror.copy(), device)
         cells = flat[:num_cells].view(num_rows + 1, self._width)
         self._flat = flat
         self._ints, self._floats = cells, cells.view(torch.float64)
@@ -153,7 +153,7 @@ class RequestState:
             return
         pairs = np.array([list(self._changed), list(self._changed.values())], dtype=np.int64)
         self._changed.clear()
-        shipped = to_device(pairs, self._device)
+        shipped = to_device(pairs, self.device)
         self._flat[shipped[0]] = shipped[1]
 
     def note_advance(self, sequences: Seq[Sequence]) -> None:

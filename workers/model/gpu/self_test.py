@@ -1,9 +1,10 @@
-"""Compares what a GPU computes with the reference, at load: attention, then rows, then graphs.
+"""Compares what a GPU computes with the reference, at load: attention, then rows and how they are
+sampled, then graphs.
 
 Each stage also compiles the kernels that it needs. A stage that raises has failed.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -18,15 +19,15 @@ from workers.model.attention.interface import (
     Span,
 )
 from workers.model.attention.reference import ReferenceAttention
-from workers.model.attention.rows import RowsStep
+from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
 from workers.model.backend import Backend
 from workers.model.batch import block_slots
 from workers.model.checkpoint import first_line
 from workers.model.gpu.ahead_runner import AheadRunner
-from workers.model.gpu.decode import BOUND_TOKENS
+from workers.model.gpu.draw_check import wrong_draws
 from workers.model.loaded import Loaded
 from workers.model.probe import AttentionShape, probe_ids, probe_sequences
-from workers.model.proof import logits_difference
+from workers.model.proof import Choices, logits_difference
 from workers.model.runner import ModelRunner
 from workers.model.surgery.trial import TOLERANCE
 
@@ -35,10 +36,10 @@ from workers.model.surgery.trial import TOLERANCE
 _STAGES = {
     "chunk": ((0, 33), (21, 5)),
     "decode": ((0, 1), (40, 1)),
-    "split decode": ((BOUND_TOKENS + 9, 1), (21, 1)),
-    "chunk beside decode": ((21, 33), (BOUND_TOKENS + 9, 1)),
+    "split decode": ((SPLIT_TOKENS + 9, 1), (21, 1)),
+    "chunk beside decode": ((21, 33), (SPLIT_TOKENS + 9, 1)),
 }
-_ROW_STARTS = (BOUND_TOKENS + 9, 21)
+_ROW_STARTS = (SPLIT_TOKENS + 9, 21)
 _PROMPT_TOKENS = (12, 5)
 
 
@@ -73,7 +74,7 @@ class _Trial:
     ) -> None:
         self._shape, self._block_size = shape, block_size
         self._dtype, self._device = dtype, device
-        longest = BOUND_TOKENS + 64
+        longest = SPLIT_TOKENS + 64
         self._num_blocks = -(-longest // block_size)
         order = np.random.default_rng(0).permutation(2 * self._num_blocks)
         self._tables = order.reshape(2, self._num_blocks)  # of two sequences
@@ -107,7 +108,9 @@ class _Trial:
         rows = torch.tensor([2, 1], device=self._device)
         positions = torch.tensor(_ROW_STARTS, device=self._device)
         longest = self._num_blocks * self._block_size
-        return RowsStep(rows, positions, tables.to(self._device), longest, self._block_size)
+        most_parts = 2 * -(-longest // SPLIT_TOKENS)
+        tables = tables.to(self._device)
+        return RowsStep(rows, positions, tables, most_parts, longest, self._block_size)
 
     def _tensors(self, spans: list[Span]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries are part of a wider tensor, as in a merged projection."""
@@ -140,24 +143,39 @@ def _largest_difference(found: Tensor, expected: Tensor) -> float:
 
 @torch.inference_mode()
 def check_rows(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> None:
-    """Rows from state on the device, computed directly. Raises SelfTestFailed."""
+    """Rows from state on the device, computed directly, and the tokens drawn from rows of logits.
+    Raises SelfTestFailed."""
     rows = _Rows(model, runner, config)
     with _Stage("rows", rows.device):
-        rows.compare("rows", lambda num_rows: model.decoder.compute(num_rows, 1)[:num_rows])
+        for sequences in rows.orders():
+            lasts = [Chunk(s, s.num_prompt - 1, 1, samples=True) for s in sequences]
+            with Choices() as choices:
+                expected = runner.logits(lasts)
+            with Choices(choices.made):
+                found = model.decoder.logits([chunk.start for chunk in lasts])
+            rows.compare("rows", found, expected)
+    with _Stage("sampling", rows.device):
+        vocab_size = int(config.get_text_config().vocab_size)
+        if reason := wrong_draws(model.state, vocab_size, runner.cache.dtype):
+            raise SelfTestFailed("sampling", reason)
 
 
 @torch.inference_mode()
 def check_graphs(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> int:
-    """Records the graphs of contexts of up to BOUND_TOKENS and replays each. Returns their number.
-    Raises SelfTestFailed."""
-    graphs = model.decoder.graphs
-    assert graphs is not None
+    """Records all graphs and compares a replay of each with the same step, computed directly: in a
+    mixture of experts other sizes may choose others. Returns their number. Raises SelfTestFailed.
+    """
+    decoder = model.decoder
+    assert decoder.graphs is not None
     rows = _Rows(model, runner, config)
     with _Stage("graphs", rows.device):
-        graphs.record_all(1)
-        for key in graphs.recorded:
-            rows.compare("a graph's replay", lambda n, key=key: model.decoder.replay(key)[:n])  # type: ignore[misc]
-    return len(graphs.recorded)
+        decoder.graphs.record_all()
+        for size in decoder.graphs.sizes:
+            for sequences in rows.orders(size):
+                expected = decoder.compute(size, size, max(_PROMPT_TOKENS))[: len(sequences)]
+                found = decoder.replay(size)[: len(sequences)]
+                rows.compare("a graph's replay", found, expected)
+    return len(decoder.graphs.sizes)
 
 
 class _Rows:
@@ -165,27 +183,27 @@ class _Rows:
 
     def __init__(self, model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> None:
         self._model = model
-        self.device = model.state.order.device
+        self.device = model.state.device
         self._dtype = runner.cache.dtype
         prompts = [probe_ids(config, n, self.device) for n in _PROMPT_TOKENS]
-        sequences = probe_sequences(prompts, runner.block_size)[: model.state.num_rows]
-        runner.logits([Chunk(s, 0, s.num_prompt - 1, samples=False) for s in sequences])
-        lasts = [Chunk(s, s.num_prompt - 1, 1, samples=True) for s in sequences]
-        self._expected = runner.logits(lasts).float()
-        self._sequences = sequences
+        self._sequences = probe_sequences(prompts, runner.block_size)[: model.state.num_rows]
+        runner.logits([Chunk(s, 0, s.num_prompt, samples=False) for s in self._sequences])
 
-    def compare(self, stage: str, compute: Callable[[int], Tensor]) -> None:
-        """In both orders and alone, so that a replay cannot repeat what it once read. Raises
-        SelfTestFailed."""
-        everyone = range(len(self._sequences))
-        for order in ([*everyone], [*reversed(everyone)], [0]):
-            self._line_up([self._sequences[index] for index in order])
-            found = compute(len(order)).float()
-            expected = self._expected[order[: len(found)]]
-            if reason := logits_difference(found, expected, self._dtype):
-                raise SelfTestFailed(stage, reason)
+    def orders(self, most: int = 2) -> Iterator[list[Sequence]]:
+        """Both orders, and one alone, so that a replay cannot repeat what it once read; at most so
+        many rows. They are the device's next step."""
+        both = self._sequences
+        for sequences in ([*both], [*reversed(both)], both[:1]):
+            if len(sequences) <= most:
+                self._line_up(sequences)
+                yield sequences
         self._model.state.line_up([])
         self._model.state.flush()
+
+    def compare(self, stage: str, found: Tensor, expected: Tensor) -> None:
+        """Raises SelfTestFailed."""
+        if reason := logits_difference(found.float(), expected.float(), self._dtype):
+            raise SelfTestFailed(stage, reason)
 
     def _line_up(self, sequences: Seq[Sequence]) -> None:
         state = self._model.state
