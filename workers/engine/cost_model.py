@@ -22,6 +22,7 @@ _PAIRS = [(i, j) for i in range(4) for j in range(i + 1)]
 
 # Tokens, KV tokens read, prefill tokens times context.
 Features = tuple[float, float, float]
+NOTHING: Features = (0.0, 0.0, 0.0)
 
 
 class CostModel:
@@ -58,14 +59,13 @@ class CostModel:
         self,
         chunks: Iterable[Chunk | Padding],
         step_s: float,
-        others: Features = (0.0, 0.0, 0.0),
+        others: Features = NOTHING,
     ) -> None:
         """Learns from a step of `step_s` seconds; ignores steps shorter than the clock's
         resolution. `others`: sums of `chunk_features` of the step's other work."""
         if step_s <= 0.0:
             return
-        tokens, kv_read, products = step_features(chunks)
-        sums = tokens + others[0], kv_read + others[1], products + others[2]
+        sums = added(step_features(chunks), others)
         if self.is_ready:
             step_s = min(step_s, _MAX_SURPRISE * self.predict(sums))
         scales = [scale * step_s for scale in _SCALES]
@@ -113,6 +113,10 @@ def chunk_features(start: int, num_tokens: int) -> Features:
     """
     context = start + num_tokens / 2
     return float(num_tokens), float(start + num_tokens), (num_tokens - 1) * context
+
+
+def added(one: Features, other: Features) -> Features:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 def step_features(chunks: Iterable[Chunk | Padding]) -> Features:

@@ -11,11 +11,11 @@ from collections.abc import Sequence as Seq
 from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.books import Books
-from workers.engine.cost_model import CostModel
+from workers.engine.cost_model import NOTHING, CostModel, added, step_features
 from workers.engine.lanes import DEFAULT_LANES, Lane, Lanes
 from workers.engine.lengths import KnownOnly, LengthPredictor
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Padding
+from workers.engine.model import Chunk, Padding
 from workers.engine.order import Order
 from workers.engine.policies import Key, Policy
 from workers.engine.running import Running
@@ -57,6 +57,7 @@ class Scheduler:
             0,
         )  # change counters of running and waiting sequences at that time
         self._was_refused = False  # whether the last step lacked room for a sequence
+        self._uncounted = NOTHING  # chunks of the last step, for the cost model
         self._waiting = WaitingQueue(self._lanes, policy)
         self._admission = AdmissionCheck(
             blocks, limits, self._lanes, lengths or KnownOnly(), self._running
@@ -149,7 +150,15 @@ class Scheduler:
         """Learns from a computed step and accounts for it; returns how many of its tokens had been
         computed before.
         """
-        self.cost.observe([*plan.served_singly, *padding], step_s, plan.served_together.features)
+        singles = plan.served_singly
+        others = added(plan.served_together.features, self._uncounted)
+        self._uncounted = NOTHING
+        if self._limits.grows_ahead and not padding and not any(map(_is_waited_for, singles)):
+            # Such a model returns before the chunks are computed: their time is in the next step's.
+            self._uncounted = step_features(c for c in singles if not c.samples)
+            singles = [chunk for chunk in singles if chunk.samples]
+        if singles or padding or others != NOTHING:
+            self.cost.observe([*singles, *padding], step_s, others)
         return self._books.settle(plan)
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
@@ -382,3 +391,9 @@ class Scheduler:
         plan.take_back(victim)
         self._admission.forget(victim)
         self.preempt(victim, now_s)
+
+
+def _is_waited_for(chunk: Chunk) -> bool:
+    """Whether a model that runs ahead needs the result of a prompt's chunk in the same step."""
+    is_last = chunk.samples and chunk.num_tokens > 1
+    return is_last or chunk.sequence.scores_prompt
