@@ -12,8 +12,13 @@ from bench.gpu_check.machine import Machine
 from bench.gpu_check.results import Finding
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import ReferenceAttention
+from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
 from workers.model.attention.triton_attention import TritonAttention
+from workers.model.gpu.draw_check import wrong_draws
+from workers.model.gpu.drawing import draw_by_triton
 from workers.model.gpu.kernels import TritonKernels
+from workers.model.gpu.request_state import RequestState
+from workers.model.staging import to_device
 
 # The largest difference of an element, divided by the largest element.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -30,6 +35,8 @@ def kernel_checks(machine: Machine) -> Iterator[tuple[str, Callable[[], Finding]
     yield "norm", partial(_check_norm, machine, num_tokens, hidden)
     yield "gate", partial(_check_gate, machine, num_tokens, inner)
     yield "rotation and cache", partial(_check_rotation, machine, num_tokens)
+    for vocab_size in (60, 9_000) if machine.is_tiny else (32_000, 151_936):
+        yield f"sampling: {vocab_size} tokens", partial(_check_draws, machine, vocab_size)
 
 
 _Case = tuple[str, tuple[int, int], int, AttentionFlags, list[tuple[int, int]]]
@@ -72,11 +79,35 @@ def _check_attention(
         torch.randn(num_slots, heads[1], dim, device=machine.device).to(machine.dtype)
         for _ in range(2)
     )
-    ours, reference = (
-        backend.prepare(spans, machine.device).attend(query, keys, values, flags)
-        for backend in (TritonAttention(_BLOCK_SIZE), ReferenceAttention())
+    reference, triton = ReferenceAttention(), TritonAttention(_BLOCK_SIZE)
+    expected = reference.prepare(spans, machine.device).attend(query, keys, values, flags)
+    finding = _compare(
+        triton.prepare(spans, machine.device).attend(query, keys, values, flags), expected
     )
-    return _compare(ours, reference)
+    if first > len(chunks) or not finding.passed:
+        return finding
+    rows = triton.prepare_rows(_on_the_device(spans, machine.device))
+    return _compare(rows.attend(query, keys, values, flags), expected)
+
+
+def _on_the_device(spans: list[Span], device: torch.device) -> RowsStep:
+    """The same single tokens, with their tables on the device, in another order there."""
+    positions = np.array([span.start for span in spans])
+    tables = np.zeros((len(spans), 1 + positions.max() // _BLOCK_SIZE), dtype=np.int64)
+    order = np.arange(len(spans))[::-1].copy()
+    for row, span in zip(order, spans, strict=True):
+        blocks = span.slots[::_BLOCK_SIZE] // _BLOCK_SIZE
+        tables[row, : len(blocks)] = blocks
+    most_parts = int((positions // SPLIT_TOKENS + 1).sum())
+    rows, starts, tables_there = (to_device(x, device) for x in (order, positions, tables))
+    return RowsStep(rows, starts, tables_there, most_parts, None, _BLOCK_SIZE)
+
+
+def _check_draws(machine: Machine, vocab_size: int) -> Finding:
+    """The kernels that draw tokens, with limits and without, against the sampler."""
+    state = RequestState(8, 8, 4, 0, machine.device)
+    wrong = wrong_draws(state, vocab_size, machine.dtype, draw_by_triton)
+    return Finding(wrong is None, wrong or "every token is the sampler's")
 
 
 def _check_norm(machine: Machine, num_tokens: int, hidden: int) -> Finding:

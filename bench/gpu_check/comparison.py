@@ -1,20 +1,24 @@
 """The same weights in transformers: the reference of the engine's tokens, and its continuous
 batching."""
 
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.results import Finding
 from bench.gpu_check.served import random_prompts
 from bench.gpu_check.shapes import Shape, random_decoder
+from workers.model.sequential import kept_state
 
-# In standard deviations of a row's logits; half precision stays within 0.15 in the tests.
-_MAX_BEHIND = 0.3
+# In standard deviations of a row's logits: a difference of float32 that no other order of additions
+# explains on a tiny model.
+_LEAST_TOLERANCE = 0.01
 
 
 class Transformers:
@@ -27,18 +31,43 @@ class Transformers:
 
     @torch.inference_mode()
     def check(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Finding:
-        """Each greedy token of the engine must be the best here, or nearly as good."""
+        """Each greedy token of the engine must be the best here, or behind it by no more than what
+        transformers' own logits differ where they are computed token by token. A token that is the
+        best by other logits may be behind by the differences of two."""
         worst, num_best, num_all = 0.0, 0, 0
+        tolerance = max(_LEAST_TOLERANCE, 2 * self._own_difference(prompts[0], outputs[0]))
         for prompt, output in zip(prompts, outputs, strict=True):
-            known = torch.tensor([[*prompt, *output[:-1]]], device=self._machine.device)
-            rows = self._decoder(input_ids=known).logits[0, len(prompt) - 1 :].float()
+            rows = self._logits(prompt, output)
             chosen = rows.gather(1, torch.tensor(output, device=rows.device)[:, None])
             behind = (rows.max(-1, keepdim=True).values - chosen) / rows.std(-1, keepdim=True)
             worst = max(worst, float(behind.max()))
             num_best += int((behind == 0).sum())
             num_all += len(behind)
-        detail = f"{num_best} of {num_all} tokens the best, worst {worst:.3f} deviations behind"
-        return Finding(worst <= _MAX_BEHIND, detail)
+        detail = (
+            f"{num_best} of {num_all} tokens the best, worst {worst:.3f} deviations behind, "
+            f"at most {tolerance:.3f} allowed"
+        )
+        return Finding(worst <= tolerance, detail)
+
+    def _own_difference(self, prompt: Sequence[int], output: Sequence[int]) -> float:
+        """The largest of a logit between one forward and the engine's steps: the prompt, then each
+        token with a cache."""
+        whole, steps, state = self._logits(prompt, output), [], dict[str, Any]()
+        names = inspect.signature(self._decoder.forward).parameters
+        name = "cache" if "cache" in names else "past_key_values"  # from transformers 5.24 on
+        for part in (prompt, *([token_id] for token_id in output[:-1])):
+            ids = torch.tensor([list(part)], device=self._machine.device)
+            found = self._decoder(input_ids=ids, use_cache=True, **state)
+            state = {name: kept_state(found)}
+            steps.append(found.logits[0, -1].float())
+        difference = (whole - torch.stack(steps)).abs() / whole.std(-1, keepdim=True)
+        return float(difference.max())
+
+    def _logits(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+        """float32 (number of output tokens, vocab_size), by one forward."""
+        known = torch.tensor([[*prompt, *output[:-1]]], device=self._machine.device)
+        logits: Tensor = self._decoder(input_ids=known, use_cache=False).logits
+        return logits[0, len(prompt) - 1 :].float()
 
     def tokens_per_s(self, sizes: tuple[int, int, int], seed: int) -> float:
         """Output tokens per second of `generate_batch`. `sizes`: requests, prompt tokens, output

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu_check.results import Finding
 from bench.gpu_check.served import Served, at_once, requests_of
 from bench.gpu_check.sizes import Sizes
 from infra.bench.engine import EngineRun, run_workload
@@ -13,14 +14,24 @@ from infra.tables import spread
 from workers.engine.engine import Engine
 from workers.engine.request import Request
 from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.gpu.graphs import sizes_up_to
 
 _NUM_WARM_UP = 8  # steps
 _MOST_PROMPT_STEPS = 1000
 
 
+def check_graphs(served: Served) -> Finding:
+    """Whether steps of every size are recorded: the loader goes on without graphs that fail."""
+    if not isinstance(served.model, AheadRunner) or served.model.decoder.graphs is None:
+        return Finding(False, "steps are not recorded; the log gives the reason")
+    num_recorded = len(served.model.decoder.graphs.sizes)
+    num_wanted = len(sizes_up_to(served.options.max_num_seqs))
+    return Finding(num_recorded == num_wanted, f"{num_recorded} of {num_wanted} are recorded")
+
+
 def warm_up(served: Served, sizes: Sizes) -> float:
-    """One stream over the whole length and one of long prompts: compiles kernels and records the
-    graphs of all sizes. Returns its seconds."""
+    """One stream over the whole length and one of long prompts: compiles kernels that the loader
+    has not. Returns its seconds."""
     start_s = time.perf_counter()
     for wanted in ((1, sizes.num_in, sizes.num_out), (*sizes.prefill, 2)):
         run_workload(served.engine(), at_once(served.shape, wanted, seed=0))
@@ -90,12 +101,10 @@ def time_host_gap(served: Served, sizes: Sizes, num_streams: int) -> dict[str, f
     decoder = served.model.decoder
     with steady(served, sizes, num_streams) as streams:
         steps_s = [streams.step_s(sizes.steady_steps) for _ in range(sizes.num_repeats)]
-        longest = streams.longest
+        positions = streams.positions
         with torch.inference_mode():
             # It writes the KV of the last step's rows again, which nobody reads any more.
-            device_s = served.machine.seconds(
-                lambda: decoder.logits(num_streams, longest).argmax(-1)
-            )
+            device_s = served.machine.seconds(lambda: decoder.logits(positions).argmax(-1))
     step_s = statistics.median(steps_s)
     return {"step_s": step_s, "device_s": device_s, "share": max(0.0, 1 - device_s / step_s)}
 
@@ -109,9 +118,9 @@ class Streams:
         self._requests = requests
 
     @property
-    def longest(self) -> int:
-        """The longest context, in tokens."""
-        return 1 + max(sequence.num_known for sequence in self._engine.sequences)
+    def positions(self) -> list[int]:
+        """Of the tokens in flight."""
+        return [sequence.num_known for sequence in self._engine.sequences]
 
     def run(self, num_steps: int) -> None:
         """Raises RuntimeError if not every stream gets a token in each step."""

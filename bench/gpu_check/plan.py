@@ -10,6 +10,7 @@ from pathlib import Path
 from bench.gpu_check.checks import kernel_checks
 from bench.gpu_check.comparison import Transformers
 from bench.gpu_check.decoding import (
+    check_graphs,
     time_closed,
     time_host_gap,
     time_prefill,
@@ -54,6 +55,8 @@ def _decoding(stage: Stage) -> None:
     """The shape that is compared with other engines, by the default path."""
     sizes, results = stage.sizes, stage.results
     served = _serve(stage, sizes.decoding)
+    if stage.machine.device.type == "cuda":
+        results.check("CUDA graphs", partial(check_graphs, served))
     checked = run_workload(served.engine(), at_once(served.shape, sizes.checked, seed=0))
     results.put("checked", [timeline.token_ids for timeline in checked.timelines])
     results.measure("warm-up", "seconds", partial(warm_up, served, sizes))

@@ -1,5 +1,6 @@
 """The check of a GPU, as far as it runs without one."""
 
+import dataclasses
 import importlib.metadata
 import os
 import subprocess
@@ -7,26 +8,34 @@ import time
 import venv
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 
+from workers.ipc.messages import EngineOptions
 from workers.model.attention.reference import ReferenceAttention
+from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.gpu import drawing
+from workers.model.gpu.ahead_runner import AheadRunner
 
 pytest.importorskip("triton")
 
 from bench.gpu_check import checks, wheels
 from bench.gpu_check.__main__ import main
 from bench.gpu_check.comparison import Transformers
+from bench.gpu_check.decoding import check_graphs
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.report import has_passed, report
 from bench.gpu_check.results import Finding, Results
 from bench.gpu_check.sanitizer import check_memory
+from bench.gpu_check.served import Served
 from bench.gpu_check.shapes import TINY_QWEN3
 from bench.gpu_check.sizes import SMALL
 from bench.gpu_check.stages import BUDGETS_S, read_figures, run_stages
+from workers.model.attention.triton_attention import TritonAttention
 
 TINY = Machine(torch.device("cpu"), is_tiny=True)
 # transformers' continuous batching asks it for a CPU's memory; a GPU needs none.
@@ -88,7 +97,7 @@ def test_the_whole_check_runs_where_only_wheels_can_be_carried(
     for figures in stages.values():
         assert (figures["skipped"], figures["failed"]) == ([], [])
     names = {check["name"].split(":")[0] for check in stages["kernels"]["checks"]}
-    assert names == {"attention", "norm", "gate", "rotation and cache"}
+    assert names == {"attention", "norm", "gate", "rotation and cache", "sampling"}
     decoding = stages["decoding"]
     for streams in map(str, SMALL.streams):
         assert decoding["decoding"][streams][0]["tokens_per_s"] > 0
@@ -228,6 +237,54 @@ def figures_of_a_run() -> dict[str, Any]:
         "strategies": of(shape="Llama-2-7B", strategies=strategies),
         "transformers": of(),
     }
+
+
+def test_a_wrong_draw_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rows whose tables are on the device fail the check of their attention."""
+
+    def wrong(*arguments: Any) -> torch.Tensor:
+        return drawing.draw_by_triton(*arguments) + 1
+
+    def beside(self: TritonAttention, step: RowsStep) -> PreparedRows:
+        return PreparedRows(dataclasses.replace(step, rows=step.rows * 0, longest=600))
+
+    monkeypatch.setattr(checks, "draw_by_triton", wrong)
+    monkeypatch.setattr(TritonAttention, "prepare_rows", beside)
+
+    found = {name: check() for name, check in checks.kernel_checks(TINY) if "mixed" not in name}
+
+    failed = {name for name, finding in found.items() if not finding.passed}
+    assert {name.split(":")[0] for name in failed} == {"sampling", "attention"}
+    assert "in place of" in found["sampling: 60 tokens"].detail
+
+
+@pytest.mark.parametrize("num_recorded", [None, 2, 4])
+def test_a_model_without_all_its_graphs_fails_a_check(num_recorded: int | None) -> None:
+    """The loader only logs what it leaves out."""
+    graphs = None if num_recorded is None else SimpleNamespace(sizes=[8, 4, 2, 1][:num_recorded])
+    model = object.__new__(AheadRunner)
+    model.decoder = SimpleNamespace(graphs=graphs)  # type: ignore[assignment]
+    options = EngineOptions(model_path="", max_num_seqs=7)
+
+    finding = check_graphs(Served(TINY_QWEN3, TINY, model, options, 0))
+
+    assert finding.passed == (num_recorded == 4)
+
+
+def test_the_tolerance_is_what_transformers_differs_from_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice that, in deviations of a row's logits; on a CPU in float32 it is next to nothing."""
+    model = Transformers(TINY_QWEN3, TINY)
+    prompt, output = [5, 6, 7, 8], [4, 9, 30]
+    exact = model._logits(prompt, output)
+
+    assert model._own_difference(prompt, output) < 1e-4
+    blurred = exact.clone()
+    blurred[2, 17] += 3 * exact[2].std()
+    monkeypatch.setattr(model, "_logits", lambda *_: blurred)
+    assert 2.0 < model._own_difference(prompt, output) < 4.0
+    assert model.check([prompt], [[int(row.argmax()) for row in exact]]).passed
 
 
 def test_transformers_gets_the_same_weights_and_prompts() -> None:
