@@ -1,18 +1,23 @@
-"""Compiles every Triton kernel for a GPU that need not exist, and prints its use of shared memory.
+"""Compiles every Triton kernel for a GPU that need not exist, and prints what it uses.
 
-`python -m tests.workers.model.triton_compile 90 bfloat16:128 float32:64`: a compute capability,
-then types and head sizes. The kernels are called with CPU tensors as the engine calls them; each
-launch is turned into a compilation for that capability. Prints one JSON object: bytes of
-shared memory of each compiled variant, by kernel. Runs in a process of its own, without Triton's
-interpreter.
+`python -m tests.workers.model.triton_compile 90 bfloat16:128:32:8 float32:64:8:8`: a compute
+capability, then a type, a head size, and the numbers of query and of KV heads. The kernels are
+called with CPU tensors as the engine calls them; each launch is turned into a compilation for that
+capability. Prints one JSON object: for each compiled variant, by kernel, its bytes of shared memory
+and of spilled registers. Runs in a process of its own, without Triton's interpreter.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
@@ -24,9 +29,22 @@ from workers.model.gpu.kernels import TritonKernels, draw_rows
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
-HEADS = (32, 8)
 PLAIN = AttentionFlags(0.1)
-EVERY_FLAG = AttentionFlags(0.1, 100, 30.0, torch.ones(HEADS[0]))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's type, head size, and numbers of query and KV heads."""
+
+    dtype: torch.dtype
+    dim: int
+    heads: tuple[int, int]
+
+    @property
+    def flags(self) -> tuple[AttentionFlags, ...]:
+        """The most usual layer is compiled with every flag too."""
+        every = AttentionFlags(0.1, 100, 30.0, torch.ones(self.heads[0]))
+        return (PLAIN, every) if (self.dim, self.heads) == (128, (32, 8)) else (PLAIN,)
 
 
 class _AbsentGpu:
@@ -45,29 +63,43 @@ class _AbsentGpu:
         return self._target
 
 
-def compile_all(capability: int, heads: list[tuple[torch.dtype, int]]) -> dict[str, list[int]]:
-    """Bytes of shared memory of each compiled variant, by kernel."""
-    found: dict[str, dict[str, int]] = {}
+def compile_all(capability: int, layers: list[Layer]) -> dict[str, list[tuple[int, int]]]:
+    """Bytes of shared memory and of spilled registers of each compiled variant, by kernel."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        assert kernel.asm["cubin"]
-        found.setdefault(self.fn.__name__, {})[kernel.hash] = kernel.metadata.shared
+        variants = found.setdefault(self.fn.__name__, {})
+        if kernel.hash not in variants:
+            variants[kernel.hash] = kernel.metadata.shared, _spilled_bytes(kernel.asm["cubin"])
         return kernel
 
     driver.set_active(_AbsentGpu(capability))
     JITFunction.run = compile_only
-    for dtype, dim in heads:
-        for flags in (PLAIN, EVERY_FLAG) if dim == 128 else (PLAIN,):
-            _attend(dtype, dim, flags)
-    for dtype in {dtype for dtype, _ in heads}:
+    for layer in layers:
+        for flags in layer.flags:
+            _attend(layer, flags)
+    for dtype in {layer.dtype for layer in layers}:
         _compute_beside(TritonKernels(dtype), dtype)
         _draw(dtype)
     return {name: list(variants.values()) for name, variants in found.items()}
 
 
-def _attend(dtype: torch.dtype, dim: int, flags: AttentionFlags) -> None:
+def _spilled_bytes(cubin: bytes) -> int:
+    """Of each thread's stack; Triton itself reads the number from a GPU's driver only."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        program = triton.knobs.nvidia.cuobjdump.path
+        command = [program, "-res-usage", file.name]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"STACK:(\d+)", listed)
+    assert found is not None, listed
+    return int(found[1])
+
+
+def _attend(layer: Layer, flags: AttentionFlags) -> None:
     """Single tokens with and without parts, a chunk, and tables on the device; widths of tables and
     numbers of rows whose divisors differ."""
     batches = [[(9, 1)], [(255, 1)], [(600, 1)], [(0, 40)], [(16, 1), (0, 40), (600, 2)]]
@@ -78,12 +110,13 @@ def _attend(dtype: torch.dtype, dim: int, flags: AttentionFlags) -> None:
             spans.append(Span(first, num_tokens, start, slots))
             first += num_tokens
         prepared = TritonAttention(BLOCK_SIZE).prepare(spans, CPU)
-        case = Case(chunks, HEADS, (dim, dim), flags, dtype)
+        case = Case(chunks, layer.heads, (layer.dim, layer.dim), flags, layer.dtype)
         prepared.attend(*random_tensors(case), flags)
     for num_rows in (1, 2, 16):
         positions, tables = torch.full((num_rows,), 700), torch.zeros(num_rows, 64).long()[:, 9:]
         step = RowsStep(torch.arange(num_rows), positions, tables, 90, None, BLOCK_SIZE)
-        case = Case([(700, 1)] * num_rows, HEADS, (dim, dim), flags, dtype)
+        chunks = [(700, 1)] * num_rows
+        case = Case(chunks, layer.heads, (layer.dim, layer.dim), flags, layer.dtype)
         TritonAttention(BLOCK_SIZE).prepare_rows(step).attend(*random_tensors(case), flags)
 
 
@@ -109,10 +142,10 @@ def _draw(dtype: torch.dtype) -> None:
             draw_rows(logits, cells, order[1 : 1 + num_rows], is_limited=is_limited)
 
 
-def _head(text: str) -> tuple[torch.dtype, int]:
-    name, dim = text.split(":")
-    return getattr(torch, name), int(dim)
+def _layer(text: str) -> Layer:
+    name, dim, num_heads, kv_heads = text.split(":")
+    return Layer(getattr(torch, name), int(dim), (int(num_heads), int(kv_heads)))
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(int(sys.argv[1]), [_head(text) for text in sys.argv[2:]])))
+    print(json.dumps(compile_all(int(sys.argv[1]), [_layer(text) for text in sys.argv[2:]])))
