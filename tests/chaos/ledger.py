@@ -114,10 +114,15 @@ class Story:
 
     def connect(self, after: int) -> None:
         """A connection that resumes after an event, or starts again."""
-        if self.may_have_lost:  # repeated output may be split into other events
-            self.events = {n: event for n, event in self.events.items() if n <= after}
+        if self.may_have_lost:
+            self._forget_after(after)
         self._next = after + 1
         self._received.clear()
+
+    def _forget_after(self, number: int) -> None:
+        """Output that was lost and is computed again may be split into other events; its tokens are
+        compared all the same."""
+        self.events = {n: event for n, event in self.events.items() if n <= number}
 
     def receive(self, event: Event) -> None:
         """An event on the current connection."""
@@ -131,7 +136,10 @@ class Story:
         self._received.add(number)
         self._next = max(self._next, number + 1)
         known = self.events.get(number)
-        if known is not None:
+        if known is not None and known != event and self.may_have_lost:
+            # This connection began before the power cut, and an earlier one had got further.
+            self._forget_after(number - 1)
+        elif known is not None:
             if known != event:
                 self.violate(Kind.WRONG, f"event {number} was another before")
             return

@@ -256,6 +256,26 @@ def test_only_losses_by_a_power_cut_are_excused() -> None:
     assert never_cut.by_kind()[Kind.LOST] == 1
 
 
+def test_output_that_a_power_cut_took_may_be_split_otherwise() -> None:
+    """A connection from before the cut delivers, after it, the same tokens in other events than an
+    earlier connection did. Other tokens are a violation all the same."""
+    now_s = 109.0
+    ledger = Ledger(cuts_s=[], clock_s=lambda: now_s)
+    stories = make_story(ledger), make_story(ledger)
+    for story in stories:
+        for number in (1, 2, 3):
+            story.receive(event(number, number))
+        story.connect(0)
+        story.receive(event(1, 1))
+    ledger.cuts_s = [(110.0, 110.2)]
+    now_s = 111.0
+    split, wrong = stories
+    split.receive(event(2, 2, 3, 4))
+    assert ledger.violations == []
+    wrong.receive(event(2, 2, 9))
+    assert ledger.by_kind()[Kind.WRONG] == 1
+
+
 def test_differences_of_a_real_model_are_judged_by_the_model() -> None:
     """Another token is not yet a violation: the story is marked for scoring by the model."""
     ledger = Ledger()

@@ -365,7 +365,9 @@ MUTANTS = [
         "local more = 0",
         seed=15,
     ),
-    Mutant("a reservation is never over", "'reserved', -reserved_tokens(job))", "'reserved', 0)"),
+    Mutant(
+        "a reservation is never over", "'reserved', 0 - ledger.reserved(job))", "'reserved', 0)"
+    ),
     Mutant("what is forgotten stays stored", "name, -bytes)", "name, 0)"),
     Mutant(
         "no tenant stores too much",
