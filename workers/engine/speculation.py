@@ -121,9 +121,13 @@ def add_drafts(plan: StepPlan, blocks: BlockManager) -> None:
 def _drafts(plan: StepPlan, blocks: BlockManager, seconds: float) -> Iterator[_Draft]:
     """The drafts whose first token pays. `seconds`: of a step of the streams alone."""
     _, b, c, d = plan.cost.coefficients
-    seconds_each = seconds / max(1, len(plan.streams.sequences))
+    num_streams = max(1, len(plan.streams.sequences))
+    seconds_each = seconds / num_streams
     for sequence in plan.streams.sequences:
-        cost_s = b + c + d * sequence.num_computed
+        # Most tokens that the cost model saw are of prompts, for which nothing is drawn. What a
+        # stream takes beside others is learned as reading KV, so a draft is charged for that too.
+        num_kv = 1 + sequence.num_computed * (1 - 1 / num_streams)
+        cost_s = b + c * num_kv + d * sequence.num_computed
         if cost_s >= seconds_each or sequence not in plan.chunks:
             continue
         if sequence.lookup is None:

@@ -2,7 +2,10 @@
 right counts."""
 
 import dataclasses
+from collections.abc import Sequence as Seq
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -11,12 +14,15 @@ from contract.jobs import SamplingParams
 from tests.workers.engine.harness import Harness, Sizes, all_params, all_sizes, job, oracle
 from tests.workers.engine.test_engine_properties import is_possible, request_of
 from tests.workers.strategies.test_strategies import all_strategies
+from workers.engine.model import Chunk, Row
 from workers.engine.strategy import Strategy
 
 LETTERS = LLMatcher.grammar_from_regex("[ab]{40}")
+TEXTS = LLMatcher.grammar_from_regex("[ab]{96}")
 # A step costs as much as ten of its tokens, so that half a chance pays.
 FAST = {"step_s": 0.010, "token_s": 0.001}
 SIZES = Sizes(speculates=True)
+ROOMY = Sizes(num_blocks=1024, max_num_batched_tokens=64, max_num_seqs=16, kv_high_water=1.0)
 
 
 def speculating(sizes: Sizes = SIZES, **changes: object) -> Harness:
@@ -48,6 +54,35 @@ def test_nothing_is_drafted_where_it_does_not_pay() -> None:
     harness.run()
 
     assert harness.num_accepted == harness.num_rejected == 0
+
+
+def test_drafts_that_are_half_right_cost_many_streams_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row that draws takes ten times as long as a prompt's token, and hardly less than a
+    stream's share of a step; the cost model knows tokens only."""
+
+    def taken_s(sizes: Sizes) -> tuple[float, int]:
+        slow = Harness(sizes, step_s=0.004, token_s=0.0001)
+        run = slow.model.run
+
+        def run_slowly(chunks: Seq[Chunk], *others: Any) -> list[Row]:
+            slow.now_s += 0.001 * sum(len(chunk.sampled) for chunk in chunks)
+            return run(chunks, *others)
+
+        monkeypatch.setattr(slow.model, "run", run_slowly)
+        for number in range(16):
+            prompt_ids = [32 + number] * 128
+            slow.add(job(str(number), prompt_ids, grammar=TEXTS, max_tokens=96, seed=number))
+        slow.run()
+        return slow.clock_s(), slow.num_rejected
+
+    monkeypatch.setattr("tests.workers.engine.harness.MAX_MODEL_LEN", 256)
+    plain_s, _ = taken_s(ROOMY)
+    drafting_s, num_rejected = taken_s(dataclasses.replace(ROOMY, speculates=True))
+
+    assert drafting_s <= 1.01 * plain_s
+    assert num_rejected < 60
 
 
 def test_a_grammar_may_draft_and_force() -> None:
