@@ -93,6 +93,11 @@ class Fleet:
         self.workers[worker.model] = worker
         self._tasks[worker.model] = asyncio.create_task(worker.serve())
 
+    async def beat(self) -> None:
+        """Workers count as live for 15 s; starting a process may take longer on a busy machine."""
+        for worker in self.workers.values():
+            await worker.beat()
+
     def say(self, model: str, script: Script) -> None:
         self.workers[model].script = script
 

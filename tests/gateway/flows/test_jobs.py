@@ -103,6 +103,7 @@ async def test_a_flow_that_nobody_runs_is_cancelled_with_its_calls(
     """By the gateway that cancels it, because its log names them."""
     await fleet.stop_serving("large")
     await until(lambda: is_live(redis_client, keys, "cascade"))
+    await fleet.beat()
     job_id = await submitted(http, job("cascade"))
     claimed = await fleet.workers["large"].claim()
     runner.kill()

@@ -71,6 +71,7 @@ async def test_a_stream_goes_on_after_the_process_that_ran_the_flow_was_killed(
     await fleet.stop_serving("large")
     texts: list[str] = []
     await until(lambda: is_live(redis_client, keys, flow))
+    await fleet.beat()
 
     async def read() -> None:
         body = chat(flow, stream=True, max_tokens=60)
@@ -94,6 +95,7 @@ async def test_a_stream_goes_on_after_the_process_that_ran_the_flow_was_killed(
     with running_gateway(settings):
         await redis_client.function_load(library_with_test_clock(), replace=True)
         await redis_client.set(TEST_CLOCK, 11_000)  # the killed process's lease has lapsed
+        await fleet.beat()
         await reading
     contents = [line for line in texts if '"content":"' in line and '"content":""' not in line]
     said = [line.split('"content":"')[1].split('"')[0] for line in contents]
