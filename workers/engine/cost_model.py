@@ -66,8 +66,9 @@ class CostModel:
         if step_s <= 0.0:
             return
         sums = added(step_features(chunks), others)
-        if self.is_ready:
-            step_s = min(step_s, _MAX_SURPRISE * self.predict(sums))
+        # Prompts alone may explain all steps so far, and predict nothing for streams.
+        if self.is_ready and (predicted_s := self.predict(sums)) > 0.0:
+            step_s = min(step_s, _MAX_SURPRISE * predicted_s)
         scales = [scale * step_s for scale in _SCALES]
         features = [x / scale for x, scale in zip((1.0, *sums), scales, strict=True)]
         self._products = [
