@@ -15,17 +15,18 @@ pytest.importorskip("triton")
 SHARED_BYTES = 99 * 1024
 # Of a thread's registers in the kernel for chunks, on GPUs that multiply without wgmma (8.x): a
 # tenth of its numbers. Tiles with half the keys would spill none, but are small for later GPUs.
+# float32, which is no default on a GPU, may spill a few.
 MOST_SPILLED_BYTES = {80: 96, 90: 0}
+MOST_SPILLED_FLOAT32 = 16
 # A type, a head size, and numbers of query and KV heads. The first is compiled plain and with every
 # flag.
-USUAL = ["bfloat16:128:32:8", "bfloat16:128:32:32"]
-OTHERS = [
-    *("bfloat16:128:28:4", "bfloat16:128:64:8", "bfloat16:128:32:1", "bfloat16:128:64:1"),
-    *("bfloat16:64:32:8", "bfloat16:80:32:32", "bfloat16:96:32:32"),
-    *("bfloat16:256:8:4", "bfloat16:256:16:1"),
-    *("float16:64:32:8", "float16:128:32:8", "float16:256:8:4"),
-    *("float32:64:32:8", "float32:128:32:8", "float32:256:8:4"),
-]
+LAYERS = {
+    "usual": ["bfloat16:128:32:8", "bfloat16:128:32:32"],
+    "groups": [f"bfloat16:128:{heads}" for heads in ("28:4", "64:8", "32:1", "64:1")],
+    "sizes": ["bfloat16:64:32:8", "bfloat16:80:32:32", "bfloat16:96:32:32", "bfloat16:256:8:4"],
+    "float16": ["float16:64:32:8", "float16:128:32:8", "float16:256:8:4"],
+    "float32": ["float32:64:32:8", "float32:128:32:8", "float32:256:8:4"],
+}
 KERNELS = {
     *("attend_items", "join_parts", "list_parts"),
     *("normalise", "gate_silu", "turn_and_keep"),
@@ -35,7 +36,11 @@ KERNELS = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "layers", [USUAL, pytest.param(OTHERS, marks=pytest.mark.campaign)], ids=["usual", "others"]
+    "layers",
+    [
+        pytest.param(layers, id=name, marks=() if name == "usual" else pytest.mark.campaign)
+        for name, layers in LAYERS.items()
+    ],
 )
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles_and_fits(capability: int, layers: list[str], tmp_path: Path) -> None:
@@ -55,7 +60,10 @@ def test_every_kernel_compiles_and_fits(capability: int, layers: list[str], tmp_
     assert set(used) == KERNELS
     assert max(shared for variants in used.values() for shared, _ in variants) <= SHARED_BYTES
     for name, variants in used.items():
-        most = MOST_SPILLED_BYTES[capability] if name == "attend_items" else 0
+        most = 0
+        if name == "attend_items":
+            is_float32 = layers[0].startswith("float32")
+            most = MOST_SPILLED_FLOAT32 if is_float32 else MOST_SPILLED_BYTES[capability]
         assert max(spilled for _, spilled in variants) <= most, name
     # For short spans and for chunks.
     num_layers = len(layers) + sum(layer.endswith(":128:32:8") for layer in layers)

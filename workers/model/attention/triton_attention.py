@@ -212,7 +212,7 @@ def _tile(dtype: torch.dtype, widest: int, group: int, *, is_short: bool) -> _Ti
     num_keys = 32 if widest > 128 else 64
     if dtype == torch.float32:  # without tensor cores, and twice as large
         if is_short and num_rows <= 32:
-            return _Tile(num_rows, num_keys, 4, 2)
+            return _Tile(num_rows, num_keys, 8, 2)
         return _Tile(max(num_rows, 32), num_keys // 2, 8, 2)
     if is_short:
         return _Tile(num_rows, num_keys, *((4, 5) if num_rows <= 32 else (8, 2)))
