@@ -126,6 +126,7 @@ class Story:
 
     def receive(self, event: Event) -> None:
         """An event on the current connection."""
+        may_have_lost = self.may_have_lost  # by the news before this event
         self.touch()
         number = event.number
         if self.status is not None:
@@ -136,7 +137,7 @@ class Story:
         self._received.add(number)
         self._next = max(self._next, number + 1)
         known = self.events.get(number)
-        if known is not None and known != event and self.may_have_lost:
+        if known is not None and known != event and may_have_lost:
             # This connection began before the power cut, and an earlier one had got further.
             self._forget_after(number - 1)
         elif known is not None:
