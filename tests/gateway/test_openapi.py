@@ -165,7 +165,8 @@ def generator() -> Any:
     """The document, limited to what the worker can serve, as schemathesis reads it."""
     document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
     schemas = document["components"]["schemas"]
-    for name in ("ChatBody", "CompletionBody", "ResponseBody"):
+    responses = ("ResponseBody", "InputTokensBody")
+    for name in ("ChatBody", "CompletionBody", *responses):
         fields = schemas[name]["properties"]
         fields["model"] = {"type": "string", "enum": [MODEL]}
         for length in {"max_tokens", "max_completion_tokens", "max_output_tokens"} & set(fields):
@@ -176,16 +177,18 @@ def generator() -> Any:
         schemas[name]["properties"]["model"] = {"type": "string", "enum": [model]}
     for name in ("dimensions", "input_type"):  # by the model
         del schemas["EmbeddingsBody"]["properties"][name]
-    asked = schemas["ResponseBody"]
-    for name in ("background", "previous_response_id", "store", "text"):  # see _ONLY_WITH_OTHERS
-        del asked["properties"][name]
-    asked["properties"]["input"] = {"type": "string", "minLength": 1}
+    text = {"type": "string", "minLength": 1}  # token ids would have to fit the vocabulary
+    for name in responses:
+        fields = schemas[name]["properties"]
+        for other in ("background", "previous_response_id", "store", "text"):
+            del fields[other]  # see _ONLY_WITH_OTHERS
+        fields["input"] = text
+        schemas[name]["required"] = ["model", "input"]
     message = schemas["Message"]
     message["required"] = ["role", "content"]  # optional only for assistants
     message["properties"]["role"]["enum"].remove("tool")
     for name in ("tool_calls", "tool_call_id", "reasoning_content"):
         del message["properties"][name]
-    text = {"type": "string", "minLength": 1}  # token ids would have to fit the vocabulary
     several = {"type": "array", "minItems": 1, "maxItems": 3, "items": text}
     schemas["CompletionBody"]["properties"]["prompt"] = {"anyOf": [text, several]}
     for name in ("EmbeddingsBody", "ClassifyBody"):
