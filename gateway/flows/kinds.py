@@ -18,25 +18,25 @@ from gateway.flows.calls import Call, MemberFailed, Outcome, parse_body
 from gateway.flows.conditions import Facts, choose_target
 from gateway.flows.confidence import confidence
 from gateway.flows.entry import draw_of, text_of
-from gateway.flows.play import Output, Play
+from gateway.flows.execution import Execution, Output
 from gateway.openai.job_bodies import CallBody
 from gateway.openai.schemas import MAX_CHOICES_IN_ALL
 
 _SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers: so many for each member
 
 
-def played(play: Play) -> AsyncGenerator[LogEvent]:
+def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
     """The events of a flow's job. Raises MemberFailed, and BatchwayError where a retry may help."""
-    assert play.parent.flow is not None
-    match play.parent.flow.flow.definition:
+    assert execution.parent.flow is not None
+    match execution.parent.flow.flow.definition:
         case Route() as definition:
-            return _route(play, definition)
+            return _route(execution, definition)
         case Cascade() as definition:
-            return _cascade(play, definition)
+            return _cascade(execution, definition)
         case Ensemble() as definition:
-            return _ensemble(play, definition)
+            return _ensemble(execution, definition)
         case Pipeline() as definition:
-            return _pipeline(play, definition)
+            return _pipeline(execution, definition)
 
 
 def first_calls(parent: Job) -> list[Call]:
@@ -103,19 +103,19 @@ def _facts(parent: Job, label: str | None = None) -> Facts:
     )
 
 
-async def _route(play: Play, route: Route) -> AsyncGenerator[LogEvent]:
-    classifying = _classifying(play.parent, route)
-    yield play.tell(classifying)
-    outcome = await play.whole(classifying)
+async def _route(execution: Execution, route: Route) -> AsyncGenerator[LogEvent]:
+    classifying = _classifying(execution.parent, route)
+    yield execution.log_begun(classifying)
+    outcome = await execution.run_call(classifying)
     if not outcome.has_succeeded:
         raise MemberFailed(outcome)
-    answer = await answer_of(play.calls.broker, outcome)
-    facts = _facts(play.parent, str(answer["data"][0]["label"]))
-    chosen = _call(
-        play.parent, 1, choose_target(route, facts, draw_of(play.parent.id, play.parent.model))
-    )
-    yield play.tell(chosen)
-    async for event in play.live(chosen):
+    answer = await answer_of(execution.calls.broker, outcome)
+    parent = execution.parent
+    facts = _facts(parent, str(answer["data"][0]["label"]))
+    target = choose_target(route, facts, draw_of(parent.id, parent.model))
+    chosen = _call(parent, 1, target)
+    yield execution.log_begun(chosen)
+    async for event in execution.stream_call(chosen):
         yield event
 
 
@@ -134,28 +134,28 @@ def _cascading(parent: Job, cascade: Cascade, index: int) -> Call:
     return _call(parent, index, model, can_fail=True, logprobs=asked)
 
 
-async def _cascade(play: Play, cascade: Cascade) -> AsyncGenerator[LogEvent]:
+async def _cascade(execution: Execution, cascade: Cascade) -> AsyncGenerator[LogEvent]:
     *earlier, last = range(len(cascade.members))
     for index in earlier:
-        call = _cascading(play.parent, cascade, index)
-        yield play.tell(call)
-        outcome = await play.whole(call)
+        call = _cascading(execution.parent, cascade, index)
+        yield execution.log_begun(call)
+        outcome = await execution.run_call(call)
         if not outcome.has_succeeded:
             continue
         if cascade.confidence.by == "scorer":
-            scoring = _scoring(play.parent, index, cascade.confidence.scorer, outcome)
-            yield play.tell(*scoring)
-            scores = [await _score(play, each) for each in await play.all(scoring)]
+            scoring = _scoring(execution.parent, index, cascade.confidence.scorer, outcome)
+            yield execution.log_begun(*scoring)
+            scores = [await _score(execution, each) for each in await execution.run_calls(scoring)]
             sure = min((score for score in scores if score is not None), default=0.0)
         else:
             sure = _confidence(cascade.confidence, outcome)
         if sure >= (cascade.members[index].threshold or 0.0):
-            for event in play.shown(outcome.events):
+            for event in execution.visible(outcome.events):
                 yield event
             return
-    call = _cascading(play.parent, cascade, last)
-    yield play.tell(call)
-    async for event in play.live(call):
+    call = _cascading(execution.parent, cascade, last)
+    yield execution.log_begun(call)
+    async for event in execution.stream_call(call):
         yield event
 
 
@@ -185,10 +185,10 @@ def score_body(prompt: str, answer: str) -> dict[str, object]:
     return {"text_1": prompt or " ", "text_2": answer or " "}
 
 
-async def _score(play: Play, outcome: Outcome) -> float | None:
+async def _score(execution: Execution, outcome: Outcome) -> float | None:
     if not outcome.has_succeeded:
         return None
-    return float((await answer_of(play.calls.broker, outcome))["data"][0]["score"])
+    return float((await answer_of(execution.calls.broker, outcome))["data"][0]["score"])
 
 
 # --- ensemble ---------------------------------------------------------------------------------
@@ -206,10 +206,10 @@ def _of_members(parent: Job, ensemble: Ensemble) -> list[Call]:
     ]
 
 
-async def _ensemble(play: Play, ensemble: Ensemble) -> AsyncGenerator[LogEvent]:
-    calls = _of_members(play.parent, ensemble)
-    yield play.tell(*calls)
-    outcomes = await play.all(calls)
+async def _ensemble(execution: Execution, ensemble: Ensemble) -> AsyncGenerator[LogEvent]:
+    calls = _of_members(execution.parent, ensemble)
+    yield execution.log_begun(*calls)
+    outcomes = await execution.run_calls(calls)
     answered = [outcome for outcome in outcomes if outcome.has_succeeded]
     if not answered:
         raise MemberFailed(outcomes[0])
@@ -224,20 +224,20 @@ async def _ensemble(play: Play, ensemble: Ensemble) -> AsyncGenerator[LogEvent]:
             scoring = [
                 call
                 for i, outcome in enumerate(answered)
-                for call in _scoring(play.parent, i, ensemble.scorer, outcome)
+                for call in _scoring(execution.parent, i, ensemble.scorer, outcome)
             ]
-            yield play.tell(*scoring)
-            scored = await play.all(scoring)
+            yield execution.log_begun(*scoring)
+            scored = await execution.run_calls(scoring)
             if not any(outcome.has_succeeded for outcome in scored):
                 raise MemberFailed(scored[0])
-            scores = [await _score(play, outcome) for outcome in scored]
-            num = play.parent.num_choices
+            scores = [await _score(execution, outcome) for outcome in scored]
+            num = execution.parent.num_choices
             lowest = [
                 min((s if s is not None else -math.inf) for s in scores[i * num : (i + 1) * num])
                 for i in range(len(answered))
             ]
             events = answered[combine.best(lowest)].events
-    for event in play.shown(events):
+    for event in execution.visible(events):
         yield event
 
 
@@ -274,24 +274,24 @@ def _step(parent: Job, pipeline: Pipeline, index: int, values: Mapping[str, Any]
     return Call(index, step.model, endpoint, body, step.name)
 
 
-async def _pipeline(play: Play, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:
-    values: dict[str, Any] = {INPUT: body_of(play.parent)}
+async def _pipeline(execution: Execution, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:
+    values: dict[str, Any] = {INPUT: body_of(execution.parent)}
     *earlier, last = range(len(pipeline.steps))
-    with play.staging.passage() if play.staging else nullcontext() as passage:
+    with execution.stages.staged_job() if execution.stages else nullcontext() as staged_job:
         for index in earlier:
-            call = _step(play.parent, pipeline, index, values)
-            yield play.tell(call)
-            if passage is not None:
-                await passage.turn(index)
-            outcome = await play.whole(call)
-            if passage is not None:
-                passage.ended()
+            call = _step(execution.parent, pipeline, index, values)
+            yield execution.log_begun(call)
+            if staged_job is not None:
+                await staged_job.wait_turn(index)
+            outcome = await execution.run_call(call)
+            if staged_job is not None:
+                staged_job.ended()
             if not outcome.has_succeeded:
                 raise MemberFailed(outcome)
-            values[call.name] = await answer_of(play.calls.broker, outcome)
-        call = _step(play.parent, pipeline, last, values)
-        yield play.tell(call)
-        if passage is not None:
-            await passage.turn(last)
-        async for event in play.live(call):
+            values[call.name] = await answer_of(execution.calls.broker, outcome)
+        call = _step(execution.parent, pipeline, last, values)
+        yield execution.log_begun(call)
+        if staged_job is not None:
+            await staged_job.wait_turn(last)
+        async for event in execution.stream_call(call):
             yield event

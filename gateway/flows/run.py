@@ -1,4 +1,4 @@
-"""Runs one flow's job that was claimed: appends what its play gives to the job's log."""
+"""Runs one flow's job that was claimed: appends what its execution gives to the job's log."""
 
 import asyncio
 import logging
@@ -9,10 +9,10 @@ from contract.events import LogEvent, MemberRun, Members, Tokens
 from contract.function_types import Append, Claimed, Verdict
 from contract.jobs import JobStatus
 from gateway.flows.calls import Calls, MemberFailed, Outcome
-from gateway.flows.kinds import played
-from gateway.flows.play import Play
+from gateway.flows.execution import Execution
+from gateway.flows.kinds import events_of
 from gateway.flows.publisher import Publisher
-from gateway.flows.staging import Staging
+from gateway.flows.stage_queues import StageQueues
 from gateway.http.errors import UnknownJob
 from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
@@ -42,9 +42,9 @@ class Run:
         settings: GatewaySettings,
         publisher: Publisher,
         claimed: Claimed,
-        staging: Staging | None,
+        stages: StageQueues | None,
     ) -> None:
-        self._staging = staging
+        self._stages = stages
         self.claimed = claimed
         self.job = claimed.job
         self._broker = broker
@@ -57,7 +57,7 @@ class Run:
             lane=claimed.job.lane,
             deadline_s=broker.clock() + claimed.deadline_s,
         )
-        self._play: Play | None = None
+        self._execution: Execution | None = None
         self._deadline_ms: int | None = None  # by Redis's clock, where it is that of the calls
         self._number = 0  # of the last event in the log
         self._shown: dict[int, int] = {}  # output tokens in the log, by choice
@@ -81,7 +81,7 @@ class Run:
         """Gives the calls under way the lane and the deadline that the job has now."""
         self._calls.lane, self._calls.deadline_s = lane, self._broker.clock() + left_s
         self._deadline_ms = None
-        for run in self._play.unfinished() if self._play else ():
+        for run in self._execution.unfinished() if self._execution else ():
             try:
                 await self._broker.reprioritise(
                     run.job_id, self.job.tenant, lane=lane, deadline_s=left_s
@@ -101,7 +101,7 @@ class Run:
 
     async def cancel_calls(self) -> None:
         """Cancels the calls under way, as far as Redis answers; the rest ends by its deadline."""
-        for run in self._play.unfinished() if self._play else ():
+        for run in self._execution.unfinished() if self._execution else ():
             try:
                 await self._calls.cancel(run)
             except BatchwayError as exc:
@@ -109,11 +109,11 @@ class Run:
 
     async def _attempt(self) -> None:
         known = await self._read_log()
-        play = self._play = Play(self._calls, known, self._staging)
+        execution = self._execution = Execution(self._calls, known, self._stages)
         code = message = ""
         number, logged = 0, self._number
         try:
-            async with aclosing(played(play)) as events:
+            async with aclosing(events_of(execution)) as events:
                 async for event in events:
                     number += 1
                     if number > logged:
@@ -121,13 +121,13 @@ class Run:
         except MemberFailed as exc:
             code, message = exc.code, exc.message
             await self.cancel_calls()
-        num_prompt, num_output = play.num_tokens()
+        num_prompt, num_output = execution.num_tokens()
         await self._send(
             Append(
                 self.job.id,
                 self.claimed.epoch,
                 self._number + 1,
-                play.news() if play.has_news else None,
+                execution.take_unlogged() if execution.has_unlogged else None,
                 # of the calls that are not in the flow's own output
                 max(0, num_output - sum(self._shown.values())),
                 fin=JobStatus.FAILED if code else JobStatus.SUCCEEDED,

@@ -23,7 +23,7 @@ from gateway.flows.definitions import FlowError, load_flows, members
 from gateway.flows.flow_types import check_flows
 from gateway.flows.publisher import Publisher
 from gateway.flows.run import Run
-from gateway.flows.staging import Staging
+from gateway.flows.stage_queues import StageQueues
 from gateway.flows.worker import FlowWorker
 from gateway.http.sse import StreamDrain
 from gateway.openai.structured import GrammarCompiler
@@ -33,7 +33,7 @@ from gateway.settings import GatewaySettings
 log = logging.getLogger("batchway.flows")
 
 _LOOK_S = 1.0  # between two looks at the file and at the members' cards
-_MAX_STAGINGS = 256
+_MAX_STAGE_QUEUES = 256
 _LEAVE_S = 5.0  # at least, until nobody accepts jobs of a withdrawn flow: cards are cached for 1 s
 
 
@@ -59,8 +59,8 @@ class FlowService:
         self._published: dict[str, ModelCard] = {}
         self._workers: dict[str, FlowWorker] = {}
         self._leaving: dict[FlowWorker, float] = {}  # of withdrawn flows: since when
-        self._stagings: dict[tuple[str, bytes], Staging] = {}
-        self._told = ""
+        self._stage_queues: dict[tuple[str, bytes], StageQueues] = {}
+        self._last_line = ""
         self._has_library = False
 
     async def serve(self) -> None:
@@ -92,19 +92,19 @@ class FlowService:
             await self._close_leaving()
         except FlowError as exc:
             state = "stays as it was" if self._published else "is not served yet"
-            self._tell(f"models.yaml {state}: {exc}")
+            self._log_once(f"models.yaml {state}: {exc}")
         except BatchwayError as exc:
-            self._tell(f"flows wait: {exc}")
+            self._log_once(f"flows wait: {exc}")
         except Exception as exc:  # the flows that are served must go on
-            self._tell(f"models.yaml not looked at: {type(exc).__name__}")
+            self._log_once(f"models.yaml not looked at: {type(exc).__name__}")
         else:
-            self._told = ""
+            self._last_line = ""
 
-    def _tell(self, line: str) -> None:
+    def _log_once(self, line: str) -> None:
         """Logs a line, unless it was the last one."""
-        if line != self._told:
+        if line != self._last_line:
             log.warning("%s", line)
-        self._told = line
+        self._last_line = line
 
     async def _read(self) -> None:
         """Reads the file if it has changed. What replaces flows that are served must be right as a
@@ -178,19 +178,19 @@ class FlowService:
 
     def _run(self, publisher: Publisher, claimed: Claimed) -> Run:
         parts = self._broker, self._grammars, self._settings
-        return Run(*parts, publisher, claimed, self._staging(claimed.job))
+        return Run(*parts, publisher, claimed, self._stages_of(claimed.job))
 
-    def _staging(self, job: Job) -> Staging | None:
+    def _stages_of(self, job: Job) -> StageQueues | None:
         """The stages of a staged pipeline, shared by its jobs of one definition."""
         assert job.flow is not None
         definition = job.flow.flow.definition
         if not isinstance(definition, Pipeline) or definition.batching == "flat":
             return None
         key = job.model, msgspec.json.encode(definition)
-        if (known := self._stagings.get(key)) is None:
-            known = self._stagings[key] = Staging(len(definition.steps), self._broker.clock)
-            while len(self._stagings) > _MAX_STAGINGS:
-                del self._stagings[next(iter(self._stagings))]
+        if (known := self._stage_queues.get(key)) is None:
+            known = self._stage_queues[key] = StageQueues(len(definition.steps), self._broker.clock)
+            while len(self._stage_queues) > _MAX_STAGE_QUEUES:
+                del self._stage_queues[next(iter(self._stage_queues))]
         return known
 
 

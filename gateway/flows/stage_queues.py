@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from gateway.flows.stages import Queues, StageBatcher
+from gateway.flows.stage_batcher import Queues, StageBatcher
 
 
 class _Batch:
@@ -22,11 +22,11 @@ class _Batch:
 class _Stage:
     def __init__(self) -> None:
         self.batcher = StageBatcher()
-        self.waiting: dict[Passage, float] = {}  # since when, in order
+        self.waiting: dict[StagedJob, float] = {}  # since when, in order
         self.num_under_way = 0  # calls that were sent and have not ended
 
 
-class Staging:
+class StageQueues:
     """One for each staged pipeline in a process."""
 
     def __init__(self, num_stages: int, clock: Callable[[], float]) -> None:
@@ -35,32 +35,32 @@ class Staging:
         self._num_jobs = [0] * num_stages  # at each stage, waiting or running
         self._timer: asyncio.TimerHandle | None = None
 
-    def passage(self) -> "Passage":
+    def staged_job(self) -> "StagedJob":
         """Of one job: to be entered as a context."""
-        return Passage(self)
+        return StagedJob(self)
 
     def move(self, stage: int, number: int) -> None:
         """So many jobs more are at a stage."""
         self._num_jobs[stage] += number
 
-    def wait(self, passage: "Passage") -> None:
+    def wait(self, staged_job: "StagedJob") -> None:
         """The job has arrived at its stage."""
-        self._stages[passage.stage].waiting[passage] = self.clock()
+        self._stages[staged_job.stage].waiting[staged_job] = self.clock()
         self.look()
 
-    def ended(self, passage: "Passage", batch: _Batch) -> None:
+    def ended(self, staged_job: "StagedJob", batch: _Batch) -> None:
         """A job's call has ended."""
-        self._stages[passage.stage].num_under_way -= 1
+        self._stages[staged_job.stage].num_under_way -= 1
         batch.num_under_way -= 1
         if batch.num_under_way == 0:
             seconds = self.clock() - batch.sent_s
-            self._stages[passage.stage].batcher.ended(batch.size, seconds)
+            self._stages[staged_job.stage].batcher.ended(batch.size, seconds)
         self.look()
 
-    def leave(self, passage: "Passage") -> None:
+    def leave(self, staged_job: "StagedJob") -> None:
         """The job has ended, or is no longer run here."""
-        self.move(passage.stage, -1)
-        self._stages[passage.stage].waiting.pop(passage, None)
+        self.move(staged_job.stage, -1)
+        self._stages[staged_job.stage].waiting.pop(staged_job, None)
         self.look()
 
     def look(self) -> None:
@@ -86,9 +86,9 @@ class Staging:
             sent = list(stage.waiting)[:size]
             batch = _Batch(len(sent), self.clock())
             stage.num_under_way += len(sent)
-            for passage in sent:
-                del stage.waiting[passage]
-                passage.send(batch)
+            for staged_job in sent:
+                del stage.waiting[staged_job]
+                staged_job.send(batch)
         return None
 
     def _queues(self, number: int) -> Queues:
@@ -105,32 +105,32 @@ class Staging:
         )
 
 
-class Passage:
+class StagedJob:
     """A job's way through the stages."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, stages: StageQueues) -> None:
         self.stage = 0
-        self._staging = staging
+        self._stages = stages
         self._batch: _Batch | None = None
         self._sent: asyncio.Future[None] | None = None
 
     def __enter__(self) -> Self:
-        self._staging.move(0, 1)
+        self._stages.move(0, 1)
         return self
 
     def __exit__(
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
         self.ended()
-        self._staging.leave(self)
+        self._stages.leave(self)
 
-    async def turn(self, stage: int) -> None:
+    async def wait_turn(self, stage: int) -> None:
         """Returns when the job's call of this stage shall be sent."""
-        self._staging.move(self.stage, -1)
-        self._staging.move(stage, 1)
+        self._stages.move(self.stage, -1)
+        self._stages.move(stage, 1)
         self.stage = stage
         self._sent = asyncio.get_running_loop().create_future()
-        self._staging.wait(self)
+        self._stages.wait(self)
         await self._sent
 
     def send(self, batch: _Batch) -> None:
@@ -142,4 +142,4 @@ class Passage:
         """The call has ended."""
         if self._batch is not None:
             batch, self._batch = self._batch, None
-            self._staging.ended(self, batch)
+            self._stages.ended(self, batch)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.flows.staging import Passage, Staging
+from gateway.flows.stage_queues import StagedJob, StageQueues
 
 pytestmark = pytest.mark.anyio
 
@@ -17,30 +17,30 @@ class Clock:
         return self.now_s
 
 
-async def turns(*passages: Passage, stage: int) -> list[asyncio.Task[None]]:
-    tasks = [asyncio.create_task(passage.turn(stage)) for passage in passages]
+async def turns(*staged_jobs: StagedJob, stage: int) -> list[asyncio.Task[None]]:
+    tasks = [asyncio.create_task(staged_job.wait_turn(stage)) for staged_job in staged_jobs]
     await asyncio.sleep(0)
     return tasks
 
 
 async def test_a_job_alone_never_waits() -> None:
     """Nothing is before it that could join."""
-    with Staging(2, Clock()).passage() as passage:
-        await passage.turn(0)
-        passage.ended()
-        await passage.turn(1)
+    with StageQueues(2, Clock()).staged_job() as staged_job:
+        await staged_job.wait_turn(0)
+        staged_job.ended()
+        await staged_job.wait_turn(1)
 
 
 async def test_calls_of_a_later_stage_wait_for_those_before_them() -> None:
     """Until the batch is full, or until nothing before them can join it."""
     clock = Clock()
-    staging = Staging(2, clock)
-    with staging.passage() as warm:
+    stages = StageQueues(2, clock)
+    with stages.staged_job() as warm:
         for stage in (0, 1):  # a batch of one takes 10 s
-            await warm.turn(stage)
+            await warm.wait_turn(stage)
             clock.now_s += 10.0
             warm.ended()
-    with staging.passage() as first, staging.passage() as second:
+    with stages.staged_job() as first, stages.staged_job() as second:
         await turns(first, second, stage=0)
         first.ended()
         [waiting] = await turns(first, stage=1)
@@ -53,16 +53,16 @@ async def test_calls_of_a_later_stage_wait_for_those_before_them() -> None:
 async def test_a_job_that_leaves_holds_nobody() -> None:
     """Its place before the others is empty then."""
     clock = Clock()
-    staging = Staging(2, clock)
-    with staging.passage() as first:
-        await first.turn(0)
+    stages = StageQueues(2, clock)
+    with stages.staged_job() as first:
+        await first.wait_turn(0)
         clock.now_s += 10.0
         first.ended()
-        await first.turn(1)
+        await first.wait_turn(1)
         clock.now_s += 10.0
         first.ended()
-        with staging.passage() as second:
-            await second.turn(0)
+        with stages.staged_job() as second:
+            await second.wait_turn(0)
             [waiting] = await turns(first, stage=1)
             assert not waiting.done()
         await waiting
@@ -71,20 +71,20 @@ async def test_a_job_that_leaves_holds_nobody() -> None:
 async def test_a_slow_stage_holds_back_those_before_it() -> None:
     """At most two of its best batches run, of about ten calls, and not all of 300 jobs."""
     clock, num_jobs, most = Clock(), 300, [0, 0, 0]
-    staging = Staging(3, clock)
-    called: list[set[Passage]] = [set(), set(), set()]
+    stages = StageQueues(3, clock)
+    called: list[set[StagedJob]] = [set(), set(), set()]
     answered = asyncio.Queue[None]()
     release = [asyncio.Event() for _ in range(3)]
 
     async def run() -> None:
-        with staging.passage() as passage:
+        with stages.staged_job() as staged_job:
             for stage in range(3):
-                await passage.turn(stage)
-                called[stage].add(passage)
+                await staged_job.wait_turn(stage)
+                called[stage].add(staged_job)
                 most[stage] = max(most[stage], len(called[stage]))
                 await release[stage].wait()
-                called[stage].remove(passage)
-                passage.ended()
+                called[stage].remove(staged_job)
+                staged_job.ended()
         answered.put_nowait(None)
 
     async def answer(stage: int, seconds: float) -> None:

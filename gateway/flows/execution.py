@@ -14,41 +14,41 @@ from contract.errors import BatchwayError, ErrorCode
 from contract.events import MemberRun, Members, Prompt, Tokens
 from contract.jobs import Job, JobStatus
 from gateway.flows.calls import Call, Calls, MemberFailed, Outcome, failed
-from gateway.flows.staging import Staging
+from gateway.flows.stage_queues import StageQueues
 
 Output = Prompt | Tokens
 _FORGOTTEN = "its output is no longer kept, and the flow could not go on without it"
 
 
-class Play:
-    """`known`: calls that the log tells of already, by job id. `staging`: the stages of a staged
+class Execution:
+    """`known`: calls that the log tells of already, by job id. `stages`: the stages of a staged
     pipeline."""
 
     def __init__(
-        self, calls: Calls, known: Mapping[str, MemberRun], staging: Staging | None
+        self, calls: Calls, known: Mapping[str, MemberRun], stages: StageQueues | None
     ) -> None:
-        self.staging = staging
+        self.stages = stages
         self.calls = calls
         self.parent = calls.parent
         self.begun: dict[str, MemberRun] = {}  # by job id, as they are now
         self._known = known
-        self._untold: list[MemberRun] = []
+        self._unlogged: list[MemberRun] = []
 
-    def tell(self, *calls: Call) -> Members:
+    def log_begun(self, *calls: Call) -> Members:
         """The event that these calls begin, and which have ended since the last one."""
         for call in calls:
             self._note(call.run(self.parent.id))
-        return self.news()
+        return self.take_unlogged()
 
-    def news(self) -> Members:
+    def take_unlogged(self) -> Members:
         """The event of all that was not told."""
-        event = Members(tuple(self._untold))
-        self._untold = []
+        event = Members(tuple(self._unlogged))
+        self._unlogged = []
         return event
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._untold)
+    def has_unlogged(self) -> bool:
+        return bool(self._unlogged)
 
     def unfinished(self) -> list[MemberRun]:
         """Calls that have begun, as far as this run or the log knows, and not ended."""
@@ -62,15 +62,15 @@ class Play:
 
     def _note(self, run: MemberRun) -> None:
         self.begun[run.job_id] = run
-        self._untold.append(run)
+        self._unlogged.append(run)
 
-    async def whole(self, call: Call) -> Outcome:
+    async def run_call(self, call: Call) -> Outcome:
         """Makes a call, and returns it with all its output."""
         outcome = await self._collected(call)
         self._note(outcome.run)
         return outcome
 
-    async def all(self, calls: Sequence[Call]) -> list[Outcome]:
+    async def run_calls(self, calls: Sequence[Call]) -> list[Outcome]:
         """Makes calls at once. Their ends are told in the order of the calls."""
         # Not a task group, which passes a cancellation on once only: redis-py may lose it.
         tasks = [asyncio.create_task(self._collected(call)) for call in calls]
@@ -93,21 +93,21 @@ class Play:
         assert outcome is not None
         return replace(outcome, events=tuple(events))
 
-    async def live(self, call: Call) -> AsyncIterator[Output]:
+    async def stream_call(self, call: Call) -> AsyncIterator[Output]:
         """Makes the call that decides; its output as it comes. Raises MemberFailed."""
         outcome: Outcome | None = None
         async for item in self._follow(call):
             if isinstance(item, Outcome):
                 outcome = item
                 continue
-            for event in self.shown([item]):
+            for event in self.visible([item]):
                 yield event
         assert outcome is not None
         self._note(outcome.run)
         if not outcome.has_succeeded:
             raise MemberFailed(outcome)
 
-    def shown(self, events: Sequence[Output]) -> list[Output]:
+    def visible(self, events: Sequence[Output]) -> list[Output]:
         """A call's output as the flow's own, without what the flow's caller did not ask for. Raises
         MemberFailed where it has another shape."""
         params, found = self.parent.params, list[Output]()
