@@ -20,6 +20,7 @@ from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.gpu import drawing
 from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.gpu.graphs import sizes_up_to
 
 pytest.importorskip("triton")
 
@@ -258,17 +259,17 @@ def test_a_wrong_draw_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "in place of" in found["sampling: 60 tokens"].detail
 
 
-@pytest.mark.parametrize("num_recorded", [None, 2, 4])
+@pytest.mark.parametrize("num_recorded", [None, 2, 12])
 def test_a_model_without_all_its_graphs_fails_a_check(num_recorded: int | None) -> None:
     """The loader only logs what it leaves out."""
-    graphs = None if num_recorded is None else SimpleNamespace(sizes=[8, 4, 2, 1][:num_recorded])
+    graphs = None if num_recorded is None else SimpleNamespace(sizes=sizes_up_to(7)[:num_recorded])
     model = object.__new__(AheadRunner)
     model.decoder = SimpleNamespace(graphs=graphs)  # type: ignore[assignment]
     options = EngineOptions(model_path="", max_num_seqs=7)
 
     finding = check_graphs(Served(TINY_QWEN3, TINY, model, options, 0))
 
-    assert finding.passed == (num_recorded == 4)
+    assert finding.passed == (num_recorded == 12)
 
 
 def test_the_tolerance_is_what_transformers_differs_from_itself(

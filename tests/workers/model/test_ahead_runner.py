@@ -28,7 +28,14 @@ from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.gpu import ahead_runner, decode
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.decode import PrepareRows
-from workers.model.gpu.graphs import Compute, Record, check_steps, padded_size, sizes_up_to
+from workers.model.gpu.graphs import (
+    Compute,
+    Record,
+    StepGraphs,
+    check_steps,
+    padded_size,
+    sizes_up_to,
+)
 from workers.model.gpu.request_state import HostCopy
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
@@ -225,22 +232,26 @@ def test_the_middle_of_a_prompt_is_not_waited_for(
     assert events == [f"1 of pass {n}" for n in (1, 2, 3)] + ["0 of pass 4", "0 of pass 5"]
 
 
+def _count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each replay from now on."""
+    sizes: list[int] = []
+    plain = StepGraphs.replay
+
+    def noted(self: StepGraphs, size: int) -> None:
+        sizes.append(size)
+        plain(self, size)
+
+    monkeypatch.setattr(StepGraphs, "replay", noted)
+    return sizes
+
+
 def test_rows_of_the_host_leave_the_graphs_to_their_neighbours(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream with log probabilities and one with a penalty are computed in the same replay; the
     host only samples them."""
-    replays: list[int] = []
-
-    class Counted(_Replayed):
-        def __init__(self, compute: Compute) -> None:
-            def replay() -> None:
-                replays.append(1)
-                compute()
-
-            self.replay = replay
-
-    model = recorded_ahead(runner, Counted)
+    replays = _count_replays(monkeypatch)
+    model = recorded_ahead(runner)
     prompts = make_prompts([9, 6, 7], VOCAB_SIZE)
     wishes: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"repetition_penalty": 1.3}]
     sequences = [make_sequence(p, **w) for p, w in zip(prompts, wishes, strict=True)]
@@ -256,6 +267,46 @@ def test_rows_of_the_host_leave_the_graphs_to_their_neighbours(
     assert len(sizes) == len(replays) == 3
     assert model.num_rows_used == 4  # the neighbour's
     assert all(len(step[1].top_logprobs) == 2 for step in samples)
+
+
+def test_prompts_share_a_graph_with_streams(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of prompts too, and a prompt that the host samples."""
+    replays = _count_replays(monkeypatch)
+    prompts = make_prompts([9, 20, 30, 7], VOCAB_SIZE)
+    wishes: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {}, {"logprobs": 2}]
+    tokens, num_direct = [], []
+    for model in (runner, recorded_ahead(runner)):
+        sequences = [make_sequence(p, **w) for p, w in zip(prompts, wishes, strict=True)]
+        allot_blocks(sequences, model)
+        run_step(model, sequences[:1], chunk_tokens=99)
+        sizes = _note_forwards(runner, monkeypatch)
+        replays.clear()
+        for _ in range(5):
+            run_step(model, sequences, chunk_tokens=8)
+        tokens.append([sequence.token_ids for sequence in sequences])
+        num_direct.append(len(sizes) - len(replays))
+    assert tokens[0] == tokens[1]
+    assert num_direct == [5, 0]
+
+
+def test_a_prompt_behind_a_long_context_has_no_graph(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its tokens would read the context for itself. Nor has a step of too many tokens."""
+    monkeypatch.setattr(decode, "SPLIT_TOKENS", 16)
+    monkeypatch.setattr(decode, "_MOST_PROMPT_PARTS", 9)
+    has_graph_for = recorded_ahead(runner).decoder.has_graph_for
+    near, far, huge = (make_sequence(p) for p in make_prompts([9, 39, 520], VOCAB_SIZE))
+
+    assert has_graph_for([Chunk(near, 0, 9, samples=True)])  # a part for each token
+    assert has_graph_for([Chunk(far, 31, 2, samples=False)])  # three parts for each
+    assert not has_graph_for([Chunk(far, 31, 8, samples=True)])
+
+    monkeypatch.setattr(decode, "_MOST_PROMPT_PARTS", 99_999)
+    assert has_graph_for([Chunk(huge, 0, 512, samples=False)])
+    assert not has_graph_for([Chunk(huge, 0, 513, samples=False)])
 
 
 def test_a_row_that_moved_to_another_block_is_computed_again(runner: ModelRunner) -> None:
@@ -278,7 +329,7 @@ def test_a_row_that_moved_to_another_block_is_computed_again(runner: ModelRunner
 
 
 def test_graphs_are_recorded_largest_first_and_then_used(runner: ModelRunner) -> None:
-    """Each size once; then replays compute all steps of single tokens, of any context."""
+    """Each size once; then replays compute the steps."""
     recorded: list[Callable[[], None]] = []
 
     def record(compute: Compute) -> _Replayed:
@@ -289,9 +340,9 @@ def test_graphs_are_recorded_largest_first_and_then_used(runner: ModelRunner) ->
     graphs = model.decoder.graphs
     assert graphs is not None
 
-    assert graphs.sizes == [8, 4, 2, 1]
+    assert graphs.sizes == [512, 448, 384, 320, 256, 192, 128, 64, 8, 4, 2, 1]
     run_jobs(model, WISHES, seed=0, disturb=0.0)
-    assert len(recorded) == 4
+    assert len(recorded) == 12
 
 
 def test_a_step_that_reads_more_than_a_graph_has_room_for_is_computed_directly(
@@ -378,8 +429,9 @@ def test_unknown_and_unavailable_step_modes_are_refused() -> None:
 def test_padded_sizes_are_few_and_large_enough() -> None:
     """None is over twice the number of rows, except the smallest."""
     assert [padded_size(n) for n in (1, 3, 8, 9, 255, 257, 289)] == [1, 4, 8, 16, 256, 288, 320]
-    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 24]
-    assert sizes_up_to(300)[-3:] == [256, 288, 320]
+    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 24, 64, 128, 192, 256, 320, 384, 448, 512]
+    assert sizes_up_to(300)[-6:] == [256, 288, 320, 384, 448, 512]
+    assert sizes_up_to(600)[-2:] == [576, 608]
 
 
 def test_the_loader_builds_the_ahead_runner(tmp_path: Path) -> None:

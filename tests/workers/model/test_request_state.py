@@ -6,7 +6,7 @@ import torch
 
 from tests.workers.model.driver import make_sequence
 from workers.engine.sequence import Sequence
-from workers.model.gpu.request_state import POSITION, TOKEN, RequestState
+from workers.model.gpu.request_state import OWN, POSITION, TOKEN, RequestState
 from workers.model.noise import row_base, row_key, row_keys_at
 
 CPU = torch.device("cpu")
@@ -86,6 +86,21 @@ def test_rows_after_the_order_are_padding(state: RequestState) -> None:
 
     assert where(state, state.padding_row) == (0, 0)
     assert state.tables[state.padding_row].tolist() == [99] * 8
+
+
+def test_places_have_the_rows_tokens_or_given_ones(state: RequestState) -> None:
+    """Whose logits are wanted is known too. A shorter step clears what it does not set."""
+    state.line_up([1, 1, 0], ([5, 6, OWN], [0, 1, OWN]), [1, 2])
+    state.flush()
+
+    assert state.given.tolist() == [[5, 6, OWN, OWN], [0, 1, OWN, OWN]]
+    assert state.wanted.tolist()[:2] == [1, 2]
+
+    state.line_up([0])
+    state.flush()
+
+    assert state.given.tolist() == [[OWN] * 4] * 2
+    assert state.wanted.tolist() == [0, 1, 2, 3]
 
 
 def test_noise_keys_on_the_device_are_the_host_s() -> None:

@@ -25,7 +25,7 @@ from workers.model.attention.packed import PackedAttention
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.backend import choose_backend, has_fast_gpu
-from workers.model.gpu import self_test
+from workers.model.gpu import graphs, self_test
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.draw_check import Draw, wrong_draws
 from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
@@ -165,7 +165,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device counts as a fast GPU."""
+    """The device counts as a fast GPU. Few graphs, as Triton's interpreter is slow."""
+    monkeypatch.setattr(graphs, "_MOST_TOKENS", 8)
+    monkeypatch.setattr(graphs, "_TOKENS_APART", 8)
     monkeypatch.setattr(proof, "_STREAM_TOKENS", (12, 5))  # two streams: the interpreter is slow
     monkeypatch.setattr("workers.model.backend.has_fast_gpu", lambda device: True)
     if DEVICE.type == "cpu":
@@ -194,8 +196,8 @@ def test_a_fast_gpu_gets_all_by_default(llama: Path, caplog: pytest.LogCaptureFi
     assert isinstance(model.decoder.runner.backend, triton_attention.TritonAttention)
     assert model.decoder.runner.stack is not None
     assert model.decoder.graphs is not None
-    assert model.decoder.graphs.sizes == [2, 1]
-    assert "2 CUDA graphs are recorded" in lines
+    assert model.decoder.graphs.sizes == [8, 2, 1]
+    assert "3 CUDA graphs are recorded" in lines
     assert not caplog.records
     assert tokens(model) == tokens(load(llama, attention="torch", steps="direct")[0])
 
@@ -375,7 +377,7 @@ def test_experts_of_nearly_equal_score_are_no_failure(
         model.decoder.graphs = None
         check_rows(model, runner, runner._decoder.config)
     else:
-        assert check_graphs(model, runner, runner._decoder.config) == 3
+        assert check_graphs(model, runner, runner._decoder.config) == 3 + 8
 
 
 def test_wrong_rows_cost_the_steps_ahead(

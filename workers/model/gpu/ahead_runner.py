@@ -3,7 +3,8 @@
 Implements the engine's Model around a ModelRunner, with the same tokens. After each step it starts
 the next one for all rows that will continue; their tokens come from device memory. The engine then
 finds the rows it asks for already computed. Rows it no longer wants (ended, stopped or preempted)
-are dropped. Rows not started, as prompts, are computed together with the next step of the others.
+are dropped. Rows not started, as prompts, are computed together with the next step of the others,
+by a graph where they are few tokens.
 
 This is safe because a row writes KV only behind its sequence's known tokens, in a block of its own,
 and all device work is in one order: whoever gets the block next writes and reads later.
@@ -22,7 +23,7 @@ from workers.engine.sequence import Sequence
 from workers.model.answers import answer_chunks
 from workers.model.gpu.decode import PrepareRows, RowsDecoder
 from workers.model.gpu.drawing import OPEN, can_draw, draw, wishes_of
-from workers.model.gpu.graphs import Record, padded_size
+from workers.model.gpu.graphs import Record, sizes_up_to
 from workers.model.gpu.request_state import TOKEN, HostCopy, RequestState
 from workers.model.runner import ModelRunner
 from workers.model.staging import to_device
@@ -52,7 +53,7 @@ class AheadRunner:
         max_blocks = -(-runner.max_model_len // runner.block_size)
         self.state = RequestState(
             max_num_seqs,
-            padded_size(max_num_seqs),
+            sizes_up_to(max_num_seqs)[-1],
             max_blocks,
             runner.cache.scratch_block_id,
             device,
@@ -103,7 +104,7 @@ class AheadRunner:
         drawn = [chunk for chunk in chunks if chunk.samples]
         answers: dict[Sequence, Row] = {}
         rest_ids: HostCopy | None = None
-        if padding or not self._admit(drawn):
+        if padding or not self._admit(chunks):
             answers = self._run_now(rest, padding, masks)
         else:
             hosted = [chunk for chunk in rest if _is_hosted(chunk, masks)]
@@ -135,7 +136,7 @@ class AheadRunner:
         )
 
     def _admit(self, chunks: Seq[Chunk]) -> bool:
-        """Assigns each sampling sequence a row; False if there are too few."""
+        """Assigns each sequence a row; False if there are too few."""
         busy = {chunk.sequence for chunk in chunks}
         return all(self.state.admit(chunk.sequence, busy) is not None for chunk in chunks)
 
@@ -196,22 +197,17 @@ class AheadRunner:
 
     def _compute(self, rest: Seq[Chunk], nexts: Seq[Chunk]) -> tuple[Tensor, Seq[range]]:
         """The logits of chunks, then of tokens known only to the device, and the positions that
-        are scored. Single tokens are rows of the state, which a graph may compute."""
+        are scored. Single tokens are rows of the state, and so are prompts in a graph."""
         chunks = (*rest, *nexts)
-        if all(c.num_tokens == 1 and c.samples and not c.sequence.scores_prompt for c in chunks):
+        are_rows = all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks)
+        if (are_rows or self.decoder.has_graph_for(chunks)) and not any(
+            chunk.sequence.scores_prompt for chunk in rest
+        ):
             self._runner.copy_blocks(rest)
-            self._line_up(chunks)
-            logits = self.decoder.logits([chunk.start for chunk in chunks])
-            return logits, [range(0)] * len(chunks)
+            return self.decoder.logits_of(chunks), [range(0)] * len(chunks)
         self.state.flush()
         tokens = self.state.field(TOKEN, self._rows([chunk.sequence for chunk in nexts]))
         return self._runner.logits_beside(rest, nexts, tokens)
-
-    def _line_up(self, chunks: Seq[Chunk]) -> None:
-        for chunk in chunks:
-            self.state.cover(chunk.sequence)
-        self.state.line_up([self.state.row_of(chunk.sequence) for chunk in chunks])
-        self.state.flush()
 
     def _rows(self, sequences: Seq[Sequence]) -> Tensor:
         """The state's rows of these, int64 (n,)."""
@@ -235,10 +231,9 @@ class AheadRunner:
         nexts = [
             Chunk(chunk.sequence, chunk.start + chunk.num_tokens, 1, samples=True) for chunk in on
         ]
-        self._line_up(nexts)
         for index, chunk in enumerate(nexts):
             self._flight[chunk.sequence] = _Started(self._block_of(chunk), index)
-        logits = self.decoder.logits([chunk.start for chunk in nexts])
+        logits = self.decoder.logits_of(nexts)
         sequences = [chunk.sequence for chunk in nexts]
         self._flight_ids = self._choose(logits, self.state.order[: len(nexts)], sequences)
         self.num_rows_started += len(nexts)

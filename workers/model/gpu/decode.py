@@ -1,31 +1,36 @@
-"""Computes one token for each of some rows, from state on the device (`RequestState`).
+"""Computes the logits of a step from state on the device (`RequestState`): of one token for each of
+some rows, and of prompts, each of whose tokens is a row of its own with its sequence's table.
 
 A step can follow another without waiting for its tokens, and can be recorded. Sampling is in
 `drawing`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
+from workers.engine.model import Chunk
 from workers.model.attention.interface import PreparedAttention
 from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
-from workers.model.gpu.graphs import Record, StepGraphs, padded_size
-from workers.model.gpu.request_state import POSITION, TOKEN, RequestState
+from workers.model.gpu.graphs import Record, StepGraphs, padded_size, sizes_up_to
+from workers.model.gpu.request_state import OWN, POSITION, TOKEN, RequestState
 from workers.model.kv_cache import PagedStep
 from workers.model.runner import ModelRunner
 
 # Parts of contexts that a recorded step has room for, beside one of each row: the KV of a million
 # tokens. A step that reads more takes the device longer than its launches take the host.
 _MOST_MORE_PARTS = 4096
+# Parts that the tokens of prompts may read together in a recorded step, each token its own: 512
+# tokens of short prompts, or 16 behind 8,000 others. A direct step reads a part for many tokens.
+_MOST_PROMPT_PARTS = 512
 
 PrepareRows = Callable[[RowsStep], PreparedAttention]
 
 
 class RowsDecoder:
-    """Computes the logits of the rows in the state's order."""
+    """Computes the logits of the places that the state has lined up."""
 
     def __init__(
         self,
@@ -38,59 +43,70 @@ class RowsDecoder:
         self.runner = runner
         self._state = state
         self._prepare_rows = prepare_rows
-        self._logits: Tensor | None = None  # (padded rows, vocab_size), if steps are recorded
+        self._sizes = sizes_up_to(state.num_rows)
+        self._most_wanted = padded_size(state.num_rows)
+        self._logits: Tensor | None = None  # where recorded steps leave them
         self.graphs: StepGraphs | None = None
         if record is not None:
-            self.graphs = StepGraphs(
-                record, self._compute_in_place, self._warm_up, len(state.order)
-            )
+            self.graphs = StepGraphs(record, self._compute_in_place, self._sizes)
 
-    def logits(self, positions: Seq[int]) -> Tensor:
-        """Logits (n, vocab) of the first n rows, whose last tokens are at these positions. Valid
-        until the next step."""
-        size = padded_size(len(positions))
-        num_parts = size - len(positions) + sum(at // SPLIT_TOKENS + 1 for at in positions)
+    def has_graph_for(self, chunks: Seq[Chunk]) -> bool:
+        """Whether there is room in a recorded step for these, prompts among them."""
+        if self.graphs is None or sum(c.num_tokens for c in chunks) > self._sizes[-1]:
+            return False
+        prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
+        return _num_parts(_positions_of(prompts)) <= _MOST_PROMPT_PARTS
+
+    def logits_of(self, chunks: Seq[Chunk]) -> Tensor:
+        """The logits (n, vocab_size) of the n chunks that sample. Tokens are those of the state's
+        rows where a chunk samples one alone. All sequences have a row."""
+        self.line_up(chunks)
+        num_wanted = sum(chunk.samples for chunk in chunks)
+        return self.logits(_positions_of(chunks), num_wanted)
+
+    def line_up(self, chunks: Seq[Chunk]) -> None:
+        """Makes these the device's next step; see `logits_of`."""
+        rows, tokens, positions, wanted = list[int](), list[int](), list[int](), list[int]()
+        for chunk in chunks:
+            self._state.cover(chunk.sequence)
+            rows += [self._state.row_of(chunk.sequence)] * chunk.num_tokens
+            if chunk.num_tokens == 1 and chunk.samples:
+                tokens.append(OWN)
+                positions.append(OWN)
+            else:
+                tokens += chunk.token_ids
+                positions += _positions_of([chunk])
+            if chunk.samples:
+                wanted.append(len(rows) - 1)
+        self._state.line_up(rows, (tokens, positions), wanted)
+        self._state.flush()
+
+    def logits(self, positions: Seq[int], num_wanted: int | None = None) -> Tensor:
+        """Logits (num_wanted, vocab) of the step that the state has lined up, whose tokens are at
+        these positions; by default of every token. Valid until the next step."""
+        size = next(size for size in self._sizes if size >= len(positions))
+        num_parts = size - len(positions) + _num_parts(positions)
         if self.graphs is not None and num_parts <= self._most_parts(size):
-            return self.replay(size)[: len(positions)]
-        return self.compute(size, num_parts, 1 + max(positions))[: len(positions)]
+            found = self.replay(size)
+        else:
+            found = self.compute(size, num_parts, 1 + max(positions))
+        return found[: len(positions) if num_wanted is None else num_wanted]
 
-    def compute(self, size: int, num_parts: int, longest: int) -> Tensor:
-        """The logits (size, vocab_size) of the first rows and of padding, without a graph, of
-        contexts with these parts together, and none longer than `longest`."""
-        return self._compute(self._state.order[:size], num_parts, longest)
+    def compute(self, size: int, num_parts: int, longest: int | None) -> Tensor:
+        """The logits of all places that may be wanted in a step of this size, without a graph, of
+        contexts with these parts together, and none longer than `longest`. Writes their KV."""
+        found = self._compute(size, num_parts, longest)
+        return found if self._has_index(size) else found[self._wanted(size)]
 
-    def replay(self, size: int) -> Tensor:
-        """`compute` by a graph, of contexts with at most `_most_parts`."""
-        assert self.graphs is not None
-        assert self._logits is not None
-        self.graphs.replay(size)
-        return self._logits[:size]
-
-    def _most_parts(self, size: int) -> int:
-        """Of all contexts of a recorded step."""
-        of_one = -(-self._state.tables.shape[1] * self.runner.block_size // SPLIT_TOKENS)
-        return min(size * of_one, size + _MOST_MORE_PARTS)
-
-    def _compute_in_place(self, size: int) -> None:
-        found = self._compute(self._state.order[:size], self._most_parts(size), None)
-        self._buffer(found)[:size] = found
-
-    def _buffer(self, logits: Tensor) -> Tensor:
-        """Where steps leave their logits."""
-        if self._logits is None:
-            self._logits = logits.new_empty(len(self._state.order), logits.shape[1])
-        return self._logits
-
-    def _warm_up(self, size: int) -> None:
-        """Runs on padding only, to compile kernels; changes nothing that is read."""
-        rows = self._state.padding_order[:size]
-        self._buffer(self._compute(rows, self._most_parts(size), None))
-
-    def _compute(self, rows: Tensor, most_parts: int, longest: int | None) -> Tensor:
-        """rows int64 (n,) -> logits (n, vocab_size); writes the KV of the rows' last tokens."""
+    def _compute(self, size: int, num_parts: int, longest: int | None) -> Tensor:
+        """`compute`, but of every place of a step without an index."""
         state, block_size = self._state, self.runner.block_size
-        positions = state.field(POSITION, rows)
-        step = RowsStep(rows, positions, state.tables, most_parts, longest, block_size)
+        rows, given = state.order[:size], state.given[:, :size]
+        token_ids, positions = (
+            torch.where(given[i] == OWN, state.field(field, rows), given[i])
+            for i, field in enumerate((TOKEN, POSITION))
+        )
+        step = RowsStep(rows, positions, state.tables, num_parts, longest, block_size)
         blocks = state.tables[rows, positions // block_size]
         paged = PagedStep(
             self.runner.cache,
@@ -98,6 +114,47 @@ class RowsDecoder:
             blocks * block_size + positions % block_size,
             self.runner.kernels,
         )
-        index = torch.arange(len(rows), device=rows.device)
-        token_ids = state.field(TOKEN, rows)
+        index = self._wanted(size)
+        if not self._has_index(size):
+            index = torch.arange(size, device=state.device)
         return self.runner.forward(token_ids[None], positions[None], index, paged)
+
+    def replay(self, size: int) -> Tensor:
+        """`compute` by a graph, of contexts with at most `_most_parts`."""
+        assert self.graphs is not None
+        assert self._logits is not None
+        self.graphs.replay(size)
+        return self._logits[: len(self._wanted(size))]
+
+    def _wanted(self, size: int) -> Tensor:
+        """Places of a step whose logits may be wanted."""
+        return self._state.wanted[: min(size, self._most_wanted)]
+
+    def _has_index(self, size: int) -> bool:
+        """Whether the model's head computes only some places."""
+        return size > self._most_wanted
+
+    def _most_parts(self, size: int) -> int:
+        """Of all contexts of a recorded step."""
+        of_one = -(-self._state.tables.shape[1] * self.runner.block_size // SPLIT_TOKENS)
+        return min(size * of_one, size + _MOST_MORE_PARTS)
+
+    def _compute_in_place(self, size: int) -> None:
+        found = self._compute(size, self._most_parts(size), None)
+        if self._logits is None:
+            self._logits = found.new_empty(self._most_wanted, found.shape[1])
+        wanted = self._wanted(size)
+        if self._has_index(size):
+            self._logits[: len(wanted)] = found
+        else:
+            torch.index_select(found, 0, wanted, out=self._logits[: len(wanted)])
+
+
+def _positions_of(chunks: Iterable[Chunk]) -> list[int]:
+    """Of all tokens of these chunks."""
+    return [chunk.start + i for chunk in chunks for i in range(chunk.num_tokens)]
+
+
+def _num_parts(positions: Iterable[int]) -> int:
+    """Of the contexts of tokens at these positions."""
+    return sum(position // SPLIT_TOKENS + 1 for position in positions)

@@ -1,10 +1,11 @@
-"""Recorded steps: one graph per padded number of rows.
+"""Recorded steps: one graph per padded number of tokens.
 
 All are recorded at load, the largest first, so that smaller ones reuse its memory. A graph holds
 for contexts of any length: its kernels read on the device how much they have to do.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import torch
@@ -14,6 +15,10 @@ from workers.engine.model import ModelRefused
 STEPS = ("auto", "direct", "ahead", "graphs")
 _SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
 _BEYOND = 32
+# Of recorded steps with prompts. The device takes longer for more tokens than the host for their
+# launches.
+_MOST_TOKENS = 512
+_TOKENS_APART = 64
 
 
 def padded_size(num_rows: int) -> int:
@@ -24,9 +29,13 @@ def padded_size(num_rows: int) -> int:
 
 
 def sizes_up_to(num_rows: int) -> list[int]:
-    """All padded sizes up to the one for `num_rows`, ascending."""
+    """All padded sizes up to the one for `num_rows`, ascending; then those of steps with
+    prompts."""
     largest = padded_size(num_rows)
-    return [s for s in _SIZES if s <= largest] + list(range(_SIZES[-1] + _BEYOND, largest + 1, 32))
+    of_rows = [s for s in _SIZES if s <= largest]
+    of_rows += range(_SIZES[-1] + _BEYOND, largest + 1, _BEYOND)
+    first = (largest // _TOKENS_APART + 1) * _TOKENS_APART
+    return [*of_rows, *range(first, _MOST_TOKENS + 1, _TOKENS_APART)]
 
 
 class Graph(Protocol):
@@ -73,23 +82,12 @@ def recorder(steps: str) -> Record | None:
 
 
 class StepGraphs:
-    """The graphs of all sizes.
+    """The graphs of these sizes. `compute(size)` computes that many tokens on fixed tensors."""
 
-    `compute(size)` computes that many rows on fixed tensors; `warm_up` does the same without side
-    effects.
-    """
-
-    def __init__(
-        self,
-        record: Record,
-        compute: Callable[[int], None],
-        warm_up: Callable[[int], None],
-        max_rows: int,
-    ) -> None:
+    def __init__(self, record: Record, compute: Callable[[int], None], sizes: Seq[int]) -> None:
         self._record = record
         self._compute = compute
-        self._warm_up = warm_up
-        self._sizes = sizes_up_to(max_rows)
+        self._sizes = sizes
         self._graphs: dict[int, Graph] = {}
 
     @property
@@ -98,9 +96,9 @@ class StepGraphs:
         return list(self._graphs)
 
     def record_all(self) -> None:
-        """Raises what a recording raises."""
+        """For a device whose next step is padding. Raises what a recording raises."""
         for size in reversed(self._sizes):
-            self._warm_up(size)
+            self._compute(size)  # compiles its kernels
             self._graphs[size] = self._record(lambda size=size: self._compute(size))  # type: ignore[misc]
 
     def replay(self, size: int) -> None:

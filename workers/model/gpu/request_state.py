@@ -1,4 +1,5 @@
-"""Per-sequence state on the device: last tokens, positions, block tables, sampling parameters.
+"""Per-sequence state on the device: last tokens, positions, block tables, sampling parameters; and
+which tokens the next step computes.
 
 The device advances tokens and positions itself; the host mirrors the rest and copies only changes.
 One extra row, the last, belongs to padding.
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,6 +43,7 @@ class HostCopy:
 
 TOKEN, POSITION, OUTPUT_SHIFT, NOISE, TOP_K, TEMPERATURE, TOP_P, MIN_P, NUM_FIELDS = range(9)
 _UNKNOWN = -1  # known only to the device: not a valid token id or position
+OWN = -1  # a place has its row's token and position
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class _Row:
 
 
 class RequestState:
-    """One row of int64 cells per sequence, and the order of rows in the next step."""
+    """One row of int64 cells per sequence, and the places of the next step, one for each token."""
 
     def __init__(
         self,
@@ -61,23 +64,26 @@ class RequestState:
         scratch_block_id: int,
         device: torch.device,
     ) -> None:
-        """`num_places`: rows of the largest step, including padding."""
+        """`num_places`: tokens of the largest step, including padding."""
         self._num_rows, self._width = num_rows, NUM_FIELDS + max_blocks
         self.device = device
         self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
         num_cells = (num_rows + 1) * self._width
-        self._mirror = np.zeros(num_cells + num_places, dtype=np.int64)
+        self._mirror = np.zeros(num_cells + 4 * num_places, dtype=np.int64)
         self._cells = self._mirror[:num_cells].reshape(num_rows + 1, self._width)
         self._cells[:, NUM_FIELDS:] = scratch_block_id
-        self._mirror[num_cells:] = self.padding_row
+        self._places = self._mirror[num_cells:].reshape(4, num_places)
+        self._places[:] = self._padding()
         self._changed: dict[int, int] = {}
         flat = to_device(self._mirror.copy(), device)
         cells = flat[:num_cells].view(num_rows + 1, self._width)
         self._flat = flat
         self._ints, self._floats = cells, cells.view(torch.float64)
-        self.order = flat[num_cells:]  # int64 (num_places,): the step's rows, then padding
+        places = flat[num_cells:].view(4, num_places)
+        self.order = places[0]  # int64 (num_places,): the rows of the step's tokens, then padding
+        self.given = places[1:3]  # int64 (2, num_places): tokens and positions that are not OWN
+        self.wanted = places[3]  # int64 (num_places,): places whose logits are needed
         self.tables = cells[:, NUM_FIELDS:]  # int64 (num_rows + 1, max_blocks)
-        self.padding_order = torch.full_like(self.order, self.padding_row)
 
     @property
     def num_rows(self) -> int:
@@ -139,13 +145,19 @@ class RequestState:
             self._write(first + index, sequence.block_ids[index])
         row.num_covered = len(sequence.block_ids)
 
-    def line_up(self, rows: Seq[int]) -> None:
-        """Sets the order of the next step; the rest is padding."""
-        wanted = np.full(len(self.order), self.padding_row, dtype=np.int64)
-        wanted[: len(rows)] = rows
+    def line_up(
+        self, rows: Seq[int], given: tuple[Seq[int], Seq[int]] = ((), ()), wanted: Seq[int] = ()
+    ) -> None:
+        """Sets the next step; the rest is padding. rows (n,); given: tokens and positions (n,), OWN
+        where the row has them, or none; wanted: the places whose logits are needed first."""
+        places = self._padding()
+        for line, numbers in zip(places, (rows, *given, wanted), strict=True):
+            line[: len(numbers)] = numbers
+        changed = np.nonzero(self._places != places)
         first = (self._num_rows + 1) * self._width
-        for index in np.nonzero(self._mirror[first:] != wanted)[0].tolist():
-            self._write(first + index, int(wanted[index]))
+        indexes = np.ravel_multi_index(changed, places.shape) + first
+        self._changed.update(zip(indexes.tolist(), places[changed].tolist(), strict=True))
+        self._places[:] = places
 
     def flush(self) -> None:
         """Copies all changes to the device at once."""
@@ -155,6 +167,13 @@ class RequestState:
         self._changed.clear()
         shipped = to_device(pairs, self.device)
         self._flat[shipped[0]] = shipped[1]
+
+    def _padding(self) -> npt.NDArray[np.int64]:
+        """A step of padding: int64 (4, num_places)."""
+        num_places = self._places.shape[1]
+        rows = np.full(num_places, self.padding_row)
+        own = np.full(num_places, OWN)
+        return np.stack((rows, own, own, np.arange(num_places)))
 
     def note_advance(self, sequences: Seq[Sequence]) -> None:
         """The device has advanced these by one token that the host does not know yet."""

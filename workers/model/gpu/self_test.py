@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from workers.engine.model import Chunk, ModelRefused
-from workers.engine.sequence import Sequence
 from workers.model.attention.interface import (
     PreparedAttention,
     Span,
@@ -143,17 +142,18 @@ def _largest_difference(found: Tensor, expected: Tensor) -> float:
 
 @torch.inference_mode()
 def check_rows(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> None:
-    """Rows from state on the device, computed directly, and the tokens drawn from rows of logits.
-    Raises SelfTestFailed."""
+    """Rows from state on the device, a prompt's tokens among them, computed directly, and the
+    tokens drawn from rows of logits. Raises SelfTestFailed."""
     rows = _Rows(model, runner, config)
     with _Stage("rows", rows.device):
-        for sequences in rows.orders():
-            lasts = [Chunk(s, s.num_prompt - 1, 1, samples=True) for s in sequences]
+        for chunks in rows.steps():
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
             with Choices() as choices:
-                expected = runner.logits(lasts)
+                expected = runner.logits(chunks)
+            model.decoder.line_up(chunks)
             with Choices(choices.made):
-                found = model.decoder.logits([chunk.start for chunk in lasts])
-            rows.compare("rows", found, expected)
+                found = model.decoder.compute(num_tokens, num_tokens, max(_PROMPT_TOKENS))
+            rows.compare("rows", found[: len(chunks)], expected)
     with _Stage("sampling", rows.device):
         vocab_size = int(config.get_text_config().vocab_size)
         if reason := wrong_draws(model.state, vocab_size, runner.cache.dtype):
@@ -171,15 +171,15 @@ def check_graphs(model: AheadRunner, runner: ModelRunner, config: PretrainedConf
     with _Stage("graphs", rows.device):
         decoder.graphs.record_all()
         for size in decoder.graphs.sizes:
-            for sequences in rows.orders(size):
-                expected = decoder.compute(size, size, max(_PROMPT_TOKENS))[: len(sequences)]
-                found = decoder.replay(size)[: len(sequences)]
+            for num_wanted in rows.line_up_each(size):
+                expected = decoder.compute(size, size, max(_PROMPT_TOKENS))[:num_wanted]
+                found = decoder.replay(size)[:num_wanted]
                 rows.compare("a graph's replay", found, expected)
     return len(decoder.graphs.sizes)
 
 
 class _Rows:
-    """The last tokens of two prompts, whose other tokens are in the cache."""
+    """Steps of two prompts whose other tokens are in the cache."""
 
     def __init__(self, model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> None:
         self._model = model
@@ -188,31 +188,29 @@ class _Rows:
         prompts = [probe_ids(config, n, self.device) for n in _PROMPT_TOKENS]
         self._sequences = probe_sequences(prompts, runner.block_size)[: model.state.num_rows]
         runner.logits([Chunk(s, 0, s.num_prompt, samples=False) for s in self._sequences])
+        for sequence in self._sequences:
+            model.state.admit(sequence, self._sequences)
+            model.state.place(sequence, sequence.token_ids[-1], sequence.num_prompt - 1)
 
-    def orders(self, most: int = 2) -> Iterator[list[Sequence]]:
-        """Both orders, and one alone, so that a replay cannot repeat what it once read; at most so
-        many rows. They are the device's next step."""
-        both = self._sequences
-        for sequences in ([*both], [*reversed(both)], both[:1]):
-            if len(sequences) <= most:
-                self._line_up(sequences)
-                yield sequences
-        self._model.state.line_up([])
-        self._model.state.flush()
+    def steps(self) -> list[list[Chunk]]:
+        """The last tokens in both orders, and one alone, so that a replay cannot repeat what it
+        once read; and the end of a prompt, beside the other's last token."""
+        first, *other = (Chunk(s, s.num_prompt - 1, 1, samples=True) for s in self._sequences)
+        end = Chunk(first.sequence, first.start - 2, 3, samples=True)
+        return [[first, *other], [*other, first], [first], [end, *other]]
+
+    def line_up_each(self, size: int) -> Iterator[int]:
+        """Makes each that fits the device's next step. Yields how many of its tokens sample."""
+        for chunks in self.steps():
+            if sum(chunk.num_tokens for chunk in chunks) <= size:
+                self._model.decoder.line_up(chunks)
+                yield len(chunks)
+        self._model.decoder.line_up([])
 
     def compare(self, stage: str, found: Tensor, expected: Tensor) -> None:
         """Raises SelfTestFailed."""
         if reason := logits_difference(found.float(), expected.float(), self._dtype):
             raise SelfTestFailed(stage, reason)
-
-    def _line_up(self, sequences: Seq[Sequence]) -> None:
-        state = self._model.state
-        for sequence in sequences:
-            state.admit(sequence, sequences)
-            state.place(sequence, sequence.token_ids[-1], sequence.num_prompt - 1)
-            state.cover(sequence)
-        state.line_up([state.row_of(sequence) for sequence in sequences])
-        state.flush()
 
 
 class _Stage:
