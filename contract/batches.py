@@ -73,6 +73,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     output_bytes: int
     error_bytes: int
     is_cut_short: bool  # lines were not run because the window was over
+    num_input_tokens: int = 0  # of the lines that completed
+    num_output_tokens: int = 0
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +102,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     total: int = 0  # lines; 0 until the file is validated
     completed: int = 0
     failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
     errors: Sequence[LineError] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

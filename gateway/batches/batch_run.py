@@ -206,6 +206,8 @@ def _counts(parts: Mapping[int, Part]) -> dict[str, str | int | bytes]:
     return {
         "completed": sum(part.num_completed for part in parts.values()),
         "failed": sum(part.num_failed for part in parts.values()),
+        "input_tokens": sum(part.num_input_tokens for part in parts.values()),
+        "output_tokens": sum(part.num_output_tokens for part in parts.values()),
     }
 
 

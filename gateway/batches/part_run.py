@@ -7,7 +7,7 @@ Nothing of a part is recorded before all of its lines have ended and its objects
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
 from pydantic import ValidationError
@@ -60,7 +60,6 @@ class PartRun:
         self._jobs = {line_job_id(leased.batch.id, line.number): line for line in lines}
         self._refused: dict[str, ApiError] = {}  # of lines that cannot run
         self._run_again: set[str] = set()  # jobs whose objects were lost
-        self._num_completed = self._num_failed = 0
         self._is_cut_short = False
 
     async def run(self) -> Part:
@@ -169,7 +168,7 @@ class PartRun:
 
     async def _written(self) -> Part:
         """Writes the results, in the order of the lines."""
-        self._num_completed = self._num_failed = 0
+        num_completed = num_failed = num_input = num_output = 0
         self._is_cut_short = False
         with (
             tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as output,
@@ -178,18 +177,23 @@ class PartRun:
             for job_id, line in self._jobs.items():
                 result = await self._result(job_id)
                 is_good = result["error"] is None and result["response"]["status_code"] == 200
-                self._num_completed += is_good
-                self._num_failed += not is_good
+                num_completed += is_good
+                num_failed += not is_good
+                if is_good:
+                    used = _tokens(result["response"]["body"]["usage"])
+                    num_input, num_output = num_input + used[0], num_output + used[1]
                 head = {"id": f"batch_req_{job_id.rpartition('-')[2]}", "custom_id": line.custom_id}
                 file = cast(BinaryIO, output if is_good else errors)
                 file.write(encode_json(head | result) + b"\n")
             return Part(
                 self._leased.token,
-                self._num_completed,
-                self._num_failed,
+                num_completed,
+                num_failed,
                 await self._put("output", cast(BinaryIO, output)),
                 await self._put("error", cast(BinaryIO, errors)),
                 self._is_cut_short,
+                num_input,
+                num_output,
             )
 
     async def _put(self, kind: str, file: BinaryIO) -> int:
@@ -240,6 +244,13 @@ class PartRun:
     def _not_run(self, code: str) -> dict[str, Any]:
         self._is_cut_short = self._is_cut_short or code == EXPIRED
         return {"response": None, "error": {"code": code, "message": _MESSAGES[code]}}
+
+
+def _tokens(usage: Mapping[str, Any]) -> tuple[int, int]:
+    """Input and output tokens of an answer; a response has other names for them, and vectors have
+    no output."""
+    num_input: int = usage["input_tokens"] if "input_tokens" in usage else usage["prompt_tokens"]
+    return num_input, usage.get("output_tokens") or usage.get("completion_tokens", 0)
 
 
 def _response(job_id: str, error: ApiError) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from gateway.jobs.callbacks import to_callback
 from gateway.jobs.streams import AcceptingGateway, ThisGateway
 from gateway.openai.answer_models import EndpointPath
 from gateway.openai.job_bodies import CallbackBody
+from gateway.openai.responses.objects import OutputDetails
 from gateway.openai.unsupported import Metadata, StrictModel
 
 router = APIRouter(route_class=StrictRoute, tags=["batches"], responses=answers(401, 403, 429))
@@ -65,6 +66,20 @@ class RequestCounts(BaseModel):
     failed: int
 
 
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class BatchUsage(BaseModel):
+    """Tokens of the requests that completed."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
 class BatchObject(BaseModel):
     """OpenAI's batch object."""
 
@@ -88,6 +103,7 @@ class BatchObject(BaseModel):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: RequestCounts
+    usage: BatchUsage
     metadata: dict[str, str] | None
 
 
@@ -126,6 +142,13 @@ def batch_object(batch: Batch) -> BatchObject:
         cancelled_at=_seconds(batch.cancelled_ms),
         request_counts=RequestCounts(
             total=batch.total, completed=batch.completed, failed=batch.failed
+        ),
+        usage=BatchUsage(
+            input_tokens=batch.input_tokens,
+            input_tokens_details=CachedTokens(cached_tokens=0),
+            output_tokens=batch.output_tokens,
+            output_tokens_details=OutputDetails(reasoning_tokens=0),
+            total_tokens=batch.input_tokens + batch.output_tokens,
         ),
         metadata=None if metadata is None else dict(metadata),
     )

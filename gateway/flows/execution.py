@@ -41,7 +41,7 @@ class Execution:
         return self.take_unlogged()
 
     def take_unlogged(self) -> Members:
-        """The event of all that was not told."""
+        """The event of all that is not in the log yet."""
         event = Members(tuple(self._unlogged))
         self._unlogged = []
         return event
@@ -71,7 +71,7 @@ class Execution:
         return outcome
 
     async def run_calls(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Makes calls at once. Their ends are told in the order of the calls."""
+        """Makes calls at once. Their ends are logged in the order of the calls."""
         # Not a task group, which passes a cancellation on once only: redis-py may lose it.
         tasks = [asyncio.create_task(self._collected(call)) for call in calls]
         try:

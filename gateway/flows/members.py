@@ -12,7 +12,7 @@ MODELS_HEADER = "x-batchway-models"
 
 
 class KnownMembers:
-    """Calls in the order in which they began, each as last told."""
+    """Calls in the order in which they began, each as the log last has it."""
 
     def __init__(self) -> None:
         self._runs: dict[str, MemberRun] = {}

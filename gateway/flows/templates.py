@@ -42,7 +42,7 @@ def check_templates(step: Step, names: Iterable[str]) -> None:
 
 
 def _mapped(value: object, place: str, change: Callable[[str], object]) -> object:
-    """`value` with each string changed, not the keys. Faults are told with their place."""
+    """`value` with each string changed, not the keys. A fault names its place."""
     if isinstance(value, dict):
         return {key: _mapped(item, f"{place}.{key}", change) for key, item in value.items()}
     if isinstance(value, list):

@@ -67,6 +67,9 @@ async def test_a_batch_embeds(
     assert (batch.status, batch.error_file_id) == ("completed", None)
     found = await results(client, batch.output_file_id)
     assert ids(found) == ids(asked)
+    assert batch.usage is not None
+    used = sum(each["response"]["body"]["usage"]["prompt_tokens"] for each in found)
+    assert (batch.usage.input_tokens, batch.usage.output_tokens) == (used, 0)
     of_text = {job.id: job.prompts for job in worker.seen}
     for each in found:
         body = each["response"]["body"]

@@ -98,6 +98,10 @@ async def test_a_batch_answers_every_line(
     assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
     found = await results(client, batch.output_file_id)
     assert ids(found) == ids(asked)
+    used = [each["response"]["body"]["usage"] for each in found]
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in used) > 150
+    assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in used) > 150
     for each in found:
         assert (each["error"], each["response"]["status_code"]) == (None, 200)
         choice = each["response"]["body"]["choices"][0]

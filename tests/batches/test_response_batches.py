@@ -58,6 +58,9 @@ async def test_a_batch_responds_to_every_line(
     batch = await run(client, *asked)
     assert (batch.endpoint, batch.status, batch.error_file_id) == (RESPONSES, "completed", None)
     assert ids(await results(client, batch.output_file_id)) == ids(asked)
+    used = [each.usage for each in await bodies(client, batch)]
+    for name in ("input_tokens", "output_tokens", "total_tokens"):
+        assert getattr(batch.usage, name) == sum(getattr(each, name) for each in used) > 70
     found = await bodies(client, batch)
     for number, response in enumerate(found):
         assert (response.status, response.output_text) == ("completed", "Hello wörld!")

@@ -288,10 +288,10 @@ async def test_the_call_of_a_caller_that_leaves_is_not_kept_either(
             "input.0.arguments",
         ),
         ({"input": [{"id": "msg_1"}]}, "item_not_found", "input.0.id"),
-        ({"previous_response_id": "resp_1"}, "response_not_found", "previous_response_id"),
+        ({"previous_response_id": "resp_1"}, "previous_response_not_found", "previous_response_id"),
         (
             {"previous_response_id": "resp_0-" + "0" * 32},
-            "response_not_found",
+            "previous_response_not_found",
             "previous_response_id",
         ),
         ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),

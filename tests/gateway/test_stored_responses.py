@@ -246,9 +246,13 @@ async def test_another_tenant_s_response_is_not_found(
     ]:
         asked = await other.request(method, f"/v1/responses/{id_}{path}", headers=foreign)
         assert (asked.status_code, asked.json()["error"]["code"]) == (404, "response_not_found")
-    for fields in ({"previous_response_id": id_}, {"input": [{"id": item}]}):
+    fields: dict[str, Any]
+    for fields, code in (
+        ({"previous_response_id": id_}, "previous_response_not_found"),
+        ({"input": [{"id": item}]}, "response_not_found"),
+    ):
         asked = await other.post("/v1/responses", json={**BODY, **fields}, headers=foreign)
-        assert (asked.status_code, asked.json()["error"]["code"]) == (404, "response_not_found")
+        assert (asked.status_code, asked.json()["error"]["code"]) == (404, code)
 
 
 async def test_an_idempotency_key_finds_the_response(

@@ -37,7 +37,11 @@ def response_of_item(item_id: str) -> str | None:
 
 
 def no_such_response(param: str | None = None) -> ApiError:
-    return not_found("this response", "response_not_found", param)
+    """With OpenAI's code for one that was to be continued."""
+    code = "response_not_found"
+    if param == "previous_response_id":
+        return not_found("the previous response", f"previous_{code}", param)
+    return not_found("this response", code, param)
 
 
 def _shown(job: Job, body: ResponseBody) -> dict[str, Any]:
