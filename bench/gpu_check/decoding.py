@@ -104,7 +104,9 @@ def time_host_gap(served: Served, sizes: Sizes, num_streams: int) -> dict[str, f
         positions = streams.positions
         with torch.inference_mode():
             # It writes the KV of the last step's rows again, which nobody reads any more.
-            device_s = served.machine.seconds(lambda: decoder.logits(positions).argmax(-1))
+            device_s = served.machine.seconds(
+                lambda: decoder.logits(positions, num_streams).argmax(-1)
+            )
     step_s = statistics.median(steps_s)
     return {"step_s": step_s, "device_s": device_s, "share": max(0.0, 1 - device_s / step_s)}
 

@@ -304,9 +304,16 @@ def test_a_prompt_behind_a_long_context_has_no_graph(
     assert has_graph_for([Chunk(far, 31, 2, samples=False)])  # three parts for each
     assert not has_graph_for([Chunk(far, 31, 8, samples=True)])
 
-    monkeypatch.setattr(decode, "_MOST_PROMPT_PARTS", 99_999)
+    for name in ("_MOST_PROMPT_PARTS", "_MOST_MORE_PARTS"):
+        monkeypatch.setattr(decode, name, 99_999)
     assert has_graph_for([Chunk(huge, 0, 512, samples=False)])
     assert not has_graph_for([Chunk(huge, 0, 513, samples=False)])
+
+    # Nor where the streams beside it leave no room for its parts.
+    monkeypatch.setattr(decode, "_MOST_MORE_PARTS", 2)
+    prompt = Chunk(near, 0, 3, samples=True)
+    assert has_graph_for([prompt, Chunk(far, 31, 1, samples=True)])
+    assert not has_graph_for([prompt, Chunk(far, 31, 1, samples=True), Chunk(huge, 47, 1, True)])
 
 
 def test_a_row_that_moved_to_another_block_is_computed_again(runner: ModelRunner) -> None:
@@ -361,8 +368,8 @@ def test_a_step_that_reads_more_than_a_graph_has_room_for_is_computed_directly(
 
     monkeypatch.setattr(model.decoder, "_prepare_rows", noted)
     with torch.inference_mode():
-        model.decoder.logits([31, 31])  # four parts: one of each row, and two
-        model.decoder.logits([47, 31])
+        model.decoder.logits([31, 31], 2)  # four parts: one of each row, and two
+        model.decoder.logits([47, 31], 2)
 
     assert longest == [None, 48]
 
@@ -427,7 +434,8 @@ def test_unknown_and_unavailable_step_modes_are_refused() -> None:
 
 
 def test_padded_sizes_are_few_and_large_enough() -> None:
-    """None is over twice the number of rows, except the smallest."""
+    """Of streams, none is over twice the number of rows, except the smallest; steps with prompts
+    have further ones, 64 apart."""
     assert [padded_size(n) for n in (1, 3, 8, 9, 255, 257, 289)] == [1, 4, 8, 16, 256, 288, 320]
     assert sizes_up_to(20) == [1, 2, 4, 8, 16, 24, 64, 128, 192, 256, 320, 384, 448, 512]
     assert sizes_up_to(300)[-6:] == [256, 288, 320, 384, 448, 512]

@@ -25,18 +25,20 @@ from workers.model.attention.packed import PackedAttention
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.backend import choose_backend, has_fast_gpu
-from workers.model.gpu import graphs, self_test
+from workers.model.gpu import decode, graphs, self_test
 from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.gpu.decode import RowsDecoder
 from workers.model.gpu.draw_check import Draw, wrong_draws
 from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
 from workers.model.gpu.graphs import Compute, CudaRecorder
-from workers.model.gpu.request_state import RequestState
+from workers.model.gpu.request_state import OWN, RequestState
 from workers.model.gpu.self_test import (
     SelfTestFailed,
     check_attention,
     check_graphs,
     check_rows,
 )
+from workers.model.kv_cache import KVCache, PagedStep
 from workers.model.loader import load_model
 from workers.model.probe import AttentionShape
 from workers.model.runner import ModelRunner
@@ -378,6 +380,35 @@ def test_experts_of_nearly_equal_score_are_no_failure(
         check_rows(model, runner, runner._decoder.config)
     else:
         assert check_graphs(model, runner, runner._decoder.config) == 3 + 8
+
+
+def _without_given(self: RowsDecoder, *extent: int) -> torch.Tensor:
+    self._state.given.fill_(OWN)
+    return _compute(self, *extent)
+
+
+def _unwritten(cache: KVCache, prepared: Any, slots: torch.Tensor, kernels: Any) -> PagedStep:
+    scratch = torch.full_like(slots, cache.scratch_block_id * cache.block_size)
+    return PagedStep(cache, prepared, scratch, kernels)
+
+
+_compute = RowsDecoder._compute
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"),
+    [(RowsDecoder, "_compute", _without_given), (decode, "PagedStep", _unwritten)],
+    ids=["given tokens", "KV"],
+)
+def test_what_a_step_must_write_is_not_found_in_the_cache(
+    where: Any, name: str, wrong: Any, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that read the place of another token, or whose KV is not written, fail the self-test,
+    though the prompts were computed before."""
+    monkeypatch.setattr(where, name, wrong)
+
+    with pytest.raises(ModelRefused, match=r"fails at rows: "):
+        load(llama, steps="ahead")
 
 
 def test_wrong_rows_cost_the_steps_ahead(

@@ -52,10 +52,13 @@ class RowsDecoder:
 
     def has_graph_for(self, chunks: Seq[Chunk]) -> bool:
         """Whether there is room in a recorded step for these, prompts among them."""
-        if self.graphs is None or sum(c.num_tokens for c in chunks) > self._sizes[-1]:
+        positions = _positions_of(chunks)
+        if self.graphs is None or len(positions) > self._sizes[-1]:
             return False
+        size, num_parts = self._extent(positions)
         prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
-        return _num_parts(_positions_of(prompts)) <= _MOST_PROMPT_PARTS
+        num_prompt_parts = _num_parts(_positions_of(prompts))
+        return num_parts <= self._most_parts(size) and num_prompt_parts <= _MOST_PROMPT_PARTS
 
     def logits_of(self, chunks: Seq[Chunk]) -> Tensor:
         """The logits (n, vocab_size) of the n chunks that sample. Tokens are those of the state's
@@ -81,18 +84,22 @@ class RowsDecoder:
         self._state.line_up(rows, (tokens, positions), wanted)
         self._state.flush()
 
-    def logits(self, positions: Seq[int], num_wanted: int | None = None) -> Tensor:
+    def logits(self, positions: Seq[int], num_wanted: int) -> Tensor:
         """Logits (num_wanted, vocab) of the step that the state has lined up, whose tokens are at
-        these positions; by default of every token. Valid until the next step."""
-        size = next(size for size in self._sizes if size >= len(positions))
-        num_parts = size - len(positions) + _num_parts(positions)
+        these positions. Valid until the next step."""
+        size, num_parts = self._extent(positions)
         if self.graphs is not None and num_parts <= self._most_parts(size):
             found = self.replay(size)
         else:
             found = self.compute(size, num_parts, 1 + max(positions))
-        return found[: len(positions) if num_wanted is None else num_wanted]
+        return found[:num_wanted]
 
-    def compute(self, size: int, num_parts: int, longest: int | None) -> Tensor:
+    def _extent(self, positions: Seq[int]) -> tuple[int, int]:
+        """The padded number of these tokens, and the parts of all their contexts."""
+        size = next(size for size in self._sizes if size >= len(positions))
+        return size, size - len(positions) + _num_parts(positions)
+
+    def compute(self, size: int, num_parts: int, longest: int) -> Tensor:
         """The logits of all places that may be wanted in a step of this size, without a graph, of
         contexts with these parts together, and none longer than `longest`. Writes their KV."""
         found = self._compute(size, num_parts, longest)

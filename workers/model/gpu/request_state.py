@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -73,7 +72,10 @@ class RequestState:
         self._cells = self._mirror[:num_cells].reshape(num_rows + 1, self._width)
         self._cells[:, NUM_FIELDS:] = scratch_block_id
         self._places = self._mirror[num_cells:].reshape(4, num_places)
-        self._places[:] = self._padding()
+        own = np.full(num_places, OWN)
+        padding = np.full(num_places, self.padding_row), own, own, np.arange(num_places)
+        self._padding = np.stack(padding)
+        self._places[:] = self._padding
         self._changed: dict[int, int] = {}
         flat = to_device(self._mirror.copy(), device)
         cells = flat[:num_cells].view(num_rows + 1, self._width)
@@ -150,7 +152,7 @@ class RequestState:
     ) -> None:
         """Sets the next step; the rest is padding. rows (n,); given: tokens and positions (n,), OWN
         where the row has them, or none; wanted: the places whose logits are needed first."""
-        places = self._padding()
+        places = self._padding.copy()
         for line, numbers in zip(places, (rows, *given, wanted), strict=True):
             line[: len(numbers)] = numbers
         changed = np.nonzero(self._places != places)
@@ -167,13 +169,6 @@ class RequestState:
         self._changed.clear()
         shipped = to_device(pairs, self.device)
         self._flat[shipped[0]] = shipped[1]
-
-    def _padding(self) -> npt.NDArray[np.int64]:
-        """A step of padding: int64 (4, num_places)."""
-        num_places = self._places.shape[1]
-        rows = np.full(num_places, self.padding_row)
-        own = np.full(num_places, OWN)
-        return np.stack((rows, own, own, np.arange(num_places)))
 
     def note_advance(self, sequences: Seq[Sequence]) -> None:
         """The device has advanced these by one token that the host does not know yet."""

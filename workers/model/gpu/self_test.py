@@ -4,8 +4,9 @@ sampled, then graphs.
 Each stage also compiles the kernels that it needs. A stage that raises has failed.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -145,12 +146,13 @@ def check_rows(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig
     """Rows from state on the device, a prompt's tokens among them, computed directly, and the
     tokens drawn from rows of logits. Raises SelfTestFailed."""
     rows = _Rows(model, runner, config)
-    with _Stage("rows", rows.device):
+    with _Stage("rows", rows.device), closing(rows):
         for chunks in rows.steps():
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
             with Choices() as choices:
                 expected = runner.logits(chunks)
             model.decoder.line_up(chunks)
+            rows.spoil(chunks)
             with Choices(choices.made):
                 found = model.decoder.compute(num_tokens, num_tokens, max(_PROMPT_TOKENS))
             rows.compare("rows", found[: len(chunks)], expected)
@@ -168,48 +170,59 @@ def check_graphs(model: AheadRunner, runner: ModelRunner, config: PretrainedConf
     decoder = model.decoder
     assert decoder.graphs is not None
     rows = _Rows(model, runner, config)
-    with _Stage("graphs", rows.device):
+    with _Stage("graphs", rows.device), closing(rows):
         decoder.graphs.record_all()
         for size in decoder.graphs.sizes:
-            for num_wanted in rows.line_up_each(size):
-                expected = decoder.compute(size, size, max(_PROMPT_TOKENS))[:num_wanted]
-                found = decoder.replay(size)[:num_wanted]
+            for chunks in rows.steps(size):
+                decoder.line_up(chunks)
+                expected = decoder.compute(size, size, max(_PROMPT_TOKENS))[: len(chunks)]
+                rows.spoil(chunks)
+                found = decoder.replay(size)[: len(chunks)]
                 rows.compare("a graph's replay", found, expected)
     return len(decoder.graphs.sizes)
 
 
 class _Rows:
-    """Steps of two prompts whose other tokens are in the cache."""
+    """Steps of two prompts, whose tokens are in the cache."""
 
     def __init__(self, model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> None:
-        self._model = model
+        self._model, self._runner = model, runner
         self.device = model.state.device
-        self._dtype = runner.cache.dtype
         prompts = [probe_ids(config, n, self.device) for n in _PROMPT_TOKENS]
         self._sequences = probe_sequences(prompts, runner.block_size)[: model.state.num_rows]
         runner.logits([Chunk(s, 0, s.num_prompt, samples=False) for s in self._sequences])
         for sequence in self._sequences:
             model.state.admit(sequence, self._sequences)
+            model.state.cover(sequence)
             model.state.place(sequence, sequence.token_ids[-1], sequence.num_prompt - 1)
 
-    def steps(self) -> list[list[Chunk]]:
-        """The last tokens in both orders, and one alone, so that a replay cannot repeat what it
-        once read; and the end of a prompt, beside the other's last token."""
+    def steps(self, most: int = 4) -> list[list[Chunk]]:
+        """Those with at most so many tokens: last tokens together and alone, so that a replay
+        cannot repeat what it once read; and the end of a prompt, beside the other's last token."""
         first, *other = (Chunk(s, s.num_prompt - 1, 1, samples=True) for s in self._sequences)
         end = Chunk(first.sequence, first.start - 2, 3, samples=True)
-        return [[first, *other], [*other, first], [first], [end, *other]]
+        steps = [[*other, first], [first], [*other], [end, *other]]
+        return [step for step in steps if 0 < sum(c.num_tokens for c in step) <= most]
 
-    def line_up_each(self, size: int) -> Iterator[int]:
-        """Makes each that fits the device's next step. Yields how many of its tokens sample."""
-        for chunks in self.steps():
-            if sum(chunk.num_tokens for chunk in chunks) <= size:
-                self._model.decoder.line_up(chunks)
-                yield len(chunks)
+    def spoil(self, chunks: Seq[Chunk], value: float = float("nan")) -> None:
+        """Overwrites the KV of these tokens: a step must write it before it reads it."""
+        size = self._runner.block_size
+        slots = [
+            chunk.sequence.block_ids[at // size] * size + at % size
+            for chunk in chunks
+            for at in range(chunk.start, chunk.start + chunk.num_tokens)
+        ]
+        for layer in self._runner.cache.layers.values():
+            layer.key_slots[slots] = layer.value_slots[slots] = value
+
+    def close(self) -> None:
+        """Leaves nothing behind, whatever has failed."""
+        self.spoil([Chunk(s, 0, s.num_prompt, samples=False) for s in self._sequences], 0.0)
         self._model.decoder.line_up([])
 
     def compare(self, stage: str, found: Tensor, expected: Tensor) -> None:
         """Raises SelfTestFailed."""
-        if reason := logits_difference(found.float(), expected.float(), self._dtype):
+        if reason := logits_difference(found.float(), expected.float(), self._runner.cache.dtype):
             raise SelfTestFailed(stage, reason)
 
 
