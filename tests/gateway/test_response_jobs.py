@@ -95,7 +95,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"inputs": "x"}, "body.inputs", "unknown_parameter"),
     ({"tools": [{"type": "web_search"}]}, "body.tools.0.type", "unsupported_parameter"),
     ({"conversation": "c"}, "body.conversation", "unsupported_parameter"),
-    ({"previous_response_id": "r"}, "body.previous_response_id", "response_not_found"),
+    ({"previous_response_id": "r"}, "body.previous_response_id", "previous_response_not_found"),
     ({"model": "none"}, "body.model", "model_not_found"),
 ]
 
