@@ -18,7 +18,7 @@ from workers.engine.model import ModelRefused
 from workers.model.backend import choose_backend
 from workers.model.checkpoint import read_config
 from workers.model.huge_pages import use_huge_pages
-from workers.model.int8_weights import rounded
+from workers.model.quantization import rounded
 
 ROWS = (1, 2, 4, 8, 16, 32, 96, 192, 256)
 _CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from bench.gpu_check.decoding import (
     warm_up,
 )
 from bench.gpu_check.device_profile import profile_steps
+from bench.gpu_check.float8 import check_product, has_float8, time_products
 from bench.gpu_check.machine import Machine, measure_roofs
 from bench.gpu_check.results import Results
 from bench.gpu_check.sampling import KINDS, time_sampling
@@ -49,6 +50,13 @@ def _kernels(stage: Stage) -> None:
     stage.results.put("roofs", dataclasses.asdict(roofs))
     for name, check in kernel_checks(stage.machine):
         stage.results.check(name, check)
+    if has_float8(stage.machine):
+        shape = stage.sizes.decoding
+        stage.results.put("shape", shape.name)
+        stage.results.check("float8 product", partial(check_product, stage.machine, shape))
+        for n in stage.sizes.streams:
+            compute = partial(time_products, stage.machine, shape, n)
+            stage.results.measure("float8", str(n), compute)
 
 
 def _decoding(stage: Stage) -> None:

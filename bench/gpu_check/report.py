@@ -39,6 +39,7 @@ def report(stages: Mapping[str, Figures]) -> str:
         ]
     if "strategies" in stages:
         parts.append(_strategies(stages["strategies"]))
+    parts.append(_float8(stages.get("kernels", {})))
     parts.append(_check_lines(stages))
     if "decoding" in stages:
         parts += [
@@ -131,6 +132,15 @@ def _strategies(figures: Figures) -> str:
         steps = _spread([run["num_steps"] for run in runs])
         rows.append([name, _spread(rates[name]), ratio, steps, whole])
     return _table(figures, rows) if groups else ""
+
+
+def _float8(figures: Figures) -> str:
+    rows = [["a layer's products", "bfloat16, ms", "fp8, ms", "bfloat16 of fp8"]]
+    for streams, [run] in _group(figures, "float8"):
+        plain_ms, small_ms = run["bfloat16_s"] * 1e3, run["fp8_s"] * 1e3
+        times = f"{plain_ms / small_ms:.2f} times"
+        rows.append([_streams(streams), f"{plain_ms:.3f}", f"{small_ms:.3f}", times])
+    return _table(figures, rows) if len(rows) > 1 else ""
 
 
 def _check_lines(stages: Mapping[str, Figures]) -> str:

@@ -98,7 +98,9 @@ def test_the_whole_check_runs_where_only_wheels_can_be_carried(
     for figures in stages.values():
         assert (figures["skipped"], figures["failed"]) == ([], [])
     names = {check["name"].split(":")[0] for check in stages["kernels"]["checks"]}
-    assert names == {"attention", "norm", "gate", "rotation and cache", "sampling"}
+    kernels = {"attention", "norm", "gate", "rotation and cache", "sampling"}
+    assert names == {*kernels, "float8 product"}
+    assert list(stages["kernels"]["float8"]) == [str(n) for n in SMALL.streams]
     decoding = stages["decoding"]
     for streams in map(str, SMALL.streams):
         assert decoding["decoding"][streams][0]["tokens_per_s"] > 0
@@ -110,7 +112,7 @@ def test_the_whole_check_runs_where_only_wheels_can_be_carried(
     assert stages["transformers"]["closed"]["transformers"][0] > 0
     assert stages["sanitizer"]["state"] == "no GPU"
     assert ran.stdout.strip() == (out / "report.md").read_text().strip()
-    wanted = ("prefill", "host gap", "sampling", "continuous beside it", "transformers' continuous")
+    wanted = ("prefill", "host gap", "sampling", "continuous beside it", "bfloat16 of fp8")
     assert all(word in ran.stdout for word in wanted)
 
 

@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 
 from workers.engine.model import ModelRefused
 from workers.ipc.messages import EngineOptions
-from workers.model.int8_weights import num_weight_bytes, quantize
 from workers.model.memory import (
     LEAST_KV_TOKENS,
     Card,
@@ -19,6 +18,7 @@ from workers.model.memory import (
     kv_bytes_in_share,
 )
 from workers.model.products import Processor
+from workers.model.quantization import num_weight_bytes, quantize
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -46,8 +46,8 @@ class Loaded:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.decoder = self.read()
-        if self.options.quantization == "int8":
-            progress(quantize(self.decoder))
+        if self.options.quantization != "none":
+            progress(quantize(self.decoder, self.options.quantization))
 
     @property
     def block_size(self) -> int:

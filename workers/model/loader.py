@@ -24,9 +24,9 @@ from workers.model.checkpoint import (
     eos_token_ids,
     read_config,
 )
+from workers.model.float8 import exact_inputs
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import check_steps
-from workers.model.int8_weights import check_quantization
 from workers.model.loaded import Loaded
 from workers.model.memory import check_weights
 from workers.model.paged import paged_runner
@@ -34,6 +34,7 @@ from workers.model.pooling.folder import PoolingFolder, read_folder
 from workers.model.pooling.loading import Place, default_step_tokens, load_runner
 from workers.model.pooling.runner import PoolingRunner
 from workers.model.products import Processor
+from workers.model.quantization import check_quantization
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
@@ -84,8 +85,8 @@ def load_model(
     tokenizer = read_tokenizer(path, revision)
     device = _device(options.device)
     check_steps(options.steps, device)
-    check_quantization(options.quantization, device)
     dtype = _dtype(options.dtype, device, config)
+    check_quantization(options.quantization, device, dtype)
     _check_share(options, device, dtype)
     progress(f"loading {path} as {_name(dtype)} on {device}")
     max_model_len = _max_model_len(options, config)
@@ -199,7 +200,8 @@ def _paged(
 
 def _sequential_runner(loaded: Loaded) -> SequentialRunner:
     """Raises ModelRefused."""
-    continues = choose_continuation(loaded.decoder, loaded.config, loaded.device)
+    with exact_inputs():
+        continues = choose_continuation(loaded.decoder, loaded.config, loaded.device)
     shape = StateShape(0, 0)
     if continues is not Continues.NEVER:
         shape = measure_state(loaded.decoder, loaded.config, loaded.device)

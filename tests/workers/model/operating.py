@@ -9,11 +9,11 @@ import torch
 from tests.tiny_models import make_config, make_model
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
 from workers.model.backend import Backend, choose_backend
-from workers.model.int8_weights import quantize
 from workers.model.kv_cache import KVCache
 from workers.model.probe import probe_layers
 from workers.model.products import Processor
 from workers.model.proof import Untouched, record
+from workers.model.quantization import quantize
 from workers.model.runner import ModelRunner
 from workers.model.surgery.surgeon import Operation, Surgeon
 

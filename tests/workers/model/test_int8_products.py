@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from tests.workers.model.processors import ISAS
 from tests.workers.model.test_native import assert_close
-from workers.model.int8_weights import Int8Linear, Int8Weight, rounded
 from workers.model.native.kernels import Kernels
 from workers.model.native.library import Isa, load_library
+from workers.model.quantization import QuantizedLinear, QuantizedWeight, rounded
 
 
 @pytest.fixture(params=ISAS, ids=str)
@@ -22,14 +22,14 @@ def kernels(isa: Isa, request: pytest.FixtureRequest) -> Kernels:
     return Kernels(load_library(isa), request.param)
 
 
-def make_weight(kernels: Kernels, num_out: int, num_in: int) -> Int8Weight:
+def make_weight(kernels: Kernels, num_out: int, num_in: int) -> QuantizedWeight:
     """Scales differ widely between outputs."""
     torch.manual_seed(0)
     weight = torch.randn(num_out, num_in) * torch.linspace(0.01, 1.0, num_out)[:, None]
     return rounded(weight.to(kernels.dtype))
 
 
-def exact(x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
+def exact(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     values: torch.Tensor = x.double() @ weight.values.double().T
     return values * weight.scales.double()
 
@@ -41,7 +41,7 @@ def test_every_byte_is_made_wide_exactly(kernels: Kernels) -> None:
     values = (numbers % 255 - 127).to(torch.int8)
     assert len(set(values.flatten().tolist())) == 255
     weight = make_weight(kernels, 64, num_in)
-    weight = Int8Weight(values, torch.ones(64), kernels.dtype)
+    weight = QuantizedWeight(values, torch.ones(64), kernels.dtype)
     one_each = torch.eye(num_in).to(kernels.dtype)
 
     found = kernels.linear(one_each, kernels.lay_out(weight), 64)
@@ -73,7 +73,7 @@ def test_gates_and_a_norm_are_fused_into_the_product(
 ) -> None:
     """Each half of a panel has its own scales."""
     gate, up = (make_weight(kernels, num_out, 96) for _ in range(2))
-    up = Int8Weight(up.values.flip(0), up.scales.flip(0), up.dtype)
+    up = QuantizedWeight(up.values.flip(0), up.scales.flip(0), up.dtype)
     x, norm = torch.randn(num_rows, 96).to(kernels.dtype), torch.randn(96).to(kernels.dtype)
     normed = kernels.rms_norm(x, norm, 1e-5)
     expected = F.silu(exact(normed, gate)) * exact(normed, up)
@@ -111,4 +111,4 @@ def test_torch_and_the_kernel_agree(kernels: Kernels) -> None:
 
     found = kernels.linear(x, kernels.lay_out(weight), 256)
 
-    assert_close(found / 10, Int8Linear(weight, None)(x) / 10)
+    assert_close(found / 10, QuantizedLinear(weight, None)(x) / 10)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from tests.workers.model.operating import BLOCK_SIZE, Patient, operated
 from tests.workers.model.test_triton_attention import DEVICE
 from workers.model.backend import choose_backend
-from workers.model.int8_weights import Int8Linear
 from workers.model.proof import difference
+from workers.model.quantization import QuantizedLinear
 from workers.model.surgery.surgeon import ATTENTION, MLP, NORM
 
 pytest.importorskip("triton")
@@ -68,7 +68,7 @@ def test_rounded_weights_are_merged_too(dtype: torch.dtype) -> None:
     assert patient.num(ATTENTION) == patient.num(MLP) == num_layers
     linears = (decoder.model.layers[0].self_attn.qkv, decoder.model.layers[1].mlp.gate_up)
     for linear in (*linears, decoder.lm_head):
-        assert isinstance(linear, Int8Linear)
+        assert isinstance(linear, QuantizedLinear)
         assert linear.values.dtype == torch.int8
 
 

@@ -8,15 +8,22 @@ import triton
 from torch import Tensor
 
 from workers.model.attention.triton_attention import can_attend
+from workers.model.float8 import FLOAT8, LARGEST, LEAST_SCALE
 from workers.model.gpu.drawing import OPEN
 from workers.model.gpu.sampling_kernels import draw_tiles, find_lowest, join_draws
-from workers.model.gpu.triton_kernels import gate_silu, normalise, turn_and_keep
+from workers.model.gpu.triton_kernels import (
+    gate_silu,
+    normalise,
+    round_to_float8,
+    turn_and_keep,
+)
 from workers.model.kernels import likeliest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GATE_TILE = 1024
 _DRAW_TILE = 4096
 _SEARCH_TILE = 8192
+_ROUND_TILE = 4096
 
 
 class TritonKernels:
@@ -94,6 +101,19 @@ class TritonKernels:
 
     def _check(self, *tensors: Tensor) -> None:
         assert all(tensor.dtype == self.dtype for tensor in tensors)
+
+
+def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """matrix (n, in), any float type -> values float8 (n, in), scales float32 (n, 1)."""
+    matrix = matrix.contiguous()
+    num_rows, dim = matrix.shape
+    values = torch.empty_like(matrix, dtype=FLOAT8)
+    scales = matrix.new_empty(num_rows, 1, dtype=torch.float32)
+    tile = min(_ROUND_TILE, triton.next_power_of_2(dim))
+    round_to_float8[(num_rows,)](
+        matrix, values, scales, LARGEST, LEAST_SCALE, DIM=dim, TILE=tile, num_warps=8
+    )
+    return values, scales
 
 
 def draw_rows(logits: Tensor, cells: Tensor, rows: Tensor, *, is_limited: bool) -> Tensor:

@@ -1,4 +1,5 @@
-"""The Triton kernels for norms, gates and rotary embedding with the cache write.
+"""The Triton kernels for norms, gates, rotary embedding with the cache write, and rounding to
+float8.
 
 All compute in float32 and round once.
 """
@@ -95,3 +96,30 @@ def turn_and_keep(
     tl.store(target + HALF + halves, high.to(kind), mask=is_half)
     if REST_PAD > 0:
         tl.store(target + dims, rest.to(kind), mask=dims < DIM)
+
+
+@triton.jit
+def round_to_float8(
+    matrix,
+    out,
+    scales,
+    LARGEST: tl.constexpr,  # of out's type
+    LEAST_SCALE: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (num_rows,): matrix (num_rows, DIM) -> out, float8, and scales float32 (num_rows,), so
+    that out * scales is the matrix and its largest number in each row is LARGEST."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, TILE)
+    largest = tl.zeros((TILE,), tl.float32)
+    for first in range(0, DIM, TILE):
+        found = tl.load(matrix + row * DIM + first + dims, mask=first + dims < DIM, other=0.0)
+        largest = tl.maximum(largest, tl.abs(found.to(tl.float32)))
+    scale = tl.maximum(tl.max(largest, 0) / LARGEST, LEAST_SCALE)
+    tl.store(scales + row, scale)
+    for first in range(0, DIM, TILE):
+        is_inside = first + dims < DIM
+        found = tl.load(matrix + row * DIM + first + dims, mask=is_inside, other=0.0)
+        small = (found.to(tl.float32) / scale).to(out.dtype.element_ty)
+        tl.store(out + row * DIM + first + dims, small, mask=is_inside)

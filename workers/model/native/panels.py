@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.int8_weights import Int8Weight
+from workers.model.quantization import QuantizedWeight
 
 PANEL = 64  # outputs computed at once
 _HALF = PANEL // 2
 
-Weight = Tensor | Int8Weight  # (out, in)
+Weight = Tensor | QuantizedWeight  # (out, in)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def lay_out(weight: Weight, *, for_lookup: bool) -> Panels:
     last panel is padded with zeros. for_lookup: order int8 weights for a library that
     `looks_up_bytes`."""
     num_inputs = 2 if weight.dtype == torch.bfloat16 else 1
-    if not isinstance(weight, Int8Weight):
+    if not isinstance(weight, QuantizedWeight):
         return Panels(_panels(_filled(weight, PANEL), num_inputs))
     values, scales = _filled(weight.values, PANEL), _filled(weight.scales, PANEL)
     if num_inputs == 1:
@@ -43,13 +43,13 @@ def lay_out(weight: Weight, *, for_lookup: bool) -> Panels:
 
 def lay_out_gated(gate: Weight, up: Weight, *, for_lookup: bool) -> Panels:
     """gate and up (out, in) -> panels that hold 32 outputs of gate and the same 32 of up."""
-    if not isinstance(gate, Int8Weight):
-        assert not isinstance(up, Int8Weight)
+    if not isinstance(gate, QuantizedWeight):
+        assert not isinstance(up, QuantizedWeight)
         return lay_out(_in_halves(gate, up), for_lookup=for_lookup)
-    assert isinstance(up, Int8Weight)
+    assert isinstance(up, QuantizedWeight)
     values = _in_halves(gate.values, up.values)
     scales = _in_halves(gate.scales, up.scales)
-    return lay_out(Int8Weight(values, scales, gate.dtype), for_lookup=for_lookup)
+    return lay_out(QuantizedWeight(values, scales, gate.dtype), for_lookup=for_lookup)
 
 
 def _filled(weight: Tensor, multiple: int) -> Tensor:

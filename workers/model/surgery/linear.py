@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.model.int8_weights import Int8Linear, Int8Weight, Norm
 from workers.model.native.kernels import Kernels
 from workers.model.native.panels import Weight
 from workers.model.products import Product, Products, Shape, multiply_packed, pack
+from workers.model.quantization import Norm, QuantizedLinear, QuantizedWeight
 
 
 class PackedLinear(nn.Module):
@@ -100,18 +100,23 @@ def _parts(norm: Norm | None) -> tuple[Tensor, float] | None:
     return None if norm is None else (norm.weight, norm.eps)
 
 
-Linear = NativeLinear | PackedLinear | PlainLinear | Int8Linear
+Linear = NativeLinear | PackedLinear | PlainLinear | QuantizedLinear
+
+
+AnyLinear = nn.Linear | QuantizedLinear
 
 
 def are_linear(modules: Seq[object]) -> bool:
     """Whether all are plain linear layers, or all are quantized ones."""
     kinds = {type(module) for module in modules}
-    return kinds in ({nn.Linear}, {Int8Linear})
+    return kinds in ({nn.Linear}, {QuantizedLinear})
 
 
-def weight_of(linear: nn.Linear | Int8Linear) -> Weight:
+def weight_of(linear: AnyLinear) -> Weight:
     """As it lies."""
-    return linear.int8_weight if isinstance(linear, Int8Linear) else linear.weight.detach()
+    if isinstance(linear, QuantizedLinear):
+        return linear.quantized_weight
+    return linear.weight.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +142,7 @@ class Layout:
             return PackedLinear(weight, bias)
         return _by_torch(weight, bias)
 
-    def merged(self, linears: Seq[nn.Linear | Int8Linear]) -> Linear:
+    def merged(self, linears: Seq[AnyLinear]) -> Linear:
         """One layer with the concatenated outputs; all are quantized or none is."""
         weight = _side_by_side([weight_of(linear) for linear in linears])
         if all(linear.bias is None for linear in linears):
@@ -150,7 +155,7 @@ class Layout:
         ]
         return self.linear(weight, torch.cat(biases))
 
-    def gates(self, gate: nn.Linear | Int8Linear, up: nn.Linear | Int8Linear) -> NativeGates | None:
+    def gates(self, gate: AnyLinear, up: AnyLinear) -> NativeGates | None:
         """SiLU gates and values as one product, if ours is the fastest."""
         if self.kernels is None or gate.bias is not None or up.bias is not None:
             return None
@@ -164,21 +169,21 @@ class Layout:
         return NativeGates(first, second, self.kernels)
 
 
-def _by_torch(weight: Weight, bias: Tensor | None) -> Int8Linear | PlainLinear:
-    if isinstance(weight, Int8Weight):
-        return Int8Linear(weight, bias)
+def _by_torch(weight: Weight, bias: Tensor | None) -> QuantizedLinear | PlainLinear:
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedLinear(weight, bias)
     return PlainLinear(weight, bias)
 
 
 def _shape(weight: Weight) -> Shape:
     num_out, num_in = weight.shape
-    return Shape(num_in, num_out, weight.dtype, isinstance(weight, Int8Weight))
+    return Shape(num_in, num_out, weight.dtype, isinstance(weight, QuantizedWeight))
 
 
 def _side_by_side(weights: Seq[Weight]) -> Weight:
-    small = [weight for weight in weights if isinstance(weight, Int8Weight)]
+    small = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if not small:
         return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
     assert len(small) == len(weights)
     values = torch.cat([weight.values for weight in small])
-    return Int8Weight(values, torch.cat([weight.scales for weight in small]), small[0].dtype)
+    return QuantizedWeight(values, torch.cat([weight.scales for weight in small]), small[0].dtype)

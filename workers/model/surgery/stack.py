@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.attention.native import PreparedNative
-from workers.model.int8_weights import Int8Linear
 from workers.model.kv_cache import KVCache
 from workers.model.native.kernels import Kernels
 from workers.model.native.layers import LayerSizes, LayerWeights, NativeLayers
+from workers.model.quantization import QuantizedLinear
 from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
 from workers.model.surgery.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
 
-_LINEAR = (NativeLinear, PackedLinear, PlainLinear, Int8Linear, nn.Linear)
+_LINEAR = (NativeLinear, PackedLinear, PlainLinear, QuantizedLinear, nn.Linear)
 # Of the rotary table of all positions, by kind of device. Where it would be larger, cosines and
 # sines are computed in each step. 131,072 positions of 128 numbers take 64 MiB in bfloat16.
 _MAX_TABLE_BYTES = {"cpu": 2**25, "cuda": 2**28}

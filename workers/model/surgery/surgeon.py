@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from workers.model.attention.interface import STEP_KEYWORD, AttentionCall, AttentionFlags
 from workers.model.backend import Backend
-from workers.model.int8_weights import Int8Linear
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
+from workers.model.quantization import QuantizedLinear
 from workers.model.surgery.blocks import (
     MergedAttention,
     MergedMLP,
@@ -109,7 +109,7 @@ class Surgeon:
             return MLP
         if self._kernels is not None and is_rms_norm(module):
             return NORM if module.weight.dtype == self._kernels.dtype else None
-        is_linear = type(module) in (nn.Linear, Int8Linear)
+        is_linear = type(module) in (nn.Linear, QuantizedLinear)
         return LINEAR if is_linear and self._layout.packs and _can_take(module) else None
 
     def _replacement(self, name: str, kind: str, calls: Seq[Call]) -> nn.Module | None:
@@ -155,7 +155,7 @@ class Surgeon:
         )
 
 
-def _can_take(linear: nn.Linear | Int8Linear) -> bool:
+def _can_take(linear: nn.Linear | QuantizedLinear) -> bool:
     return weight_of(linear).dtype in TOLERANCE
 
 

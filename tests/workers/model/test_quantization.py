@@ -19,15 +19,14 @@ from tests.workers.model.processors import PROCESSORS
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
 from workers.model.gpu.ahead_runner import AheadRunner
-from workers.model.int8_weights import (
-    Int8Linear,
-    check_quantization,
+from workers.model.loader import LoadedModel, ModelRefused, load_model
+from workers.model.products import Processor, Product
+from workers.model.quantization import (
+    QuantizedLinear,
     num_weight_bytes,
     quantize,
     rounded,
 )
-from workers.model.loader import LoadedModel, ModelRefused, load_model
-from workers.model.products import Processor, Product
 from workers.model.surgery.blocks import NativeRMSNorm
 
 # Biases, tied and capped heads, norms of heads, windows; the last two run sequence by sequence.
@@ -65,7 +64,7 @@ def test_a_weight_is_off_by_half_of_its_row_s_scale_at_most() -> None:
 def test_torch_s_product_is_that_of_the_widened_weights(dtype: torch.dtype, has_bias: bool) -> None:
     """In each type: after a norm, with a bias and with an addend."""
     plain = nn.Linear(48, 80, bias=has_bias).requires_grad_(False).to(dtype)
-    small = Int8Linear(rounded(plain.weight), plain.bias)
+    small = QuantizedLinear(rounded(plain.weight), plain.bias)
     x, to = torch.randn(5, 48).to(dtype), torch.randn(5, 80).to(dtype)
     exact = x.double() @ (small.values * small.scales[:, None]).double().T
     if has_bias:
@@ -147,16 +146,6 @@ def test_unknown_types_and_non_finite_weights_are_refused(tmp_path: Path) -> Non
     decoder.model.layers[1].mlp.up_proj.weight[3, 5] = float("inf")
     with pytest.raises(ModelRefused, match=r"not all weights of model\.layers\.1\.mlp\.up_proj"):
         quantize(decoder)
-
-
-def test_int8_is_refused_on_a_gpu() -> None:
-    """There it would be slower than bfloat16. Other values are taken."""
-    gpu = torch.device("cuda")
-    with pytest.raises(ModelRefused, match=r"int8 is for CPUs: .* use quantization none$"):
-        check_quantization("int8", gpu)
-
-    check_quantization("none", gpu)
-    check_quantization("int8", torch.device("cpu"))
 
 
 def test_int8_leaves_a_quarter_of_the_bytes_and_logs_it(tmp_path: Path) -> None:

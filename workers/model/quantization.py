@@ -1,10 +1,11 @@
-"""Int8 weights: each output of a linear layer is a row of integers and one scale.
+"""Weights of one byte: each output of a linear layer is a row of small numbers and one scale.
 
-Activations, sums and the KV cache keep their types. This module computes with torch on any device,
-converting a layer's weights at each use; faster kernels are in `native`.
+Activations, sums and the KV cache keep their types. This module computes with torch, converting a
+layer's int8 weights at each use; faster kernels for CPUs are in `native`. The product of float8
+weights, for GPUs, is in `float8`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.engine.model import ModelRefused
+from workers.model.float8 import (
+    FLOAT8,
+    check_float8,
+    fits,
+    float8_product,
+    float8_rows,
+    rounds_inputs,
+    wrong_product,
+)
 
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "fp8")
 _LARGEST = 127  # -128 would have no positive counterpart
 # If linear layers hold a smaller share of the weights, quantizing saves little.
 _LEAST_SHARE = 0.5
@@ -30,8 +40,9 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """values int8 (out, in) in -127 … 127, scales float32 (out,); `dtype` is that of the inputs."""
+class QuantizedWeight:
+    """values (out, in), int8 in -127 … 127 or float8, scales float32 (out,); `dtype` is that of
+    the inputs."""
 
     values: Tensor
     scales: Tensor
@@ -51,42 +62,51 @@ class Int8Weight:
 
     def widened(self) -> Tensor:
         """(out, in) of `dtype`."""
-        return (self.values * self.scales[:, None]).to(self.dtype)
+        return (self.values.float() * self.scales[:, None]).to(self.dtype)
 
 
-def rounded(weight: Tensor) -> Int8Weight:
+def rounded_to_float8(weight: Tensor) -> QuantizedWeight:
+    """Quantizes weight (out, in), finite, to float8."""
+    values, scales = float8_rows(weight.detach())
+    return QuantizedWeight(values, scales[:, 0], weight.dtype)
+
+
+def rounded(weight: Tensor) -> QuantizedWeight:
     """Quantizes weight (out, in), finite. The largest value of each row sets its scale, so the
     error is at most half the row's scale."""
     exact = weight.detach().float()
     scales = exact.abs().amax(dim=1) / _LARGEST
     scales = torch.where(scales > 0, scales, 1.0)  # a row of zeros
     values = (exact / scales[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
-    return Int8Weight(values, scales, weight.dtype)
+    return QuantizedWeight(values, scales, weight.dtype)
 
 
-class Int8Linear(nn.Module):
+class QuantizedLinear(nn.Module):
     """x (…, in), normalised by `before` -> x @ weight.T + bias (…, out), by torch."""
 
-    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.values, self.scales, self.dtype = weight.values, weight.scales, weight.dtype
         self.bias = None if bias is None else bias.detach()
 
     @property
-    def int8_weight(self) -> Int8Weight:
-        return Int8Weight(self.values, self.scales, self.dtype)
+    def quantized_weight(self) -> QuantizedWeight:
+        return QuantizedWeight(self.values, self.scales, self.dtype)
 
     @property
     def weight(self) -> Tensor:
         """(out, in) in full type, for transformers code that reads it."""
-        return self.int8_weight.widened()
+        return self.quantized_weight.widened()
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         x = x if before is None else before(x)
+        if self.values.dtype == FLOAT8 and rounds_inputs():
+            out = float8_product(x, self.values, self.scales)
+            return out if self.bias is None else out + self.bias
         if self.dtype == torch.float16:  # unscaled sums might overflow
             return F.linear(x, self.weight, self.bias)
-        # Integers up to 127 are exact in bfloat16; scaled ones are not.
+        # Values are exact in bfloat16; scaled ones are not.
         out = F.linear(x, self.values.to(self.dtype)) * self.scales
         return (out if self.bias is None else out + self.bias).to(self.dtype)
 
@@ -95,44 +115,66 @@ class Int8Linear(nn.Module):
         return to + self.forward(x)
 
 
-def check_quantization(name: str, device: torch.device) -> None:
+def check_quantization(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
+) -> None:
     """Raises ModelRefused for an unknown name, or one that is slow on the device."""
     if name not in QUANTIZATIONS:
         raise ModelRefused(f"quantization {name} is not one of {', '.join(QUANTIZATIONS)}")
     if name == "int8" and device.type != "cpu":
         raise ModelRefused(
             "quantization int8 is for CPUs: a GPU would convert the weights at each call, which "
-            "takes longer than bfloat16 weights; use quantization none"
+            "takes longer than bfloat16 weights; use fp8 on a device of compute capability 9 or "
+            "more, else none"
         )
+    if name == "fp8":
+        check_float8(dtype, capability_of(device) if device.type == "cuda" else None)
 
 
-def quantize(decoder: nn.Module) -> str:
-    """Replaces the linear layers one at a time, and describes the result. Keeps embeddings, also
-    one that shares its weight with the head. Raises ModelRefused."""
-    linears = {name: module for name, module in decoder.named_modules() if _is_linear(module)}
+def quantize(decoder: nn.Module, name: str = "int8") -> str:
+    """Replaces the linear layers one at a time, and describes the result. `name`: int8 or fp8.
+    Keeps embeddings, also one that shares its weight with the head. Raises ModelRefused."""
+    linears = {path: module for path, module in decoder.named_modules() if _is_linear(module)}
+    if name == "fp8":
+        linears = {path: linear for path, linear in linears.items() if fits(linear)}
     share = _num_weights(linears.values()) / max(1, _num_weights(decoder.modules()))
     if share < _LEAST_SHARE:
+        sizes = " of sizes that are multiples of 16" if name == "fp8" else ""
         raise ModelRefused(
-            f"quantization int8 is for linear layers, and {type(decoder).__name__} keeps "
+            f"quantization {name} is for linear layers{sizes}, and {type(decoder).__name__} keeps "
             f"{1 - share:.0%} of its matrices elsewhere"
         )
     num_linears, bytes_before, bytes_after = len(linears), 0, 0
     while linears:
-        name, linear = linears.popitem()
+        path, linear = linears.popitem()
         if not linear.weight.isfinite().all():
-            raise ModelRefused(f"quantization int8: not all weights of {name} are finite numbers")
-        weight = rounded(linear.weight)
+            raise ModelRefused(f"quantization {name}: not all weights of {path} are finite numbers")
+        weight = rounded_to_float8(linear.weight) if name == "fp8" else rounded(linear.weight)
         bytes_before, bytes_after = bytes_before + linear.weight.nbytes, bytes_after + weight.nbytes
-        decoder.set_submodule(name, Int8Linear(weight, linear.bias))
+        decoder.set_submodule(path, QuantizedLinear(weight, linear.bias))
+    if name == "fp8":
+        _check_products(decoder)
     return (
-        f"weights of {num_linears} linear layers are int8: {bytes_after / 2**20:.1f} MiB "
+        f"weights of {num_linears} linear layers are {name}: {bytes_after / 2**20:.1f} MiB "
         f"where they were {bytes_before / 2**20:.1f}"
     )
 
 
+def _check_products(decoder: nn.Module) -> None:
+    """One layer of each shape. Raises ModelRefused where the device's product is wrong."""
+    small = (module for module in decoder.modules() if isinstance(module, QuantizedLinear))
+    for linear in {(each.in_features, each.out_features): each for each in small}.values():
+        if reason := wrong_product(linear.values, linear.scales):
+            sizes = f"{linear.in_features} inputs and {linear.out_features} outputs"
+            raise ModelRefused(f"quantization fp8: the product with {sizes} is wrong {reason}")
+
+
 def num_weight_bytes(decoder: nn.Module, device_type: str) -> int:
     """Bytes that a decoder keeps on a kind of device, counting each tensor once."""
-    small = [m.int8_weight for m in decoder.modules() if isinstance(m, Int8Linear)]
+    small = [m.quantized_weight for m in decoder.modules() if isinstance(m, QuantizedLinear)]
     kept = [t for t in decoder.parameters() if t.device.type == device_type]
     return sum(t.nbytes for t in kept) + sum(
         weight.nbytes for weight in small if weight.device.type == device_type
