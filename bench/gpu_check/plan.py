@@ -18,7 +18,7 @@ from bench.gpu_check.decoding import (
     warm_up,
 )
 from bench.gpu_check.device_profile import profile_steps
-from bench.gpu_check.float8 import check_product, has_float8, time_products
+from bench.gpu_check.float8 import check_products, has_float8, time_products
 from bench.gpu_check.machine import Machine, measure_roofs
 from bench.gpu_check.results import Results
 from bench.gpu_check.sampling import KINDS, time_sampling
@@ -53,7 +53,7 @@ def _kernels(stage: Stage) -> None:
     if has_float8(stage.machine):
         shape = stage.sizes.decoding
         stage.results.put("shape", shape.name)
-        stage.results.check("float8 product", partial(check_product, stage.machine, shape))
+        stage.results.check("float8 products", partial(check_products, stage.machine, shape))
         for n in stage.sizes.streams:
             compute = partial(time_products, stage.machine, shape, n)
             stage.results.measure("float8", str(n), compute)

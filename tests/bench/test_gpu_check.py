@@ -99,7 +99,7 @@ def test_the_whole_check_runs_where_only_wheels_can_be_carried(
         assert (figures["skipped"], figures["failed"]) == ([], [])
     names = {check["name"].split(":")[0] for check in stages["kernels"]["checks"]}
     kernels = {"attention", "norm", "gate", "rotation and cache", "sampling"}
-    assert names == {*kernels, "float8 product"}
+    assert names == {*kernels, "float8 products"}
     assert list(stages["kernels"]["float8"]) == [str(n) for n in SMALL.streams]
     decoding = stages["decoding"]
     for streams in map(str, SMALL.streams):

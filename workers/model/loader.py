@@ -34,7 +34,7 @@ from workers.model.pooling.folder import PoolingFolder, read_folder
 from workers.model.pooling.loading import Place, default_step_tokens, load_runner
 from workers.model.pooling.runner import PoolingRunner
 from workers.model.products import Processor
-from workers.model.quantization import check_quantization
+from workers.model.quantization import check_products, check_quantization
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
@@ -92,7 +92,8 @@ def load_model(
     max_model_len = _max_model_len(options, config)
 
     def read() -> nn.Module:
-        decoder = load_decoder(path, config, dtype, device, revision)
+        is_whole = options.quantization == "none"
+        decoder = load_decoder(path, config, dtype, device, revision, in_one_block=is_whole)
         if num_fixed := fix_rope(decoder, max_model_len):
             progress(f"fixed {num_fixed} rotary embedding(s) for {max_model_len} tokens")
         return decoder
@@ -183,6 +184,7 @@ def _runner(
     else:
         return _paged(paged, backend, loaded, progress)
     use_own_attention(loaded.decoder)
+    check_products(loaded.decoder)
     runner = _sequential_runner(loaded)
     progress(f"served one sequence at a time: {reason}; {runner.continues}")
     return runner

@@ -20,7 +20,7 @@ from workers.model.memory import Card
 from workers.model.probe import check_parity, probe_layers
 from workers.model.products import Products
 from workers.model.proof import difference, find_wrong, record, streamline
-from workers.model.quantization import num_weight_bytes
+from workers.model.quantization import check_products, num_weight_bytes
 from workers.model.runner import ModelRunner
 from workers.model.surgery.surgeon import ATTENTION, Operation, Surgeon
 from workers.model.warming import warm_up
@@ -41,6 +41,7 @@ def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[Model
     weight_bytes = num_weight_bytes(loaded.decoder, "cpu")
     with exact_inputs():
         runner, backend = _right_runner(loaded, progress)
+    check_products(loaded.decoder)
     if (card := loaded.measured) is not None:
         _fill(runner, loaded, card, progress)
     if loaded.options.fused and weight_bytes >= _LEAST_HUGE_BYTES:

@@ -17,6 +17,7 @@ from workers.engine.model import ModelRefused
 from workers.model.float8 import (
     FLOAT8,
     check_float8,
+    exact_product,
     fits,
     float8_product,
     float8_rows,
@@ -62,7 +63,8 @@ class QuantizedWeight:
 
     def widened(self) -> Tensor:
         """(out, in) of `dtype`."""
-        return (self.values.float() * self.scales[:, None]).to(self.dtype)
+        values = self.values.to(self.dtype) if self.values.dtype == FLOAT8 else self.values
+        return (values * self.scales[:, None]).to(self.dtype)
 
 
 def rounded_to_float8(weight: Tensor) -> QuantizedWeight:
@@ -101,12 +103,13 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         x = x if before is None else before(x)
-        if self.values.dtype == FLOAT8 and rounds_inputs():
-            out = float8_product(x, self.values, self.scales)
+        if self.values.dtype == FLOAT8:
+            product = float8_product if rounds_inputs() else exact_product
+            out = product(x, self.values, self.scales)
             return out if self.bias is None else out + self.bias
         if self.dtype == torch.float16:  # unscaled sums might overflow
             return F.linear(x, self.weight, self.bias)
-        # Values are exact in bfloat16; scaled ones are not.
+        # Integers up to 127 are exact in bfloat16; scaled ones are not.
         out = F.linear(x, self.values.to(self.dtype)) * self.scales
         return (out if self.bias is None else out + self.bias).to(self.dtype)
 
@@ -155,21 +158,22 @@ def quantize(decoder: nn.Module, name: str = "int8") -> str:
         weight = rounded_to_float8(linear.weight) if name == "fp8" else rounded(linear.weight)
         bytes_before, bytes_after = bytes_before + linear.weight.nbytes, bytes_after + weight.nbytes
         decoder.set_submodule(path, QuantizedLinear(weight, linear.bias))
-    if name == "fp8":
-        _check_products(decoder)
     return (
         f"weights of {num_linears} linear layers are {name}: {bytes_after / 2**20:.1f} MiB "
         f"where they were {bytes_before / 2**20:.1f}"
     )
 
 
-def _check_products(decoder: nn.Module) -> None:
-    """One layer of each shape. Raises ModelRefused where the device's product is wrong."""
+def check_products(decoder: nn.Module) -> None:
+    """The products of one float8 layer of each shape. Raises ModelRefused where they are wrong."""
     small = (module for module in decoder.modules() if isinstance(module, QuantizedLinear))
-    for linear in {(each.in_features, each.out_features): each for each in small}.values():
+    shapes = {(m.in_features, m.out_features): m for m in small if m.values.dtype == FLOAT8}
+    for (num_in, num_out), linear in shapes.items():
         if reason := wrong_product(linear.values, linear.scales):
-            sizes = f"{linear.in_features} inputs and {linear.out_features} outputs"
-            raise ModelRefused(f"quantization fp8: the product with {sizes} is wrong {reason}")
+            raise ModelRefused(
+                f"quantization fp8: the product with {num_in} inputs and {num_out} outputs fails "
+                f"here: {reason}; use quantization none"
+            )
 
 
 def num_weight_bytes(decoder: nn.Module, device_type: str) -> int:

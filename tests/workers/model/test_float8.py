@@ -206,16 +206,53 @@ def test_exact_inputs_meet_the_same_weights() -> None:
     assert not torch.equal(small(x), found)
 
 
-def test_a_device_whose_product_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def _raises(rows: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    if len(rows) == 256:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling …")
+    return scaled_mm(rows, *_, **__)
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [
+        (lambda *a, **b: 1.1 * scaled_mm(*a, **b), r"1 rows are off by 9\.\de-02 of their largest"),
+        (lambda *a, **b: 0 * scaled_mm(*a, **b) / 0, r"1 rows are off by nan of their largest"),
+        (_raises, r"256 rows raise RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED; use "),
+    ],
+    ids=["other numbers", "no numbers", "an error"],
+)
+def test_a_device_whose_product_fails_is_refused(
+    product: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the sizes of the layer."""
-    decoder: Any = make_model("llama").requires_grad_(False).to(torch.bfloat16)
-    monkeypatch.setattr(
-        "workers.model.float8.F.scaled_mm",
-        lambda *arguments, **named: 1.1 * scaled_mm(*arguments, **named),
+    monkeypatch.setattr("workers.model.loader.check_quantization", lambda *_: None)
+    monkeypatch.setattr("workers.model.float8.F.scaled_mm", product)
+    folder = str(save_tiny_model("llama", tmp_path))
+    options = EngineOptions(
+        model_path=folder, device="cpu", dtype="bfloat16", quantization="fp8", fused=False
     )
 
-    with pytest.raises(ModelRefused, match=r"with \d+ inputs and \d+ outputs is wrong of 1"):
-        quantize(decoder, "fp8")
+    with pytest.raises(
+        ModelRefused, match=rf"with \d+ inputs and \d+ outputs fails here: {reason}"
+    ):
+        load_model(options, lambda text: None)
+
+
+def test_zeros_and_broken_rows() -> None:
+    """Weights of zeros are right, an empty step has no rows, and a row without finite numbers has
+    none in its product and leaves the others theirs."""
+    nothing = rounded_to_float8(torch.zeros(32, 48).bfloat16())
+    assert wrong_product(nothing.values, nothing.scales) is None
+    small = QuantizedLinear(rounded_to_float8(torch.randn(32, 48).bfloat16()), None)
+    assert small(torch.zeros(0, 48).bfloat16()).shape == (0, 32)
+    x = torch.randn(3, 48).bfloat16()
+    alone = small(x[1:2])
+
+    x[0, 5], x[2, 7] = float("nan"), float("inf")
+
+    found = small(x)
+    assert not found[[0, 2]].isfinite().any()
+    torch.testing.assert_close(found[1:2], alone)
 
 
 @pytest.mark.parametrize("dim", [16, 48, 5000])
@@ -235,7 +272,21 @@ def test_the_kernel_rounds_rows_too(dtype: torch.dtype, dim: int) -> None:
     off = (values.double() * scales - matrix.double()).abs()
     is_right = off <= (matrix.double().abs() / 15.9).clamp(min=2**-9.9 * scales.double())
     is_power = torch.frexp(by_torch.float()).mantissa.abs() == 0.5
-    assert (is_right | (is_power & (device.type == "cpu"))).all()
+    lost_its_carry = is_power & (2 * values.float() == by_torch.float())
+    assert (is_right | (lost_its_carry & (device.type == "cpu"))).all()
+
+
+@pytest.mark.parametrize("dim", [16, 48, 5000])
+def test_the_kernel_scales_rows_and_outputs(dim: int) -> None:
+    """In place, in one tile of a row, and in several."""
+    kernels = pytest.importorskip("workers.model.gpu.kernels")
+    matrix, scales = torch.randn(3, dim).bfloat16(), torch.rand(dim)
+    row_scales = torch.tensor([[1.0], [1e-6], [3e4]])
+    expected = (matrix * row_scales * scales).bfloat16()
+
+    found = kernels.scale_rows(*(each.to(DEVICES[-1]) for each in (matrix, row_scales, scales)))
+
+    torch.testing.assert_close(found.cpu(), expected)
 
 
 def test_the_loader_refuses_it_on_a_cpu(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from workers.model.gpu.triton_kernels import (
     gate_silu,
     normalise,
     round_to_float8,
+    scale_both,
     turn_and_keep,
 )
 from workers.model.kernels import likeliest
@@ -24,6 +25,7 @@ _GATE_TILE = 1024
 _DRAW_TILE = 4096
 _SEARCH_TILE = 8192
 _ROUND_TILE = 4096
+_SCALE_TILE = 1024
 
 
 class TritonKernels:
@@ -114,6 +116,18 @@ def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
         matrix, values, scales, LARGEST, LEAST_SCALE, DIM=dim, TILE=tile, num_warps=8
     )
     return values, scales
+
+
+def scale_rows(matrix: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
+    """matrix (n, out), contiguous, row_scales float32 (n, 1), scales float32 (out,) -> the matrix,
+    overwritten by itself times both."""
+    num_rows, dim = matrix.shape
+    assert matrix.is_contiguous()
+    tile = min(_SCALE_TILE, triton.next_power_of_2(dim))
+    scale_both[(num_rows, triton.cdiv(dim, tile))](
+        matrix, row_scales, scales, DIM=dim, TILE=tile, num_warps=4
+    )
+    return matrix
 
 
 def draw_rows(logits: Tensor, cells: Tensor, rows: Tensor, *, is_limited: bool) -> Tensor:

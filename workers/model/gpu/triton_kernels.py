@@ -1,5 +1,4 @@
-"""The Triton kernels for norms, gates, rotary embedding with the cache write, and rounding to
-float8.
+"""The Triton kernels for norms, gates, rotary embedding with the cache write, and float8 products.
 
 All compute in float32 and round once.
 """
@@ -123,3 +122,14 @@ def round_to_float8(
         found = tl.load(matrix + row * DIM + first + dims, mask=is_inside, other=0.0)
         small = (found.to(tl.float32) / scale).to(out.dtype.element_ty)
         tl.store(out + row * DIM + first + dims, small, mask=is_inside)
+
+
+@triton.jit
+def scale_both(matrix, row_scales, scales, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Grid (num_rows, tiles): matrix (num_rows, DIM), in place, times row_scales (num_rows,) and
+    scales (DIM,)."""
+    row, dims = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    place = matrix + row * DIM + dims
+    found = tl.load(place, mask=dims < DIM, other=0.0).to(tl.float32)
+    factor = tl.load(row_scales + row) * tl.load(scales + dims, mask=dims < DIM, other=0.0)
+    tl.store(place, (found * factor).to(matrix.dtype.element_ty), mask=dims < DIM)
