@@ -93,9 +93,9 @@ def test_a_revision_pins_every_file(saved_llama: Path, monkeypatch: pytest.Monke
     def spy(name: str) -> None:
         original = getattr(loader, name)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             asked.append(arguments[-1])
-            return original(*arguments)
+            return original(*arguments, **named)
 
         monkeypatch.setattr(loader, name, call)
 
