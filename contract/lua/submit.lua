@@ -90,7 +90,9 @@ local function submit(keys, argv)
   local reply, idem = known(tag, job, terms)
   if reply then return reply end
   job.part = terms.part
-  if is_memory_full(tag) then return {'MEMORY_FULL'} end
+  -- A flow that has been accepted must be able to end: its calls may use the reserve.
+  local is_call = job.part == 'child' or job.part == 'nested'
+  if not is_call and is_memory_full(tag) then return {'MEMORY_FULL'} end
   local found = admission.evaluate(tag, job, terms, now)
   if found.refusal then
     local reason, limit, retry_ms = unpack(found.refusal)

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis.asyncio
 
@@ -44,7 +45,8 @@ async def test_jobs_are_refused_before_memory_is_full(
     small_redis: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """Above 80%, a new job is refused after at most sixteen that were admitted by an older reading.
-    A repeated submit still gets its job. Below 80%, jobs are admitted again."""
+    A repeated submit still gets its job, and a call of a flow that was accepted is admitted. Below
+    80%, jobs are admitted again."""
     functions = Functions(small_redis, keys)
     known = make_job()
     await functions.submit(known, make_submission())
@@ -59,6 +61,8 @@ async def test_jobs_are_refused_before_memory_is_full(
         await submit_seventeen()
     assert refused.value.code == "memory_full"
     assert not (await functions.submit(known, make_submission())).is_new
+    of_a_flow = msgspec.structs.replace(make_job(), parent=known.id)
+    assert (await functions.submit(of_a_flow, make_submission())).is_new
 
     await fill(small_redis, 0.7)
 

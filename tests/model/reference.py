@@ -167,7 +167,7 @@ class Reference:
             return Submitted(known[0], False)
         if job.id in self.records:
             return Submitted(job.id, False)
-        if self.memory_is_full:
+        if self.memory_is_full and not job.parent:
             raise BrokerFull(ErrorCode.MEMORY_FULL, "")
         candidate = self._candidate(job, s)
         promises = self._promises_of.setdefault(job.model, Promises())
