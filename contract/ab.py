@@ -38,10 +38,6 @@ class AbJob(msgspec.Struct, frozen=True, array_like=True):
     finished_ms: int
 
     @property
-    def queue_s(self) -> float | None:
-        return (self.claimed_ms - self.created_ms) / 1000 if self.claimed_ms else None
-
-    @property
     def ttft_s(self) -> float | None:
         """From its submission to its first output."""
         return (self.first_token_ms - self.created_ms) / 1000 if self.first_token_ms else None

@@ -189,7 +189,6 @@ async def test_an_ended_job_leaves_sizes_and_times_without_text(
     assert (job.arm, job.version, job.served_by) == ("candidate", CANDIDATE, CANDIDATE)
     assert (job.lane, job.status, job.num_attempts) == ("standard", JobStatus.SUCCEEDED, 1)
     assert (job.num_prompt_tokens, job.num_output_tokens) == (3, 3)
-    assert job.queue_s == pytest.approx(1, abs=0.2)
     assert job.ttft_s == pytest.approx(3, abs=0.2)
     assert job.itl_s == pytest.approx(1.5, abs=0.1)
     assert job.e2e_s == pytest.approx(6, abs=0.2)
@@ -218,4 +217,4 @@ async def test_a_malformed_status_is_no_arm(functions: Functions) -> None:
 def test_a_job_without_output_has_no_latencies() -> None:
     """It expired while it waited."""
     job = AbJob("control", "a", "", "batch", JobStatus.EXPIRED, 3, 0, 1, 0, 1000, 0, 0, 9000)
-    assert (job.queue_s, job.ttft_s, job.itl_s, job.e2e_s) == (None, None, None, 8.0)
+    assert (job.ttft_s, job.itl_s, job.e2e_s) == (None, None, 8.0)

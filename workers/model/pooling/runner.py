@@ -13,7 +13,6 @@ from workers.model.pooling.encoders import Encoder, Text
 from workers.model.pooling.folder import Activation
 from workers.model.pooling.heads import Head
 
-_BLOCK_SIZE = 16  # tokens; blocks are only counted
 # The largest part of the tokens that a worker holds is one step's, the rest waits for the next.
 _NUM_STEPS_HELD = 4
 
@@ -32,38 +31,18 @@ class PoolingRunner:
         num_step_tokens: int,
     ) -> None:
         """`is_normalized`: a vector that is cut to fewer dimensions is normalised again."""
+        self.block_size = 16  # tokens; blocks are only counted
+        self.shares_blocks = False
+        self.runs_ahead = False
+        self.eos_token_ids = frozenset[int]()
         self.encoder = encoder
         self._head = head
         self._activation = activation
         self._is_normalized = is_normalized
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self.tokens_per_s = 0.0  # of a full step; 0: not measured
         num_tokens = _NUM_STEPS_HELD * max(num_step_tokens, max_model_len)
-        self._num_blocks = -(-num_tokens // _BLOCK_SIZE)
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return _BLOCK_SIZE
-
-    @property
-    def shares_blocks(self) -> bool:
-        return False
-
-    @property
-    def runs_ahead(self) -> bool:
-        return False
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return frozenset()
+        self.num_blocks = -(-num_tokens // self.block_size)
 
     def run(
         self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
