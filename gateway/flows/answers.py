@@ -5,10 +5,11 @@ from typing import Any
 
 import msgspec
 
-from contract.events import LogEntry, Tokens
+from contract.events import LogEntry, Tokens, ToolCallDelta
 from contract.vector_answers import VectorAnswer
 from gateway.flows.calls import Outcome
 from gateway.openai.answers import Answer, needs_tokenizer
+from gateway.openai.tools import whole_calls
 from gateway.redis.broker import Broker
 
 
@@ -20,6 +21,20 @@ def texts_of(outcome: Outcome) -> list[str]:
         for delta in event.deltas if isinstance(event, Tokens) else ():
             texts[delta.choice].append(delta.text)
     return ["".join(parts) for parts in texts]
+
+
+def answers_of(outcome: Outcome) -> list[str]:
+    """The text of each choice, and its tool calls."""
+    assert outcome.job is not None
+    deltas: list[list[ToolCallDelta]] = [[] for _ in range(outcome.job.num_choices)]
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            deltas[delta.choice] += delta.tool_calls
+    calls = (whole_calls(outcome.job, choice, each) for choice, each in enumerate(deltas))
+    return [
+        "\n".join([text, *("{name}({arguments})".format(**each["function"]) for each in called)])
+        for text, called in zip(texts_of(outcome), calls, strict=True)
+    ]
 
 
 def logprobs_of(outcome: Outcome) -> list[list[float]]:

@@ -4,7 +4,7 @@ followed to their ends.
 
 import hashlib
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -18,7 +18,8 @@ from contract.jobs import Endpoint, Job, JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
 from gateway.flows.entry import prepare_any
 from gateway.http.auth import Caller
-from gateway.http.errors import ApiError, GrammarBusy, TemplateBusy, UnknownJob, bad_request
+from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, GrammarBusy, TemplateBusy, UnknownJob
+from gateway.http.handlers import translated
 from gateway.openai.admission import Terms
 from gateway.openai.job_bodies import CallBody, CallJob
 from gateway.openai.structured import GrammarCompiler
@@ -65,12 +66,17 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class MemberFailed(Exception):
-    """A call failed, and with it the flow."""
+    """A call failed, and with it the flow. `code`: an ErrorCode; `message`: begins with the name of
+    the step or model."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.run.code)
-        self.code = outcome.run.code
-        self.message = f"{outcome.run.name or outcome.run.model}: {outcome.message}"
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code)
+        self.code = code
+        self.message = message
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Self:
+        return cls(outcome.run.code, f"{outcome.run.name or outcome.run.model}: {outcome.message}")
 
 
 class Calls:
@@ -165,13 +171,6 @@ class Calls:
         except PayloadLost as exc:
             yield failed(call, self.parent.id, exc)
 
-    async def cancel(self, run: MemberRun) -> None:
-        """Cancels a call, if there is such a job."""
-        try:
-            await self.broker.cancel(run.job_id, self.parent.tenant)
-        except UnknownJob:
-            return
-
 
 def parse_body(endpoint: Endpoint, fields: Mapping[str, object]) -> CallBody:
     """A body that a flow has made. Raises ApiError."""
@@ -180,8 +179,8 @@ def parse_body(endpoint: Endpoint, fields: Mapping[str, object]) -> CallBody:
         return _ASKED.validate_json(msgspec.json.encode(asked)).body
     except ValidationError as exc:
         error = exc.errors(include_input=False, include_url=False)[0]
-        place = ".".join(str(part) for part in error["loc"][2:])
-        raise bad_request("invalid_value", f"{place}: {error['msg']}") from None
+        # Without the endpoint, by which pydantic chose the model of the body.
+        raise translated({**error, "loc": error["loc"][1:]}, fields) from None
 
 
 def failed(call: Call, parent_id: str, exc: BatchwayError) -> Outcome:
@@ -190,7 +189,7 @@ def failed(call: Call, parent_id: str, exc: BatchwayError) -> Outcome:
         case ApiError() if exc.status == 503:
             raise exc
         case ApiError():
-            is_long = exc.code == "context_length_exceeded"
+            is_long = exc.code == CONTEXT_EXCEEDED
             code = ErrorCode.PROMPT_TOO_LONG if is_long else ErrorCode.BAD_PARAMETER
             message = exc.message
         case JobRefused():

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 from contract.flows import Flow
 from contract.model_cards import Capabilities, ModelCard
-from gateway.flows.definitions import FlowError, members
-from gateway.flows.entry import deciding_members
+from gateway.flows.definitions import FlowError, deciding_members, members
 
 
 def flow_card(name: str, flow: Flow, cards: Mapping[str, ModelCard]) -> ModelCard:

@@ -5,6 +5,9 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
+from contract.events import ChoiceDelta, Prompt, Tokens
+from contract.jobs import FinishReason
+
 
 def vote(answers: Sequence[str]) -> int:
     """The index of the most frequent answer; of equals, the earliest. Answers that differ in white
@@ -21,6 +24,33 @@ def best(scores: Sequence[float]) -> int:
         range(len(scores)),
         key=lambda index: scores[index] if scores[index] == scores[index] else float("-inf"),
     )
+
+
+def of_winners(
+    outputs: Sequence[Sequence[Prompt | Tokens]], winners: Sequence[int], num_choices: int
+) -> list[Prompt | Tokens]:
+    """An output in which each choice is that of its winner. `winners`: indices in `outputs`, by
+    choice; `num_choices`: of a prompt, whose log probabilities are its first choice's winner's."""
+    prompts, tokens = list[Prompt | Tokens](), list[Prompt | Tokens]()
+    for index, output in enumerate(outputs):
+        for event in output:
+            if isinstance(event, Prompt):
+                prompts += [event] if winners[event.prompt * num_choices] == index else []
+                continue
+            deltas = tuple(each for each in event.deltas if winners[each.choice] == index)
+            tokens += [Tokens(deltas)] if deltas else []
+    return prompts + tokens
+
+
+def mean_output(outputs: Sequence[Sequence[bytes]]) -> Tokens:
+    """The output of the means of vectors, by input. Raises ValueError if they differ in number or
+    in length."""
+    means = [mean(each) for each in zip(*outputs, strict=True)]
+    deltas = (
+        ChoiceDelta(i, 0, (), "", FinishReason.STOP, vector=vector)
+        for i, vector in enumerate(means)
+    )
+    return Tokens(tuple(deltas))
 
 
 def mean(vectors: Sequence[bytes]) -> bytes:

@@ -59,7 +59,7 @@ def load_flows(path: Path) -> dict[str, Definition]:
             for kind, definition in kinds.items():
                 _check(definition, f"{place}.{kind}")
                 found[entry.name] = definition
-        _check_circles(found)
+        _check_cycles(found)
     except FlowError as fault:
         raise FlowError(f"{path}: {fault}") from fault
     return found
@@ -89,6 +89,19 @@ def members(definition: Definition) -> Iterator[tuple[str, str]]:
             yield from (
                 (f"steps[{i}].model", step.model) for i, step in enumerate(definition.steps)
             )
+
+
+def deciding_members(definition: Definition) -> list[str]:
+    """The models whose output may be the flow's."""
+    match definition:
+        case Route():
+            return [to.model for to in definition.targets]
+        case Cascade():
+            return [member.model for member in definition.members]
+        case Ensemble():
+            return list(definition.members)
+        case Pipeline():
+            return [definition.steps[-1].model]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not typed
@@ -190,7 +203,7 @@ def _check_pipeline(pipeline: Pipeline, place: str) -> None:
         names.append(step.name)
 
 
-def _check_circles(flows: Mapping[str, Definition]) -> None:
+def _check_cycles(flows: Mapping[str, Definition]) -> None:
     """Refuses flows that call themselves, and those with too many calls."""
     num_calls: dict[str, int] = {}
 
@@ -198,8 +211,8 @@ def _check_circles(flows: Mapping[str, Definition]) -> None:
         if name not in flows:
             return 1
         if name in path:
-            circle = " -> ".join((*path[path.index(name) :], name))
-            raise FlowError(f"{_place(name)}: calls itself: {circle}")
+            cycle = " -> ".join((*path[path.index(name) :], name))
+            raise FlowError(f"{_place(name)}: calls itself: {cycle}")
         if name not in num_calls:
             called = [model for _, model in members(flows[name])]
             match flows[name]:  # the last of them is the scorer

@@ -1,4 +1,4 @@
-"""Calls of flows on their way to a job: a route by rules becomes a job of the model that it
+"""Makes jobs of calls to models and flows: a route by rules becomes a job of the model that it
 chooses, any other flow a job that calls its members.
 """
 
@@ -11,7 +11,6 @@ from contract.flows import (
     MAX_CALLS,
     Cascade,
     Condition,
-    Definition,
     Ensemble,
     FlowCall,
     Pipeline,
@@ -21,6 +20,7 @@ from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, default_seed
 from contract.model_cards import ModelCard
 from gateway.flows.conditions import Facts, choose_target, load_detector, needs_label
+from gateway.flows.definitions import deciding_members
 from gateway.flows.reservation import NumTokens, Reservation
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.openai.admission import Terms, tokenised
@@ -69,12 +69,17 @@ async def prepare_any(
         body=body.model_dump_json(exclude_unset=True, by_alias=True).encode(),
         retention_s=terms.retention_s,
         needs_worker=terms.needs_worker,
-        metadata=dict(terms.metadata),
+        metadata=_metadata(body, terms),
         tokens_per_min=terms.caller.limits.tokens_per_min,
     )
-    job = replace(job, flow=call, params=replace(job.params, grammar=""))
     own = NumTokens(job.num_prompt_tokens, submission.max_output_tokens)
-    all_calls = Reservation(cards, settings, call.body).estimate(card.name, own)
+    reservation = Reservation(cards, settings, call.body)
+    all_calls = reservation.estimate(card.name, own)
+    expected = own._replace(output=job.params.expected_tokens * job.num_choices)
+    if expected.output:  # the caller expects that of each call
+        expected = reservation.estimate(card.name, expected)
+    params = replace(job.params, grammar="", expected_tokens=-(-expected.output // job.num_choices))
+    job = replace(job, flow=call, params=params)
     return job, replace(
         submission,
         max_output_tokens=all_calls.output,
@@ -102,8 +107,12 @@ async def facts_of(broker: Broker, route: Route, body: CallBody, terms: Terms) -
         num_prompt_tokens=num_tokens,
         text=text_of(body),
         tenant=terms.caller.tenant,
-        metadata={**(body.metadata or {}), **terms.metadata},
+        metadata=_metadata(body, terms),
     )
+
+
+def _metadata(body: CallBody, terms: Terms) -> dict[str, str]:
+    return {**(body.metadata or {}), **terms.metadata}
 
 
 async def _load_languages() -> None:
@@ -148,13 +157,13 @@ def _inputs(body: CallBody) -> Sequence[str | tuple[int, ...]]:
             return *body.text_2, *body.text_1
 
 
-def text_of(body: CallBody) -> str:
-    """The last prompt, the last message of the user, or the query; '' where that is no text."""
+def text_of(body: CallBody, prompt: int = -1) -> str:
+    """That prompt, the last message of the user, or the query; '' where that is no text."""
     if isinstance(body, ChatBody):
         said = (message.content for message in reversed(body.messages) if message.role == "user")
         return next(said, "")
-    last = _inputs(body)[-1]
-    return last if isinstance(last, str) else ""
+    text = _inputs(body)[prompt]
+    return text if isinstance(text, str) else ""
 
 
 def _check_shape(job: Job, card: ModelCard) -> None:
@@ -176,19 +185,6 @@ def _check_shape(job: Job, card: ModelCard) -> None:
         param = "echo" if job.echo else "logprobs"
         message = f"{param}: the pipeline {card.name!r} does not tell tokens"
         raise bad_request(UNSUPPORTED, message, param)
-
-
-def deciding_members(definition: Definition) -> list[str]:
-    """The models whose output may be the flow's."""
-    match definition:
-        case Route():
-            return [to.model for to in definition.targets]
-        case Cascade():
-            return [member.model for member in definition.members]
-        case Ensemble():
-            return list(definition.members)
-        case Pipeline():
-            return [definition.steps[-1].model]
 
 
 def _tokenizers(name: str, cards: Mapping[str, ModelCard]) -> set[str]:

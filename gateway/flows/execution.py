@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from contract.connection import end_tasks
 from contract.errors import BatchwayError, ErrorCode
 from contract.events import MemberRun, Members, Prompt, Tokens
-from contract.jobs import Job, JobStatus
+from contract.jobs import JobStatus
 from gateway.flows.calls import Call, Calls, MemberFailed, Outcome, failed
 from gateway.flows.stage_queues import StageQueues
 
 Output = Prompt | Tokens
+_OTHER_SHAPE = "its answer has another number of choices or inputs than the call"
 _FORGOTTEN = "its output is no longer kept, and the flow could not go on without it"
 
 
@@ -105,7 +106,7 @@ class Execution:
         assert outcome is not None
         self._note(outcome.run)
         if not outcome.has_succeeded:
-            raise MemberFailed(outcome)
+            raise MemberFailed.of(outcome)
 
     def visible(self, events: Sequence[Output]) -> list[Output]:
         """A call's output as the flow's own, without what the flow's caller did not ask for. Raises
@@ -116,7 +117,7 @@ class Execution:
                 found += [event] if params.prompt_logprobs is not None else []
                 continue
             if any(delta.choice >= self.parent.num_choices for delta in event.deltas):
-                raise MemberFailed(_misshapen(self.parent))
+                raise MemberFailed(ErrorCode.BAD_PARAMETER, f"{self.parent.model}: {_OTHER_SHAPE}")
             if params.logprobs is None:
                 event = Tokens(tuple(replace(delta, logprobs=None) for delta in event.deltas))
             found.append(event)
@@ -141,9 +142,3 @@ class Execution:
             return
         async for item in self.calls.follow(call, job, submitted_s):
             yield item
-
-
-def _misshapen(parent: Job) -> Outcome:
-    message = "its answer has another number of choices or inputs than the call"
-    run = MemberRun(parent.model, parent.id, JobStatus.FAILED, code=ErrorCode.BAD_PARAMETER)
-    return Outcome(run, message=message)

@@ -1,12 +1,12 @@
 """Checks that a flow's members can do what it asks of them, by their cards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from contract.flows import Cascade, Definition, Ensemble, Flow, Pipeline, Route
 from contract.jobs import Endpoint
-from contract.model_cards import ModelCard
-from gateway.flows.definitions import FlowError, members
+from contract.model_cards import ModelCard, PoolingCard
+from gateway.flows.definitions import FlowError, deciding_members, members
 
 _GENERATIVE = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 _COMBINABLE = {
@@ -85,7 +85,10 @@ class _Checker:
                 raise FlowError(f"{place}.classifier: {route.classifier!r} does not classify")
             self._check_labels(route, place)
         targets = [target.model for target in route.targets]
-        return self._shared(targets, tuple(Endpoint), place, "the targets share no endpoint")
+        endpoints = self._shared(targets, tuple(Endpoint), place, "the targets share no endpoint")
+        if route.classifier:  # without one, a call is a job of its target
+            self._check_same_outputs(targets, endpoints, place)
+        return endpoints
 
     def _check_labels(self, route: Route, place: str) -> None:
         card = self._cards.get(route.classifier)
@@ -123,12 +126,8 @@ class _Checker:
                 return True
             case Pipeline():
                 return False
-            case Route() as route:
-                return all(self._gives_logprobs(target.model) for target in route.targets)
-            case Cascade() as cascade:
-                return all(self._gives_logprobs(member.model) for member in cascade.members)
-            case Ensemble() as ensemble:
-                return all(self._gives_logprobs(member) for member in ensemble.members)
+            case definition:
+                return all(map(self._gives_logprobs, deciding_members(definition)))
 
     def _of_ensemble(self, ensemble: Ensemble, place: str) -> tuple[Endpoint, ...]:
         self._check_scorer(ensemble.scorer, f"{place}.scorer")
@@ -139,27 +138,32 @@ class _Checker:
             f"{ensemble.combine} needs members that share one of "
             f"{', '.join(_COMBINABLE[ensemble.combine])}",
         )
-        self._check_same_outputs(ensemble, endpoints, place)
+        self._check_same_outputs(ensemble.members, endpoints, place)
         return endpoints
 
     def _check_same_outputs(
-        self, ensemble: Ensemble, endpoints: tuple[Endpoint, ...], place: str
+        self, models: Sequence[str], endpoints: tuple[Endpoint, ...], place: str
     ) -> None:
-        """The mean of embeddings is of one length, that of classes of the same labels."""
-        if not {Endpoint.EMBEDDINGS, Endpoint.CLASSIFY} & set(endpoints):
-            return
-        first: tuple[object, ...] | None = None
-        for index, member in enumerate(ensemble.members):
-            card = self._cards.get(member)
-            if card is None or card.pooling is None:
-                continue
-            outputs = (card.pooling.num_outputs, card.pooling.labels)
-            if first is not None and outputs != first:
-                raise FlowError(
-                    f"{place}.members[{index}]: {member!r} has {outputs[0]} outputs, other than "
-                    f"those of the members before it; a mean needs the same"
-                )
-            first = outputs
+        """A flow's card tells what its vectors are: they must be the same of all who decide."""
+        known: dict[tuple[str, int, tuple[str, ...]], str] = {}
+        for model in models:
+            for pooling in self._poolings(model):
+                labels = pooling.labels if Endpoint.CLASSIFY in endpoints else ()
+                known.setdefault((pooling.kind, pooling.num_outputs, labels), model)
+        if len(known) > 1:
+            each = "; ".join(
+                " ".join((f"{model} has {number} of kind {kind}", *labels[:20]))
+                for (kind, number, labels), model in known.items()
+            )
+            raise FlowError(f"{place}: the outputs of its models must be the same: {each}")
+
+    def _poolings(self, name: str) -> list[PoolingCard]:
+        """Of the models whose output may be that of a model or a flow."""
+        if name in self._definitions:
+            deciding = deciding_members(self._definitions[name])
+            return [each for model in deciding for each in self._poolings(model)]
+        pooling = self._cards[name].pooling
+        return [] if pooling is None else [pooling]
 
     def _of_pipeline(self, pipeline: Pipeline, place: str) -> tuple[Endpoint, ...]:
         for index, step in enumerate(pipeline.steps):

@@ -9,18 +9,18 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.errors import ErrorCode
-from contract.events import ChoiceDelta, LogEvent, MemberRun, Tokens
+from contract.events import LogEvent
 from contract.flows import INPUT, Cascade, Confidence, Ensemble, Pipeline, Route
-from contract.jobs import Endpoint, FinishReason, Job, JobStatus, default_seed
+from contract.jobs import Endpoint, Job, default_seed
 from gateway.flows import combine
-from gateway.flows.answers import answer_of, logprobs_of, texts_of, vectors_of
+from gateway.flows.answers import answer_of, answers_of, logprobs_of, texts_of, vectors_of
 from gateway.flows.calls import Call, MemberFailed, Outcome, parse_body
 from gateway.flows.conditions import Facts, choose_target
 from gateway.flows.confidence import confidence
 from gateway.flows.entry import draw_of, text_of
 from gateway.flows.execution import Execution, Output
 from gateway.openai.job_bodies import CallBody
-from gateway.openai.schemas import MAX_CHOICES_IN_ALL
+from gateway.openai.schemas import MAX_CHOICES_IN_ALL, CompletionBody
 
 _SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers: so many for each member
 
@@ -66,7 +66,7 @@ def body_of(parent: Job) -> dict[str, Any]:
 
 
 def parsed_body(parent: Job) -> CallBody:
-    """The same as the endpoint's model of a body."""
+    """The same body, parsed as the endpoint's request."""
     return parse_body(_endpoint(parent), body_of(parent))
 
 
@@ -87,33 +87,38 @@ def _call(parent: Job, number: int, model: str, *, can_fail: bool = False, **mor
 
 
 def _classifying(parent: Job, route: Route) -> Call:
-    body = {"input": _facts(parent).text or " "}
+    body = {"input": text_of(parsed_body(parent)) or " "}
     return Call(0, route.classifier, Endpoint.CLASSIFY, body)
 
 
-def _facts(parent: Job, label: str | None = None) -> Facts:
+def _facts(parent: Job, label: str | None) -> Facts:
     assert parent.flow is not None
-    body = parsed_body(parent)
     return Facts(
         num_prompt_tokens=parent.num_prompt_tokens,
-        text=text_of(body),
+        text=text_of(parsed_body(parent)),
         tenant=parent.tenant,
-        metadata={**(body.metadata or {}), **parent.flow.metadata},
+        metadata=parent.flow.metadata,
         label=label,
     )
+
+
+def chosen_call(parent: Job, route: Route, label: str | None) -> Call:
+    """The call of the target. `label`: the classifier's; None: it could not read the text."""
+    target = choose_target(route, _facts(parent, label), draw_of(parent.id, parent.model))
+    return _call(parent, 1, target)
 
 
 async def _route(execution: Execution, route: Route) -> AsyncGenerator[LogEvent]:
     classifying = _classifying(execution.parent, route)
     yield execution.log_begun(classifying)
     outcome = await execution.run_call(classifying)
-    if not outcome.has_succeeded:
-        raise MemberFailed(outcome)
-    answer = await answer_of(execution.calls.broker, outcome)
-    parent = execution.parent
-    facts = _facts(parent, str(answer["data"][0]["label"]))
-    target = choose_target(route, facts, draw_of(parent.id, parent.model))
-    chosen = _call(parent, 1, target)
+    label = None
+    if outcome.has_succeeded:
+        answer = await answer_of(execution.calls.broker, outcome)
+        label = str(answer["data"][0]["label"])
+    elif outcome.run.code != ErrorCode.PROMPT_TOO_LONG:
+        raise MemberFailed.of(outcome)
+    chosen = chosen_call(execution.parent, route, label)
     yield execution.log_begun(chosen)
     async for event in execution.stream_call(chosen):
         yield event
@@ -146,7 +151,7 @@ async def _cascade(execution: Execution, cascade: Cascade) -> AsyncGenerator[Log
             scoring = _scoring(execution.parent, index, cascade.confidence.scorer, outcome)
             yield execution.log_begun(*scoring)
             scores = [await _score(execution, each) for each in await execution.run_calls(scoring)]
-            sure = min((score for score in scores if score is not None), default=0.0)
+            sure = min(scores)
         else:
             sure = _confidence(cascade.confidence, outcome)
         if sure >= (cascade.members[index].threshold or 0.0):
@@ -166,18 +171,12 @@ def _confidence(kind: Confidence, outcome: Outcome) -> float:
 
 
 def _scoring(parent: Job, index: int, scorer: str, outcome: Outcome) -> list[Call]:
-    """A call for each choice of an answer."""
-    prompt = text_of(parsed_body(parent))
+    """A call for each choice of an answer, with the choice's prompt."""
+    body, answers = parsed_body(parent), answers_of(outcome)
+    num_each = len(answers) // (len(body.prompt) if isinstance(body, CompletionBody) else 1)
+    bodies = [score_body(text_of(body, i // num_each), text) for i, text in enumerate(answers)]
     first = _SCORER * (index + 1)
-    return [
-        Call(
-            first + number,
-            scorer,
-            Endpoint.SCORE,
-            score_body(prompt, text),
-        )
-        for number, text in enumerate(texts_of(outcome))
-    ]
+    return [Call(first + i, scorer, Endpoint.SCORE, each) for i, each in enumerate(bodies)]
 
 
 def score_body(prompt: str, answer: str) -> dict[str, object]:
@@ -185,9 +184,10 @@ def score_body(prompt: str, answer: str) -> dict[str, object]:
     return {"text_1": prompt or " ", "text_2": answer or " "}
 
 
-async def _score(execution: Execution, outcome: Outcome) -> float | None:
+async def _score(execution: Execution, outcome: Outcome) -> float:
+    """Less than any score if the scorer failed."""
     if not outcome.has_succeeded:
-        return None
+        return -math.inf
     return float((await answer_of(execution.calls.broker, outcome))["data"][0]["score"])
 
 
@@ -207,53 +207,43 @@ def _of_members(parent: Job, ensemble: Ensemble) -> list[Call]:
 
 
 async def _ensemble(execution: Execution, ensemble: Ensemble) -> AsyncGenerator[LogEvent]:
-    calls = _of_members(execution.parent, ensemble)
+    parent = execution.parent
+    calls = _of_members(parent, ensemble)
     yield execution.log_begun(*calls)
     outcomes = await execution.run_calls(calls)
     answered = [outcome for outcome in outcomes if outcome.has_succeeded]
     if not answered:
-        raise MemberFailed(outcomes[0])
+        raise MemberFailed.of(outcomes[0])
+    scored = list[Outcome]()
+    if ensemble.scorer:
+        scoring = [
+            call
+            for i, outcome in enumerate(answered)
+            for call in _scoring(parent, i, ensemble.scorer, outcome)
+        ]
+        yield execution.log_begun(*scoring)
+        scored = await execution.run_calls(scoring)
+        if not any(outcome.has_succeeded for outcome in scored):
+            raise MemberFailed.of(scored[0])
+    if not all(outcome.has_succeeded for outcome in (*outcomes, *scored)):
+        yield execution.take_unlogged()  # a call that was refused is not made again
     events: Sequence[Output]
-    match ensemble.combine:
-        case "mean":
-            events = [_mean(answered)]
-        case "vote":
-            index = combine.vote(["\0".join(texts_of(outcome)) for outcome in answered])
-            events = answered[index].events
-        case "best-by-score":
-            scoring = [
-                call
-                for i, outcome in enumerate(answered)
-                for call in _scoring(execution.parent, i, ensemble.scorer, outcome)
-            ]
-            yield execution.log_begun(*scoring)
-            scored = await execution.run_calls(scoring)
-            if not any(outcome.has_succeeded for outcome in scored):
-                raise MemberFailed(scored[0])
-            scores = [await _score(execution, outcome) for outcome in scored]
-            num = execution.parent.num_choices
-            lowest = [
-                min((s if s is not None else -math.inf) for s in scores[i * num : (i + 1) * num])
-                for i in range(len(answered))
-            ]
-            events = answered[combine.best(lowest)].events
+    if ensemble.combine == "mean":
+        try:
+            events = [combine.mean_output([vectors_of(outcome) for outcome in answered])]
+        except ValueError as exc:
+            message = f"{answered[0].run.model}: {exc}"
+            raise MemberFailed(ErrorCode.ENGINE_ERROR, message) from None
+    else:
+        if ensemble.combine == "vote":
+            winners = [combine.vote(each) for each in zip(*map(answers_of, answered), strict=True)]
+        else:
+            scores, num = [await _score(execution, each) for each in scored], parent.num_choices
+            winners = [combine.best(scores[choice::num]) for choice in range(num)]
+        outputs = [outcome.events for outcome in answered]
+        events = combine.of_winners(outputs, winners, parent.params.n)
     for event in execution.visible(events):
         yield event
-
-
-def _mean(outcomes: Sequence[Outcome]) -> Tokens:
-    """The mean of the vectors of each input. Raises MemberFailed."""
-    vectors = [vectors_of(outcome) for outcome in outcomes]
-    try:
-        means = [combine.mean(each) for each in zip(*vectors, strict=True)]
-    except ValueError as exc:
-        run = replace(outcomes[0].run, code=ErrorCode.ENGINE_ERROR)
-        raise MemberFailed(Outcome(run, message=str(exc))) from None
-    deltas = (
-        ChoiceDelta(i, 0, (), "", FinishReason.STOP, vector=vector)
-        for i, vector in enumerate(means)
-    )
-    return Tokens(tuple(deltas))
 
 
 # --- pipeline ---------------------------------------------------------------------------------
@@ -269,29 +259,31 @@ def _step(parent: Job, pipeline: Pipeline, index: int, values: Mapping[str, Any]
     try:
         body = render(step, values)
     except TemplateFault as fault:
-        run = MemberRun(step.model, "", JobStatus.FAILED, code=ErrorCode.BAD_PARAMETER)
-        raise MemberFailed(Outcome(run, message=str(fault))) from None
+        message = f"{step.model}: {fault}"
+        raise MemberFailed(ErrorCode.BAD_PARAMETER, message) from None
     return Call(index, step.model, endpoint, body, step.name)
 
 
 async def _pipeline(execution: Execution, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:
-    values: dict[str, Any] = {INPUT: body_of(execution.parent)}
     *earlier, last = range(len(pipeline.steps))
-    with execution.stages.staged_job() if execution.stages else nullcontext() as staged_job:
+    parent, stages = execution.parent, execution.stages
+    values: dict[str, Any] = {INPUT: body_of(parent)}
+    staging = stages.staged_job(parent.tenant, parent.weight) if stages else nullcontext()
+    with staging as staged_job:
         for index in earlier:
-            call = _step(execution.parent, pipeline, index, values)
+            call = _step(parent, pipeline, index, values)
             yield execution.log_begun(call)
             if staged_job is not None:
-                await staged_job.wait_turn(index)
+                await staged_job.wait_turn(index, execution.calls.lane)
             outcome = await execution.run_call(call)
             if staged_job is not None:
                 staged_job.ended()
             if not outcome.has_succeeded:
-                raise MemberFailed(outcome)
+                raise MemberFailed.of(outcome)
             values[call.name] = await answer_of(execution.calls.broker, outcome)
-        call = _step(execution.parent, pipeline, last, values)
+        call = _step(parent, pipeline, last, values)
         yield execution.log_begun(call)
         if staged_job is not None:
-            await staged_job.wait_turn(last)
+            await staged_job.wait_turn(last, execution.calls.lane)
         async for event in execution.stream_call(call):
             yield event

@@ -63,7 +63,8 @@ async def cancel_whole(broker: Broker, job: Job) -> JobStatus:
         for run in await members_of(broker, view):
             if run.status not in TERMINAL_STATUSES:
                 with contextlib.suppress(UnknownJob):
-                    await broker.cancel(run.job_id, job.tenant)
+                    called, _ = await broker.read(run.job_id, job.tenant)
+                    await cancel_whole(broker, called.job)
     return status
 
 
@@ -75,7 +76,7 @@ async def delete_whole(broker: Broker, job_id: str, tenant: str) -> JobStatus | 
     status = await broker.delete(job_id, tenant)
     for run in runs if status is None else ():
         with contextlib.suppress(UnknownJob):
-            await broker.delete(run.job_id, tenant)
+            await delete_whole(broker, run.job_id, tenant)
     return status
 
 

@@ -2,11 +2,12 @@
 
 from msgspec.structs import replace
 
+from contract.flows import Route
 from contract.function_types import Quote, Submission, TenantLimits
 from contract.jobs import Job
 from gateway.flows.calls import Call, Calls, MemberFailed
-from gateway.flows.kinds import first_calls
-from gateway.http.errors import ApiError, bad_request
+from gateway.flows.kinds import chosen_call, first_calls
+from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, bad_request
 from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
@@ -55,6 +56,11 @@ class FirstCalls:
                 quotes.append(await self._quote(calls, call, submission))
             except ApiError as exc:
                 errors.append(exc)
+        assert job.flow is not None
+        definition = job.flow.flow.definition
+        if not quotes and isinstance(definition, Route) and errors[0].code == CONTEXT_EXCEEDED:
+            call = chosen_call(job, definition, None)
+            quotes.append(await self._quote(calls, call, submission))
         if not quotes:
             raise errors[0]
         admitted = [quote for quote in quotes if quote.refusal is None]

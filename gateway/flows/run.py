@@ -8,7 +8,7 @@ from contract.errors import BatchwayError, BrokerUnavailable, ErrorCode
 from contract.events import LogEvent, MemberRun, Members, Tokens
 from contract.function_types import Append, Claimed, Verdict
 from contract.jobs import JobStatus
-from gateway.flows.calls import Calls, MemberFailed, Outcome
+from gateway.flows.calls import Calls, MemberFailed
 from gateway.flows.execution import Execution
 from gateway.flows.kinds import events_of
 from gateway.flows.publisher import Publisher
@@ -103,7 +103,9 @@ class Run:
         """Cancels the calls under way, as far as Redis answers; the rest ends by its deadline."""
         for run in self._execution.unfinished() if self._execution else ():
             try:
-                await self._calls.cancel(run)
+                await self._broker.cancel(run.job_id, self.job.tenant)
+            except UnknownJob:
+                continue
             except BatchwayError as exc:
                 log.info("call not cancelled error=%s job_id=%s", type(exc).__name__, run.job_id)
 
@@ -181,8 +183,8 @@ class Run:
         call said again is divided otherwise."""
         for delta in event.deltas:
             if delta.start != self._shown.get(delta.choice, 0):
-                lost = MemberRun(self.job.model, self.job.id, code=ErrorCode.ENGINE_ERROR)
-                raise MemberFailed(Outcome(lost, message="Redis lost a part of a call's output"))
+                message = f"{self.job.model}: Redis lost a part of a call's output"
+                raise MemberFailed(ErrorCode.ENGINE_ERROR, message)
 
     async def _send(self, item: Append) -> None:
         """Raises NotHeld, BatchwayError."""

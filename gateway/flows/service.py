@@ -122,7 +122,7 @@ class FlowService:
         return {card.name: card for card in await self._catalogue.models()}
 
     async def _publish(self) -> None:
-        """Publishes the flows whose members are all published, and withdraws those that the file
+        """Publishes the flows once all members are published, and withdraws those that the file
         no longer has. Raises FlowError, BatchwayError."""
         cards = await self._cards()
         flows = check_flows(self._definitions, cards, self._path)
@@ -188,7 +188,10 @@ class FlowService:
             return None
         key = job.model, msgspec.json.encode(definition)
         if (known := self._stage_queues.get(key)) is None:
-            known = self._stage_queues[key] = StageQueues(len(definition.steps), self._broker.clock)
+            card = self._published.get(job.model)  # None: the flow is withdrawn
+            lanes = card.lanes if card else ()
+            known = StageQueues(len(definition.steps), self._broker.clock, lanes)
+            self._stage_queues[key] = known
             while len(self._stage_queues) > _MAX_STAGE_QUEUES:
                 del self._stage_queues[next(iter(self._stage_queues))]
         return known

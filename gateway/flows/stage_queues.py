@@ -3,7 +3,8 @@ batch.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -23,21 +24,24 @@ class _Stage:
     def __init__(self) -> None:
         self.batcher = StageBatcher()
         self.waiting: dict[StagedJob, float] = {}  # since when, in order
-        self.num_under_way = 0  # calls that were sent and have not ended
+        self.under_way = Counter[str]()  # calls that were sent and have not ended, by tenant
 
 
 class StageQueues:
-    """One for each staged pipeline in a process."""
+    """One for each staged pipeline in a process. `lanes`: the most urgent first."""
 
-    def __init__(self, num_stages: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, num_stages: int, clock: Callable[[], float], lanes: Sequence[str] = ()
+    ) -> None:
         self.clock = clock
+        self._ranks = {lane: rank for rank, lane in enumerate(lanes)}
         self._stages = [_Stage() for _ in range(num_stages)]
         self._num_jobs = [0] * num_stages  # at each stage, waiting or running
         self._timer: asyncio.TimerHandle | None = None
 
-    def staged_job(self) -> "StagedJob":
+    def staged_job(self, tenant: str, weight: float) -> "StagedJob":
         """Of one job: to be entered as a context."""
-        return StagedJob(self)
+        return StagedJob(self, tenant, weight)
 
     def move(self, stage: int, number: int) -> None:
         """So many jobs more are at a stage."""
@@ -50,7 +54,7 @@ class StageQueues:
 
     def ended(self, staged_job: "StagedJob", batch: _Batch) -> None:
         """A job's call has ended."""
-        self._stages[staged_job.stage].num_under_way -= 1
+        self._stages[staged_job.stage].under_way[staged_job.tenant] -= 1
         batch.num_under_way -= 1
         if batch.num_under_way == 0:
             seconds = self.clock() - batch.sent_s
@@ -83,13 +87,23 @@ class StageQueues:
                 return None  # until a call ends
             if size == 0:
                 return max(0.0, stage.batcher.hold_s - queues.waited_s)
-            sent = list(stage.waiting)[:size]
-            batch = _Batch(len(sent), self.clock())
-            stage.num_under_way += len(sent)
-            for staged_job in sent:
+            batch = _Batch(size, self.clock())
+            for staged_job in self._in_turn(stage)[:size]:
                 del stage.waiting[staged_job]
+                stage.under_way[staged_job.tenant] += 1
                 staged_job.send(batch)
         return None
+
+    def _in_turn(self, stage: _Stage) -> list["StagedJob"]:
+        """Those that wait: the most urgent lane first, within it the tenants in turn by weight."""
+        turns = dict[StagedJob, tuple[int, float]]()
+        num_waiting = Counter[tuple[int, str]]()
+        for each in stage.waiting:
+            rank = self._ranks.get(each.lane, len(self._ranks))
+            num_waiting[rank, each.tenant] += 1
+            num_before = stage.under_way[each.tenant] + num_waiting[rank, each.tenant]
+            turns[each] = rank, num_before / each.weight
+        return sorted(turns, key=lambda each: turns[each])
 
     def _queues(self, number: int) -> Queues:
         stage = self._stages[number]
@@ -99,7 +113,7 @@ class StageQueues:
             num_waiting=len(stage.waiting),
             waited_s=self.clock() - since_s,
             num_before=sum(self._num_jobs[:number]),
-            num_under_way=stage.num_under_way,
+            num_under_way=stage.under_way.total(),
             num_next=self._num_jobs[number + 1] if following else 0,
             next_best_size=following.batcher.best_size if following else 1,
         )
@@ -108,7 +122,10 @@ class StageQueues:
 class StagedJob:
     """A job's way through the stages."""
 
-    def __init__(self, stages: StageQueues) -> None:
+    def __init__(self, stages: StageQueues, tenant: str, weight: float) -> None:
+        self.tenant = tenant
+        self.weight = weight
+        self.lane = ""
         self.stage = 0
         self._stages = stages
         self._batch: _Batch | None = None
@@ -124,8 +141,9 @@ class StagedJob:
         self.ended()
         self._stages.leave(self)
 
-    async def wait_turn(self, stage: int) -> None:
+    async def wait_turn(self, stage: int, lane: str) -> None:
         """Returns when the job's call of this stage shall be sent."""
+        self.lane = lane
         self._stages.move(self.stage, -1)
         self._stages.move(stage, 1)
         self.stage = stage

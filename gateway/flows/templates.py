@@ -58,12 +58,18 @@ def _mapped(value: object, place: str, change: Callable[[str], object]) -> objec
 
 
 def _render(text: str, values: Mapping[str, Any]) -> object:
-    value = _compiled(text)(values)
+    return _plain(_compiled(text)(values))
+
+
+def _plain(value: object) -> object:
+    """A value as JSON has it. Raises jinja2's errors."""
     if isinstance(value, jinja2.Undefined):
         str(value)  # raises UndefinedError, with what is missing
-    if isinstance(value, Iterator):  # of filters such as `map`
-        return list(value)
-    if not isinstance(value, str | int | float | list | tuple | dict | None):
+    if isinstance(value, list | tuple | Iterator):  # iterators are of filters such as `map`
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if not isinstance(value, str | int | float | None):
         raise jinja2.TemplateRuntimeError(f"its value, of type {type(value).__name__}, is no JSON")
     return value
 

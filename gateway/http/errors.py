@@ -29,6 +29,7 @@ from gateway.http.load_headers import rate_headers, retry_after
 MISSING = "missing_required_parameter"
 UNKNOWN = "unknown_parameter"
 UNSUPPORTED = "unsupported_parameter"
+CONTEXT_EXCEEDED = "context_length_exceeded"
 
 # HTTP status of each ErrorCode of the contract; a test checks that all are here.
 STATUS_BY_CODE: Mapping[ErrorCode, int] = {

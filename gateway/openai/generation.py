@@ -9,6 +9,7 @@ from contract.function_types import Submission
 from contract.jobs import Job
 from contract.model_cards import ModelCard
 from gateway.http.errors import (
+    CONTEXT_EXCEEDED,
     UNSUPPORTED,
     ApiError,
     TemplateRefused,
@@ -179,7 +180,7 @@ def _over_context(card: ModelCard, num_prompt: int, num_output: int, param: str)
         f"requested {num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in "
         f"the completion). Please reduce the length of the {param} or completion."
     )
-    return bad_request("context_length_exceeded", message, param)
+    return bad_request(CONTEXT_EXCEEDED, message, param)
 
 
 def _given_max_tokens(body: GenerationBody) -> tuple[str, int | None]:

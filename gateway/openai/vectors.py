@@ -8,7 +8,13 @@ import msgspec
 from contract.function_types import Submission
 from contract.jobs import Job, Pooling, SamplingParams
 from contract.model_cards import ModelCard, PoolingCard
-from gateway.http.errors import ApiError, TemplateRefused, bad_request, invalid_value
+from gateway.http.errors import (
+    CONTEXT_EXCEEDED,
+    ApiError,
+    TemplateRefused,
+    bad_request,
+    invalid_value,
+)
 from gateway.openai.admission import Admission, Prompts, check_ids, tokenised
 from gateway.openai.tokens import ModelTokenizer
 from gateway.openai.vector_bodies import (
@@ -219,4 +225,4 @@ def _too_long(name: str, num_tokens: int, card: ModelCard) -> ApiError:
         f"This model's maximum context length is {card.context_length} tokens. However, {name} has "
         f"{num_tokens} tokens. Please reduce its length."
     )
-    return bad_request("context_length_exceeded", message, name)
+    return bad_request(CONTEXT_EXCEEDED, message, name)

@@ -378,7 +378,7 @@ def test_a_wrong_model_is_an_error_before_anything_starts(model: str, complaint:
         ("models: [{name: a, ensemble: {members: [demo, x], combine: vote}}]", "no model 'x'"),
         ("models: [", "line 1"),
     ],
-    ids=["circle", "one member", "unknown member", "no YAML"],
+    ids=["cycle", "one member", "unknown member", "no YAML"],
 )
 def test_wrong_flows_are_an_error_before_anything_starts(
     tmp_path: Path, text: str, complaint: str

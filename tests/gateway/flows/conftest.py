@@ -61,6 +61,14 @@ FLOWS = {
                 ]
             },
         },
+        {
+            "name": "by-tier",
+            "route": {
+                "rules": [{"when": {"metadata": {"tier": "gold"}}, "to": [{"model": "large"}]}],
+                "otherwise": [{"model": "small"}],
+            },
+        },
+        {"name": "checked", "ensemble": {"members": ["by-tier", "by-tier"], "combine": "vote"}},
         {"name": "nested", "ensemble": {"members": ["cascade", "third"], "combine": "vote"}},
     ]
 }

@@ -36,6 +36,7 @@ CARDS = {
         card("embed-wide", PoolingCard(kind="embedding", num_outputs=128)),
         card("rank", PoolingCard(kind="reranker", num_outputs=1)),
         card("intent", PoolingCard(kind="classifier", num_outputs=2, labels=("ask", "chat"))),
+        card("mood", PoolingCard(kind="classifier", num_outputs=2, labels=("good", "bad"))),
     )
 }
 """Served models, by name."""

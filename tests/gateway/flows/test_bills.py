@@ -1,5 +1,6 @@
 """What a flow's tenant is charged: the tokens of the calls that ran."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from contract.api_keys import ApiKeys, KeyTerms
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from tests.clock import TEST_CLOCK
-from tests.gateway.fake_worker import says
+from tests.fleet import until
+from tests.gateway.fake_worker import FakeWorker, says
 from tests.gateway.flows.conftest import Fleet, chat
 from tests.gateway.flows.test_jobs import ended, job, submitted
 from tests.gateway.vector_worker import EMBEDDER, RERANKER
@@ -125,6 +127,8 @@ async def test_what_a_pipeline_generates_before_it_embeds_is_billed(
         ("long", {"max_completion_tokens": 7}, 2 * 20 + 40 + 30),
         ("best", {"max_tokens": 7}, 2 * (20 + 7) + 2 * (20 + 7)),  # the scorer reads both
         ("nested", {"max_tokens": 7}, 5 * (20 + 7)),
+        # Each member writes what the caller expects; a scorer may still read the most.
+        ("best", {"max_tokens": 7, "expected_output_tokens": 3}, 2 * (20 + 3) + 2 * (20 + 7)),
     ],
 )
 async def test_a_flow_reserves_what_its_calls_may_take(
@@ -139,6 +143,10 @@ async def test_a_flow_reserves_what_its_calls_may_take(
     asked: dict[str, object] = {"endpoint": CHAT, "body": {**chat(model, "12"), **more}}
     job_id = await submitted(flows, asked)
     assert await redis_client.hget(keys.job(job_id), "cost") == str(cost).encode()
+
+
+async def has_seen(worker: FakeWorker) -> bool:
+    return bool(worker.seen)
 
 
 @pytest.mark.parametrize("model", ["vote", "nested"])
@@ -160,6 +168,7 @@ async def test_a_cancelled_flow_pays_for_the_calls_that_ran(
     claimed = await fleet.workers["large"].claim()
     await fleet.workers["large"].say(claimed, 1, says("half")(claimed.job)[0])
     for name in ("small", "third"):
+        await until(partial(has_seen, fleet.workers[name]))
         await ended(flows, fleet.workers[name].seen[0].id)
     await flows.post(f"/v1/jobs/{job_id}/cancel")
     assert await fleet.workers["large"].wait_until_ended(claimed) is JobStatus.CANCELLED

@@ -1,13 +1,15 @@
 """Ids of a flow's calls, and the draws of its routes."""
 
 import msgspec
+import pytest
 
 from contract.events import MemberRun
 from contract.flows import Ensemble, Flow, FlowCall
 from contract.jobs import Endpoint, SamplingParams, new_job_id
-from gateway.flows.calls import Outcome
+from gateway.flows.calls import Outcome, parse_body
 from gateway.flows.entry import draw_of
 from gateway.flows.kinds import _scoring
+from gateway.http.errors import ApiError
 from tests.contract.some_calls import make_job
 
 
@@ -30,6 +32,30 @@ def test_each_choice_of_each_member_is_scored_by_a_call_of_its_own() -> None:
         for each in _scoring(parent, index, "rank", outcome)
     }
     assert len(ids) == 2 * 128
+
+
+def test_a_choice_is_scored_beside_its_own_prompt() -> None:
+    definition = Ensemble(members=("a", "b"), combine="best-by-score", scorer="rank")
+    flow = Flow(definition=definition, endpoints=(Endpoint.COMPLETIONS,))
+    call = FlowCall(flow=flow, body=b'{"model": "m", "prompt": ["x", "y"]}', retention_s=60.0)
+    parent = msgspec.structs.replace(make_job(), flow=call)
+    params = SamplingParams(max_tokens=1, seed=1, n=2)
+    member = msgspec.structs.replace(
+        make_job(), prompt_ids=(), prompt_list=((1,), (2,)), params=params
+    )
+    calls = _scoring(parent, 0, "rank", Outcome(MemberRun("a", member.id), member))
+    assert [call.body["text_1"] for call in calls] == ["x", "x", "y", "y"]
+
+
+def test_a_fault_in_a_step_s_body_names_the_field() -> None:
+    message = {"role": "user", "content": "a"}
+    for more, fault in (
+        ({"frobnicate": 1}, "frobnicate: unknown parameter"),
+        ({"messages": [message, {"role": "user"}]}, "messages.1.content: must be given"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            parse_body(Endpoint.CHAT, {"model": "m", "messages": [message], **more})
+        assert caught.value.message.startswith(fault)
 
 
 def test_a_route_to_a_route_draws_anew() -> None:

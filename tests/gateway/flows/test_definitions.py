@@ -85,7 +85,7 @@ def test_a_name_is_of_one_flow(tmp_path: Path) -> None:
     assert fault_of(path) == "models[1].name: 'a' is the name of an earlier flow"
 
 
-def test_a_circle_is_named_whole(tmp_path: Path) -> None:
+def test_a_cycle_is_named_whole(tmp_path: Path) -> None:
     """From a flow back to itself, over all between."""
 
     def to(model: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def pipeline(*steps: tuple[str, str]) -> dict[str, Any]:
         (cascade("small", "large"), GENERATIVE),
         (ensemble("vote", "small", "small", "large"), GENERATIVE),
         (ensemble("best-by-score", "small", "large", scorer="rank"), GENERATIVE),
-        (ensemble("mean", "rank", "embed"), (Endpoint.SCORE, Endpoint.RERANK)),
+        (ensemble("mean", "rank", "rank"), (Endpoint.SCORE, Endpoint.RERANK)),
         (ensemble("mean", "intent", "intent"), (Endpoint.CLASSIFY,)),
         (pipeline(("embed", "/v1/embeddings"), ("rank", "/v1/rerank")), (Endpoint.RERANK,)),
     ],
@@ -118,7 +118,22 @@ def test_every_kind_of_model_can_be_routed_to(tmp_path: Path) -> None:
         ),
         (
             ensemble("mean", "embed", "embed-wide"),
-            "ensemble.members[1]: 'embed-wide' has 128 outputs, other than those",
+            "ensemble: the outputs of its models must be the same: embed has 64 of kind embedding; "
+            "embed-wide has 128 of kind embedding",
+        ),
+        (
+            ensemble("mean", "rank", "embed"),
+            "ensemble: the outputs of its models must be the same: rank has 1 of kind reranker; "
+            "embed has 64 of kind embedding",
+        ),
+        (
+            route(
+                "intent",
+                classifier="intent",
+                rules=[{"when": {"labels": ["ask"]}, "to": [{"model": "mood"}]}],
+            ),
+            "route: the outputs of its models must be the same: mood has 2 of kind classifier good "
+            "bad; intent has 2 of kind classifier ask chat",
         ),
         (
             pipeline(("embed", "/v1/rerank"), ("rank", "/v1/embeddings")),

@@ -185,8 +185,12 @@ async def test_a_flow_is_refused_and_quoted_as_its_first_call(
     assert await redis_client.keys("{bw:test:0}:wanted:*") == [b"{bw:test:0}:wanted:small:standard"]
 
 
-async def test_a_deleted_flow_takes_its_calls_along(flows: httpx.AsyncClient, fleet: Fleet) -> None:
-    job_id = await submitted(flows, job("cascade"))
+@pytest.mark.parametrize("model", ["cascade", "nested"])
+async def test_a_deleted_flow_takes_its_calls_along(
+    flows: httpx.AsyncClient, fleet: Fleet, model: str
+) -> None:
+    """Also those of a flow within it."""
+    job_id = await submitted(flows, job(model))
     await ended(flows, job_id)
     assert (await flows.delete(f"/v1/jobs/{job_id}")).status_code == 200
     assert (await flows.get("/v1/jobs")).json()["data"] == []

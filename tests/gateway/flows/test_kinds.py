@@ -80,6 +80,16 @@ async def test_a_flow_is_listed_with_its_kind_and_endpoints(
     assert listed["pipe"]["endpoints"] == ["/v1/chat/completions", "/v1/responses"]
 
 
+async def test_a_route_within_a_flow_knows_the_call_s_metadata(
+    flows: httpx.AsyncClient, fleet: Fleet
+) -> None:
+    body = chat("checked", metadata={"tier": "gold"})
+    gold = await flows.post("/v1/chat/completions", json=body)
+    plain = await flows.post("/v1/chat/completions", json=chat("checked"))
+    found = [answer.json()["choices"][0]["message"]["content"] for answer in (gold, plain)]
+    assert found == ["I am large", "I am small"]
+
+
 async def test_a_flow_may_be_a_member_of_another(flows: httpx.AsyncClient, fleet: Fleet) -> None:
     answer = await flows.post("/v1/chat/completions", json=chat("nested"))
     assert answer.json()["choices"][0]["message"]["content"] == "I am large"

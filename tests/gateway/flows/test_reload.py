@@ -67,7 +67,7 @@ async def test_a_changed_file_is_read_again(
         ({"ensemble": {"members": ["small", "large"], "combine": "mean"}}, "mean"),
         ({"cascade": {"members": [{"model": "small"}, {"model": "large"}]}}, "threshold"),
     ],
-    ids=["unknown member", "circle", "impossible type", "no threshold"],
+    ids=["unknown member", "cycle", "impossible type", "no threshold"],
 )
 async def test_a_wrong_file_changes_nothing(
     flows: httpx.AsyncClient,

@@ -18,29 +18,29 @@ class Clock:
 
 
 async def turns(*staged_jobs: StagedJob, stage: int) -> list[asyncio.Task[None]]:
-    tasks = [asyncio.create_task(staged_job.wait_turn(stage)) for staged_job in staged_jobs]
+    tasks = [asyncio.create_task(staged_job.wait_turn(stage, "a")) for staged_job in staged_jobs]
     await asyncio.sleep(0)
     return tasks
 
 
 async def test_a_job_alone_never_waits() -> None:
     """Nothing is before it that could join."""
-    with StageQueues(2, Clock()).staged_job() as staged_job:
-        await staged_job.wait_turn(0)
+    with StageQueues(2, Clock()).staged_job("t", 1.0) as staged_job:
+        await staged_job.wait_turn(0, "a")
         staged_job.ended()
-        await staged_job.wait_turn(1)
+        await staged_job.wait_turn(1, "a")
 
 
 async def test_calls_of_a_later_stage_wait_for_those_before_them() -> None:
     """Until the batch is full, or until nothing before them can join it."""
     clock = Clock()
     stages = StageQueues(2, clock)
-    with stages.staged_job() as warm:
+    with stages.staged_job("t", 1.0) as warm:
         for stage in (0, 1):  # a batch of one takes 10 s
-            await warm.wait_turn(stage)
+            await warm.wait_turn(stage, "a")
             clock.now_s += 10.0
             warm.ended()
-    with stages.staged_job() as first, stages.staged_job() as second:
+    with stages.staged_job("t", 1.0) as first, stages.staged_job("t", 1.0) as second:
         await turns(first, second, stage=0)
         first.ended()
         [waiting] = await turns(first, stage=1)
@@ -54,15 +54,15 @@ async def test_a_job_that_leaves_holds_nobody() -> None:
     """Its place before the others is empty then."""
     clock = Clock()
     stages = StageQueues(2, clock)
-    with stages.staged_job() as first:
-        await first.wait_turn(0)
+    with stages.staged_job("t", 1.0) as first:
+        await first.wait_turn(0, "a")
         clock.now_s += 10.0
         first.ended()
-        await first.wait_turn(1)
+        await first.wait_turn(1, "a")
         clock.now_s += 10.0
         first.ended()
-        with stages.staged_job() as second:
-            await second.wait_turn(0)
+        with stages.staged_job("t", 1.0) as second:
+            await second.wait_turn(0, "a")
             [waiting] = await turns(first, stage=1)
             assert not waiting.done()
         await waiting
@@ -77,9 +77,9 @@ async def test_a_slow_stage_holds_back_those_before_it() -> None:
     release = [asyncio.Event() for _ in range(3)]
 
     async def run() -> None:
-        with stages.staged_job() as staged_job:
+        with stages.staged_job("t", 1.0) as staged_job:
             for stage in range(3):
-                await staged_job.wait_turn(stage)
+                await staged_job.wait_turn(stage, "a")
                 called[stage].add(staged_job)
                 most[stage] = max(most[stage], len(called[stage]))
                 await release[stage].wait()
@@ -107,3 +107,26 @@ async def test_a_slow_stage_holds_back_those_before_it() -> None:
     await asyncio.gather(*tasks)
     assert most[2] <= 2 * 16
     assert max(most) < num_jobs / 2
+
+
+async def test_tenants_take_turns_by_weight_within_the_most_urgent_lane() -> None:
+    """Of jobs that came tenant by tenant, and fill one batch once there is room."""
+    stages = StageQueues(1, Clock(), ("urgent", "batch"))
+    stages._stages[0].batcher.ended(4, 0.0)  # so the best size is 8
+    release, sent = asyncio.Event(), list[str]()
+
+    async def run(tenant: str, lane: str, weight: float) -> None:
+        with stages.staged_job(tenant, weight) as staged_job:
+            await staged_job.wait_turn(0, lane)
+            sent.append(tenant)
+            await release.wait()
+
+    waiting = [("a", "batch", 1.0)] * 3 + [("b", "batch", 2.0)] * 3 + [("c", "urgent", 1.0)]
+    jobs = [("first", "urgent", 1.0)] * 9 + waiting
+    tasks = [asyncio.create_task(run(*job)) for job in jobs]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert sent == ["first"] * 9
+    release.set()
+    await asyncio.gather(*tasks)
+    assert sent[9:] == ["c", "b", "a", "b", "b", "a", "a"]

@@ -82,6 +82,7 @@ def test_a_callers_text_is_never_a_template() -> None:
         ("{{ rank.results[5] }}", "list object has no element 5"),
         ("{{ input.top | join }}", "the template failed: TypeError"),
         ("{{ ''.__class__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+        ("{{ [input, {'a': [input.nothing]}] }}", "'dict object' has no attribute 'nothing'"),
         ("{{ input.items }}", "its value, of type builtin_function_or_method, is no JSON"),
     ],
 )

@@ -10,6 +10,7 @@ from tests.gateway.fake_worker import says
 from tests.gateway.flows.conftest import Fleet, chat
 from tests.gateway.vector_worker import (
     CLASSIFIER,
+    CONTEXT_LENGTH,
     EMBEDDER,
     LABELS,
     NUM_OUTPUTS,
@@ -135,6 +136,14 @@ async def test_a_classifier_chooses_where_no_rule_before_it_holds(
         assert answer.json()["choices"][0]["message"]["content"] == f"I am {wanted}"
         found.add(wanted)
     assert found == {"small", "large"}
+
+
+async def test_a_text_too_long_for_the_classifier_has_no_label(
+    flows: httpx.AsyncClient, fleet: Fleet
+) -> None:
+    answer = await flows.post(CHAT, json=chat("sorted", "a" * (2 * CONTEXT_LENGTH)))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-batchway-models"] == f"{CLASSIFIER}, small"
 
 
 async def test_the_scorer_s_favourite_answers(flows: httpx.AsyncClient, fleet: Fleet) -> None:
