@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 GROWTH = 0.1  # the best size is where twice the size adds less than this share of throughput
 _DECAY = 0.98  # of a measurement's weight with each later one: the last 50 count most
-_FULL = 2  # batches of a stage that run or wait: one to follow the one that runs
+_MAX_SIZE = 256  # calls of a batch
+_MAX_BATCHES = 2  # of a stage, that run or wait: one to follow the one that runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,9 @@ class Queues:
 
 
 class StageBatcher:
-    """One stage of a flow, in one process. `max_size`: of a batch, in calls."""
+    """One stage of a flow, in one process."""
 
-    def __init__(self, max_size: int = 256) -> None:
-        self._max_size = max_size
+    def __init__(self) -> None:
         self._largest = 0
         # Weighted sums over measurements: of 1, size, size², seconds, size x seconds.
         self._sums = [0.0] * 5
@@ -43,7 +43,7 @@ class StageBatcher:
     def best_size(self) -> int:
         """The calls of a batch from which on throughput hardly grows. At most twice the largest
         batch that was measured, so that the first batches try the sizes."""
-        limit = min(max(2 * self._largest, 1), self._max_size)
+        limit = min(max(2 * self._largest, 1), _MAX_SIZE)
         base_s, call_s = self._line()
         if call_s <= 0:  # a larger batch took no longer
             return limit
@@ -54,8 +54,8 @@ class StageBatcher:
     def has_room(self, queues: Queues) -> bool:
         """Whether another batch may begin, in this stage and then in the next one."""
         return (
-            queues.num_under_way + self.best_size <= _FULL * self.best_size
-            and queues.num_next < _FULL * queues.next_best_size
+            queues.num_under_way + self.best_size <= _MAX_BATCHES * self.best_size
+            and queues.num_next < _MAX_BATCHES * queues.next_best_size
         )
 
     def num_to_send(self, queues: Queues) -> int:

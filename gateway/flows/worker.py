@@ -133,7 +133,7 @@ class FlowWorker:
             del self._held[run.job.id]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("flow failed error=%s job_id=%s", type(error).__name__, run.job.id)
-            self._soon(self._give_back(run, error))
+            self._start_task(self._give_back(run, error))
 
     async def _give_back(self, run: Run, error: BaseException) -> None:
         message = f"the flow could not be run: {type(error).__name__}"
@@ -176,9 +176,9 @@ class FlowWorker:
         """Stops a run whose job has ended, or is another process's."""
         held = self._held.pop(job_id, None)
         if held is not None:
-            self._soon(_stopped(*held))
+            self._start_task(_stopped(*held))
 
-    def _soon(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -197,7 +197,7 @@ class FlowWorker:
 
         def handle(message: dict[str, Any]) -> None:
             if message["type"] == "message" and message["channel"] == control.encode():
-                self._obey(message["data"].decode(errors="replace").split())
+                self._handle_control(message["data"].decode(errors="replace").split())
             elif message["type"] != "pong":  # also when a subscription begins
                 self._wake.set()
 
@@ -208,13 +208,13 @@ class FlowWorker:
                 while True:
                     await listener.listen()
 
-    def _obey(self, words: list[str]) -> None:
+    def _handle_control(self, words: list[str]) -> None:
         match words:
             case ["ended", job_id, _]:
                 self._drop(job_id)
             case ["moved", job_id, lane, left_ms] if job_id in self._held:
                 run, _ = self._held[job_id]
-                self._soon(run.move(lane, int(left_ms) / 1000))
+                self._start_task(run.move(lane, int(left_ms) / 1000))
 
     async def _leave(self) -> None:
         """Gives its jobs back, also those of a claim whose reply was lost. If Redis does not

@@ -16,7 +16,7 @@ from gateway.flows.confidence import confidence
 from gateway.flows.entry import text_of
 from gateway.flows.kinds import score_body
 from gateway.http.errors import ApiError
-from infra.bench.cascade_fit import LastAnswer, Measured, SureAnswer
+from infra.bench.cascade_fit import FirstAnswer, LastAnswer, Measured
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
 
@@ -85,7 +85,7 @@ class Asker:
         sure = await self._confidence(question, first)
         last = await self._ask(-1, question)
         return Measured(
-            first=SureAnswer(
+            first=FirstAnswer(
                 confidence=sure, quality=_quality(question, first), cost=self._cost(0, first)
             ),
             last=LastAnswer(quality=_quality(question, last), cost=self._cost(-1, last)),
@@ -115,7 +115,7 @@ class Asker:
         kind = self.cascade.confidence
         if kind.by != "scorer":
             return confidence(kind, answer.logprobs, answer.text)
-        body = {"model": kind.scorer, **score_body(asked(question), answer.text)}
+        body = {"model": kind.scorer, **score_body(scorer_prompt(question), answer.text)}
         data = await self._post("score", body)
         try:
             return float(min(max(data["data"][0]["score"], 0.0), 1.0))
@@ -145,7 +145,7 @@ class Asker:
         return data
 
 
-def asked(question: Question) -> str:
+def scorer_prompt(question: Question) -> str:
     """What a scorer compares the answer to, as in a cascade. Raises CallRefused."""
     endpoint = Endpoint.CHAT if question.path == CHAT else Endpoint.COMPLETIONS
     try:

@@ -17,7 +17,7 @@ _Cost = Annotated[float, msgspec.Meta(ge=0.0)]
 _Array = npt.NDArray[np.float64]
 
 
-class SureAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FirstAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the first member. Costs of both members are in one unit."""
 
     confidence: _Share
@@ -35,7 +35,7 @@ class LastAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Both members' answers to one question."""
 
-    first: SureAnswer
+    first: FirstAnswer
     last: LastAnswer
 
 

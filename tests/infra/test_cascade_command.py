@@ -17,9 +17,9 @@ from infra.bench.cascade_command import read
 from infra.bench.cascade_fit import (
     MIN_QUESTIONS,
     CannotFit,
+    FirstAnswer,
     LastAnswer,
     Measured,
-    SureAnswer,
     fit_threshold,
 )
 from infra.cli import main
@@ -38,7 +38,7 @@ def row(
     confidence: float, first: float, last: float = 1.0, costs: tuple[float, float] = (1, 10)
 ) -> Measured:
     return Measured(
-        first=SureAnswer(confidence=confidence, quality=first, cost=costs[0]),
+        first=FirstAnswer(confidence=confidence, quality=first, cost=costs[0]),
         last=LastAnswer(quality=last, cost=costs[1]),
     )
 

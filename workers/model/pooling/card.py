@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from contract.model_cards import PoolingCard
 from workers.engine.model import ModelRefused
-from workers.model.pooling.folder import Activation, OwnHead, PoolingFolder
+from workers.model.pooling.folder import Activation, ClassifierStep, PoolingFolder
 
 _MAX_LABELS = 4096
 _PAIR = ("batchway-q", "batchway-d")
@@ -16,7 +16,7 @@ def activation_of(found: PoolingFolder, config: PretrainedConfig) -> Activation:
     """A cross-encoder's own, by default a sigmoid of its one score. Of other classifiers, and of
     cross-encoders whose several labels have none, the one of transformers' pipelines."""
     own = found.activation
-    if not isinstance(found.steps[0], OwnHead):
+    if not isinstance(found.steps[0], ClassifierStep):
         return own or ("sigmoid" if found.is_cross_encoder else "none")
     num_labels = int(getattr(config, "num_labels", 1))
     if found.is_cross_encoder and (num_labels == 1 or own not in (None, "none")):
@@ -38,7 +38,7 @@ def make_card(
 ) -> PoolingCard:
     """Raises ModelRefused."""
     path = found.files.model_path
-    scores = found.is_cross_encoder or isinstance(found.steps[0], OwnHead)
+    scores = found.is_cross_encoder or isinstance(found.steps[0], ClassifierStep)
     renders_pairs = _renders_pairs(found, tokenizer) if scores else False
     if found.has_messages and not renders_pairs:
         raise ModelRefused(
@@ -61,7 +61,7 @@ def make_card(
 
 def _labels(found: PoolingFolder, config: PretrainedConfig, num_outputs: int) -> tuple[str, ...]:
     """Of several scores, or of one that a single text has. Raises ModelRefused."""
-    scores_texts = isinstance(found.steps[0], OwnHead) and not found.is_cross_encoder
+    scores_texts = isinstance(found.steps[0], ClassifierStep) and not found.is_cross_encoder
     if not scores_texts and not (found.is_cross_encoder and num_outputs > 1):
         return ()
     if num_outputs > _MAX_LABELS:

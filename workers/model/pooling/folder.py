@@ -62,7 +62,7 @@ class Normalize:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnHead:
+class ClassifierStep:
     """The logits of the model's own classifier."""
 
 
@@ -74,7 +74,7 @@ class LogitScore:
     false_id: int | None
 
 
-Step = Pool | Dense | Normalize | OwnHead | LogitScore
+Step = Pool | Dense | Normalize | ClassifierStep | LogitScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _plain_classifier(files: Files) -> PoolingFolder:
     return PoolingFolder(
         files,
         "sequence-classification",
-        (OwnHead(),),
+        (ClassifierStep(),),
         is_cross_encoder=named is not None or isinstance(settings, dict),
         activation=None if named is None else _activation(files, named),
     )
@@ -152,7 +152,7 @@ class _SavedModules:
         if model_type not in ("SentenceTransformer", "CrossEncoder"):
             raise self._refusal(f"is of a {model_type}, whose results are no single vectors")
         if task == "sequence-classification":
-            steps = (OwnHead(), *steps)
+            steps = (ClassifierStep(), *steps)
         if task == "text-generation" and not any(isinstance(step, LogitScore) for step in steps):
             raise self._refusal("generates text without a LogitScore")
         if task not in ("feature-extraction", "sequence-classification", "text-generation"):

@@ -58,18 +58,18 @@ class PoolHead:
         return torch.cat(pooled, dim=1)
 
 
-class OwnHead:
+class ModelHead:
     """A model's own layers behind its encoder, through its own forward, in which the encoder's
     output is put in the encoder's place. Texts of equal length are computed in one call."""
 
     def __init__(self, model: Any, encoder: nn.Module, *, last_only: bool = False) -> None:
         """`last_only`: the head takes a text's last token alone."""
         self._model = model
-        self._given = _Given(encoder)
+        self._known = _KnownOutput(encoder)
         self._last_only = last_only
         # Such a classifier refuses several texts at once, because it might confuse them.
         self._is_alone = model.config.get_text_config().pad_token_id is None
-        setattr(model, model.base_model_prefix, self._given)
+        setattr(model, model.base_model_prefix, self._known)
 
     def __call__(self, rows: Tensor, texts: Seq[Text]) -> Tensor:
         lengths = [len(text.token_ids) for text in texts]
@@ -90,13 +90,13 @@ class OwnHead:
         return torch.cat(parts)
 
     def _logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        self._given.hidden = hidden
+        self._known.hidden = hidden
         logits: Tensor = self._model(input_ids=ids).logits
-        self._given.hidden = torch.empty(0)  # else the step's rows stay in memory
+        self._known.hidden = torch.empty(0)  # else the step's rows stay in memory
         return logits.float()
 
 
-class _Given(nn.Module):
+class _KnownOutput(nn.Module):
     """Stands for an encoder whose output is known. The encoder is kept outside of the modules."""
 
     def __init__(self, encoder: nn.Module) -> None:
@@ -121,7 +121,7 @@ class LogitHead:
     def __init__(self, model: Any, encoder: nn.Module, step: folder.LogitScore) -> None:
         self._token_ids = [step.true_id, *([] if step.false_id is None else [step.false_id])]
         linear = model.get_output_embeddings()  # which needs the encoder in its place
-        self._head: OwnHead | None = OwnHead(model, encoder, last_only=True)
+        self._head: ModelHead | None = ModelHead(model, encoder, last_only=True)
         self._weights = torch.empty(0)  # (tokens of the score, H)
         if type(linear) is nn.Linear and linear.bias is None:
             weights = linear.weight[self._token_ids].float()
@@ -192,8 +192,8 @@ class Heads:
         match first:
             case folder.Pool(modes):
                 self._first = PoolHead(modes)
-            case folder.OwnHead():
-                self._first = OwnHead(model, encoder)
+            case folder.ClassifierStep():
+                self._first = ModelHead(model, encoder)
             case folder.LogitScore():
                 self._first = LogitHead(model, encoder, first)
             case _:

@@ -25,7 +25,7 @@ from workers.model.checkpoint import context_length
 from workers.model.memory import card_of, kv_bytes_in_share
 from workers.model.pooling.card import activation_of, make_card
 from workers.model.pooling.encoders import Text, first_position
-from workers.model.pooling.folder import OwnHead, PoolingFolder
+from workers.model.pooling.folder import ClassifierStep, PoolingFolder
 from workers.model.pooling.heads import Heads
 from workers.model.pooling.runner import PoolingRunner
 from workers.model.pooling.trial import Trial
@@ -78,7 +78,7 @@ def load_runner(
     files = _published(tokenizer, lowercases=found.lowercases)
     uses_types = _uses_types(model, config, fast)
     trial = Trial(model, config, place.device, place.dtype, longest, uses_types=uses_types)
-    expected = trial.alone_logits(whole) if isinstance(found.steps[0], OwnHead) else None
+    expected = trial.alone_logits(whole) if isinstance(found.steps[0], ClassifierStep) else None
     encoder = trial.choose_encoder(progress)
     heads = Heads(found, whole, model)
     if expected is not None:

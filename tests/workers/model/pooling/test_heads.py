@@ -10,7 +10,7 @@ from torch import nn
 from tests.tiny_encoders import make_config
 from workers.model.pooling.encoders import Text
 from workers.model.pooling.folder import LogitScore
-from workers.model.pooling.heads import LogitHead, OwnHead
+from workers.model.pooling.heads import LogitHead, ModelHead
 
 TEXTS = [Text([7]), Text([8, 9, 10]), Text([11, 12, 13])]
 
@@ -51,7 +51,7 @@ def test_a_head_lets_go_of_a_step_s_rows() -> None:
     auto_class: Any = transformers.AutoModelForSequenceClassification
     model = auto_class.from_config(make_config("bert"))
     rows = rows_of(model.bert)
-    head = OwnHead(model, model.bert)
+    head = ModelHead(model, model.bert)
 
     assert len(head(rows, TEXTS)) == len(TEXTS)
 
