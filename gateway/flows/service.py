@@ -132,6 +132,9 @@ class FlowService:
                 card = replace(card, created_s=known.created_s)
             is_stored = name in cards  # Redis may have lost its data
             cards[name] = card
+            self._broker.known.add(
+                card
+            )  # the flows that call it begin before a list is a second old
             await self._serve(card)
             if card != known or not is_stored:
                 await self._catalogue.publish_card(card)

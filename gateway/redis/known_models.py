@@ -68,6 +68,11 @@ class KnownModels:
             self._models = (now_s, models)
         return models
 
+    def add(self, card: ModelCard) -> None:
+        """A model that this process publishes: known at once."""
+        asked_s, models = self._models
+        self._models = asked_s, {**models, card.name: card}
+
     async def tokenizer(self, card: ModelCard) -> ModelTokenizer:
         """A model's tokenizer, cached by its hash. Raises ModelUnreadable."""
         sha256 = card.tokenizer_sha256

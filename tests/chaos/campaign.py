@@ -203,16 +203,16 @@ async def _reckon(
     has_key = {
         key.decode()[len(prefix) :]: await client.hget(key, "attendance") == b"0" for key in found
     }
-    children = {
-        job_id for job_id in has_key if await client.hget(keys.job(job_id), "part") == b"child"
-    }
+    parts = {job_id: await client.hget(keys.job(job_id), "part") for job_id in has_key}
+    children = {job_id for job_id, part in parts.items() if part in (b"child", b"nested")}
     if isinstance(callers.oracle, BatchOracle):  # jobs that a killed feeder has not deleted
         children |= callers.oracle.line_job_ids
     for job_id in children:
         has_key.pop(job_id, None)
     ledger.check_jobs(has_key)
     if options.flows:
-        await check_calls(ledger, functions, sorted(has_key), children)
+        flows_within = {job_id for job_id, part in parts.items() if part == b"nested"}
+        await check_calls(ledger, functions, sorted({*has_key, *flows_within}), children)
     statuses: dict[str, JobStatus] = {}
     for job_id in sorted(has_key.keys() & ledger.stories_by_job.keys()):
         read = await functions.read(job_id, DEFAULT_TENANT, max_events=100_000)

@@ -278,8 +278,9 @@ class Audit:
         assert ends == wanted_ends, f"I5: log:{job_id} ends at {ends}, the state is {job['state']}"
         num_logged = sum(positions.values())
         counted = {num_logged}
-        if (
-            job.get("part") == "parent"
+        if job.get("part") in (
+            "parent",
+            "nested",
         ):  # its last event before the end counts its calls' other output
             counted.add(max(num_logged, _num_called(log)))
         assert job.number("tokens") in counted, (
