@@ -278,10 +278,8 @@ class Audit:
         assert ends == wanted_ends, f"I5: log:{job_id} ends at {ends}, the state is {job['state']}"
         num_logged = sum(positions.values())
         counted = {num_logged}
-        if job.get("part") in (
-            "parent",
-            "nested",
-        ):  # its last event before the end counts its calls' other output
+        if job.get("part") in ("parent", "nested"):
+            # Its last event before the end counts its calls' other output.
             counted.add(max(num_logged, _num_called(log)))
         assert job.number("tokens") in counted, (
             f"tokens are counted: {job.key} tokens: holds {job['tokens']}, the log {num_logged}"
