@@ -22,7 +22,8 @@
 -- reply {'OK', id, {jobs ahead, tokens ahead, ms until it starts (-1: unknown)}, rates}
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
---       {'MEMORY_FULL'}          the rest of the memory is reserved for running jobs
+--       {'MEMORY_FULL'}          the rest of the memory is reserved for running jobs, and for the
+--                                calls of flows
 --       {'REFUSED', reason, limit, ms until a retry may succeed (-1: unknown), rates}
 --         reason  unknown_lane, no_workers, storage_full, tenant_quota, lane_full,
 --                 deadline_infeasible

@@ -1,6 +1,7 @@
 """What a flow reads in its calls' outputs: texts, log probabilities, whole answers."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ def texts_of(outcome: Outcome) -> list[str]:
 
 
 def answers_of(outcome: Outcome) -> list[str]:
-    """The text of each choice, and its tool calls."""
+    """The text of each choice, and its tool calls; equal arguments in equal form."""
     assert outcome.job is not None
     deltas: list[list[ToolCallDelta]] = [[] for _ in range(outcome.job.num_choices)]
     for event in outcome.events:
@@ -32,9 +33,15 @@ def answers_of(outcome: Outcome) -> list[str]:
             deltas[delta.choice] += delta.tool_calls
     calls = (whole_calls(outcome.job, choice, each) for choice, each in enumerate(deltas))
     return [
-        "\n".join([text, *("{name}({arguments})".format(**each["function"]) for each in called)])
+        "\n".join([text, *(_plain_call(**each["function"]) for each in called)])
         for text, called in zip(texts_of(outcome), calls, strict=True)
     ]
+
+
+def _plain_call(name: str, arguments: str) -> str:
+    with suppress(msgspec.DecodeError):
+        arguments = msgspec.json.encode(msgspec.json.decode(arguments), order="sorted").decode()
+    return f"{name}({arguments})"
 
 
 def logprobs_of(outcome: Outcome) -> list[list[float]]:

@@ -180,7 +180,7 @@ def parse_body(endpoint: Endpoint, fields: Mapping[str, object]) -> CallBody:
     except ValidationError as exc:
         error = exc.errors(include_input=False, include_url=False)[0]
         # Without the endpoint, by which pydantic chose the model of the body.
-        raise translated({**error, "loc": error["loc"][1:]}, fields) from None
+        raise translated({**error, "loc": error["loc"][1:] or ("body",)}, fields) from None
 
 
 def failed(call: Call, parent_id: str, exc: BatchwayError) -> Outcome:

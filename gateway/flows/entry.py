@@ -76,7 +76,9 @@ async def prepare_any(
     reservation = Reservation(cards, settings, call.body)
     all_calls = reservation.estimate(card.name, own)
     expected = own._replace(output=job.params.expected_tokens * job.num_choices)
-    if expected.output:  # the caller expects that of each call
+    if isinstance(definition, Pipeline):  # whose steps ask for what they want
+        expected = NumTokens(0, 0)
+    elif expected.output:  # the caller expects that of each call
         expected = reservation.estimate(card.name, expected)
     params = replace(job.params, grammar="", expected_tokens=-(-expected.output // job.num_choices))
     job = replace(job, flow=call, params=params)

@@ -87,7 +87,7 @@ class _Checker:
         targets = [target.model for target in route.targets]
         endpoints = self._shared(targets, tuple(Endpoint), place, "the targets share no endpoint")
         if route.classifier:  # without one, a call is a job of its target
-            self._check_same_outputs(targets, endpoints, place)
+            self._check_same_outputs(targets, endpoints, place, is_mean=False)
         return endpoints
 
     def _check_labels(self, route: Route, place: str) -> None:
@@ -138,24 +138,28 @@ class _Checker:
             f"{ensemble.combine} needs members that share one of "
             f"{', '.join(_COMBINABLE[ensemble.combine])}",
         )
-        self._check_same_outputs(ensemble.members, endpoints, place)
+        self._check_same_outputs(ensemble.members, endpoints, place, is_mean=True)
         return endpoints
 
     def _check_same_outputs(
-        self, models: Sequence[str], endpoints: tuple[Endpoint, ...], place: str
+        self, models: Sequence[str], endpoints: tuple[Endpoint, ...], place: str, *, is_mean: bool
     ) -> None:
-        """A flow's card tells what its vectors are: they must be the same of all who decide."""
+        """A flow's card tells what its vectors are: of all who decide, they must be of one kind,
+        have the same labels, and in a mean the same size."""
         known: dict[tuple[str, int, tuple[str, ...]], str] = {}
         for model in models:
             for pooling in self._poolings(model):
+                size = pooling.num_outputs if is_mean else 0
                 labels = pooling.labels if Endpoint.CLASSIFY in endpoints else ()
-                known.setdefault((pooling.kind, pooling.num_outputs, labels), model)
+                known.setdefault((pooling.kind, size, labels), model)
         if len(known) > 1:
-            each = "; ".join(
-                " ".join((f"{model} has {number} of kind {kind}", *labels[:20]))
-                for (kind, number, labels), model in known.items()
+            each = []
+            for (kind, size, labels), model in known.items():
+                details = [kind, *([f"{size} outputs"] if size else []), *labels[:20]]
+                each.append(f"{model} ({', '.join(details)})")
+            raise FlowError(
+                f"{place}: the outputs of its models must be the same: {'; '.join(each)}"
             )
-            raise FlowError(f"{place}: the outputs of its models must be the same: {each}")
 
     def _poolings(self, name: str) -> list[PoolingCard]:
         """Of the models whose output may be that of a model or a flow."""

@@ -151,7 +151,7 @@ async def _cascade(execution: Execution, cascade: Cascade) -> AsyncGenerator[Log
             scoring = _scoring(execution.parent, index, cascade.confidence.scorer, outcome)
             yield execution.log_begun(*scoring)
             scores = [await _score(execution, each) for each in await execution.run_calls(scoring)]
-            sure = min(scores)
+            sure = max(0.0, min(scores))
         else:
             sure = _confidence(cascade.confidence, outcome)
         if sure >= (cascade.members[index].threshold or 0.0):

@@ -11,6 +11,7 @@ from contract.jobs import JobStatus
 from gateway.flows.calls import Calls, MemberFailed
 from gateway.flows.execution import Execution
 from gateway.flows.kinds import events_of
+from gateway.flows.members import cancel_whole
 from gateway.flows.publisher import Publisher
 from gateway.flows.stage_queues import StageQueues
 from gateway.http.errors import UnknownJob
@@ -103,7 +104,8 @@ class Run:
         """Cancels the calls under way, as far as Redis answers; the rest ends by its deadline."""
         for run in self._execution.unfinished() if self._execution else ():
             try:
-                await self._broker.cancel(run.job_id, self.job.tenant)
+                called, _ = await self._broker.read(run.job_id, self.job.tenant)
+                await cancel_whole(self._broker, called.job)
             except UnknownJob:
                 continue
             except BatchwayError as exc:

@@ -132,12 +132,11 @@ class FlowService:
                 card = replace(card, created_s=known.created_s)
             is_stored = name in cards  # Redis may have lost its data
             cards[name] = card
-            self._broker.known.add(
-                card
-            )  # the flows that call it begin before a list is a second old
             await self._serve(card)
             if card != known or not is_stored:
                 await self._catalogue.publish_card(card)
+                # At once, for the flows that call it: a list of models may be a second old.
+                self._broker.known.add(card)
                 log.info("flow served model=%s", name)
             self._published[name] = card
         await self._withdraw([name for name, card in cards.items() if card.flow is not None])
@@ -191,8 +190,8 @@ class FlowService:
             return None
         key = job.model, msgspec.json.encode(definition)
         if (known := self._stage_queues.get(key)) is None:
-            card = self._published.get(job.model)  # None: the flow is withdrawn
-            lanes = card.lanes if card else ()
+            worker = self._workers.get(job.model)  # None: the flow is withdrawn
+            lanes = worker.lanes if worker else ()
             known = StageQueues(len(definition.steps), self._broker.clock, lanes)
             self._stage_queues[key] = known
             while len(self._stage_queues) > _MAX_STAGE_QUEUES:

@@ -3,7 +3,7 @@ batch.
 """
 
 import asyncio
-from collections import Counter
+import heapq
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -24,7 +24,11 @@ class _Stage:
     def __init__(self) -> None:
         self.batcher = StageBatcher()
         self.waiting: dict[StagedJob, float] = {}  # since when, in order
-        self.under_way = Counter[str]()  # calls that were sent and have not ended, by tenant
+        self.num_under_way = 0  # calls that were sent and have not ended
+        # Start-time fair queueing (Goyal and others, SIGCOMM 1996): the start of the last call that
+        # was sent, by lane, and the earliest start of a tenant's next one. In calls of weight 1.
+        self.reached: dict[int, float] = {}
+        self.next_starts: dict[tuple[int, str], float] = {}
 
 
 class StageQueues:
@@ -49,12 +53,18 @@ class StageQueues:
 
     def wait(self, staged_job: "StagedJob") -> None:
         """The job has arrived at its stage."""
-        self._stages[staged_job.stage].waiting[staged_job] = self.clock()
+        stage = self._stages[staged_job.stage]
+        lane = self._ranks.get(staged_job.lane, len(self._ranks))
+        key = lane, staged_job.tenant
+        start = max(stage.reached.get(lane, 0.0), stage.next_starts.get(key, 0.0))
+        stage.next_starts[key] = start + 1 / staged_job.weight
+        staged_job.turn = lane, start
+        stage.waiting[staged_job] = self.clock()
         self.look()
 
     def ended(self, staged_job: "StagedJob", batch: _Batch) -> None:
         """A job's call has ended."""
-        self._stages[staged_job.stage].under_way[staged_job.tenant] -= 1
+        self._stages[staged_job.stage].num_under_way -= 1
         batch.num_under_way -= 1
         if batch.num_under_way == 0:
             seconds = self.clock() - batch.sent_s
@@ -88,22 +98,14 @@ class StageQueues:
             if size == 0:
                 return max(0.0, stage.batcher.hold_s - queues.waited_s)
             batch = _Batch(size, self.clock())
-            for staged_job in self._in_turn(stage)[:size]:
+            stage.num_under_way += size
+            for staged_job in heapq.nsmallest(size, stage.waiting, key=lambda each: each.turn):
                 del stage.waiting[staged_job]
-                stage.under_way[staged_job.tenant] += 1
+                lane, stage.reached[lane] = staged_job.turn
                 staged_job.send(batch)
+        stage.reached.clear()  # nobody waits: no tenant is behind
+        stage.next_starts.clear()
         return None
-
-    def _in_turn(self, stage: _Stage) -> list["StagedJob"]:
-        """Those that wait: the most urgent lane first, within it the tenants in turn by weight."""
-        turns = dict[StagedJob, tuple[int, float]]()
-        num_waiting = Counter[tuple[int, str]]()
-        for each in stage.waiting:
-            rank = self._ranks.get(each.lane, len(self._ranks))
-            num_waiting[rank, each.tenant] += 1
-            num_before = stage.under_way[each.tenant] + num_waiting[rank, each.tenant]
-            turns[each] = rank, num_before / each.weight
-        return sorted(turns, key=lambda each: turns[each])
 
     def _queues(self, number: int) -> Queues:
         stage = self._stages[number]
@@ -113,7 +115,7 @@ class StageQueues:
             num_waiting=len(stage.waiting),
             waited_s=self.clock() - since_s,
             num_before=sum(self._num_jobs[:number]),
-            num_under_way=stage.under_way.total(),
+            num_under_way=stage.num_under_way,
             num_next=self._num_jobs[number + 1] if following else 0,
             next_best_size=following.batcher.best_size if following else 1,
         )
@@ -126,6 +128,7 @@ class StagedJob:
         self.tenant = tenant
         self.weight = weight
         self.lane = ""
+        self.turn = 0, 0.0  # the least is sent first
         self.stage = 0
         self._stages = stages
         self._batch: _Batch | None = None

@@ -1,6 +1,7 @@
 """A pipeline step's body, made of templates over the caller's body and earlier answers."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -69,7 +70,11 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    if not isinstance(value, str | int | float | None):
+    if isinstance(value, str):
+        return str(value)  # of Markup, which the filter `e` gives
+    if isinstance(value, float) and not math.isfinite(value):
+        raise jinja2.TemplateRuntimeError(f"its value, {value}, is no JSON")
+    if not isinstance(value, int | float | None):
         raise jinja2.TemplateRuntimeError(f"its value, of type {type(value).__name__}, is no JSON")
     return value
 

@@ -64,7 +64,10 @@ class KnownModels:
         now_s = time.monotonic()
         asked_s, models = self._models
         if not models or now_s - asked_s > CATALOGUE_TTL_S:
+            known = self._models
             models = {card.name: card for card in await self._redis.call(self._catalogue.models)}
+            if self._models is not known:  # this list may lack what was added meanwhile
+                return await self.models()
             self._models = (now_s, models)
         return models
 

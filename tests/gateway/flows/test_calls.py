@@ -49,8 +49,12 @@ def test_a_choice_is_scored_beside_its_own_prompt() -> None:
 
 def test_a_fault_in_a_step_s_body_names_the_field() -> None:
     message = {"role": "user", "content": "a"}
+    deep: dict[str, object] = {}
+    for _ in range(300):
+        deep = {"a": deep}
     for more, fault in (
         ({"frobnicate": 1}, "frobnicate: unknown parameter"),
+        ({"metadata": deep}, "Invalid JSON: recursion limit exceeded"),
         ({"messages": [message, {"role": "user"}]}, "messages.1.content: must be given"),
     ):
         with pytest.raises(ApiError) as caught:

@@ -31,9 +31,9 @@ def answers(*texts: str) -> Script:
     return script
 
 
-def calls_tool(name: str) -> Script:
+def calls_tool(name: str, arguments: str) -> Script:
     def script(job: Job) -> Sequence[Prompt | Tokens]:
-        call = ToolCallDelta(0, name, "{}")
+        call = ToolCallDelta(0, name, arguments)
         token_ids = encode_text(name)
         return [
             Tokens((ChoiceDelta(0, 0, token_ids, "", FinishReason.TOOL_CALLS, tool_calls=(call,)),))
@@ -54,10 +54,10 @@ async def test_a_vote_is_held_for_each_prompt(flows: httpx.AsyncClient, fleet: F
 
 
 async def test_a_vote_counts_tool_calls(flows: httpx.AsyncClient, fleet: Fleet) -> None:
-    """Their texts are all empty."""
-    fleet.say("small", calls_tool("wait"))
-    fleet.say("large", calls_tool("add"))
-    fleet.say("third", calls_tool("add"))
+    """Their texts are all empty. Arguments are compared as JSON."""
+    fleet.say("small", calls_tool("wait", "{}"))
+    fleet.say("large", calls_tool("add", '{"a": 1,"b":2}'))
+    fleet.say("third", calls_tool("add", '{"b":2,"a":1}'))
     tools = [{"type": "function", "function": {"name": name}} for name in ("wait", "add")]
     answer = await flows.post(CHAT, json=chat("vote", tools=tools))
     assert answer.status_code == 200, answer.text

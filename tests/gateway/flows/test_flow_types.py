@@ -118,13 +118,13 @@ def test_every_kind_of_model_can_be_routed_to(tmp_path: Path) -> None:
         ),
         (
             ensemble("mean", "embed", "embed-wide"),
-            "ensemble: the outputs of its models must be the same: embed has 64 of kind embedding; "
-            "embed-wide has 128 of kind embedding",
+            "ensemble: the outputs of its models must be the same: embed (embedding, 64 "
+            "outputs); embed-wide (embedding, 128 outputs)",
         ),
         (
             ensemble("mean", "rank", "embed"),
-            "ensemble: the outputs of its models must be the same: rank has 1 of kind reranker; "
-            "embed has 64 of kind embedding",
+            "ensemble: the outputs of its models must be the same: rank (reranker, 1 "
+            "outputs); embed (embedding, 64 outputs)",
         ),
         (
             route(
@@ -132,8 +132,8 @@ def test_every_kind_of_model_can_be_routed_to(tmp_path: Path) -> None:
                 classifier="intent",
                 rules=[{"when": {"labels": ["ask"]}, "to": [{"model": "mood"}]}],
             ),
-            "route: the outputs of its models must be the same: mood has 2 of kind classifier good "
-            "bad; intent has 2 of kind classifier ask chat",
+            "route: the outputs of its models must be the same: mood (classifier, good, "
+            "bad); intent (classifier, ask, chat)",
         ),
         (
             pipeline(("embed", "/v1/rerank"), ("rank", "/v1/embeddings")),

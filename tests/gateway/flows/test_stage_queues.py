@@ -110,23 +110,27 @@ async def test_a_slow_stage_holds_back_those_before_it() -> None:
 
 
 async def test_tenants_take_turns_by_weight_within_the_most_urgent_lane() -> None:
-    """Of jobs that came tenant by tenant, and fill one batch once there is room."""
+    """Of jobs that came tenant by tenant: one tenant's many hold no other up."""
     stages = StageQueues(1, Clock(), ("urgent", "batch"))
-    stages._stages[0].batcher.ended(4, 0.0)  # so the best size is 8
-    release, sent = asyncio.Event(), list[str]()
+    for size in (1, 2):  # twice the calls take twice as long: the best size is 1
+        stages._stages[0].batcher.ended(size, float(size))
+    begin, sent = asyncio.Event(), list[str]()
 
     async def run(tenant: str, lane: str, weight: float) -> None:
         with stages.staged_job(tenant, weight) as staged_job:
             await staged_job.wait_turn(0, lane)
             sent.append(tenant)
-            await release.wait()
+            await begin.wait()
 
-    waiting = [("a", "batch", 1.0)] * 3 + [("b", "batch", 2.0)] * 3 + [("c", "urgent", 1.0)]
-    jobs = [("first", "urgent", 1.0)] * 9 + waiting
+    first = [("first", "urgent", 1.0)] * 2  # so many may run at once
+    many = [("many", "batch", 3.0)] * 60 + [("few", "batch", 1.0)] * 20
+    jobs = [*first, *many, ("urgent", "urgent", 1.0)]
     tasks = [asyncio.create_task(run(*job)) for job in jobs]
     for _ in range(3):
         await asyncio.sleep(0)
-    assert sent == ["first"] * 9
-    release.set()
+    assert sent == ["first"] * 2
+    begin.set()
     await asyncio.gather(*tasks)
-    assert sent[9:] == ["c", "b", "a", "b", "b", "a", "a"]
+    assert sent[2] == "urgent"
+    shares = [sent[3:][start : start + 20].count("few") for start in range(0, 80, 20)]
+    assert all(4 <= share <= 6 for share in shares)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,11 @@ VALUES: dict[str, Any] = {
     "rank": {"results": [{"index": 1, "text": "two"}, {"index": 0, "text": "one <1>"}]},
 }
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=10,
 )
@@ -47,6 +52,7 @@ def step(**body: Any) -> Step:
         ("{# why #}{{ input.top }}", "2"),
         ("{% for r in rank.results %}[{{ r.text }}]{% endfor %}", "[two][one <1>]"),
         ("{{ rank.results[1].text | tojson }}!", '"one <1>"!'),
+        ("{{ rank.results[1].text | e }}", "one &lt;1&gt;"),
         ("no template", "no template"),
         ("", ""),
     ],
@@ -55,7 +61,9 @@ def test_one_expression_is_its_value_and_all_else_text(template: str, value: obj
     """At any depth of the body; keys are left as they are."""
     deep = {"{{ key }}": [1, template, {"x": template}]}
     check_templates(step(a=template, deep=deep), VALUES)
-    assert render(step(a=template, deep=deep), VALUES) == {
+    rendered = render(step(a=template, deep=deep), VALUES)
+    assert msgspec.json.decode(msgspec.json.encode(rendered)) == rendered
+    assert rendered == {
         "a": value,
         "deep": {"{{ key }}": [1, value, {"x": value}]},
     }
@@ -83,6 +91,7 @@ def test_a_callers_text_is_never_a_template() -> None:
         ("{{ input.top | join }}", "the template failed: TypeError"),
         ("{{ ''.__class__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
         ("{{ [input, {'a': [input.nothing]}] }}", "'dict object' has no attribute 'nothing'"),
+        ("{{ (input.top ~ 'e999') | float }}", "its value, inf, is no JSON"),
         ("{{ input.items }}", "its value, of type builtin_function_or_method, is no JSON"),
     ],
 )
