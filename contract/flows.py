@@ -141,6 +141,19 @@ class Pipeline(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="pipeli
 Definition = Route | Cascade | Ensemble | Pipeline
 
 
+def deciding_members(definition: Definition) -> list[str]:
+    """The models whose output may be the flow's."""
+    match definition:
+        case Route():
+            return [to.model for to in definition.targets]
+        case Cascade():
+            return [member.model for member in definition.members]
+        case Ensemble():
+            return list(definition.members)
+        case Pipeline():
+            return [definition.steps[-1].model]
+
+
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
     """A checked definition, and the endpoints through which it can be called."""
 

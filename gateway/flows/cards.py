@@ -3,9 +3,9 @@
 import time
 from collections.abc import Mapping
 
-from contract.flows import Flow
+from contract.flows import Flow, deciding_members
 from contract.model_cards import Capabilities, ModelCard
-from gateway.flows.definitions import FlowError, deciding_members, members
+from gateway.flows.definitions import FlowError, members
 
 
 def flow_card(name: str, flow: Flow, cards: Mapping[str, ModelCard]) -> ModelCard:

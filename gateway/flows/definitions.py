@@ -91,19 +91,6 @@ def members(definition: Definition) -> Iterator[tuple[str, str]]:
             )
 
 
-def deciding_members(definition: Definition) -> list[str]:
-    """The models whose output may be the flow's."""
-    match definition:
-        case Route():
-            return [to.model for to in definition.targets]
-        case Cascade():
-            return [member.model for member in definition.members]
-        case Ensemble():
-            return list(definition.members)
-        case Pipeline():
-            return [definition.steps[-1].model]
-
-
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not typed
     """YAML's plain values; of a key that is there twice, the first would be lost."""
 

@@ -15,12 +15,12 @@ from contract.flows import (
     FlowCall,
     Pipeline,
     Route,
+    deciding_members,
 )
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, default_seed
 from contract.model_cards import ModelCard
 from gateway.flows.conditions import Facts, choose_target, load_detector, needs_label
-from gateway.flows.definitions import deciding_members
 from gateway.flows.reservation import NumTokens, Reservation
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.openai.admission import Terms, tokenised

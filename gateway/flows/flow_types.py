@@ -3,10 +3,18 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from contract.flows import Cascade, Definition, Ensemble, Flow, Pipeline, Route
+from contract.flows import (
+    Cascade,
+    Definition,
+    Ensemble,
+    Flow,
+    Pipeline,
+    Route,
+    deciding_members,
+)
 from contract.jobs import Endpoint
 from contract.model_cards import ModelCard, PoolingCard
-from gateway.flows.definitions import FlowError, deciding_members, members
+from gateway.flows.definitions import FlowError, members
 
 _GENERATIVE = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 _COMBINABLE = {

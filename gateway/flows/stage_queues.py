@@ -34,9 +34,7 @@ class _Stage:
 class StageQueues:
     """One for each staged pipeline in a process. `lanes`: the most urgent first."""
 
-    def __init__(
-        self, num_stages: int, clock: Callable[[], float], lanes: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, num_stages: int, clock: Callable[[], float], lanes: Sequence[str]) -> None:
         self.clock = clock
         self._ranks = {lane: rank for rank, lane in enumerate(lanes)}
         self._stages = [_Stage() for _ in range(num_stages)]
@@ -101,7 +99,8 @@ class StageQueues:
             stage.num_under_way += size
             for staged_job in heapq.nsmallest(size, stage.waiting, key=lambda each: each.turn):
                 del stage.waiting[staged_job]
-                lane, stage.reached[lane] = staged_job.turn
+                lane, start = staged_job.turn
+                stage.reached[lane] = start
                 staged_job.send(batch)
         stage.reached.clear()  # nobody waits: no tenant is behind
         stage.next_starts.clear()

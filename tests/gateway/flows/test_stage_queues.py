@@ -25,7 +25,7 @@ async def turns(*staged_jobs: StagedJob, stage: int) -> list[asyncio.Task[None]]
 
 async def test_a_job_alone_never_waits() -> None:
     """Nothing is before it that could join."""
-    with StageQueues(2, Clock()).staged_job("t", 1.0) as staged_job:
+    with StageQueues(2, Clock(), ()).staged_job("t", 1.0) as staged_job:
         await staged_job.wait_turn(0, "a")
         staged_job.ended()
         await staged_job.wait_turn(1, "a")
@@ -34,7 +34,7 @@ async def test_a_job_alone_never_waits() -> None:
 async def test_calls_of_a_later_stage_wait_for_those_before_them() -> None:
     """Until the batch is full, or until nothing before them can join it."""
     clock = Clock()
-    stages = StageQueues(2, clock)
+    stages = StageQueues(2, clock, ())
     with stages.staged_job("t", 1.0) as warm:
         for stage in (0, 1):  # a batch of one takes 10 s
             await warm.wait_turn(stage, "a")
@@ -53,7 +53,7 @@ async def test_calls_of_a_later_stage_wait_for_those_before_them() -> None:
 async def test_a_job_that_leaves_holds_nobody() -> None:
     """Its place before the others is empty then."""
     clock = Clock()
-    stages = StageQueues(2, clock)
+    stages = StageQueues(2, clock, ())
     with stages.staged_job("t", 1.0) as first:
         await first.wait_turn(0, "a")
         clock.now_s += 10.0
@@ -71,7 +71,7 @@ async def test_a_job_that_leaves_holds_nobody() -> None:
 async def test_a_slow_stage_holds_back_those_before_it() -> None:
     """At most two of its best batches run, of about ten calls, and not all of 300 jobs."""
     clock, num_jobs, most = Clock(), 300, [0, 0, 0]
-    stages = StageQueues(3, clock)
+    stages = StageQueues(3, clock, ())
     called: list[set[StagedJob]] = [set(), set(), set()]
     answered = asyncio.Queue[None]()
     release = [asyncio.Event() for _ in range(3)]
