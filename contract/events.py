@@ -28,8 +28,8 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
 class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
     """New output of one choice: the tokens from position `start` on, and new text.
 
-    Text lags behind tokens while a character or a possible stop string is incomplete. In jobs with
-    tools, `text` excludes reasoning and tool calls.
+    Text lags behind tokens while a character or a possible stop string is incomplete. In chats,
+    `text` excludes reasoning and tool calls.
     """
 
     choice: int
@@ -41,6 +41,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, array_like=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     vector: bytes = b""  # of a prefill-only job's prompt: float32, little-endian
+    num_reasoning: int = 0  # of the tokens, those of the reasoning with its marks
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):

@@ -1,11 +1,12 @@
 """What workers publish of a model, and gateways need to serve it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from contract.flows import Flow
 from contract.jobs import DEFAULT_LANES, Endpoint, ResumeKind
+from contract.output_formats import ReasoningFormat, ToolFormat
 
 MAX_EOS_TOKENS = 1024
 
@@ -22,6 +23,18 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     tools: bool = False
     lora: bool = False
     resume: ResumeKind = "exact"
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What holds where a caller says nothing: the model's generation_config.json. None: as in
+    OpenAI's API."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None  # 0: off
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    suppress_tokens: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class PoolingCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,6 +79,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     # The lanes that its workers serve, most urgent first.
     lanes: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1, max_length=64)] = DEFAULT_LANES
     capabilities: Capabilities = Capabilities()
+    generation: GenerationDefaults = GenerationDefaults()
+    reasoning_parser: Annotated[str, msgspec.Meta(max_length=64)] = ""  # "": does not reason
+    tool_call_parser: Annotated[str, msgspec.Meta(max_length=64)] = ""  # "": calls no tools
     pooling: PoolingCard | None = None  # of a prefill-only model
     flow: Flow | None = None  # of a model that consists of others
 
@@ -81,20 +97,6 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         return (*found, Endpoint.CLASSIFY) if scores_texts else found
 
 
-MAX_LITERAL_CHARS = 256
-_Literal = Annotated[str, msgspec.Meta(max_length=MAX_LITERAL_CHARS)]
-
-
-class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The literal text around the names and arguments (JSON objects) of tool calls:
-    `begin name middle arguments (between name middle arguments)* end`."""
-
-    begin: _Literal
-    middle: _Literal
-    between: _Literal | None  # None: the model writes one call only
-    end: _Literal
-
-
 MAX_TOKENIZER_BYTES = 32 * 2**20  # of TokenizerFiles in msgpack, plain and compressed
 
 
@@ -103,7 +105,10 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_json: str
     chat_template: str | None
+    tool_template: str | None = None  # for chats with tools; None: the same
     special_tokens: dict[str, str] = {}  # bos_token, eos_token …: variables of the template
-    # How tool calls and reasoning are found in an output: transformers' format, as JSON.
-    response_template: str | None = None
-    tool_format: ToolFormat | None = None  # None: no grammar can force a call
+    # Other variables that the templates read, such as enable_thinking, and the operator's values.
+    template_variables: Annotated[tuple[str, ...], msgspec.Meta(max_length=256)] = ()
+    template_kwargs: dict[str, Any] = {}
+    reasoning: ReasoningFormat | None = None  # None: the model does not reason
+    tool_format: ToolFormat | None = None  # None: not known, so the model calls no tools

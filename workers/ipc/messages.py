@@ -7,13 +7,18 @@ Over 300 lines: the messages of both directions are one interface, read together
 """
 
 from collections.abc import Sequence as Seq
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason, Pooling, SamplingParams
-from contract.model_cards import Capabilities, PoolingCard, TokenizerFiles
+from contract.model_cards import (
+    Capabilities,
+    GenerationDefaults,
+    PoolingCard,
+    TokenizerFiles,
+)
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
@@ -74,6 +79,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     attention: str = "auto"  # auto, torch or triton
     steps: str = "auto"  # auto, direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
     fused: bool = True  # exchange modules for faster ones that prove equal
+    generation_config: str = "auto"  # the model's sampling settings hold; none: they do not
+    tool_call_parser: str = "auto"  # a name in workers.output.tool_formats, or none
+    reasoning_parser: str = "auto"  # a name in workers.output.reasoning_formats, or none
+    chat_template_kwargs: dict[str, Any] = {}  # variables of the chat template, unless a call has them
     engine_args: dict[str, str] = {}  # vLLM's own, by name
     nodes: int = 1  # machines that share vLLM's ranks
     node_rank: int = 0
@@ -164,6 +173,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     block_size: int
     max_num_seqs: int
     capabilities: Capabilities = Capabilities()
+    generation: GenerationDefaults = GenerationDefaults()
     pooling: PoolingCard | None = None  # of a prefill-only model
     tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
 
