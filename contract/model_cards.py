@@ -30,10 +30,12 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_default
     OpenAI's API."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None  # 0: off
+    top_k: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     suppress_tokens: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=1024)] = ()
 
 
@@ -110,5 +112,7 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     # Other variables that the templates read, such as enable_thinking, and the operator's values.
     template_variables: Annotated[tuple[str, ...], msgspec.Meta(max_length=256)] = ()
     template_kwargs: dict[str, Any] = {}
+    # The template wants the arguments of past calls as JSON strings, not as objects.
+    string_arguments: bool = False
     reasoning: ReasoningFormat | None = None  # None: the model does not reason
     tool_format: ToolFormat | None = None  # None: not known, so the model calls no tools

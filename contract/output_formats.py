@@ -16,7 +16,7 @@ Syntax = Literal[
     "object",  # {"name": NAME, "arguments": {…}}, with the keys that the format names
     "json",  # NAME middle {…}
     "tags",  # NAME middle (key_open KEY key_close VALUE value_close)*
-    "python",  # [NAME(key=value, …), …]
+    "python",  # [NAME(key=value, …), …], brackets and commas included
     "gemma",  # NAME{key:value,…}, with strings between <|"|>
 ]
 
@@ -37,12 +37,14 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     end: _Literal = ""
     name_key: _Literal = "name"  # of `object`
     arguments_key: _Literal = "arguments"  # of `object`
-    id_key: _Literal = ""  # of `object`: a key for the call's id, which the model writes last
+    id_key: _Literal = ""  # of `object`: a key for the call's id
+    id_first: bool = False  # the id's key stands before the name, or behind the arguments
     middle: _Literal = ""  # of `json` and `tags`
     # Of `tags`. A run of white space here stands for itself or for none: values keep their own.
     key_open: _Literal = ""
     key_close: _Literal = ""
     value_close: _Literal = ""
+    has_cdata: bool = False  # of `tags`: values may stand in <![CDATA[…]]>
     # Ids in prompts are of so many letters and digits, or the chat template refuses them; 0: any.
     id_length: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
 
