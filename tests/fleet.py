@@ -61,6 +61,10 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """kill -9 of the supervisor alone. Its engine must end by itself."""
         self._process.kill()
@@ -85,7 +89,7 @@ class WorkerProcess:
         return self._process.wait(timeout_s)
 
     async def close(self) -> None:
-        if self._process.poll() is None:
+        if self.is_alive:
             try:
                 await self.stop()
             except subprocess.TimeoutExpired:

@@ -1,0 +1,35 @@
+"""A model's folder with a real tokenizer and chat template, and a stand-in for its weights."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.real.families import Family
+from tests.real.parts import template, tokenizer_folder
+from tests.real.scripted import SAYS
+
+
+def write_model_folder(family: Family, folder: Path) -> None:
+    source = tokenizer_folder(family.tokenizer)
+    folder.mkdir()
+    (folder / "tokenizer.json").symlink_to(source / "tokenizer.json")
+    configuration = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if family.template:
+        configuration["chat_template"] = template(family.template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(configuration))
+    (folder / "config.json").write_text(json.dumps(family.config))
+    if family.generation:
+        (folder / "generation_config.json").write_text(json.dumps(family.generation))
+    # The loader looks for the head, to tell decoders from embedding models.
+    save_file({"lm_head.weight": np.zeros(1)}, folder / "model.safetensors")
+    (folder / SAYS).mkdir()
+
+
+def say(folder: Path, text: str) -> str:
+    """What a prompt must contain so that the model says a text."""
+    name = hashlib.sha256(text.encode()).hexdigest()[:8]
+    (folder / SAYS / name).write_text(text, encoding="utf-8")
+    return f"say:{name}"

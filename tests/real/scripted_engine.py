@@ -1,0 +1,35 @@
+"""A real engine process with a scripted model: `python -m tests.real.scripted_engine --fd N
+--options JSON`. The product's own loader reads everything of the model's folder but weights."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from tokenizers import Tokenizer
+
+from tests.real.scripted import ScriptedModel, Vocabulary
+from workers.engine.model import LoadedModel
+from workers.engine_process import engine_loop as engine_process
+from workers.ipc.messages import EngineOptions
+from workers.model import loader
+from workers.model.loaded import Loaded
+
+
+def load_scripted_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
+    """Raises ModelRefused."""
+    folder = Path(options.model_path)
+
+    def runner(loaded: Loaded, progress: Callable[[str], None]) -> ScriptedModel:
+        del progress
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        ending_id = max(loaded.eos_token_ids)
+        vocabulary = Vocabulary(tokenizer, ending_id)
+        return ScriptedModel(folder, vocabulary, loaded.eos_token_ids, loaded.max_model_len)
+
+    with mock.patch.object(loader, "_runner", runner):
+        return loader.load_model(options, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(engine_process.main(load=load_scripted_model))
