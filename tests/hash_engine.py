@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from contract.model_cards import PoolingCard, TokenizerFiles
+from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
 from workers.engine.grammar import StepMasks
 from workers.engine.limits import DEFAULT_STEP_TOKENS
@@ -46,6 +46,7 @@ class LoadedHashModel:
     tokenizer: TokenizerFiles
     num_step_tokens: int = DEFAULT_STEP_TOKENS
     tokens_per_s: float = 0.0
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     pooling: PoolingCard | None = None
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from workers.engine.sequence import Sequence
 
 if TYPE_CHECKING:  # who only names an error of this module loads no numpy
-    from contract.model_cards import PoolingCard, TokenizerFiles
+    from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
     from workers.engine.grammar import StepMasks
 
 
@@ -187,6 +187,11 @@ class LoadedModel(Protocol):
     @property
     def num_step_tokens(self) -> int:
         """Token budget of a step for the device."""
+        ...
+
+    @property
+    def generation(self) -> "GenerationDefaults":
+        """What holds where a caller says nothing."""
         ...
 
     @property

@@ -147,6 +147,7 @@ def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities
         block_size=model.block_size,
         max_num_seqs=options.max_num_seqs,
         capabilities=can,
+        generation=loaded.generation,
         pooling=loaded.pooling,
         tokens_per_s=loaded.tokens_per_s,
     )

@@ -1,14 +1,15 @@
 """Checks a checkpoint's configuration files before weights are read. Runs none of its code."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
-from contract.model_cards import MAX_EOS_TOKENS
 from workers.engine.model import ModelRefused
 from workers.model.place import check_place
+from workers.model.rope import of_each_layer, scaled_length
 
 DEFAULT_REVISION = "main"
 # Files that transformers reads as JSON, with their size limits. tokenizer.json has its own reader.
@@ -31,6 +32,7 @@ _LEAST_SIZES = {
 _MAX_LAYERS = 1_000
 _MAX_COUNT = 2**16  # of heads, experts and other num_… fields
 _MAX_SIZE = 2**31 - 1
+_ROTARY_NUMBERS = ("factor", "original_max_position_embeddings")
 # Configuration keys of the trained number of positions.
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -48,6 +50,7 @@ def read_config(
             f"{model_path} brings its own code (auto_map in config.json); "
             "batchway never runs code that comes with a model"
         )
+    _check_rotary(model_path, raw)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             model_path, revision=revision, trust_remote_code=False
@@ -96,6 +99,27 @@ def _check_sizes(model_path: str, config: PretrainedConfig) -> None:
                     f"config.json of {model_path} has {name} {number:.6g}; a decoder has "
                     f"{least.get(name, 0)} to {most}"
                 )
+    if (length := context_length(config)) is not None and not 1 <= length <= _MAX_SIZE:
+        raise ModelRefused(
+            f"config.json of {model_path} has rotary scaling to {length} positions; a decoder has "
+            f"1 to {_MAX_SIZE}"
+        )
+
+
+def _check_rotary(model_path: str, raw: Mapping[str, Any]) -> None:
+    """Refuses numbers of rotary scaling with which transformers would fail oddly, or not at all."""
+    inner = raw.get("text_config")
+    for config in (raw, inner if isinstance(inner, dict) else {}):
+        for parameters in map(config.get, ("rope_scaling", "rope_parameters")):
+            for each in of_each_layer(parameters):
+                for name in _ROTARY_NUMBERS:
+                    number = each.get(name)
+                    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+                    if number is not None and not (is_number and 0 < number <= _MAX_SIZE):
+                        raise ModelRefused(
+                            f"config.json of {model_path} has the rotary {name} {number!r}; it is "
+                            "a number over 0"
+                        )
 
 
 def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
@@ -132,43 +156,13 @@ def _check_kind(model_path: str, config: PretrainedConfig, *, pools: bool) -> No
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Maximum positions by the configuration; None if it sets no limit."""
+    """Maximum positions by the configuration, with its rotary scaling; None if it sets no limit."""
     text = config.get_text_config()
     for name in _LENGTH_NAMES:
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return scaled_length(text, value)
     return None
-
-
-def eos_token_ids(
-    model_path: str, config: PretrainedConfig, revision: str = DEFAULT_REVISION
-) -> tuple[int, ...]:
-    """The tokens that end an answer, by the configuration and the generation configuration.
-
-    Raises ModelRefused.
-    """
-    sources: list[Any] = [config.get_text_config().eos_token_id, config.eos_token_id]
-    try:
-        generation = GenerationConfig.from_pretrained(model_path, revision=revision)
-        sources.append(generation.eos_token_id)
-    except OSError:
-        pass  # the file is optional
-    except Exception as exc:  # transformers assumes a well-formed file
-        raise ModelRefused(
-            f"generation_config.json of {model_path} cannot be read: {first_line(exc)}"
-        ) from exc
-    found: set[int] = set()
-    for value in sources:
-        for token_id in value if isinstance(value, list | tuple) else [value]:
-            if token_id is None:
-                continue
-            if not (isinstance(token_id, int) and 0 <= token_id <= _MAX_SIZE):
-                raise ModelRefused(f"{model_path} names an end token that is no token id")
-            found.add(token_id)
-    if len(found) > MAX_EOS_TOKENS:
-        raise ModelRefused(f"{model_path} names {len(found)} end tokens, over {MAX_EOS_TOKENS}")
-    return tuple(sorted(found))
 
 
 def first_line(exc: BaseException) -> str:

@@ -6,25 +6,22 @@ vectors, as those of `pooling` do.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from contract.model_cards import PoolingCard, TokenizerFiles
+from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend
-from workers.model.checkpoint import (
-    DEFAULT_REVISION,
-    context_length,
-    eos_token_ids,
-    read_config,
-)
+from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
+from workers.model.files import Files
 from workers.model.float8 import exact_inputs
+from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import check_steps
 from workers.model.loaded import Loaded
@@ -65,6 +62,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
     num_step_tokens: int = DEFAULT_STEP_TOKENS  # token budget of a step for this device
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     pooling: PoolingCard | None = None  # of a prefill-only model
     tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
 
@@ -81,8 +79,19 @@ def load_model(
     if (folder := read_folder(path, revision)) is not None:
         return _load_pooling(folder, options, progress)
     config = read_config(path, revision)
-    eos_ids = eos_token_ids(path, config, revision)
-    tokenizer = read_tokenizer(path, revision)
+    tokenizer = read_tokenizer(
+        path,
+        revision,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        template_kwargs=options.chat_template_kwargs,
+    )
+    vocab_size = int(config.get_text_config().vocab_size)
+    files = Files(path, revision)
+    eos_ids = end_token_ids(files, config, tokenizer)
+    generation = GenerationDefaults()
+    if options.generation_config == "auto":
+        generation = sampling_defaults(files, vocab_size)
     device = _device(options.device)
     check_steps(options.steps, device)
     dtype = _dtype(options.dtype, device, config)
@@ -102,10 +111,9 @@ def load_model(
         read, config, device, dtype, options, max_model_len, frozenset(eos_ids), processor
     )
     runner = _runner(loaded, progress)
-    vocab_size = int(config.get_text_config().vocab_size)
     num_step_tokens = _CPU_STEP_TOKENS if device.type == "cpu" else DEFAULT_STEP_TOKENS
     return LoadedModel(
-        runner, runner.max_model_len, vocab_size, eos_ids, tokenizer, num_step_tokens
+        runner, runner.max_model_len, vocab_size, eos_ids, tokenizer, num_step_tokens, generation
     )
 
 
@@ -140,8 +148,8 @@ def _load_pooling(
         (),
         tokenizer,
         default_step_tokens(device),
-        card,
-        runner.tokens_per_s,
+        pooling=card,
+        tokens_per_s=runner.tokens_per_s,
     )
 
 

@@ -1,19 +1,47 @@
-"""Makes length-dependent rotary embeddings independent of the batch.
+"""Rotary embeddings: how far scaling extends them, and one choice of it for all sequences.
 
 transformers uses the longest position of the batch to choose longrope's factors or dynamic NTK
 scaling, so a sequence's tokens would depend on its neighbours. Here both are fixed once, for the
 longest sequence that this engine runs.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from workers.model.transformers_compat import ROPE_INIT_FUNCTIONS
 
 # A name that modeling_rope_utils.dynamic_rope_update ignores.
 _FIXED = "fixed"
+# Without scaling, or with one that `max_position_embeddings` includes.
+_INCLUDED = ("default", "su", "longrope", "llama3")
+
+
+def of_each_layer(parameters: Any) -> list[Mapping[str, Any]]:
+    """The rotary parameters of each kind of layer that has its own, or those of all layers."""
+    if not isinstance(parameters, Mapping):
+        return []
+    by_layer = [each for each in parameters.values() if isinstance(each, Mapping)]
+    return by_layer or [parameters]
+
+
+def scaled_length(text: PretrainedConfig, num_positions: int) -> int:
+    """The positions that scaling makes of the configured ones, as vLLM counts them. yarn's are a
+    multiple of the original ones: configurations state that product, or what it was before."""
+    if "gemma3" in text.model_type:  # states the product
+        return num_positions
+    scale, least = 1.0, 0.0
+    for parameters in of_each_layer(getattr(text, "rope_parameters", None)):
+        rope_type = str(parameters.get("rope_type"))
+        factor = parameters.get("factor") or 1.0
+        if "yarn" in rope_type:
+            least = (parameters.get("original_max_position_embeddings") or num_positions) * factor
+        elif rope_type not in _INCLUDED:
+            scale = factor
+    return int(max(num_positions * scale, least))
 
 
 def fix_rope(decoder: nn.Module, max_model_len: int) -> int:
@@ -38,8 +66,9 @@ def _fix(module: Any, max_model_len: int, layer_type: str | None) -> bool:
     parameters = module.config.rope_parameters
     if layer_type is not None:
         parameters = parameters[layer_type]
-    original = parameters.get("original_max_position_embeddings")
-    original_length = int(original or module.config.max_position_embeddings)
+    original_length = int(module.config.max_position_embeddings)
+    if rope_type == "longrope":
+        original_length = int(parameters["original_max_position_embeddings"])
     if max_model_len > original_length:
         buffer: torch.Tensor = getattr(module, f"{prefix}inv_freq")
         arguments = {} if layer_type is None else {"layer_type": layer_type}

@@ -26,7 +26,9 @@ from workers.engine.grammar import GrammarFailed, Grammars, Matcher, StepMasks
 from workers.engine.model import RowFailed
 from workers.engine.request import ErrorCode, RequestRefused
 from workers.engine.sequence import Sequence
-from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
+from workers.model.checkpoint import DEFAULT_REVISION
+from workers.model.files import Files
+from workers.model.generation import end_token_ids
 from workers.model.penalties import asks_for_change
 from workers.model.sampler import LOWEST_TEMPERATURE, sample
 from workers.model.tokenizer import read_tokenizer
@@ -79,12 +81,10 @@ def grammars_of(config: VllmConfig) -> Grammars | None:
     """None where llguidance cannot read the model's tokenizer."""
     model = config.model_config
     revision = model.revision or DEFAULT_REVISION
+    tokenizer = read_tokenizer(model.model, revision)
+    end_ids = end_token_ids(Files(model.model, revision), model.hf_config, tokenizer)
     try:
-        return Grammars(
-            read_tokenizer(model.model, revision).tokenizer_json,
-            model.get_vocab_size(),
-            eos_token_ids(model.model, model.hf_config, revision),
-        )
+        return Grammars(tokenizer.tokenizer_json, model.get_vocab_size(), end_ids)
     except GrammarFailed:
         return None
 

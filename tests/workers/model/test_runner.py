@@ -196,7 +196,7 @@ def test_every_kind_of_rotary_embedding_gives_the_tokens_of_generate(
 ) -> None:
     """Batched, with prompts shorter and longer than the original length."""
     folder = save_tiny_model("llama", tmp_path, rope_parameters=rope | {"rope_theta": 10000.0})
-    options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4)
+    options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4, max_model_len=512)
     model = load_model(options, lambda text: None).model
     prompts = make_prompts([9, 100], VOCAB_SIZE)
     own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from workers.engine.model import ModelRefused
+from workers.model.files import Files
 from workers.model.place import check_place
-from workers.model.pooling.files import Files
 
 Task = Literal["feature-extraction", "sequence-classification", "text-generation"]
 Activation = Literal["none", "sigmoid", "softmax"]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from workers.engine.model import ModelRefused
 from workers.model.checkpoint import first_line
+from workers.model.files import Files
 from workers.model.pooling import folder
 from workers.model.pooling.encoders import Text, runs_of_equal_length
-from workers.model.pooling.files import Files
 from workers.model.transformers_compat import EncoderOutput
 
 # Of a logit in a half type, as a share of the largest.

@@ -17,7 +17,7 @@ MODULES = b"[]"
 _FIND = """
 import json, sys
 from workers.engine.model import ModelRefused
-from workers.model.pooling.files import Files
+from workers.model.files import Files
 files = Files(sys.argv[1], "main")
 found = []
 for name in sys.argv[2:]:
