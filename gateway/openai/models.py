@@ -30,6 +30,20 @@ class ModelCapabilities(BaseModel):
     resume: ResumeKind
 
 
+class ModelGeneration(BaseModel):
+    """What holds where a caller says nothing, by the model's generation_config.json; null: as in
+    OpenAI's API."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    suppress_tokens: list[int] = Field(description="tokens that are never given")
+
+
 class ModelPooling(BaseModel):
     """What a prefill-only model computes from a text, or from a pair of texts."""
 
@@ -57,6 +71,7 @@ class Model(BaseModel):
     max_model_len: int
     endpoints: list[EndpointPath]
     capabilities: ModelCapabilities
+    generation: ModelGeneration
     pooling: ModelPooling | None
     flow: FlowKind | None = Field(description="of a model that consists of others")
 
@@ -93,6 +108,7 @@ def _shown(card: ModelCard) -> Model:
         max_model_len=card.context_length,
         endpoints=[endpoint.value for endpoint in card.endpoints],
         capabilities=ModelCapabilities(**msgspec.structs.asdict(card.capabilities)),
+        generation=ModelGeneration(**msgspec.structs.asdict(card.generation)),
         pooling=None if (can := card.pooling) is None else _pooling(can),
         flow=None if card.flow is None else _KINDS[type(card.flow.definition)],
     )

@@ -1,4 +1,4 @@
-"""Sampling parameters of a validated body."""
+"""Sampling parameters of a validated body: the caller's, else the model's, else OpenAI's."""
 
 from contract.jobs import SamplingParams, default_seed
 from contract.model_cards import ModelCard
@@ -16,6 +16,7 @@ def sampling_params(
     most = 0 if body.max_tokens == 0 else min(caps)
     if min_tokens > most:
         raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
+    own = card.generation
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_ids("stop_token_ids", stop_token_ids, card)
     return SamplingParams(
@@ -25,13 +26,13 @@ def sampling_params(
         varies_seed=body.seed is None and len(caps) > 1,
         min_tokens=min_tokens,
         expected_tokens=min(body.expected_output_tokens or 0, max(caps)),
-        temperature=_or(body.temperature, 1.0),
-        top_k=max(0, body.top_k or 0),
-        top_p=_or(body.top_p, 1.0),
-        min_p=_or(body.min_p, 0.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        temperature=_first(body.temperature, own.temperature, 1.0),
+        top_k=max(0, int(_first(body.top_k, own.top_k, 0))),
+        top_p=_first(body.top_p, own.top_p, 1.0),
+        min_p=_first(body.min_p, own.min_p, 0.0),
+        presence_penalty=_first(body.presence_penalty, own.presence_penalty, 0.0),
+        frequency_penalty=_first(body.frequency_penalty, own.frequency_penalty, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, own.repetition_penalty, 1.0),
         logit_bias=_logit_bias(card, body),
         n=body.n or 1,
         stop=body.stop or (),
@@ -53,12 +54,13 @@ def num_prompt_logprobs(body: GenerationBody) -> int | None:
     return max((n for n in (body.prompt_logprobs, echoed) if n is not None), default=None)
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
+def _first(*values: float | None) -> float:
+    return next(float(value) for value in values if value is not None)
 
 
 def _logit_bias(card: ModelCard, body: GenerationBody) -> dict[int, float]:
-    biases: dict[int, float] = {}
+    """The model's suppressed tokens, and the caller's biases, which go before."""
+    biases = dict.fromkeys(card.generation.suppress_tokens, -100.0)
     for name, bias in (body.logit_bias or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 10):
             raise _bad_bias("keys of logit_bias must be token ids")

@@ -15,7 +15,13 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams
 from contract.keys import Keys
 from contract.library import ensure_library
-from contract.model_cards import Capabilities, ModelCard, PoolingCard, TokenizerFiles
+from contract.model_cards import (
+    Capabilities,
+    GenerationDefaults,
+    ModelCard,
+    PoolingCard,
+    TokenizerFiles,
+)
 from tests.fakes import EOS_ID, VOCAB_SIZE, encode_text, hash_tokenizer
 from tests.fleet import until
 
@@ -84,6 +90,7 @@ async def publish_model(
     lanes: tuple[str, ...] = LANES,
     capabilities: Capabilities | None = None,
     pooling: PoolingCard | None = None,
+    generation: GenerationDefaults | None = None,
 ) -> ModelCard:
     files = files or hash_tokenizer()
     card = ModelCard(
@@ -96,6 +103,7 @@ async def publish_model(
         lanes=lanes,
         capabilities=capabilities or Capabilities(structured_output=True, tools=True),
         pooling=pooling,
+        generation=generation or GenerationDefaults(),
     )
     await Catalogue(client, keys).publish(card, files)
     return card

@@ -254,5 +254,6 @@ def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
         created_s=int(time.time()),
         lanes=lanes,
         capabilities=can,
+        generation=ready.generation,
         pooling=ready.pooling,
     )
