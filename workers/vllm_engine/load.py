@@ -1,31 +1,36 @@
 """From EngineOptions to a vLLM engine. vLLM checks its own arguments; nothing is served before."""
 
+import json
 import logging
 import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from msgspec.structs import replace
 from vllm import EngineArgs, LLMEngine
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from contract.model_cards import Capabilities
+from contract.model_cards import Capabilities, GenerationDefaults
 from workers.engine.model import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
 from workers.ipc.messages import EngineOptions, Ready
 from workers.ipc.nodes import address_of
-from workers.model.checkpoint import DEFAULT_REVISION, eos_token_ids
+from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
+from workers.model.files import Files
+from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.pooling.folder import read_folder
+from workers.model.rope import of_each_layer
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine
 from workers.vllm_engine.sampling import SeededSampling, grammars_of
 from workers.vllm_engine.stats import Stats
+from workers.vllm_engine.trial import line_of, try_step
 
 log = logging.getLogger("batchway.engine")
 
 _CPU_KV_BYTES = 2**30
-_MAX_MESSAGE = 500
 _NICENESS = 19  # the lowest priority
 _PROCESSOR = f"{SeededSampling.__module__}:{SeededSampling.__qualname__}"
 
@@ -42,7 +47,13 @@ def start_vllm(
         )
     arguments = engine_args(options)
     _give_way()
-    tokenizer = read_tokenizer(options.model_path, revision)
+    tokenizer = read_tokenizer(
+        options.model_path,
+        revision,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        template_kwargs=options.chat_template_kwargs,
+    )
     progress(f"loading {options.model_path} into vLLM")
     stats: list[Stats] = []
 
@@ -55,17 +66,24 @@ def start_vllm(
             arguments, stat_loggers=[make_stats], enable_multiprocessing=True
         )
     except (ValueError, RuntimeError) as exc:
-        raise ModelRefused(f"vLLM does not load {options.model_path}: {_line(exc)}") from exc
+        raise ModelRefused(f"vLLM does not load {options.model_path}: {line_of(exc)}") from exc
     config = llm.vllm_config
     model: Any = config.model_config
     vocab_size: int = model.get_vocab_size()
-    eos = eos_token_ids(options.model_path, model.hf_config, revision)
+    files = Files(options.model_path, revision)
+    eos = end_token_ids(files, model.hf_config, tokenizer)
     has_plugin = bool(model.logits_processors)
+    generation = GenerationDefaults()
+    if options.generation_config == "auto":
+        generation = sampling_defaults(files, vocab_size)
+    if not has_plugin:  # they would fail every job
+        generation = replace(generation, min_p=None, suppress_tokens=())
     limits = limits_of(options, vocab_size)
     grammars = grammars_of(config) if has_plugin else None
     engine = HostedEngine(
         llm, stats[0], limits, frozenset(eos), lanes_of(options), has_plugin, grammars
     )
+    try_step(engine, min(model.max_model_len, vocab_size), options.model_path)
     num_kv_tokens = engine.num_blocks * engine.block_size
     ready = Ready(
         context_length=min(model.max_model_len, num_kv_tokens),
@@ -79,6 +97,7 @@ def start_vllm(
             structured_output=grammars is not None,
             resume="exact" if has_plugin else "distribution",
         ),
+        generation=generation,
     )
     return engine, ready, config.scheduler_config.max_num_batched_tokens
 
@@ -93,7 +112,7 @@ def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> Mult
         config = arguments.create_engine_config(headless=True)
         ranks = MultiprocExecutor(config, monitor_workers=False)
     except (ValueError, RuntimeError) as exc:
-        raise ModelRefused(f"vLLM does not load {options.model_path}: {_line(exc)}") from exc
+        raise ModelRefused(f"vLLM does not load {options.model_path}: {line_of(exc)}") from exc
     progress(f"node {options.node_rank} has loaded its ranks")
     return ranks
 
@@ -111,8 +130,9 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     ours = {
         "model": options.model_path,
         "revision": options.revision,
-        "dtype": options.dtype,
+        "dtype": _dtype(options.dtype),
         "max_model_len": options.max_model_len,
+        "hf_overrides": _lengthened(options),
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "block_size": options.block_size,
@@ -139,6 +159,29 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     return EngineArgs.from_cli_args(parser.parse_args(words))
 
 
+def _dtype(name: str) -> str:
+    """auto: on a CPU as with batchway's own engine; on a GPU vLLM chooses."""
+    return "float32" if name == "auto" and current_platform.is_cpu() else name
+
+
+def _lengthened(options: EngineOptions) -> str | None:
+    """What tells vLLM of the positions that yarn makes possible: it takes the configuration's to
+    include them, which is often not so."""
+    try:
+        config = read_config(options.model_path, options.revision or DEFAULT_REVISION)
+    except ModelRefused:  # vLLM serves models that batchway's own engine does not
+        return None
+    text = config.get_text_config()
+    scalings = of_each_layer(getattr(text, "rope_parameters", None))
+    length, stated = context_length(config), getattr(text, "max_position_embeddings", None)
+    if stated in (None, length) or not any(
+        "yarn" in each.get("rope_type", "") for each in scalings
+    ):
+        return None
+    override: dict[str, Any] = {"max_position_embeddings": length}
+    return json.dumps(override if text is config else {"text_config": override})
+
+
 def _give_way() -> None:
     """Lowers the priority on a CPU, where vLLM's processes spin on sched_yield while they wait for
     each other: with two cores, Redis and the gateway did not run for seconds (docs/engines.md)."""
@@ -160,8 +203,3 @@ def _word(name: str, value: str) -> str:
         case "false":
             return f"--no-{option}"
     return f"--{option}={value}"
-
-
-def _line(exc: BaseException) -> str:
-    """Its whole message in one line: the cause is not always in the first."""
-    return " ".join(str(exc).split())[:_MAX_MESSAGE] or type(exc).__name__
