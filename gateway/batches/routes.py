@@ -24,7 +24,7 @@ from gateway.jobs.streams import AcceptingGateway, ThisGateway
 from gateway.openai.answer_models import EndpointPath
 from gateway.openai.job_bodies import CallbackBody
 from gateway.openai.responses.objects import OutputDetails
-from gateway.openai.unsupported import Metadata, StrictModel
+from gateway.openai.unsupported import Metadata, OwnModel
 
 router = APIRouter(route_class=StrictRoute, tags=["batches"], responses=answers(401, 403, 429))
 
@@ -32,12 +32,12 @@ _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _WINDOW_S = 86_400.0
 
 
-class ExpiresAfter(StrictModel):
+class ExpiresAfter(OwnModel):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)]
 
 
-class BatchBody(StrictModel):
+class BatchBody(OwnModel):
     """POST /v1/batches."""
 
     input_file_id: Annotated[str, Field(max_length=64)]

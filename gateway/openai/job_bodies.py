@@ -9,14 +9,14 @@ from contract.callback_urls import MAX_URL_CHARS
 from gateway.http.errors import MISSING
 from gateway.openai.responses.bodies import ResponseBody
 from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.openai.unsupported import Metadata, StrictModel, refusal
+from gateway.openai.unsupported import Metadata, OwnModel, refusal
 from gateway.openai.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 
 MAX_DEADLINE_S = 7 * 86_400
 _MAX_LANE = 64
 
 
-class CallbackBody(StrictModel):
+class CallbackBody(OwnModel):
     """Where to report a job's end: exactly one of the first six."""
 
     url: Annotated[str, Field(max_length=MAX_URL_CHARS)] | None = None
@@ -33,7 +33,7 @@ class CallbackBody(StrictModel):
     progress_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
-class JobBody(StrictModel):
+class JobBody(OwnModel):
     """Fields of POST /v1/jobs and POST /v1/quote besides the call itself."""
 
     lane: Annotated[str, Field(min_length=1, max_length=_MAX_LANE)] | None = None
@@ -78,7 +78,7 @@ class ResponseJob(JobBody):
     body: ResponseBody
 
 
-class JobChange(StrictModel):
+class JobChange(OwnModel):
     """PATCH /v1/jobs/{id}."""
 
     lane: Annotated[str, Field(min_length=1, max_length=_MAX_LANE)] | None = None

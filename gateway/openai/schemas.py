@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     FailFast,
     Field,
     WithJsonSchema,
@@ -18,10 +19,10 @@ from gateway.http.errors import MISSING
 from gateway.openai.structured import Constrained
 from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
 from gateway.openai.unsupported import (
-    DROPPED_OF_MESSAGES,
     OF_MESSAGES,
     PARTS,
     ROLES,
+    TEXT_PART,
     UNSUPPORTED,
     CallFields,
     StrictModel,
@@ -64,7 +65,6 @@ _CONTENT_SCHEMA = WithJsonSchema(
                     "type": "object",
                     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
                     "required": ["type", "text"],
-                    "additionalProperties": False,
                 },
             },
         ]
@@ -108,7 +108,7 @@ def _content(value: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in PARTS:
             raise unsupported("only text parts are supported", f"{i}.type")
-        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+        if not isinstance(part, dict) or not part.keys() >= TEXT_PART or kind != "text":
             raise refusal('each part must be {"type": "text", "text": …}')
         if not isinstance(part["text"], str):
             raise refusal("the text of a part must be a string")
@@ -140,12 +140,15 @@ def _prompt(value: Any) -> Any:
     raise refusal("must be a string or a non-empty list of token ids")
 
 
+_OBJECTS = {"content": TEXT_PART}
+
+
 class Message(StrictModel):
     """Assistants may have `tool_calls` and `reasoning_content`, which not all chat templates show;
     messages with the role `tool` have a `tool_call_id`."""
 
     unasked = OF_MESSAGES
-    dropped = DROPPED_OF_MESSAGES
+    names_of_objects = _OBJECTS
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)
@@ -194,6 +197,7 @@ class StreamOptions(StrictModel):
 class _SamplingBody(CallFields, Constrained):
     """Parameters of both endpoints."""
 
+    model_config = ConfigDict(extra="forbid")
     unasked = UNSUPPORTED
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -1,16 +1,26 @@
-"""The base classes of request bodies, and parameters of other servers that are not supported.
+"""The base classes of request bodies, and what becomes of names that they do not have.
 
-Values without effect (null, or a value listed here) are dropped, because clients send them.
-Parameters that would change the response are rejected by name. Others are ignored, and a response
-header names them.
+Parameters of other servers that would change the response are rejected by name, unless the value is
+one without effect (null, or one that is listed). At the top of a body an unknown name is rejected
+too, as it may be misspelt, unless clients are known to send it. All others are ignored, and a
+response header names them.
 """
 
 import difflib
+import itertools
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from gateway.http.errors import UNKNOWN
@@ -40,29 +50,41 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
-    "priority": (0,),
     "reasoning_effort": ("none",),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+# Names at the top of a body that clients are known to send, and that change no answer: for tracing,
+# caching and routing elsewhere, and hints to a scheduler.
+IGNORED = frozenset(
+    {
+        *("prediction", "prompt_cache_options", "store"),  # OpenAI
+        *("cache_salt", "priority", "request_id", "session_id"),  # vLLM, Cohere
+        *("cache_control", "provider", "usage"),  # OpenRouter
+        *("extra_headers", "extra_query", "timeout"),  # options of OpenAI's client
+        *("litellm_metadata", "litellm_session_id", "litellm_trace_id"),
+        *("cache_prompt", "id_slot", "timings_per_token"),  # llama.cpp
+        *("keep_alive", "ttl"),  # Ollama, LM Studio
+        *("chat_id", "conversation_id", "tags", "thread_id", "trace_id"),
+    }
+)
+# What a message would say and the model not see.
 OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
-    "annotations": ([],),
     "audio": (),
     "function_call": (),
     "reasoning": ("",),
     "refusal": (),
 }
-# LiteLLM keeps a provider's other fields under this name in the messages of its histories.
-DROPPED_OF_MESSAGES = frozenset({"provider_specific_fields"})
 ROLES = frozenset({"function"})
 PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
+TEXT_PART = frozenset({"type", "text"})
+_MAX_NAMES, _MAX_NAME = 20, 100  # of ignored names in the header: how many, and characters of each
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.$@/-]")  # in a header
 
 
 def refusal(message: str, param: str | None = None, code: str = "refused") -> PydanticCustomError:
@@ -74,44 +96,70 @@ def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
     return refusal(message, param, CODE)
 
 
-def without(fields: Mapping[str, Any], unasked: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """The fields without those that have no effect. Raises PydanticCustomError."""
-    kept: dict[str, Any] = {}
-    for name, value in fields.items():
-        if name not in unasked:
-            kept[name] = value
-        elif value is not None and value not in unasked[name]:
-            possible = " or ".join(json.dumps(taken) for taken in unasked[name])
-            message = "not supported with this value; leave it out"
-            raise unsupported(message + (f", or send {possible}" if possible else ""), name)
-    return kept
-
-
 class StrictModel(BaseModel):
-    """The base class of request bodies: rejects unknown names, wrong types and coercions."""
+    """The base class of bodies and of objects in them: rejects wrong types and coercions.
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+    Unknown names are ignored. In a body, which has `extra="forbid"`, they may be misspelt: they are
+    rejected, but for IGNORED.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, hide_input_in_errors=True)
 
     unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> values without effect
-    dropped: ClassVar[frozenset[str]] = frozenset()  # parameters without effect, whatever the value
+    # Fields of which validators take texts out of objects -> the known names of those objects.
+    names_of_objects: ClassVar[Mapping[str, frozenset[str]]] = {}
 
-    @model_validator(mode="before")
+    _ignored: tuple[str, ...] = PrivateAttr(())  # names given here, below them dots
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _with_known_names(cls, fields: Any) -> Any:
+    def _with_known_names(cls, fields: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(fields, dict):
-            return fields
-        kept = without({k: v for k, v in fields.items() if k not in cls.dropped}, cls.unasked)
+            return validated(fields)
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in kept:
-            if name not in known:
+        kept, ignored = dict[str, Any](), list[str]()
+        for name, value in fields.items():
+            if name in known:
+                kept[name] = value
+            elif name in cls.unasked:
+                _check_asks_for_nothing(name, value, cls.unasked[name])
+            elif cls.model_config["extra"] != "forbid":
+                ignored.append(name)
+            elif name not in IGNORED:
                 similar = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {similar[0]}?" if similar else ""
                 raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
-        return kept
+            elif value:  # false, 0 and null ask for nothing
+                ignored.append(name)
+        for name, names in cls.names_of_objects.items():
+            given = kept.get(name)
+            for each in given if isinstance(given, list) else ():
+                if isinstance(each, dict):
+                    ignored += [f"{name}.{other}" for other in each if other not in names]
+        model = validated(kept)
+        if ignored:
+            model._ignored = tuple(dict.fromkeys(ignored))
+        return model
+
+
+class OwnModel(StrictModel):
+    """A body of this server's own, or an object in one: no other server's clients send it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def _check_asks_for_nothing(name: str, value: Any, unasked: tuple[Any, ...]) -> None:
+    """Raises PydanticCustomError unless the value has no effect."""
+    if value is not None and value not in unasked:
+        possible = " or ".join(json.dumps(taken) for taken in unasked)
+        message = "not supported with this value; leave it out"
+        raise unsupported(message + (f", or send {possible}" if possible else ""), name)
 
 
 class CallFields(StrictModel):
     """The fields of every call. None always means the default."""
+
+    model_config = ConfigDict(extra="forbid")
 
     # Validated, but without effect.
     ignored: ClassVar[tuple[str, ...]] = (
@@ -135,6 +183,19 @@ class CallFields(StrictModel):
 
 def ignored_header(body: CallFields) -> dict[str, str]:
     """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
-    there are none."""
-    names = [name for name in body.ignored if getattr(body, name) is not None]
-    return {"x-ignored-parameters": ", ".join(names)} if names else {}
+    there are none. Those in objects are named by their path without positions."""
+    found = [name for name in body.ignored if getattr(body, name) is not None]
+    names = list(dict.fromkeys(itertools.chain(found, _ignored_in(body))))
+    shown = [_UNSAFE.sub("?", name[:_MAX_NAME]) for name in names[:_MAX_NAMES]]
+    if len(names) > _MAX_NAMES:
+        shown.append("...")
+    return {"x-ignored-parameters": ", ".join(shown)} if shown else {}
+
+
+def _ignored_in(model: StrictModel) -> Iterator[str]:
+    yield from model._ignored
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, StrictModel):
+                yield from (f"{field.alias or name}.{path}" for path in _ignored_in(each))

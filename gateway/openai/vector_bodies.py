@@ -23,7 +23,6 @@ UNSUPPORTED_OF_VECTORS: Mapping[str, tuple[Any, ...]] = {
     "max_tokens_per_doc": (),
     "mm_processor_kwargs": ({},),
     "normalize": (),
-    "priority": (0,),
     "rank_fields": (["text"],),
     "stream": (False,),
     "truncate_prompt_tokens": (),
@@ -48,7 +47,6 @@ _DOCUMENT = {
     "type": "object",
     "properties": {"text": _TEXT},
     "required": ["text"],
-    "additionalProperties": False,
 }
 _DOCUMENTS_SCHEMA = WithJsonSchema(_several({"anyOf": [_TEXT, _DOCUMENT]}))
 
@@ -106,7 +104,7 @@ def _documents(value: Any) -> Any:
     """The texts of documents, as a tuple."""
     texts = []
     for number, item in enumerate(_items(value, "a list of documents")):
-        text = item.get("text") if isinstance(item, dict) and len(item) == 1 else item
+        text = item.get("text") if isinstance(item, dict) else item
         if not isinstance(text, str) or not text:
             raise refusal('must be a string, or {"text": …}, and not empty', str(number))
         texts.append(text)
@@ -163,8 +161,13 @@ class ClassifyBody(InputBody):
     ]
 
 
+_OBJECTS = {"documents": frozenset({"text"})}
+
+
 class RerankBody(_VectorFields):
     """POST /v1/rerank."""
+
+    names_of_objects = _OBJECTS
 
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[

@@ -14,7 +14,7 @@ from gateway.jobs import job_lists, job_routes, objects, quotes
 from gateway.openai import models, sync_answers, vector_routes
 from gateway.openai.responses import routes as responses
 from gateway.openai.responses.bodies import UNSUPPORTED_OF_RESPONSES
-from gateway.openai.unsupported import UNSUPPORTED
+from gateway.openai.unsupported import IGNORED, UNSUPPORTED
 from gateway.openai.vector_bodies import UNSUPPORTED_OF_VECTORS
 from gateway.settings import GatewaySettings, variable
 from infra.options import GATEWAY_DRAIN_S
@@ -55,10 +55,10 @@ def test_every_route_is_documented() -> None:
                 assert f"`{method} {path}`" in text, (method, path)
 
 
-def test_every_unsupported_parameter_is_documented() -> None:
+def test_every_unsupported_or_ignored_parameter_is_documented() -> None:
     """-"""
     text = (DOCS / "api.md").read_text()
-    names = {*UNSUPPORTED, *UNSUPPORTED_OF_VECTORS, *UNSUPPORTED_OF_RESPONSES}
+    names = {*IGNORED, *UNSUPPORTED, *UNSUPPORTED_OF_VECTORS, *UNSUPPORTED_OF_RESPONSES}
     assert [name for name in names if f"`{name}`" not in text] == []
 
 

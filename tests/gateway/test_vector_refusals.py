@@ -84,7 +84,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (RERANK, {"documents": []}, "documents"),
     (RERANK, {"documents": ["a", ""]}, "documents.1"),
     (RERANK, {"documents": ["a", {"text": ""}]}, "documents.1"),
-    (RERANK, {"documents": [{"title": "a", "text": "b"}]}, "documents.0"),
+    (RERANK, {"documents": [{"title": "a"}]}, "documents.0"),
     (RERANK, {"documents": ["a", 7]}, "documents.1"),
     (RERANK, {"documents": ["a"] * 2049}, "documents"),
     (RERANK, {"top_n": -1}, "top_n"),

@@ -22,7 +22,6 @@ UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "conversation": (),
     "moderation": (),
     "prompt": (),
-    "prompt_cache_options": (),
     "truncation": ("disabled",),
 }
 _OF_TEXT: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}

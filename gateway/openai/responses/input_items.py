@@ -3,7 +3,6 @@
 What a text model cannot read is refused by name.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -14,7 +13,6 @@ from gateway.openai.unsupported import StrictModel, refusal, unsupported
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
-_SEALED: Mapping[str, tuple[Any, ...]] = {"encrypted_content": ()}  # for OpenAI's models alone
 _UNREADABLE_PARTS = frozenset({"input_image", "input_file", "input_audio", "refusal"})
 # Items of tools that OpenAI hosts, or that only its own models use.
 _UNREADABLE_ITEMS = frozenset(
@@ -62,9 +60,7 @@ def _parts(value: Any) -> Any:
 
 
 class TextPart(StrictModel):
-    """A part of a message. Annotations and log probabilities come back with a model's output."""
-
-    dropped = frozenset({"annotations", "logprobs"})
+    """A part of a message."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -76,8 +72,6 @@ Text = Annotated[
 
 
 class MessageItem(StrictModel):
-    dropped = frozenset({"phase"})
-
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
@@ -96,8 +90,6 @@ class MessageItem(StrictModel):
 class FunctionCallItem(CalledFunction):
     """A call that the model made in an earlier turn."""
 
-    dropped = frozenset({"caller", "namespace"})
-
     type: Literal["function_call"]
     call_id: CallId
     id: ItemId | None = None
@@ -114,8 +106,6 @@ class FunctionCallItem(CalledFunction):
 
 
 class FunctionOutputItem(StrictModel):
-    dropped = frozenset({"caller", "name", "namespace"})
-
     type: Literal["function_call_output"]
     call_id: CallId
     output: Text
@@ -142,9 +132,8 @@ class ReasoningPart(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """Reasoning of an earlier turn; the chat template decides whether the model sees it again."""
-
-    unasked = _SEALED
+    """Reasoning of an earlier turn; the chat template decides whether the model sees it again. What
+    is encrypted is for OpenAI's models alone."""
 
     type: Literal["reasoning"]
     summary: list[SummaryPart] | None = None
