@@ -1,0 +1,98 @@
+"""Reads the tool calls in an output: where they begin, one behind another, and where they end.
+
+Each syntax has a module or class of its own for what stands between the marks.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import regex
+
+from contract.output_formats import ToolFormat
+from workers.output.growing_text import GrowingText, Reading
+from workers.output.json_calls import JsonCall, ObjectCall
+from workers.output.literal_calls import GemmaCall, PythonCalls
+from workers.output.message import Message
+from workers.output.patterns import compiled, is_mark, loose, pieces_of
+from workers.output.tag_calls import TagCall
+
+
+class CallReader(Protocol):
+    """What stands between the marks of a call. `head`: a pattern of its beginning."""
+
+    head: str
+
+    def read(self) -> Reading[bool]:
+        """Reads a call. False: it is none; the text is marked, unless part of it was a call."""
+        ...
+
+
+_Tools = Mapping[str, tuple[str, ...]]
+_SYNTAXES: dict[str, Callable[[ToolFormat, _Tools, GrowingText, Message], CallReader]] = {
+    "object": ObjectCall,
+    "json": JsonCall,
+    "tags": TagCall,
+    "python": PythonCalls,
+    "gemma": GemmaCall,
+}
+_PYTHON_TAG = r"(?:<\|python_tag\|>)?"  # of Llama: before calls, at will
+
+
+class Calls:
+    """Reads calls into a message. `start` is a pattern of what begins the first; of a format
+    without marks, it is one only where the answer begins."""
+
+    def __init__(
+        self,
+        format_: ToolFormat,
+        tools: _Tools,
+        text: GrowingText,
+        message: Message,
+    ) -> None:
+        self._text, self._message = text, message
+        self._call = _SYNTAXES[format_.syntax](format_, tools, text, message)
+        self.is_bare = format_.is_bare
+        head = self._call.head.replace("(?P<name>", "(?:")
+        begin, opening = loose(format_.begin), loose(format_.open)
+        first = rf"{begin}\s*{opening}"
+        if is_mark(format_.open) and begin:
+            first = rf"(?:{begin}\s*)?{opening}"
+        elif self.is_bare:
+            first = rf"{_PYTHON_TAG}\s*{first}"
+        self.start = rf"\s*{first}(?={head})"
+        self._start = compiled(rf"\s*;?{self.start}")
+        between = "" if is_mark(format_.open) else loose(format_.between or "")
+        separator = "|".join(filter(None, [between, "[,;]"]))
+        self._again = None
+        if format_.syntax != "python":
+            self._again = compiled(rf"\s*(?:{separator})?\s*{opening}(?={head})")
+        self._closing = _optional(format_.close) if self._again else []
+        self._ending = _optional(format_.end)
+
+    def read(self) -> Reading[None]:
+        """Reads calls behind a start; the text is marked before it. What is no call is content."""
+        while (yield from self._read_group()):
+            self._text.mark()
+            if (yield from self._text.match(self._start)) is None:
+                self._text.since_mark()
+                return
+
+    def _read_group(self) -> Reading[bool]:
+        """The calls up to the format's end. False: the last of them is none."""
+        while (yield from self._call.read()):
+            self._message.end_part()
+            for piece in self._closing:
+                yield from self._text.match(piece)
+            self._text.mark()
+            if self._again is None or (yield from self._text.match(self._again)) is None:
+                self._text.since_mark()
+                for piece in self._ending:
+                    yield from self._text.match(piece)
+                return True
+        if self._text.is_marked:
+            self._message.say(self._text.since_mark())
+        return False
+
+
+def _optional(literal: str) -> list["regex.Pattern[str]"]:
+    return [compiled(rf"\s*{piece}") for piece in pieces_of(literal)]

@@ -1,0 +1,94 @@
+"""A text that grows, and what of it has been read.
+
+Readers are generators: they yield where only more text tells what a part is. So they are written
+as if the text were whole, and read the same wherever it is cut. Knows nothing of formats.
+"""
+
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from regex import Match, Pattern
+
+_T = TypeVar("_T")
+Reading = Generator[None, None, _T]
+Emit = Callable[[str], None]
+
+_MAX_READ_CHARS = 4096  # that are kept before the text is cut
+
+
+class GrowingText:
+    """`has_ended`: no more text comes."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._text = ""
+        self._at = 0  # what is before has been read
+        self._mark: int | None = None  # what is behind is kept for `since_mark`
+
+    def feed(self, text: str) -> None:
+        start = self._at if self._mark is None else self._mark
+        if start > _MAX_READ_CHARS:
+            self._text = self._text[start:]
+            self._at -= start
+            self._mark = None if self._mark is None else 0
+        self._text += text
+
+    def mark(self, num_back: int = 0) -> None:
+        """From here on the text is kept, or from so many characters before."""
+        self._mark = self._at - num_back
+
+    def since_mark(self) -> str:
+        """What has been read since the mark, which ends here."""
+        assert self._mark is not None
+        text, self._mark = self._text[self._mark : self._at], None
+        return text
+
+    @property
+    def is_marked(self) -> bool:
+        return self._mark is not None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing is left, and nothing comes."""
+        return self.has_ended and self._at == len(self._text)
+
+    def ends_within(self, pattern: Pattern[str]) -> bool:
+        """Whether the end of the text cuts a match here."""
+        found = pattern.match(self._text, self._at, partial=True)
+        return self.has_ended and found is not None and found.partial
+
+    def match(self, pattern: Pattern[str]) -> Reading[Match[str] | None]:
+        """Reads what the pattern matches here. A match that may become longer waits; so a pattern
+        must not match less than another of its branches might."""
+        while True:
+            found = pattern.match(self._text, self._at, partial=not self.has_ended)
+            if found is None or not (found.partial or self._may_grow(found)):
+                break
+            yield
+        if found is not None:
+            self._at = found.end()
+        return found
+
+    def until(
+        self, pattern: Pattern[str], emit: Emit, last: Pattern[str] | None = None
+    ) -> Reading[Match[str] | None]:
+        """Reads up to and with the first match. Passes on what is before it, as soon as it can be
+        no part of a match; all of the text if it ends without one. `last` is the pattern once the
+        text has ended."""
+        while True:
+            if self.has_ended:
+                pattern = last or pattern
+            found = pattern.search(self._text, self._at, partial=not self.has_ended)
+            end = len(self._text) if found is None else found.start()
+            if end > self._at:
+                emit(self._text[self._at : end])
+                self._at = end
+            if found is not None and not (found.partial or self._may_grow(found)):
+                self._at = found.end()
+                return found
+            if self.has_ended:
+                return None
+            yield
+
+    def _may_grow(self, found: Match[str]) -> bool:
+        return found.end() == len(self._text) and not self.has_ended and found.lastgroup == "grows"

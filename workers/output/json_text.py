@@ -1,0 +1,170 @@
+"""Reads one JSON value as it comes, and gives it as valid JSON.
+
+Raw control characters in strings are escaped, and so are backslashes that escape nothing. Also
+reads Gemma's spelling of JSON, whose strings stand between <|"|> and whose keys may be bare.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from workers.output.growing_text import Emit, GrowingText, Reading
+
+MAX_DEPTH = 128  # of a value: less than what readers of JSON take
+
+_STRING = r'(?P<quote>")'
+_NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
+_SCALAR = rf"(?P<grows>(?:{_NUMBER}|true|false|null)(?![-+.\w]))"
+_PIECE = regex.compile(
+    r'(?P<plain>[^"\\\x00-\x1f]+)|(?P<raw>[\x00-\x1f]+)|(?P<end>")'
+    r'|(?P<escape>\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|(?P<grows>\\(?:u[0-9a-fA-F]{0,3})?)'
+)
+_MARK = '<|"|>'
+_QUOTED_END = regex.compile(regex.escape(_MARK))
+_KEY = r"""(?P<key>[^\s:,{}\[\]<"](?:[^:,{}\[\]<"]*[^\s:,{}\[\]<"])?)(?=\s*:)"""
+
+
+@dataclass(frozen=True)
+class Lexis:
+    """How strings and keys are written."""
+
+    patterns: dict[str, "regex.Pattern[str]"]  # by what may come
+    has_marks: bool  # around strings
+
+
+def _lexis(string: str, key: str, has_marks: bool) -> Lexis:
+    value = rf"{string}|(?P<open>[{{\[])|{_SCALAR}"
+    spellings = {
+        "value": value,
+        "item or end": rf"(?P<close>\])|{value}",
+        "key": key,
+        "key or end": rf"(?P<close>\}})|{key}",
+        "colon": "(?P<colon>:)",
+        "more in {": r"(?P<comma>,)|(?P<close>\})",
+        "more in [": r"(?P<comma>,)|(?P<close>\])",
+    }
+    patterns = {
+        name: regex.compile(rf"(?P<space>[ \t\r\n]*)(?:{spelling})")
+        for name, spelling in spellings.items()
+    }
+    return Lexis(patterns, has_marks)
+
+
+JSON = _lexis(_STRING, _STRING, has_marks=False)
+GEMMA = _lexis(
+    f"(?P<quote>{regex.escape(_MARK)})", f"(?P<quote>{regex.escape(_MARK)})|{_KEY}", has_marks=True
+)
+
+
+def read_json(text: GrowingText, emit: Emit, lexis: Lexis = JSON) -> Reading[bool]:
+    """Passes on the text of one value as it comes. False: it is none; the text is read up to where
+    that shows, or ends."""
+    opened: list[str] = []
+    expected = "value"
+    while True:
+        token = yield from text.match(lexis.patterns[expected])
+        if token is None:
+            return False
+        kind, is_key = token.lastgroup, expected.startswith("key")
+        if lexis.has_marks:
+            emit(_respelled(token))
+        else:
+            emit(token.group() if opened else token.group().lstrip())
+        if kind == "quote" and not (yield from _read_string(text, emit, lexis.has_marks)):
+            return False
+        if kind == "open":
+            if len(opened) == MAX_DEPTH:
+                return False
+            opened.append(token["open"])
+            expected = "key or end" if token["open"] == "{" else "item or end"
+            continue
+        if kind == "close":
+            opened.pop()
+        if is_key and kind != "close":
+            expected = "colon"
+        elif kind == "colon":
+            expected = "value"
+        elif kind == "comma":
+            expected = "key" if opened[-1] == "{" else "value"
+        elif opened:
+            expected = f"more in {opened[-1]}"
+        else:
+            return True
+
+
+def read_string(text: GrowingText, emit: Emit) -> Reading[bool]:
+    """A JSON string behind its opening quote, up to and with the closing one."""
+    return (yield from _read_string(text, emit, has_marks=False))
+
+
+def _read_string(text: GrowingText, emit: Emit, has_marks: bool) -> Reading[bool]:
+    if has_marks:
+        end = yield from text.until(_QUOTED_END, lambda piece: emit(escaped(piece)))
+        emit("" if end is None else '"')
+        return end is not None
+    while True:
+        piece = yield from text.match(_PIECE)
+        if piece is None:
+            return False
+        match piece.lastgroup:
+            case "raw":
+                emit(escaped(piece.group()))
+            case "grows":
+                emit("\\" + piece.group())
+            case _:
+                emit(piece.group())
+        if piece.lastgroup == "end":
+            return True
+
+
+def _respelled(token: "regex.Match[str]") -> str:
+    match token.lastgroup:
+        case "quote":
+            return '"'
+        case "key":
+            return json.dumps(token["key"], ensure_ascii=False)
+        case "comma":
+            return ", "
+        case "colon":
+            return ": "
+    return token.group().strip()
+
+
+def escaped(text: str) -> str:
+    """Text as part of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def parsed(text: str) -> Any:
+    """The value that JSON spells, raw control characters in strings included. Raises ValueError."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError as exc:
+        raise ValueError("too deep") from exc
+
+
+def as_object(text: str) -> str | None:
+    """The JSON text of an object that text spells; None: it spells none."""
+    try:
+        value = parsed(text)
+    except ValueError:
+        return None
+    return dumped(value) if isinstance(value, dict) else None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value

@@ -1,0 +1,114 @@
+"""Splits the text of an output into content, reasoning and tool calls, as it is generated.
+
+What it gives depends only on the text and on where it is cut, so a resumed job rebuilds the same
+state from its log. Text that is neither reasoning nor a call is content, marks included.
+"""
+
+from collections.abc import Mapping
+
+from contract.output_formats import ReasoningFormat, ToolFormat
+from workers.output.calls import Calls
+from workers.output.growing_text import GrowingText, Reading
+from workers.output.harmony import Harmony
+from workers.output.message import Message, ResponseDelta
+from workers.output.patterns import compiled, loose, pieces_of
+
+_NOT_SPACE = compiled(r"\s*(?=\S)")
+
+
+class OutputParser:
+    """Reads one choice's output. Without `tools`, calls are content.
+
+    `prompt_end` may have begun the reasoning.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        prompt_end: str,
+        tools: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self._text, self._message = GrowingText(), Message()
+        self._harmony: Harmony | None = None
+        self._is_thinking = False
+        if reasoning is not None and reasoning.is_harmony:
+            self._harmony = Harmony(tools, self._text, self._message, prompt_end)
+            self._reading = self._harmony.read()
+            return
+        calls = None
+        if tool_format is not None and tools:
+            calls = Calls(tool_format, tools, self._text, self._message)
+        self._reading = self._read(reasoning, prompt_end, calls)
+
+    @property
+    def num_calls(self) -> int:
+        return self._message.num_calls
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._is_thinking if self._harmony is None else self._harmony.is_thinking
+
+    def push(self, text: str) -> ResponseDelta:
+        self._text.feed(text)
+        return self._advance()
+
+    def finish(self) -> ResponseDelta:
+        """At the end of the output."""
+        self._text.has_ended = True
+        return self._advance()
+
+    def _advance(self) -> ResponseDelta:
+        next(self._reading, None)
+        return self._message.take()
+
+    def _read(
+        self, reasoning: ReasoningFormat | None, prompt_end: str, calls: Calls | None
+    ) -> Reading[None]:
+        tail: tuple[str, ...] = ()
+        if reasoning is not None:
+            yield from self._read_reasoning(reasoning, prompt_end)
+            tail = pieces_of(reasoning.after_answer)
+        if calls is not None and calls.is_bare:
+            self._text.mark()
+            if (yield from self._text.match(compiled(calls.start))) is None:
+                self._text.since_mark()
+            else:
+                yield from calls.read()
+        yield from self._read_answer(tail, calls)
+
+    def _read_reasoning(self, format_: ReasoningFormat, prompt_end: str) -> Reading[None]:
+        is_open = format_.state_after(prompt_end) == "open"
+        opening = yield from self._text.match(compiled(rf"\s*{loose(format_.open)}"))
+        if is_open or opening is not None:
+            self._is_thinking = True
+            end = compiled(loose(format_.close))
+            yield from self._text.until(end, self._message.think)
+            self._is_thinking = False
+            self._message.end_part()
+        elif (yield from self._text.match(compiled(rf"\s*{loose(format_.close)}"))) is not None:
+            self._message.end_part()  # nothing was reasoned
+        for literal in (format_.before_answer, format_.before_first_answer, format_.before_call):
+            if literal and (yield from self._text.match(compiled(rf"\s*{loose(literal)}"))):
+                break
+
+    def _read_answer(self, tail: tuple[str, ...], calls: Calls | None) -> Reading[None]:
+        """Content, and calls within it. `tail`: the parts of what may stand behind the content."""
+        start = "(?!)" if calls is None or calls.is_bare else calls.start
+        begins_call, ending = compiled(f"(?={start})"), "(?!)"
+        if tail:
+            ending = rf"\s*(?P<tail>{tail[0]})"
+        either = compiled(f"{ending}|(?P<call>{start})")
+        while (found := (yield from self._text.until(either, self._message.say))) is not None:
+            self._text.mark(len(found.group()))
+            if calls is not None and found["call"] is not None:
+                yield from calls.read()
+                continue
+            for piece in tail[1:]:
+                yield from self._text.match(compiled(rf"\s*{piece}"))
+            if (yield from self._text.match(begins_call)) is not None:
+                self._text.since_mark()
+            elif (yield from self._text.match(_NOT_SPACE)) is not None:
+                self._message.say(self._text.since_mark())
+            else:
+                return

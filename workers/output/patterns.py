@@ -1,0 +1,46 @@
+"""Regular expressions of a format's literals, which a model spells with other white space, too."""
+
+import functools
+
+import regex
+
+NAME = r"(?P<name>[\w.\-/]{1,256}?)"
+_ID = r"[^\s<>\[\]{}\"',|]*"
+_PIECES = regex.compile(r"\{id\}|\{type\}|\s+|.", regex.DOTALL)
+
+_SEAM = regex.compile(r"\s+|(?<=>)(?=<)", regex.V1)
+
+
+@functools.cache
+def loose(literal: str) -> str:
+    """A pattern of the literal in which white space stands for any or none, and may stand beside
+    JSON's punctuation."""
+    parts = []
+    for piece in _PIECES.findall(literal.strip()):
+        if piece == "{id}":
+            parts.append(_ID)
+        elif piece == "{type}":
+            parts.append(r"(?P<type>\w*)")
+        elif piece.isspace():
+            parts.append(r"\s*")
+        else:
+            before = r"\s*" if piece in "}]:," else ""
+            after = r"\s*" if piece in "{[:," else ""
+            parts.append(before + regex.escape(piece) + after)
+    return "".join(parts)
+
+
+@functools.cache
+def pieces_of(literal: str) -> tuple[str, ...]:
+    """Patterns of the parts of a closing literal, each of which a model may leave out."""
+    return tuple(loose(part) for part in _SEAM.split(literal) if part)
+
+
+def is_mark(literal: str) -> bool:
+    """Whether the literal is more than punctuation that other text has, too."""
+    return bool(literal.strip(" \n[{\"'"))
+
+
+@functools.cache
+def compiled(pattern: str) -> "regex.Pattern[str]":
+    return regex.compile(pattern, regex.DOTALL)
