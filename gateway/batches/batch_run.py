@@ -18,7 +18,7 @@ from contract.connection import end_tasks
 from contract.endpoints import VECTOR_ENDPOINTS
 from contract.payloads.store import PayloadLost
 from gateway.batches.lease import LeasedBatch
-from gateway.batches.lines import BadLine, Line, Validation, parse_line
+from gateway.batches.lines import BadLine, Line, Validation, parse_line, requests
 from gateway.batches.part_run import TEMPORARY, PartRun
 from gateway.batches.result_files import PartLost, write_results
 from gateway.files.contents import lines
@@ -74,7 +74,7 @@ async def _validate(leased: LeasedBatch) -> None:
     settings = leased.gateway.settings
     validation = Validation(leased.batch.asked.endpoint, settings.max_batch_lines)
     await validation.run(_lines(leased))
-    errors = validation.errors or await _model_errors(leased, validation.model)
+    errors = validation.errors or await _model_errors(leased, validation)
     if errors:
         await _fail(leased, BatchStatus.VALIDATING, errors)
         return
@@ -85,16 +85,17 @@ async def _validate(leased: LeasedBatch) -> None:
     )
 
 
-async def _model_errors(leased: LeasedBatch, model: str) -> list[LineError]:
+async def _model_errors(leased: LeasedBatch, validation: Validation) -> list[LineError]:
     """Whether the model answers such calls in the batch lane."""
-    card = (await leased.gateway.broker.known.models()).get(model)
+    number = validation.first_number
+    card = (await leased.gateway.broker.known.models()).get(validation.model)
     if card is None:
-        return [LineError("model_not_found", "the model does not exist", 1, "body.model")]
+        return [LineError("model_not_found", "the model does not exist", number, "body.model")]
     try:
         check_endpoint(card, leased.batch.asked.endpoint)
         check_lane(card, "batch")
     except ApiError as exc:
-        return [LineError(exc.code, exc.message, 1, "body.model")]
+        return [LineError(exc.code, exc.message, number, "body.model")]
     return []
 
 
@@ -170,18 +171,19 @@ async def _parts(
     written = frozenset(done)
     part_lines: list[Line] = []
     index = -1
-    async for raw in _lines(leased):
-        index += 1
-        number = index // PART_LINES
-        if number in written:
-            continue
-        try:
-            part_lines.append(parse_line(raw, index + 1, leased.batch.asked.endpoint))
-        except BadLine as exc:  # the file was valid
-            raise InputLost from exc
-        if len(part_lines) == PART_LINES:
-            yield number, part_lines
-            part_lines = []
+    most = leased.gateway.settings.max_batch_lines
+    try:
+        async for line_number, raw in requests(_lines(leased), most):
+            index += 1
+            number = index // PART_LINES
+            if number in written:
+                continue
+            part_lines.append(parse_line(raw, line_number, leased.batch.asked.endpoint))
+            if len(part_lines) == PART_LINES:
+                yield number, part_lines
+                part_lines = []
+    except BadLine as exc:  # the file was valid
+        raise InputLost from exc
     if part_lines:
         yield index // PART_LINES, part_lines
 

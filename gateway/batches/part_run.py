@@ -42,9 +42,13 @@ _LANE = "batch"
 _RETENTION_S = 3_600.0  # of a line's job, beyond the window
 _MAX_PAUSE_S = 5.0  # until a refused line is submitted again
 _SPOOL_BYTES = 1024 * 1024  # of a part's results in memory; more is on disk
-_MESSAGES = {
+_NOT_RUN = {
     CANCELLED: "This request was not run: the batch was cancelled.",
     EXPIRED: "This request could not be executed before the completion window expired.",
+}
+_CUT_OFF = {
+    CANCELLED: "This request was cut off: the batch was cancelled while it ran.",
+    EXPIRED: "This request was cut off: the completion window expired while it ran.",
 }
 TEMPORARY = (BrokerUnavailable, PayloadUnavailable, TemplateBusy, GrammarBusy)
 
@@ -216,13 +220,14 @@ class PartRun:
         except UnknownJob:
             if stop_code is None:
                 raise
-            return self._not_run(stop_code)
+            return self._cut_short(stop_code, _NOT_RUN)
         if not view.is_terminal:  # submitted just now by a feeder that has lost its lease
             raise UnknownJob
+        messages = _NOT_RUN if view.claimed_ms is None else _CUT_OFF
         if view.status is JobStatus.EXPIRED:
-            return self._not_run(EXPIRED)
+            return self._cut_short(EXPIRED, messages)
         if view.status is JobStatus.CANCELLED and stop_code is not None:
-            return self._not_run(stop_code)
+            return self._cut_short(stop_code, messages)
         failure = failure_of(End(view.status, view.code, view.message, 0, 0))
         if failure is None:
             try:
@@ -241,9 +246,9 @@ class PartRun:
             raise UnknownJob
         return _response(job_id, failure)
 
-    def _not_run(self, code: str) -> dict[str, Any]:
+    def _cut_short(self, code: str, messages: Mapping[str, str]) -> dict[str, Any]:
         self._is_cut_short = self._is_cut_short or code == EXPIRED
-        return {"response": None, "error": {"code": code, "message": _MESSAGES[code]}}
+        return {"response": None, "error": {"code": code, "message": messages[code]}}
 
 
 def _tokens(usage: Mapping[str, Any]) -> tuple[int, int]:

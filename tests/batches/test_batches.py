@@ -1,6 +1,7 @@
 """Batches over HTTP, with OpenAI's client: run, refused, cancelled, expired, taken over."""
 
 import asyncio
+import itertools
 import json
 import secrets
 from collections.abc import Sequence
@@ -118,6 +119,19 @@ async def test_a_batch_answers_every_line(
     await until(are_forgotten)
 
 
+async def test_blank_lines_and_byte_order_marks_are_skipped(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """Over several parts; other names of a line are ignored."""
+    asked = [line(f"id-{number}") | {"more": number} for number in range(150)]
+    blank = itertools.cycle([b"\n", b"", b"  \t\r\n", b"\xef\xbb\xbf", b"\r\n\n"])
+    content = b"".join(next(blank) + jsonl([each]) for each in asked) + b"\n\n"
+    batch = await ended(client, await start(client, content))
+    assert (batch.status, batch.errors, batch.error_file_id) == ("completed", None, None)
+    assert ids(await results(client, batch.output_file_id)) == ids(asked)
+    assert len({job.id for job in worker.seen}) == len(worker.seen) == 150
+
+
 async def test_a_line_that_cannot_run_is_in_the_error_file(
     client: AsyncOpenAI, worker: FakeWorker
 ) -> None:
@@ -154,8 +168,8 @@ async def test_a_failed_job_is_in_the_error_file(
 GOOD = json.dumps(line("1")).encode()
 BAD: list[tuple[bytes, list[tuple[int | None, str]]]] = [
     (b"", [(None, "empty_file")]),
-    (b"\xef\xbb\xbf" + GOOD, [(1, "invalid_json_line")]),
-    (GOOD + b"\n\n" + GOOD, [(2, "invalid_json_line"), (3, "duplicate_custom_id")]),
+    (b"\xef\xbb\xbf\n \n\r\n", [(None, "empty_file")]),
+    (GOOD + b"\n\n" + GOOD, [(3, "duplicate_custom_id")]),
     (b'{"a": NaN}\n[]\n\xff\n', [(1, "invalid_json_line"), (2, "invalid_json_line")]),
     (jsonl([line("1"), line("2", CHAT)]), [(2, "mismatched_url")]),
     (jsonl([line("1"), line("2", model="other")]), [(2, "mismatched_model")]),
@@ -163,10 +177,9 @@ BAD: list[tuple[bytes, list[tuple[int | None, str]]]] = [
     (jsonl([line("1") | {"method": "GET"}]), [(1, "invalid_method")]),
     (jsonl([line("1") | {"custom_id": 1}]), [(1, "invalid_custom_id")]),
     (jsonl([line("")]), [(1, "invalid_custom_id")]),
-    (jsonl([line("1") | {"more": 1}]), [(1, "unknown_parameter")]),
     (jsonl([line("1") | {"body": []}]), [(1, "invalid_body")]),
     (jsonl([line("1", model=None)]), [(1, "missing_required_parameter")]),
-    (jsonl([line("1", model="none")]), [(1, "model_not_found")]),
+    (b"\n" + jsonl([line("1", model="none")]), [(2, "model_not_found")]),
     (jsonl([line("1", prompt="x" * 300_000)]), [(1, "line_too_long")]),
     (b"x\n" * 1200, [(number, "invalid_json_line") for number in range(1, 1001)]),
 ]
@@ -209,6 +222,8 @@ async def test_a_cancel_keeps_what_is_finished(
     errors = await results(client, batch.error_file_id)
     assert sorted(ids(output)) == sorted(job_text(job) for job in idle_worker.seen[:100])
     assert {error["error"]["code"] for error in errors} == {"batch_cancelled"}
+    cut_off = [each["custom_id"] for each in errors if "cut off" in each["error"]["message"]]
+    assert cut_off == [job_text(running.job)], "only this one had begun"
     assert sorted(ids(output) + ids(errors)) == sorted(ids(asked))
     assert batch.request_counts is not None
     assert batch.request_counts.model_dump() == {"completed": 100, "failed": 300, "total": 400}
