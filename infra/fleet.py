@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml  # type: ignore[import-untyped]  # types are a separate package
-
+from contract.yaml_files import YamlFault, load_file
 from infra import options as opts
 from infra.ab_command import WORKER_CANDIDATE_SHARE, add_candidate_options, entry_candidate
 from infra.computing_options import engine_python
@@ -68,11 +67,11 @@ def read_fleet(path: Path, given: argparse.Namespace) -> tuple[FleetEntry, ...]:
     """The entries of the file; `given`, the options of `batchway up`, are their defaults. Raises
     UsageError, which names entry and field."""
     try:
-        root = yaml.safe_load(path.read_text(encoding="utf-8"))
+        root = load_file(path)
     except (OSError, UnicodeDecodeError) as exc:
         raise UsageError(f"{path}: cannot be read: {exc}") from exc
-    except yaml.YAMLError as exc:
-        raise UsageError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
+    except YamlFault as exc:
+        raise UsageError(f"{path}:{exc.line}: {exc}") from exc
     if not isinstance(root, dict) or set(root) != {"models"}:
         raise UsageError(f"{path}: must be a mapping with the one key `models`")
     rows = root["models"]

@@ -14,6 +14,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]  # types are a separate package
 
 from contract.jobs import DEFAULT_LANES
+from contract.yaml_files import PlainLoader, YamlFault, opened, read_text
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyName, StrategyOptions
 
 FILE_NAME = "batching.yaml"
@@ -47,9 +48,11 @@ def find(model_path: str) -> Path | None:
 def load(path: Path) -> BatchingConfig:
     """Reads and checks the file. Raises ConfigurationError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigurationError(f"{path}: cannot be read: {exc}") from exc
+    except YamlFault as exc:
+        raise ConfigurationError(f"{path}:{exc.line}: {exc}") from exc
     return parse(text, path.name)
 
 
@@ -85,18 +88,13 @@ def _incomparable(control: EngineOptions, candidate: EngineOptions) -> list[str]
 
 def parse(text: str, file_name: str = FILE_NAME) -> BatchingConfig:
     """Checks the text of a file. Raises ConfigurationError with all errors."""
-    loader = yaml.SafeLoader(text)
     try:
-        reader = _Reader(loader, file_name)
-        root = loader.get_single_node()
-        values = {} if root is None else reader.mapping(root, "", _FILE)
-    except yaml.MarkedYAMLError as exc:
-        line = exc.problem_mark.line + 1 if exc.problem_mark else 1
-        raise ConfigurationError(f"{file_name}:{line}: not YAML: {exc.problem}") from exc
-    except yaml.YAMLError as exc:
-        raise ConfigurationError(f"{file_name}:1: not YAML: {exc}") from exc
-    finally:
-        loader.dispose()
+        with opened(text) as loader:
+            reader = _Reader(loader, file_name)
+            root = loader.get_single_node()
+            values = {} if root is None else reader.mapping(root, "", _FILE)
+    except YamlFault as exc:
+        raise ConfigurationError(f"{file_name}:{exc.line}: {exc}") from exc
     if reader.errors:
         raise ConfigurationError("\n".join(reader.errors))
     renamed = {_OPTION_NAMES.get(key, key): value for key, value in values.items()}
@@ -124,7 +122,7 @@ Rule = Callable[["_Reader", yaml.Node, str], Any]
 class _Reader:
     """Reads YAML nodes, which have line numbers, and collects errors."""
 
-    def __init__(self, loader: yaml.SafeLoader, file_name: str) -> None:
+    def __init__(self, loader: PlainLoader, file_name: str) -> None:
         self._loader = loader
         self._file_name = file_name
         self.errors: list[str] = []

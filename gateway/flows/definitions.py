@@ -1,14 +1,14 @@
 """Reads `models.yaml`: models that consist of others. What needs their cards is checked in
 flow_types.py."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import yaml  # type: ignore[import-untyped]  # types are a separate package
 
 from contract.flows import INPUT, MAX_CALLS, Cascade, Definition, Ensemble, Pipeline, Route
+from contract.yaml_files import YamlFault, load_file
 from gateway.flows.conditions import check_languages, check_pattern
 from gateway.flows.templates import TemplateFault, check_templates
 
@@ -91,38 +91,19 @@ def members(definition: Definition) -> Iterator[tuple[str, str]]:
             )
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not typed
-    """YAML's plain values; of a key that is there twice, the first would be lost."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"{key.value!r} is there twice", key.start_mark
-                    )
-                seen.add((key.tag, key.value))
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
 def _read(path: Path) -> _File:
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  # a safe loader
+        raw = load_file(path)
         # As JSON: dates become text, and keys strings.
         return msgspec.json.decode(msgspec.json.encode(raw), type=_File)
     except (OSError, UnicodeDecodeError) as exc:
         raise FlowError(f"cannot be read: {exc}") from exc
-    except yaml.MarkedYAMLError as exc:
-        line = exc.problem_mark.line + 1 if exc.problem_mark else 1
-        raise FlowError(f"line {line}: not YAML: {exc.problem}") from exc
-    except yaml.YAMLError as exc:
-        raise FlowError(f"not YAML: {exc}") from exc
+    except YamlFault as exc:
+        raise FlowError(f"line {exc.line}: {exc}") from exc
     except msgspec.ValidationError as exc:
         fault, _, place = str(exc).partition(" - at `$")
         raise FlowError(f"{place.strip('`.') or 'the file'}: {fault}") from exc
-    except (TypeError, RecursionError) as exc:
+    except TypeError as exc:
         raise FlowError(f"holds what JSON cannot: {exc}") from exc
 
 

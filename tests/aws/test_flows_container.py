@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-import yaml  # type: ignore[import-untyped]
 from botocore.exceptions import ClientError
 
 from contract.connection import end_tasks
@@ -50,7 +49,7 @@ async def container(
     aws_environ: dict[str, str], redis_server: EmbeddedRedis, members: None
 ) -> AsyncIterator[None]:
     """With its flows and its store in S3."""
-    upload("flows-1", {"f/models.yaml": yaml.safe_dump(FLOW).encode()})
+    upload("flows-1", {"f/models.yaml": json.dumps(FLOW).encode()})
     environ = {
         "PATH": os.environ["PATH"],
         **aws_environ,

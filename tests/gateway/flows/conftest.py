@@ -1,6 +1,7 @@
 """A gateway that serves flows, and fake workers of their members."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -125,7 +126,7 @@ async def fleet(redis_client: redis.asyncio.Redis, keys: Keys) -> AsyncIterator[
 @pytest.fixture
 def models_yaml(tmp_path: Path) -> Path:
     path = tmp_path / "models.yaml"
-    path.write_text(yaml.safe_dump(FLOWS))
+    path.write_text(json.dumps(FLOWS))
     return path
 
 

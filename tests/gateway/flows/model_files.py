@@ -1,9 +1,8 @@
 """Writes models.yaml files, and makes cards of the models that they name."""
 
+import json
 from pathlib import Path
 from typing import Any
-
-import yaml  # type: ignore[import-untyped]  # types are a separate package
 
 from contract.model_cards import ModelCard, PoolingCard
 
@@ -11,7 +10,8 @@ from contract.model_cards import ModelCard, PoolingCard
 def write(folder: Path, **flows: Any) -> Path:
     """A file with flows by name."""
     path = folder / "models.yaml"
-    path.write_text(yaml.safe_dump({"models": [{"name": n} | f for n, f in flows.items()]}))
+    # JSON is YAML; safe_dump would write aliases of what is there twice.
+    path.write_text(json.dumps({"models": [{"name": n} | f for n, f in flows.items()]}))
     return path
 
 

@@ -1,5 +1,6 @@
 """What a flow's tenant is charged: the tokens of the calls that ran."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 import redis.asyncio
-import yaml  # type: ignore[import-untyped]
 
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.jobs import JobStatus
@@ -78,7 +78,7 @@ FLOWS: dict[str, Any] = {
 @pytest.fixture
 def models_yaml(tmp_path: Path) -> Path:
     path = tmp_path / "models.yaml"
-    path.write_text(yaml.safe_dump(FLOWS))
+    path.write_text(json.dumps(FLOWS))
     return path
 
 

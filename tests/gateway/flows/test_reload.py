@@ -1,12 +1,12 @@
 """models.yaml while gateways run: what is read again, refused, withdrawn."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
@@ -21,8 +21,12 @@ CHAT = "/v1/chat/completions"
 
 
 def rewrite(path: Path, models: list[Any]) -> None:
+    write(path, json.dumps({"models": models}))
+
+
+def write(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
-    new.write_text(yaml.safe_dump({"models": models}))
+    new.write_text(text)
     new.replace(path)
 
 
@@ -93,6 +97,23 @@ async def test_a_wrong_file_changes_nothing(
     assert answer.status_code == 200
     listed = {model["id"] for model in (await flows.get("/v1/models")).json()["data"]}
     assert "bad" not in listed
+
+
+async def test_a_hostile_file_changes_nothing(
+    flows: httpx.AsyncClient, models_yaml: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nine nested aliases would be gigabytes: the gateway says the line, and serves on."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    with caplog.at_level(logging.WARNING, "batchway.flows"):
+        write(models_yaml, "\n".join([*lines, "models: *a8"]))
+
+        async def is_told() -> bool:
+            return "line 1: anchors and aliases" in caplog.text
+
+        await until(is_told, 20)
+    answer = await flows.post(CHAT, json=chat("vote"))
+    assert answer.status_code == 200
 
 
 async def test_tokens_are_refused_where_the_members_read_them_otherwise(

@@ -1,10 +1,10 @@
 """Flows with models that compute vectors: means, classifiers, scorers, rerank before generation."""
 
+import json
 from pathlib import Path
 
 import httpx
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from tests.gateway.fake_worker import says
 from tests.gateway.flows.conftest import Fleet, chat
@@ -94,7 +94,7 @@ FLOWS = {
 @pytest.fixture
 def models_yaml(tmp_path: Path) -> Path:
     path = tmp_path / "models.yaml"
-    path.write_text(yaml.safe_dump(FLOWS))
+    path.write_text(json.dumps(FLOWS))
     return path
 
 
