@@ -28,6 +28,8 @@ class Family:
     efforts: tuple[str, ...] = ()  # of reasoning_effort
     lookalikes: tuple[str, ...] = ()  # texts spelled like its added tokens
     endings: tuple[str, ...] = ()  # each ends an answer
+    prose: tuple[str, ...] = ()  # that mentions the marks of calls
+    mistakes: tuple[str, ...] = ()  # that models make in calls; a chat must go on after them
 
 
 def _json(value: object) -> str:
@@ -117,6 +119,20 @@ QWEN3 = Family(
     not_thinking={"enable_thinking": False},
     lookalikes=("<tool_call>", "<think>", "a</think>b", "<|im_end|>", "<|endoftext|>"),
     endings=("<|im_end|>", "<|endoftext|>"),
+    prose=(
+        "The tag <tool_call> opens a call.",
+        "Between <tool_call> and </tool_call> stands a call.",
+        'Write {"name": "find", "arguments": {}} there.',
+    ),
+    mistakes=(
+        '<tool_call>\n{"name": "find", "arguments": null}\n</tool_call>',
+        '<tool_call>\n{"name": "find", "arguments": ""}\n</tool_call>',
+        '<tool_call>\n{"name": "find", "arguments": ["a"]}\n</tool_call>',
+        '<tool_call>\n{"name": "find", "arguments": {"text": "l1\nl2"}}\n</tool_call>',
+        '<tool_call>\n{"name": "find"}\n</tool_call>',
+        '<tool_call>\n{"name": "find", "arguments": {"text": "a"}\n</tool_call>',
+        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
+    ),
 )
 LLAMA3 = Family(
     name="llama3.1",
@@ -128,6 +144,18 @@ LLAMA3 = Family(
     content_precedes_calls=False,
     lookalikes=("<|eot_id|>", "<|begin_of_text|>", "x<|start_header_id|>y"),
     endings=("<|eot_id|>", "<|end_of_text|>"),
+    prose=(
+        'Write {"name": "find", "parameters": {}} to call it.',
+        '{"name": "Paris", "size": 3}',
+        '{"name": "unknown", "parameters": {}}',
+    ),
+    mistakes=(
+        '{"name": "find", "parameters": null}',
+        '{"name": "find", "parameters": {"text": "l1\nl2"}}',
+        '{"name":"find","parameters":{"text":"1"}}\n{"name":"now","parameters":{}}',
+        '{"name": "find", "parameters": {"text": "1"}}\nI have called it.',
+        '{"name": "find", "arguments": {"text": "1"}}',
+    ),
 )
 GEMMA3 = Family(
     name="gemma3",
@@ -145,6 +173,13 @@ DEEPSEEK3 = Family(
     write=_deepseek,
     lookalikes=("<｜tool▁sep｜>", "<｜end▁of▁sentence｜>", "<|EOT|>"),
     endings=("<｜end▁of▁sentence｜>",),
+    prose=("The mark <｜tool▁calls▁begin｜> opens calls.",),
+    mistakes=(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n"
+        '{"text": "l1\nl2"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n"
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
 )
 DEEPSEEK31 = Family(
     name="deepseek-v3.1",
@@ -158,6 +193,13 @@ DEEPSEEK31 = Family(
     not_thinking={"thinking": False},
     lookalikes=("<｜tool▁sep｜>", "<think>", "</think>"),
     endings=("<｜end▁of▁sentence｜>",),
+    prose=("The mark <｜tool▁calls▁begin｜> opens calls.",),
+    mistakes=(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>null<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜><｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+    ),
 )
 GPT_OSS = Family(
     name="gpt-oss",
@@ -173,6 +215,12 @@ GPT_OSS = Family(
     efforts=("low", "medium", "high"),
     lookalikes=("<|end|>", "<|channel|>", "<|return|>"),
     endings=("<|return|>", "<|endoftext|>"),
+    mistakes=(
+        '<|channel|>commentary to=functions.find <|constrain|>json<|message|>["a"]<|call|>',
+        "<|channel|>commentary to=functions.find<|message|><|call|>",
+        '<|channel|>analysis to=functions.find<|message|>{"text": "a"}<|call|>',
+        "<|channel|>final<|message|>Hello.<|end|>",
+    ),
 )
 MISTRAL = Family(
     name="mistral-nemo",
@@ -181,5 +229,12 @@ MISTRAL = Family(
     write=_mistral,
     lookalikes=("[TOOL_CALLS]", "[INST]", "</s>", "<SPECIAL_20>"),
     endings=("</s>",),
+    prose=("The mark [TOOL_CALLS] opens calls.", "[1, 2] is a list."),
+    mistakes=(
+        '[TOOL_CALLS][{"name": "find", "arguments": null}]',
+        '[TOOL_CALLS][{"name": "find", "arguments": {"text": "l1\nl2"}, "id": "x"}]',
+        '[TOOL_CALLS] [{"name":"find","arguments":{"text":"1"}}]',
+        '[TOOL_CALLS]{"name": "find", "arguments": {"text": "1"}}',
+    ),
 )
 FAMILIES = (QWEN3, LLAMA3, GEMMA3, DEEPSEEK3, DEEPSEEK31, GPT_OSS, MISTRAL)

@@ -6,6 +6,7 @@ have. A mask, a forced token or a limit may lead the output away from the text; 
 on at the next place in the text that fits.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -32,7 +33,7 @@ _KILLS = re.compile(r"kill:(\d+):(\w+)")
 _PARAMS = "PARAMS"  # in a text: the sampling parameters, as JSON
 _LONGEST_TOKEN = 32  # bytes of a token that is tried as a part of the text
 # What a model writes that has nothing more to say but may not end.
-_CLOSERS = ('"', "}", "]", ")", "0", "{", "[", "x")
+_CLOSERS = (b'"', b"}", b"]", b")", b"0", b"{", b"[", b"x")
 _NUM_BLOCKS, _BLOCK_SIZE = 4096, 16
 
 
@@ -106,9 +107,10 @@ class Script:
             for token_id in self._ids_at(start):
                 if not forbidden[token_id]:
                     return token_id
-        closers = [self.vocabulary.ids_of.get(text.encode()) for text in _CLOSERS]
+        ids_of = self.vocabulary.ids_of
+        closers = [ids_of[text] for text in _CLOSERS if text in ids_of]
         for token_id in [self.vocabulary.ending_id, *closers]:
-            if token_id is not None and not forbidden[token_id]:
+            if not forbidden[token_id]:
                 return token_id
         return int(np.flatnonzero(~forbidden)[0])
 
@@ -127,10 +129,8 @@ class Script:
         """The tokens that go on at a place: the tokenizer's own, then others, the longest first."""
         rest = self.data[start:]
         own: list[int] = []
-        try:
+        with contextlib.suppress(UnicodeDecodeError):  # inside of a character
             own = self.vocabulary.encode(rest.decode())[:1]
-        except UnicodeDecodeError:
-            pass  # inside of a character
         if own and not rest.startswith(self.vocabulary.bytes_of.get(own[0], b"")):
             own = []  # a tokenizer that puts a space before a text
         pieces = (rest[:length] for length in range(min(len(rest), _LONGEST_TOKEN), 0, -1))
