@@ -11,6 +11,8 @@ from tests.real.families import Call
 from tests.real.server import Server, until_true
 
 CHAT: Final = "/v1/chat/completions"
+# Parameters of a chat that a response has, too.
+_SHARED = ("model", "chat_template_kwargs", "thinking_token_budget", "tool_choice")
 _WAIT_S = 60.0
 
 
@@ -142,3 +144,56 @@ def run_batch(server: Server, bodies: Sequence[Mapping[str, Any]]) -> list[dict[
     ]
     assert [each["custom_id"] for each in found] == [str(n) for n in range(len(bodies))]
     return [each["response"]["body"] for each in found]
+
+
+def respond(server: Server, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole response of /v1/responses to a chat's request."""
+    own, extra = _as_response(body)
+    return server.client.responses.create(**own, extra_body=extra).to_dict()  # type: ignore[no-any-return]
+
+
+def respond_streamed(server: Server, body: Mapping[str, Any]) -> dict[str, Any]:
+    own, extra = _as_response(body)
+    with server.client.responses.stream(**own, extra_body=extra) as events:
+        *_, last = events
+    assert last.type in ("response.completed", "response.incomplete")
+    return last.response.to_dict()
+
+
+def _as_response(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What OpenAI's client knows, and the rest."""
+    own: dict[str, Any] = {
+        "model": body["model"],
+        "input": body["messages"],
+        "max_output_tokens": body["max_tokens"],
+    }
+    if "tools" in body:
+        own["tools"] = [{"type": "function", **tool["function"]} for tool in body["tools"]]
+    if "response_format" in body:
+        format_ = body["response_format"]["json_schema"]
+        own["text"] = {"format": {"type": "json_schema", **format_}}
+    if "reasoning_effort" in body:
+        own["reasoning"] = {"effort": body["reasoning_effort"]}
+    return own, {name: body[name] for name in _SHARED if name in body}
+
+
+def answer_of_items(response: Mapping[str, Any]) -> Answer:
+    """The items of a response as a chat's answer."""
+    texts: dict[str, list[str]] = {"message": [], "reasoning": []}
+    calls: list[Call] = []
+    for item in response["output"]:
+        if item["type"] == "function_call":
+            calls.append(_call({"function": item}))
+        else:
+            texts[item["type"]] += [part["text"] for part in item["content"]]
+    content, reasoning = ("".join(texts[kind]) for kind in ("message", "reasoning"))
+    usage = response["usage"]
+    is_whole = response["status"] == "completed"
+    return Answer(
+        content=content or None if calls else content,
+        calls=tuple(calls),
+        reasoning=reasoning or None,
+        finish_reason=("tool_calls" if calls else "stop") if is_whole else "length",
+        num_tokens=usage["output_tokens"],
+        num_reasoning_tokens=usage["output_tokens_details"]["reasoning_tokens"],
+    )

@@ -39,6 +39,10 @@ class Server:
         while len(self._workers) < NUM_WORKERS:
             self._workers.append(self._worker())
 
+    @property
+    def num_alive(self) -> int:
+        return sum(worker.is_alive for worker in self._workers)
+
     def _worker(self) -> WorkerProcess:
         engine = {"model_path": str(self.folder), "max_num_batched_tokens": 4096}
         return WorkerProcess(
@@ -51,7 +55,7 @@ class Server:
         )
 
     def _is_listed(self) -> bool:
-        assert any(worker.is_alive for worker in self._workers), "no worker could start"
+        assert self.num_alive, "no worker could start"
         return httpx.get(f"{self.url}/v1/models/{self.family.name}").status_code == 200
 
     def close(self) -> None:
@@ -64,10 +68,6 @@ class Server:
     def say(self, text: str) -> str:
         """What a prompt must contain so that the model says a text."""
         return say(self.folder, text)
-
-    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        given = {"model": self.family.name, **body}
-        return httpx.post(f"{self.url}{path}", json=given, timeout=60)
 
 
 def until_true(condition: Any, timeout_s: float = _START_S) -> None:

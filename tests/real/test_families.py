@@ -1,18 +1,33 @@
 """Models of each family with their own tokenizers, templates and formats, end to end: real gateway,
 Redis and workers, of which only the weights are replaced by a text to say."""
 
+import json
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from tests.real.callers import answer_of, ask, ask_streamed, body_of, run_batch, run_jobs
+from tests.real.callers import (
+    answer_of,
+    answer_of_items,
+    ask,
+    ask_streamed,
+    body_of,
+    respond,
+    respond_streamed,
+    run_batch,
+    run_jobs,
+)
 from tests.real.cases import Case, cases_of
 from tests.real.families import FAMILIES
 from tests.real.parts import needs_parts
-from tests.real.server import Server, running_server
+from tests.real.scripted import SAYS
+from tests.real.server import NUM_WORKERS, Server, running_server
 
 pytestmark = [pytest.mark.campaign, pytest.mark.e2e, needs_parts]
 
@@ -36,6 +51,10 @@ class Answers:
             return ask(self.server, body_of(self.server, case))
         except openai.APIError as refused:
             return refused
+
+    def answered(self) -> list[Case]:
+        """The cases that the server does not refuse."""
+        return [case for case in self.cases.values() if isinstance(self.whole[case.title], dict)]
 
     def response(self, case: Case) -> dict[str, Any]:
         found = self.whole[case.title]
@@ -100,9 +119,62 @@ def test_a_chat_goes_on_after_any_answer(answers: Answers, case: Case) -> None:
 
 def test_jobs_and_batches_give_the_same_answers(answers: Answers) -> None:
     """All cases at once."""
-    cases = [case for case in answers.cases.values() if isinstance(answers.whole[case.title], dict)]
+    cases = answers.answered()
     expected = [answer_of(answers.response(case)) for case in cases]
     bodies = [body_of(answers.server, case) for case in cases]
 
     assert [answer_of(found) for found in run_jobs(answers.server, bodies)] == expected
     assert [answer_of(found) for found in run_batch(answers.server, bodies)] == expected
+
+
+def test_responses_have_the_items_of_chats(answers: Answers) -> None:
+    """Whole and streamed, of all cases whose parameters a response has."""
+    known = {"tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"}
+    cases = [case for case in answers.answered() if set(case.body) <= known]
+    assert cases
+    for case in cases:
+        expected = answer_of(answers.response(case))
+        body = body_of(answers.server, case)
+
+        assert answer_of_items(respond(answers.server, body)) == expected, case.title
+        assert answer_of_items(respond_streamed(answers.server, body)) == expected, case.title
+
+
+def test_the_settings_of_the_model_hold_unless_a_caller_has_others(answers: Answers) -> None:
+    """The model says its sampling parameters."""
+    server, family = answers.server, answers.server.family
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    own = {name: value for name, value in family.generation.items() if name in names}
+
+    def settings_of(**given: Any) -> dict[str, Any]:
+        case = Case("settings", family.write("PARAMS", []), body=given)
+        content = answer_of(ask(server, body_of(server, case))).content
+        return json.loads(content or "")  # type: ignore[no-any-return]
+
+    usual = {"temperature": 1.0, "top_p": 1.0} | own
+    assert settings_of().items() >= usual.items()
+    given = {"temperature": 0.25, "top_p": 0.5, "top_k": 7}
+    assert settings_of(**given).items() >= given.items()
+    card = httpx.get(f"{server.url}/v1/models/{family.name}").json()
+    shown = card.get("generation") or {}
+    assert shown.items() >= own.items()
+
+
+def test_a_killed_worker_changes_no_answer(answers: Answers) -> None:
+    """All cases at once on two workers, of which one dies at a random token of one case."""
+    server, cases = answers.server, answers.answered()
+    chance = random.Random(server.family.name)
+    killing = chance.choice(
+        [case for case in cases if answer_of(answers.response(case)).num_tokens > 4]
+    )
+    last = answer_of(answers.response(killing)).num_tokens - 1
+    kill = f"kill:{chance.randint(1, last)}:killed"
+    bodies = [body_of(server, case, kill if case is killing else "") for case in cases]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        found = list(pool.map(partial(ask_streamed, server), bodies))
+
+    assert (server.folder / SAYS / "killed").exists()
+    assert server.num_alive == NUM_WORKERS - 1
+    for case, response in zip(cases, found, strict=True):
+        assert answer_of(response) == answer_of(answers.response(case)), case.title
+    server.refill()
