@@ -3,7 +3,7 @@ chooses, any other flow a job that calls its members.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -15,17 +15,17 @@ from contract.flows import (
     FlowCall,
     Pipeline,
     Route,
-    deciding_members,
 )
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, default_seed
 from contract.model_cards import ModelCard
 from gateway.flows.conditions import Facts, choose_target, load_detector, needs_label
+from gateway.flows.deciding_cards import deciding_cards
 from gateway.flows.reservation import NumTokens, Reservation
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
-from gateway.openai.admission import Terms, tokenised
+from gateway.openai.admission import Admission, Terms, admit, tokenised
 from gateway.openai.answers import needs_tokenizer
-from gateway.openai.calls import prepare_call
+from gateway.openai.calls import prepare_admitted, prepare_call
 from gateway.openai.generation import prompts_of
 from gateway.openai.job_bodies import CallBody
 from gateway.openai.schemas import ChatBody, CompletionBody
@@ -61,9 +61,15 @@ async def prepare_any(
             chosen = body.model_copy(update={"model": target})
             job, submission = await prepare_any(*parts, chosen, terms)
             return replace(job, asked_model=body.model), submission
-    job, submission = await prepare_call(*parts, body, terms)
+    deciding = deciding_cards(card, cards)
+    are_mixed = len({each.tokenizer_sha256 for each in deciding}) > 1
+    if are_mixed:
+        _check_ids(body)
+    admission = await admit(broker, settings, endpoint, body, terms)
+    job, submission = await _prepare_any_of(grammars, admission, deciding, body)
     _check_shape(job, card)
-    _check_tokens(job, body, cards)
+    if are_mixed:
+        _check_shown_tokens(job)
     call = FlowCall(
         flow=card.flow,
         body=body.model_dump_json(exclude_unset=True, by_alias=True).encode(),
@@ -101,8 +107,10 @@ async def facts_of(broker: Broker, route: Route, body: CallBody, terms: Terms) -
         await _load_languages()
     num_tokens = 0
     if any(_counts_tokens(rule.when) for rule in route.rules):
-        card = (await broker.known.models()).get(route.rules[0].to[0].model)
+        cards = await broker.known.models()
+        card = cards.get(route.rules[0].to[0].model)
         if card is not None:
+            card = deciding_cards(card, cards)[0]
             tokenizer = await broker.known.tokenizer(card)
             num_tokens = await _count_tokens(tokenizer, card, body)
     return Facts(
@@ -189,24 +197,38 @@ def _check_shape(job: Job, card: ModelCard) -> None:
         raise bad_request(UNSUPPORTED, message, param)
 
 
-def _tokenizers(name: str, cards: Mapping[str, ModelCard]) -> set[str]:
-    """The tokenizers of the models that may decide."""
-    card = cards.get(name)
-    if card is None or card.flow is None:
-        return set() if card is None else {card.tokenizer_sha256}
-    found = (_tokenizers(model, cards) for model in deciding_members(card.flow.definition))
-    return set().union(*found)
+async def _prepare_any_of(
+    grammars: GrammarCompiler, admission: Admission, cards: Sequence[ModelCard], body: CallBody
+) -> tuple[Job, Submission]:
+    """As the first of a flow's deciding members that can take the call: each renders, tokenises and
+    checks for itself. Raises ApiError, the first one's, if none can."""
+    errors = list[ApiError]()
+    for card in cards:
+        try:
+            return await prepare_admitted(grammars, replace(admission, card=card), body)
+        except ApiError as exc:
+            errors.append(exc)
+    raise errors[0]
 
 
-def _check_tokens(job: Job, body: CallBody, cards: Mapping[str, ModelCard]) -> None:
-    """Raises ApiError where tokens would mean something else to each model."""
-    if len(_tokenizers(job.model, cards)) < 2:
-        return
-    message = f"the models of {job.model!r} have different tokenizers"
+def _check_ids(body: CallBody) -> None:
+    """Raises ApiError where the caller's token ids would mean something else to each model."""
+    if any(not isinstance(each, str) for each in _inputs(body)):
+        param = "prompt" if isinstance(body, CompletionBody) else "input"
+        raise bad_request(UNSUPPORTED, f"{param}: {_message(body.model)}: send text", param)
+    for param in ("logit_bias", "stop_token_ids"):
+        if getattr(body, param, None):
+            message = f"{param}: {_message(body.model)}, and each would read other tokens"
+            raise bad_request(UNSUPPORTED, message, param)
+
+
+def _check_shown_tokens(job: Job) -> None:
+    """Raises ApiError where the answer would tell tokens of one model or another."""
     if needs_tokenizer(job) or job.return_token_ids:
         param = "return_token_ids" if job.return_token_ids else "logprobs"
         param = "echo" if job.echo else param
-        raise bad_request(UNSUPPORTED, f"{param}: {message}", param)
-    if any(not isinstance(each, str) for each in _inputs(body)):
-        param = "prompt" if isinstance(body, CompletionBody) else "input"
-        raise bad_request(UNSUPPORTED, f"{param}: {message}: send text", param)
+        raise bad_request(UNSUPPORTED, f"{param}: {_message(job.model)}", param)
+
+
+def _message(model: str) -> str:
+    return f"the models of {model!r} have different tokenizers"

@@ -40,13 +40,14 @@ def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
 
 
 def first_calls(parent: Job) -> list[Call]:
-    """The calls with which a flow begins. Raises MemberFailed."""
+    """The calls with which a flow may begin: of a cascade the first that can take the call, of an
+    ensemble all of them. Raises MemberFailed."""
     assert parent.flow is not None
     match parent.flow.flow.definition:
         case Route() as definition:
             return [_classifying(parent, definition)]
         case Cascade() as definition:
-            return [_cascading(parent, definition, 0)]
+            return [_cascading(parent, definition, i) for i in range(len(definition.members))]
         case Ensemble() as definition:
             return _of_members(parent, definition)
         case Pipeline() as definition:

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from contract.flows import Route
+from contract.flows import Cascade, Route
 from contract.function_types import Quote, Submission, TenantLimits
 from contract.jobs import Job
 from gateway.flows.calls import Call, Calls, MemberFailed
@@ -50,14 +50,17 @@ class FirstCalls:
             first = first_calls(job)
         except MemberFailed as exc:
             raise bad_request("invalid_value", exc.message) from None
+        assert job.flow is not None
+        definition = job.flow.flow.definition
         quotes, errors = list[Quote](), list[ApiError]()
         for call in first:
             try:
                 quotes.append(await self._quote(calls, call, submission))
             except ApiError as exc:
                 errors.append(exc)
-        assert job.flow is not None
-        definition = job.flow.flow.definition
+            else:
+                if isinstance(definition, Cascade):
+                    break
         if not quotes and isinstance(definition, Route) and errors[0].code == CONTEXT_EXCEEDED:
             call = chosen_call(job, definition, None)
             quotes.append(await self._quote(calls, call, submission))

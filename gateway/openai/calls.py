@@ -2,7 +2,7 @@
 
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
-from gateway.openai.admission import Terms, admit
+from gateway.openai.admission import Admission, Terms, admit
 from gateway.openai.generation import prepare_generation
 from gateway.openai.job_bodies import CallBody
 from gateway.openai.schemas import ChatBody, CompletionBody
@@ -21,7 +21,15 @@ async def prepare_call(
     terms: Terms,
 ) -> tuple[Job, Submission]:
     """Returns the job and its submission. Raises ApiError."""
-    admission = await admit(broker, settings, endpoint, body, terms)
+    return await prepare_admitted(
+        grammars, await admit(broker, settings, endpoint, body, terms), body
+    )
+
+
+async def prepare_admitted(
+    grammars: GrammarCompiler, admission: Admission, body: CallBody
+) -> tuple[Job, Submission]:
+    """The same for a call whose model is known. Raises ApiError."""
     if isinstance(body, ChatBody | CompletionBody):
         return await prepare_generation(grammars, admission, body)
     return await prepare_vectors(admission, body)

@@ -1,6 +1,8 @@
 """Request bodies in OpenAI's format: types and ranges of all fields.
 
 generation.py checks what depends on the model: vocabulary, context length, defaults.
+
+Over 300 lines: two bodies that share most of their fields, each field with its type and range.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -15,7 +17,9 @@ from pydantic import (
     model_validator,
 )
 
+from contract.model_cards import TokenizerFiles
 from gateway.http.errors import MISSING
+from gateway.openai.past_calls import fitting_id
 from gateway.openai.structured import Constrained
 from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
 from gateway.openai.unsupported import (
@@ -180,11 +184,24 @@ class Message(StrictModel):
             raise refusal("must be given with the role tool, and only then", "tool_call_id")
         return self
 
-    def rendered(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
+    def rendered(self, files: TokenizerFiles) -> dict[str, Any]:
+        """The message as the model's chat template expects it."""
         fields = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        format_ = files.tool_format
+        id_length = 0 if format_ is None else format_.id_length
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = fitting_id(self.tool_call_id, id_length)
         if self.tool_calls:
-            fields["tool_calls"] = [call.rendered() for call in self.tool_calls]
+            fields["tool_calls"] = [
+                {
+                    "id": fitting_id(call.id, id_length),
+                    "type": "function",
+                    "function": call.function.rendered(as_text=files.string_arguments),
+                }
+                for call in self.tool_calls
+            ]
+            if files.null_content and not self.content:
+                fields["content"] = None
         return fields
 
 

@@ -87,6 +87,7 @@ async def publish_model(
     *,
     files: TokenizerFiles | None = None,
     context_length: int = CONTEXT_LENGTH,
+    vocab_size: int = VOCAB_SIZE,
     lanes: tuple[str, ...] = LANES,
     capabilities: Capabilities | None = None,
     pooling: PoolingCard | None = None,
@@ -96,7 +97,7 @@ async def publish_model(
     card = ModelCard(
         name=name,
         context_length=context_length,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         eos_token_ids=(EOS_ID,),
         tokenizer_sha256=encode_tokenizer(files)[0],
         created_s=1_700_000_000,
