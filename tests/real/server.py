@@ -31,13 +31,13 @@ class Server:
     def start(self) -> None:
         write_model_folder(self.family, self.folder)
         self.refill()
-        until_true(self._is_listed)
 
     def refill(self) -> None:
-        """Starts workers in the place of those that were killed."""
+        """Starts workers in the place of those that were killed, and waits until they are ready."""
         self._workers = [worker for worker in self._workers if worker.is_alive]
         while len(self._workers) < NUM_WORKERS:
             self._workers.append(self._worker())
+        until_true(self._is_ready)
 
     @property
     def num_alive(self) -> int:
@@ -54,9 +54,10 @@ class Server:
             engine=engine,
         )
 
-    def _is_listed(self) -> bool:
+    def _is_ready(self) -> bool:
         assert self.num_alive, "no worker could start"
-        return httpx.get(f"{self.url}/v1/models/{self.family.name}").status_code == 200
+        workers = httpx.get(f"{self.url}/readyz").json().get("workers", {})
+        return bool(workers.get(self.family.name, 0) >= NUM_WORKERS)
 
     def close(self) -> None:
         self.client.close()

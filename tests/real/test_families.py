@@ -81,7 +81,9 @@ def of_all_cases(test: Any) -> Any:
         for family in FAMILIES
         for case in cases_of(family)
     ]
-    return pytest.mark.parametrize(("answers", "case"), params, indirect=["answers"])(test)
+    return pytest.mark.parametrize(
+        ("answers", "case"), params, indirect=["answers"], scope="session"
+    )(test)
 
 
 @of_all_cases
@@ -177,4 +179,3 @@ def test_a_killed_worker_changes_no_answer(answers: Answers) -> None:
     assert server.num_alive == NUM_WORKERS - 1
     for case, response in zip(cases, found, strict=True):
         assert answer_of(response) == answer_of(answers.response(case)), case.title
-    server.refill()
