@@ -75,6 +75,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     is_cut_short: bool  # lines were not run because the window was over
     num_input_tokens: int = 0  # of the lines that completed
     num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +105,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     errors: Sequence[LineError] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

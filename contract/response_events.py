@@ -158,20 +158,14 @@ class ResponseEvents:
         events = []
         if delta.reasoning:
             events += self._more("reasoning", delta.reasoning)
-        if self._is_reasoning and not (delta.text or delta.tool_calls):
-            self._num_reasoning_tokens += len(delta.token_ids)
-        else:
-            self._logprobs += delta.logprobs or ()
+        self._num_reasoning_tokens += delta.num_reasoning
+        self._logprobs += (delta.logprobs or ())[delta.num_reasoning :]
         if delta.text:
             events += self._more("message", delta.text)
         for call in delta.tool_calls:
             events += self._more_of_call(call)
         self._finish_reason = delta.finish_reason or self._finish_reason
         return events
-
-    @property
-    def _is_reasoning(self) -> bool:
-        return self._open is not None and self._open.kind == "reasoning"
 
     def _more(self, kind: str, text: str) -> list[Event]:
         """More text of a message or of reasoning."""

@@ -172,7 +172,7 @@ class PartRun:
 
     async def _written(self) -> Part:
         """Writes the results, in the order of the lines."""
-        num_completed = num_failed = num_input = num_output = 0
+        num_completed = num_failed = num_input = num_output = num_reasoning = 0
         self._is_cut_short = False
         with (
             tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as output,
@@ -186,6 +186,7 @@ class PartRun:
                 if is_good:
                     used = _tokens(result["response"]["body"]["usage"])
                     num_input, num_output = num_input + used[0], num_output + used[1]
+                    num_reasoning += used[2]
                 head = {"id": f"batch_req_{job_id.rpartition('-')[2]}", "custom_id": line.custom_id}
                 file = cast(BinaryIO, output if is_good else errors)
                 file.write(encode_json(head | result) + b"\n")
@@ -198,6 +199,7 @@ class PartRun:
                 self._is_cut_short,
                 num_input,
                 num_output,
+                num_reasoning,
             )
 
     async def _put(self, kind: str, file: BinaryIO) -> int:
@@ -251,11 +253,13 @@ class PartRun:
         return {"response": None, "error": {"code": code, "message": messages[code]}}
 
 
-def _tokens(usage: Mapping[str, Any]) -> tuple[int, int]:
-    """Input and output tokens of an answer; a response has other names for them, and vectors have
-    no output."""
+def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Input and output tokens of an answer, and those of reasoning among them; a response has other
+    names for them, and vectors have no output."""
     num_input: int = usage["input_tokens"] if "input_tokens" in usage else usage["prompt_tokens"]
-    return num_input, usage.get("output_tokens") or usage.get("completion_tokens", 0)
+    num_output = usage.get("output_tokens") or usage.get("completion_tokens", 0)
+    details = usage.get("output_tokens_details") or usage.get("completion_tokens_details") or {}
+    return num_input, num_output, details.get("reasoning_tokens", 0)
 
 
 def _response(job_id: str, error: ApiError) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from gateway.http.errors import ApiError, invalid_value, not_found
 from gateway.http.handlers import answers
 from gateway.jobs.callbacks import to_callback
 from gateway.jobs.streams import AcceptingGateway, ThisGateway
-from gateway.openai.answer_models import EndpointPath
+from gateway.openai.answer_models import EndpointPath, OutputDetails
 from gateway.openai.job_bodies import CallbackBody
-from gateway.openai.responses.objects import OutputDetails
 from gateway.openai.unsupported import Metadata, OwnModel
 
 router = APIRouter(route_class=StrictRoute, tags=["batches"], responses=answers(401, 403, 429))
@@ -147,7 +146,7 @@ def batch_object(batch: Batch) -> BatchObject:
             input_tokens=batch.input_tokens,
             input_tokens_details=CachedTokens(cached_tokens=0),
             output_tokens=batch.output_tokens,
-            output_tokens_details=OutputDetails(reasoning_tokens=0),
+            output_tokens_details=OutputDetails(reasoning_tokens=batch.reasoning_tokens),
             total_tokens=batch.input_tokens + batch.output_tokens,
         ),
         metadata=None if metadata is None else dict(metadata),

@@ -45,12 +45,14 @@ def _plain_call(name: str, arguments: str) -> str:
 
 
 def logprobs_of(outcome: Outcome) -> list[list[float]]:
-    """The log probabilities of each choice's tokens."""
+    """The log probabilities of each choice's tokens, without those of its reasoning, which comes
+    first."""
     assert outcome.job is not None
     found: list[list[float]] = [[] for _ in range(outcome.job.num_choices)]
     for event in outcome.events:
         for delta in event.deltas if isinstance(event, Tokens) else ():
-            found[delta.choice] += [item.logprob for item in delta.logprobs or ()]
+            answer = (delta.logprobs or ())[delta.num_reasoning :]
+            found[delta.choice] += [item.logprob for item in answer]
     return found
 
 

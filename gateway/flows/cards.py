@@ -27,6 +27,9 @@ def flow_card(name: str, flow: Flow, cards: Mapping[str, ModelCard]) -> ModelCar
         created_s=int(time.time()),
         lanes=lanes,
         capabilities=_shared([card.capabilities for card in deciding]),
+        generation=first.generation,
+        reasoning_parser=first.reasoning_parser,
+        tool_call_parser=first.tool_call_parser,
         pooling=first.pooling,
         flow=flow,
     )

@@ -86,7 +86,7 @@ class StrictRoute(APIRoute):
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Raises ApiError if `raw` is not a valid JSON object."""
     try:
-        if _depth(raw) > MAX_DEPTH:
+        if depth_of(raw) > MAX_DEPTH:
             raise _Refused(f"nested deeper than {MAX_DEPTH} levels")
         value = _DECODER.decode(raw.decode("utf-8"))
         if _SURROGATE.search(raw):
@@ -105,7 +105,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _depth(raw: bytes) -> int:
+def depth_of(raw: bytes) -> int:
+    """How deep arrays and objects are nested in JSON."""
     depth = deepest = 0
     for bracket in _BRACKET.findall(_STRING.sub(b"", raw)):
         depth += 1 if bracket in b"[{" else -1

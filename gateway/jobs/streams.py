@@ -147,7 +147,7 @@ async def call_stream(
         position = START
     tokenizer = await gateway.tokenizer_for(job)
     chunks = Chunks(job, tokenizer, includes_usage=includes_usage, repeats_usage=repeats_usage)
-    if repeats_usage or needs_tokenizer(job):
+    if includes_usage or needs_tokenizer(job):
         await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     has_sent, last_id = starts_over, position.sse_id

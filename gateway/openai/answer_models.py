@@ -17,10 +17,18 @@ EndpointPath = Literal[
 FinishReason = Literal["stop", "length", "tool_calls"] | None
 
 
+class OutputDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+class ChatUsage(Usage):
+    completion_tokens_details: OutputDetails
 
 
 class CalledFunction(BaseModel):
@@ -38,7 +46,7 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: str = Field(default="", description="of models that reason, with tools")
+    reasoning_content: str = Field(default="", description="of models that reason")
     tool_calls: list[ToolCall] = []
 
 
@@ -81,7 +89,7 @@ class ChatCompletion(BaseModel):
     model: str
     system_fingerprint: None
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
     prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
     prompt_logprobs: PromptLogprobs | None = None
 

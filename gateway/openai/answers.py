@@ -26,14 +26,20 @@ from gateway.openai.tokens import ModelTokenizer
 from gateway.openai.tools import delta_of, whole_calls
 
 
-def usage(job: Job, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+def usage(
+    job: Job, num_prompt_tokens: int, num_output_tokens: int, num_reasoning: int | None = None
+) -> dict[str, Any]:
+    """`num_reasoning`: of the output, the tokens of a chat's reasoning."""
     if not job.shows_output:
         num_output_tokens = 0
-    return {
+    shown: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
     }
+    if num_reasoning is not None and job.endpoint is Endpoint.CHAT:
+        shown["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return shown
 
 
 def _head(job: Job, *, is_chunk: bool) -> dict[str, Any]:
@@ -79,6 +85,7 @@ class Chunks:
         self._includes_usage = includes_usage
         self._repeats_usage = repeats_usage
         self._num_tokens: dict[int, int] = {}  # by choice
+        self._num_reasoning = 0  # of them
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
         self._streams: dict[int, TextStream] = {}
 
@@ -87,6 +94,7 @@ class Chunks:
             prompt.reset()
         self._streams.clear()
         self._num_tokens.clear()
+        self._num_reasoning = 0
 
     def of(self, entry: LogEntry) -> list[dict[str, Any]]:
         """The chunks of one event. If choices begin in it, a chunk that introduces them comes
@@ -101,6 +109,7 @@ class Chunks:
         begun = [delta.choice for delta in deltas if delta.start == 0]
         for delta in entry.event.deltas:
             self._num_tokens[delta.choice] = delta.start + len(delta.token_ids)
+            self._num_reasoning += delta.num_reasoning
         chunks = []
         if begun and (heads := self._heads(begun)):
             chunks.append(self._chunk(heads))
@@ -115,7 +124,8 @@ class Chunks:
 
     def usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
         """The last chunk, if the caller asked for usage."""
-        return self._chunk([]) | {"usage": usage(self._job, num_prompt_tokens, num_output_tokens)}
+        used = usage(self._job, num_prompt_tokens, num_output_tokens, self._num_reasoning)
+        return self._chunk([]) | {"usage": used}
 
     def _heads(self, begun: Sequence[int]) -> list[dict[str, Any]]:
         """What precedes a choice's output: the role in chats, the prompt in completions
@@ -141,7 +151,8 @@ class Chunks:
         chunk = {**self._head, "choices": choices}
         if self._includes_usage:
             num_tokens = sum(self._num_tokens.values())
-            so_far = usage(self._job, self._job.num_prompt_tokens, num_tokens)
+            num_prompt, num_reasoning = self._job.num_prompt_tokens, self._num_reasoning
+            so_far = usage(self._job, num_prompt, num_tokens, num_reasoning)
             chunk["usage"] = so_far if self._repeats_usage else None
         return chunk
 
@@ -216,6 +227,7 @@ class _Choice(msgspec.Struct):
     reasoning: list[str] = msgspec.field(default_factory=list)
     tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
     token_ids: list[int] = msgspec.field(default_factory=list)
+    num_reasoning: int = 0
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
 
@@ -245,6 +257,7 @@ class Answer:
             choice.reasoning.append(delta.reasoning)
             choice.tool_calls += delta.tool_calls
             choice.token_ids += delta.token_ids
+            choice.num_reasoning += delta.num_reasoning
             choice.logprobs += delta.logprobs or ()
             choice.finish_reason = delta.finish_reason or choice.finish_reason
 
@@ -252,7 +265,8 @@ class Answer:
         """The response. Choices that were cut off have no finish_reason."""
         answer = _head(self._job, is_chunk=False)
         answer["choices"] = [self._built(i, choice) for i, choice in enumerate(self._choices)]
-        answer["usage"] = usage(self._job, num_prompt_tokens, num_output_tokens)
+        num_reasoning = sum(choice.num_reasoning for choice in self._choices)
+        answer["usage"] = usage(self._job, num_prompt_tokens, num_output_tokens, num_reasoning)
         return answer | _of_prompt(self._job, self._prompts)
 
     def _built(self, index: int, choice: _Choice) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import jinja2
 from jinja2.exceptions import SecurityError
-from jinja2.ext import loopcontrols
-from jinja2.runtime import Context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.openai.child import Refused
@@ -35,14 +37,16 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
         *,
         is_answered: bool = True,
     ) -> str:
-        """The prompt, up to the start of the assistant's message if it is answered. Raises Refused,
-        MemoryError."""
+        """The prompt, up to the start of the assistant's message if it is answered. `variables`:
+        others that the template reads. Raises Refused, MemoryError."""
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
-        context = self._special_tokens | {"tools": tools, "documents": None}
+        messages = [_with_reasoning(message) for message in messages]
+        context = {"documents": None, **self._special_tokens, **(variables or {}), "tools": tools}
         parts: list[str] = []
         num_chars = 0
         try:
@@ -58,8 +62,9 @@ class ChatTemplate:
         except jinja2.TemplateError as exc:
             reason = (exc.message or "it failed")[:_REFUSAL_CHARS]
             raise Refused(f"the model's chat template refused: {reason}") from exc
-        except Exception as exc:  # for example of a filter with a wrong argument
-            raise Refused("the model's chat template failed on these messages") from exc
+        except Exception as exc:  # for example TypeError of a filter with a wrong argument
+            reason = f"{type(exc).__name__}: {exc}"[:_REFUSAL_CHARS]
+            raise Refused(f"the model's chat template failed on these messages: {reason}") from exc
         return "".join(parts)
 
     def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -82,6 +87,32 @@ class ChatTemplate:
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As transformers does: templates read a message's reasoning by several names."""
+    given = (message[name] for name in _REASONING_NAMES if message.get(name) is not None)
+    reasoning = next(given, None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training. It renders as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
+
+    def _rendered(self, caller: Macro) -> str:
+        return caller()
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -109,16 +140,29 @@ def _repeated(items: Any, times: Any) -> int:
 
 def _environment() -> jinja2.Environment:
     """The environment that chat templates expect (transformers' conventions)."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [_Generation, loopcontrols]
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """jinja2's filter would escape HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> None:

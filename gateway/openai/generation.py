@@ -46,7 +46,7 @@ async def prepare_generation(
         echo=echoes(body),
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
-        parses_tools=isinstance(body, ChatBody) and bool(body.offered),
+        tools=body.string_parameters if isinstance(body, ChatBody) else {},
     )
     return job, await admission.submission(max_output_tokens=params.n * sum(caps))
 
@@ -81,7 +81,7 @@ def _constraint(
     """The constraint on the output, if any. Raises ApiError if tool calls cannot be forced."""
     if not isinstance(body, ChatBody) or not body.offered:
         return body.constraint()
-    format_, can = tokenizer.tool_format, card.capabilities.structured_output
+    format_, can = tokenizer.files.tool_format, card.capabilities.structured_output
     if format_ is not None and can:
         return body.tool_constraint(format_, tokenizer.special_ids)
     is_strict = any(tool.function.strict for tool in body.offered)
@@ -118,10 +118,11 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
     if tokenizer.template is None:
         message = f"the model {card.name!r} has no chat template: use /v1/completions"
         raise invalid_value("messages", message)
-    messages = [message.rendered() for message in body.messages]
+    files = tokenizer.files
+    messages = [message.rendered(files) for message in body.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     try:
-        return await tokenizer.template.render(messages, tools or None)
+        return await tokenizer.template.render(messages, tools or None, files.template_kwargs)
     except TemplateRefused as exc:
         raise invalid_value("messages", str(exc)) from None
 

@@ -72,6 +72,8 @@ class Model(BaseModel):
     endpoints: list[EndpointPath]
     capabilities: ModelCapabilities
     generation: ModelGeneration
+    reasoning_parser: str | None = Field(description="how its reasoning is told from its answer")
+    tool_call_parser: str | None = Field(description="how its calls of tools are read")
     pooling: ModelPooling | None
     flow: FlowKind | None = Field(description="of a model that consists of others")
 
@@ -109,6 +111,8 @@ def _shown(card: ModelCard) -> Model:
         endpoints=[endpoint.value for endpoint in card.endpoints],
         capabilities=ModelCapabilities(**msgspec.structs.asdict(card.capabilities)),
         generation=ModelGeneration(**msgspec.structs.asdict(card.generation)),
+        reasoning_parser=card.reasoning_parser or None,
+        tool_call_parser=card.tool_call_parser or None,
         pooling=None if (can := card.pooling) is None else _pooling(can),
         flow=None if card.flow is None else _KINDS[type(card.flow.definition)],
     )

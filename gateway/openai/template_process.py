@@ -1,4 +1,4 @@
-"""The gateway's side of the process that renders a model's chat template."""
+"""The gateway's side of the process that renders a model's chat templates."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("batchway.gateway")
 
 
 class TemplateProcess:
-    """One model's chat template, in a ChildProcess of its own."""
+    """One model's chat templates, in a ChildProcess of their own."""
 
     def __init__(
         self,
@@ -28,9 +28,16 @@ class TemplateProcess:
         source: str,
         special_tokens: Mapping[str, str],
         limits: ChildLimits | None = None,
+        *,
+        tool_source: str | None = None,
     ) -> None:
+        """`tool_source`: the template of chats with tools, if they have another one."""
         self._model = model
-        start = {"source": source, "special_tokens": dict(special_tokens)}
+        start = {
+            "source": source,
+            "tool_source": tool_source,
+            "special_tokens": dict(special_tokens),
+        }
         self._process = ChildProcess(template_child.__name__, start, limits or ChildLimits())
 
     @property
@@ -39,13 +46,18 @@ class TemplateProcess:
         return self._process.pid
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt, up to the start of the assistant's message.
+        """The prompt, up to the start of the assistant's message. `variables`: others that the
+        template reads.
 
         Raises TemplateRefused, TemplateFailed, TemplateBusy, ModelUnreadable.
         """
-        return await self._ask([messages, tools])
+        request = {"messages": messages, "tools": tools, "variables": variables}
+        return await self._ask(request)
 
     async def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
         """The prompt of each query and document. Raises as `render`."""

@@ -29,12 +29,17 @@ class ModelTokenizer:
         # None if the model has none.
         self.template: TemplateProcess | None = None
         if files.chat_template is not None:
-            self.template = TemplateProcess(model, files.chat_template, files.special_tokens)
+            self.template = TemplateProcess(
+                model, files.chat_template, files.special_tokens, tool_source=files.tool_template
+            )
         self._bytes_of_char = _byte_level(files.tokenizer_json)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = {token.content: i for i, token in added.items() if token.special}
-        self.tool_format = files.tool_format
+        # What the files say beside the tokenizer and the templates, which are large.
+        self.files = msgspec.structs.replace(
+            files, tokenizer_json="", chat_template=None, tool_template=None
+        )
 
     async def aclose(self) -> None:
         """Ends the chat template's process, if there is one."""

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from contract.events import ToolCallDelta
 from contract.jobs import Job
 from contract.model_cards import ToolFormat
 from contract.response_events import call_id
+from gateway.openai.past_calls import arguments_object
 from gateway.openai.structured import Constrained, Constraint, Schema
 from gateway.openai.unsupported import StrictModel, refusal
 
@@ -44,20 +45,22 @@ class NamedTool(StrictModel):
     function: FunctionName
 
 
-class CalledFunction(StrictModel):
-    name: ToolName
-    arguments: str
+def _arguments(value: Any) -> Any:
+    """Some clients send null, or the object itself."""
+    return json.dumps(value) if isinstance(value, dict) else value or ""
 
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, value: str) -> str:
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            parsed = None
-        if not isinstance(parsed, dict):
-            raise refusal("must be a JSON object as a string")
-        return value
+
+class CalledFunction(StrictModel):
+    """A function's name and arguments, whatever a model wrote."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str)] = ""
+
+    def rendered(self, *, as_text: bool) -> dict[str, Any]:
+        """As chat templates expect it: the arguments are an object, or JSON as text."""
+        arguments = arguments_object(self.arguments)
+        text = json.dumps(arguments, ensure_ascii=False)
+        return {"name": self.name, "arguments": text if as_text else arguments}
 
 
 class ToolCall(StrictModel):
@@ -66,12 +69,6 @@ class ToolCall(StrictModel):
     id: CallId
     type: Literal["function"]
     function: CalledFunction
-
-    def rendered(self) -> dict[str, Any]:
-        """The call as chat templates expect it, with the arguments as an object."""
-        arguments = json.loads(self.function.arguments)
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
 
 
 class WithTools(Constrained):
@@ -99,6 +96,12 @@ class WithTools(Constrained):
     def offered(self) -> list[Tool]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def string_parameters(self) -> dict[str, tuple[str, ...]]:
+        """The functions that may be called, each with its parameters that are strings: models that
+        write arguments without quotes do not tell."""
+        return {each.function.name: _strings(each.function.parameters) for each in self.offered}
 
     @property
     def forces_calls(self) -> bool:
@@ -129,6 +132,23 @@ class WithTools(Constrained):
             and not isinstance(choice, NamedTool),
         }
         return Constraint("tools", "tools", calls)
+
+
+def _strings(schema: Schema | None) -> tuple[str, ...]:
+    properties = (schema or {}).get("properties")
+    if not isinstance(properties, dict):
+        return ()
+    return tuple(name for name, each in properties.items() if _is_string(each))
+
+
+def _is_string(schema: Any) -> bool:
+    """Whether all values are strings."""
+    if not isinstance(schema, dict):
+        return False
+    if "type" in schema:
+        return bool(schema["type"] in ("string", ["string"]))
+    values = schema["enum"] if "enum" in schema else [schema.get("const")]
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def delta_of(job: Job, choice: int, call: ToolCallDelta) -> dict[str, Any]:

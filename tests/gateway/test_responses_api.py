@@ -105,7 +105,7 @@ async def test_a_tool_round_trip(client: AsyncOpenAI, worker: FakeWorker) -> Non
     """The output of a response is the input of the next, with the results of its calls."""
     worker.script = thinks_and_calls
     asked = await client.responses.create(model=MODEL, input="Hi", tools=[TOOL])
-    assert worker.seen[0].parses_tools
+    assert worker.seen[0].tools
     calls = [item for item in asked.output if item.type == "function_call"]
     results: Any = [
         {"type": "function_call_output", "call_id": call.call_id, "output": str(number)}

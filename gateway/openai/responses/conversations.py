@@ -1,7 +1,6 @@
 """The items that a model is given: those of the previous response and those of the call, as the
 messages of a chat."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> lis
     items: list[Item] = []
     if body.previous_response_id is not None:
         items += await _items_after(gateway, body.previous_response_id, tenant)
-        _check_calls(items, _PREVIOUS)
     known: dict[str, dict[str, Item]] = {}  # by response and id
     for i, item in enumerate(body.input):
         if not isinstance(item, ItemReference):
@@ -42,23 +40,8 @@ async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> lis
             known[response] = {each["id"]: each for each in found}
         if item.id not in known[response]:
             raise not_found("this item", "item_not_found", param)
-        _check_calls([known[response][item.id]], param)
         items.append(known[response][item.id])
     return items
-
-
-def _check_calls(items: Sequence[Item], param: str) -> None:
-    """Raises ApiError for a call whose arguments are no JSON object, in which a cut answer ends."""
-    for item in items:
-        if item["type"] != "function_call":
-            continue
-        try:
-            is_object = isinstance(json.loads(item["arguments"]), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            message = f"{param}: the arguments of the call {item['call_id']} are not complete"
-            raise invalid_value(param, message)
 
 
 async def _items_after(

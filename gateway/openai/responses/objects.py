@@ -4,14 +4,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from gateway.openai.answer_models import OutputDetails
+
 
 class InputDetails(BaseModel):
     cached_tokens: int
     cache_write_tokens: int
-
-
-class OutputDetails(BaseModel):
-    reasoning_tokens: int
 
 
 class ResponseUsage(BaseModel):

@@ -1,0 +1,82 @@
+"""Calls of earlier turns, as chat templates expect them.
+
+A model may have written anything as a call's arguments, and its answer may have been cut. A
+conversation goes on all the same: templates always get an object, of bounded depth, without what
+JSON does not have.
+"""
+
+import hashlib
+import json
+import math
+import re
+from typing import Any
+
+from pydantic_core import from_json
+
+from gateway.http.bodies import MAX_DEPTH, depth_of
+
+UNREADABLE = "arguments"  # the key of arguments that are no object
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """The object that the arguments spell; if they are cut, what there is of it. Without arguments
+    and for null it is empty; another value, or text that is no JSON, is its one member."""
+    if not text.strip():
+        return {}
+    value = _value(text)
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {UNREADABLE: value}
+
+
+def fitting_id(call_id: str, length: int) -> str:
+    """The id of a call for a template that takes ids of so many letters and digits; 0: of any
+    kind. Equal ids stay equal."""
+    is_fitting = len(call_id) == length and call_id.isascii() and call_id.isalnum()
+    if length == 0 or is_fitting:
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:length]
+
+
+def _value(text: str) -> Any:
+    """What the text spells, cut or not; the text itself if that is no JSON."""
+    if depth_of(text.encode()) > MAX_DEPTH:
+        return text
+    try:
+        value = _DECODER.decode(text)
+    except ValueError:
+        try:
+            value = from_json(_escaped(text), allow_partial="trailing-strings", allow_inf_nan=False)
+            json.dumps(value, allow_nan=False)  # from_json reads 1e999 as infinity
+        except ValueError:
+            return text
+        if not isinstance(value, dict | list) or not value:
+            return text
+    if "\\u" in text:  # an escaped half of a surrogate pair is no text
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    return value
+
+
+def _escaped(text: str) -> str:
+    """With raw control characters in strings escaped."""
+    return _STRING.sub(
+        lambda string: _CONTROL.sub(lambda found: json.dumps(found.group())[1:-1], string.group()),
+        text,
+    )
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number is out of range")
+    return number
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)

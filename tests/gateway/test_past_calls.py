@@ -1,0 +1,108 @@
+"""Calls of earlier turns become what chat templates expect, whatever a model wrote."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.http.bodies import MAX_DEPTH
+from gateway.openai.past_calls import UNREADABLE, arguments_object, fitting_id
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SCALARS = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | TEXTS
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)
+)
+OBJECTS = st.dictionaries(TEXTS, VALUES, max_size=4)
+
+
+@given(OBJECTS, st.sampled_from([None, 2]), st.booleans())
+def test_an_object_is_read_as_it_is(value: Any, indent: int | None, ensure_ascii: bool) -> None:
+    """In any spelling of JSON."""
+    text = json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+    assert arguments_object(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "null", " null "])
+def test_no_arguments_are_an_empty_object(text: str) -> None:
+    """Also null, which models write for them."""
+    assert arguments_object(text) == {}
+
+
+@pytest.mark.parametrize("value", [["a"], [], 7, 0.5, True, False, "a", "", [{"a": 1}]])
+def test_another_value_is_the_one_member_of_an_object(value: Any) -> None:
+    """It is not lost, and a template that iterates over arguments works."""
+    assert arguments_object(json.dumps(value)) == {UNREADABLE: value}
+
+
+@given(OBJECTS.filter(bool), st.data())
+def test_cut_arguments_are_an_object(value: Any, data: st.DataObject) -> None:
+    """Cut anywhere, by a limit of tokens: what is whole of it is kept."""
+    text = json.dumps(value, ensure_ascii=False)
+    cut = text[: data.draw(st.integers(1, len(text) - 1))]
+    found = arguments_object(cut)
+    assert found == {UNREADABLE: cut} or set(found) <= set(value)
+
+
+def test_the_end_of_a_cut_string_is_kept() -> None:
+    """The model reads what it had written."""
+    assert arguments_object('{"n": 1, "q": "a long te') == {"n": 1, "q": "a long te"}
+    assert arguments_object('{"q": "two\nlines, cu') == {"q": "two\nlines, cu"}
+
+
+@given(TEXTS, TEXTS)
+def test_raw_control_characters_are_read(key: str, text: str) -> None:
+    """Models write newlines into strings."""
+    raw = json.dumps({key: text}, ensure_ascii=False)
+    for name, char in (("\\n", "\n"), ("\\t", "\t")):
+        if "\\\\" not in raw:
+            raw = raw.replace(name, char)
+    assert arguments_object(raw) == {key: text}
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_becomes_an_object(text: str) -> None:
+    """Without an error."""
+    json.dumps(arguments_object(text), ensure_ascii=False, allow_nan=False).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": "\\ud800"}',
+        '{"\\udfff": 1}',
+        '{"a": "\\ud800',
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        '{"a": 1e999}',
+        '{"a": ' + "9" * 5000 + "}",
+        '{"a": ' + "[" * 964 + "]" * 964 + "}",
+        "[" * 100_000,
+        '{"a": ' * 40,
+    ],
+)
+def test_what_no_template_can_render_does_not_reach_it(text: str) -> None:
+    """Half surrogates, numbers that JSON does not have, deep nesting."""
+    found = arguments_object(text)
+    json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    assert _depth(found) <= MAX_DEPTH + 1
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0)
+
+
+@given(st.text(min_size=1), st.integers(1, 64))
+def test_an_id_fits_a_template_that_counts_its_characters(call_id: str, length: int) -> None:
+    """Equal ids stay equal, so that a result still belongs to its call."""
+    found = fitting_id(call_id, length)
+    assert len(found) == length
+    assert found.isascii()
+    assert found.isalnum()
+    assert fitting_id(found, length) == found
+    assert fitting_id(call_id, 0) == call_id
