@@ -114,5 +114,6 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     template_kwargs: dict[str, Any] = {}
     # The template wants the arguments of past calls as JSON strings, not as objects.
     string_arguments: bool = False
+    null_content: bool = False  # it shows the calls of a past message only where content is null
     reasoning: ReasoningFormat | None = None  # None: the model does not reason
     tool_format: ToolFormat | None = None  # None: not known, so the model calls no tools

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from contract.jobs import FinishReason, SamplingParams
-from contract.model_cards import TokenizerFiles, ToolFormat
+from contract.model_cards import TokenizerFiles
+from contract.output_formats import ToolFormat
 from workers.engine.grammar import Grammars, StepMasks
 from workers.engine.model import Chunk, Drawn, Padding, PromptLogprobs, Row, RowFailed, Sample
 from workers.engine.sequence import Sequence
@@ -352,19 +353,6 @@ _HASH_TEMPLATE = (
     "{% endfor %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-_HASH_RESPONSES = {
-    "start_anchor": "assistant: ",
-    "fields": {
-        "tool_calls": {
-            "open": "<call>",
-            "close": "</call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"content": "text"},
-    },
-}
 
 
 def hash_tokenizer() -> TokenizerFiles:
@@ -403,13 +391,7 @@ def hash_tokenizer() -> TokenizerFiles:
         tokenizer_json=json.dumps(tokenizer),
         chat_template=_HASH_TEMPLATE,
         special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
-        response_template=json.dumps(_HASH_RESPONSES),
-        tool_format=ToolFormat(
-            begin='<call>{"name": "',
-            middle='", "arguments": ',
-            between='}</call><call>{"name": "',
-            end="}</call>",
-        ),
+        tool_format=ToolFormat(open="<call>", close="</call>"),
     )
 
 

@@ -3,6 +3,7 @@
 Decodes as workers do: incomplete characters wait, special tokens have no text.
 """
 
+import os.path
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 # A token such as "▁world" decodes with its leading space only after other tokens.
 _NUM_CONTEXT_IDS = 6
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
@@ -21,7 +23,12 @@ class TextStream:
         self, tokenizer: "Tokenizer", context_ids: Sequence[int] = (), offset: int = 0
     ) -> None:
         self._tokenizer = tokenizer
-        self._stream = _stream_after(context_ids[-_NUM_CONTEXT_IDS:])
+        context = context_ids[-_NUM_CONTEXT_IDS:]
+        self._stream = _stream_after(context)
+        # The context's text, if a character may be incomplete at its end: then the first piece
+        # repeats it.
+        text = tokenizer.decode(list(context), skip_special_tokens=True)
+        self._context = text if text.endswith(_INCOMPLETE) else ""
         self._undecoded: list[int] = []  # ids that do not form a whole character yet
         self._offset = offset
 
@@ -32,11 +39,13 @@ class TextStream:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises bare Exceptions for ids that decode to no text
-            self._stream = _stream_after(())
+            self._stream, self._context = _stream_after(()), ""
             piece = self._decoded()
         if piece is None:
             return start, ""
         self._undecoded.clear()
+        piece = piece[len(os.path.commonprefix([piece, self._context])) :]
+        self._context = ""
         self._offset += len(piece)
         return start, piece
 

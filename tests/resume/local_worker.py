@@ -31,7 +31,7 @@ from workers.ipc.messages import (
     encode_frame,
 )
 from workers.supervisor.held_job import HeldJob
-from workers.supervisor.response_text import ResponseFormat
+from workers.supervisor.output import OutputFormats
 
 
 class LocalWorker(Channel):
@@ -63,7 +63,7 @@ class LocalWorker(Channel):
         """Claims all jobs at once and runs until each has ended or the worker is dead."""
         tokenizer = tokenizer_of(self._loaded.tokenizer)
         for logged in jobs:
-            held = self._held_type(logged.claim(), tokenizer, format_of(self._loaded.tokenizer))
+            held = self._held_type(logged.claim(), tokenizer, formats_of(self._loaded.tokenizer))
             held.replay(logged.log)
             self._held[logged.job.id] = held, logged
             if held.is_complete:
@@ -122,11 +122,5 @@ def tokenizer_of(files: TokenizerFiles) -> Tokenizer:
     return _tokenizers[raw]
 
 
-_formats: dict[str, ResponseFormat] = {}
-
-
-def format_of(files: TokenizerFiles) -> ResponseFormat | None:
-    template = files.response_template
-    if template is not None and template not in _formats:
-        _formats[template] = ResponseFormat(template, tokenizer_of(files))
-    return None if template is None else _formats[template]
+def formats_of(files: TokenizerFiles) -> OutputFormats:
+    return OutputFormats(files, tokenizer_of(files))

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from contract.jobs import FinishReason, Job
-from contract.model_cards import ToolFormat
+from contract.jobs import Endpoint, FinishReason, Job
+from contract.output_formats import ToolFormat
 from gateway.openai.grammars import Kind, compile_grammar
 from tests.fakes import (
     VOCAB_SIZE,
@@ -53,10 +53,9 @@ def tool_grammar(format_: ToolFormat) -> str:
     return compile_grammar(Kind.TOOLS, calls)
 
 
-def job_of(grammar: str, seed: int, *, parses_tools: bool = False, **params: Any) -> Job:
+def job_of(grammar: str, seed: int, **params: Any) -> Job:
     fields = {"max_tokens": 250, "seed": seed, "temperature": 1.0, "grammar": grammar, **params}
-    job = new_job(f"job-{seed}", PROMPT, **fields)
-    return msgspec.structs.replace(job, parses_tools=parses_tools)
+    return new_job(f"job-{seed}", PROMPT, **fields)
 
 
 def check(job: Job) -> tuple[LoggedJob, int]:
@@ -98,7 +97,9 @@ def test_a_thousand_cuts_of_constrained_jobs_change_nothing() -> None:
 def test_tool_calls_are_split_alike_after_any_interruption(seed: int) -> None:
     format_ = hash_tokenizer().tool_format
     assert format_ is not None
-    whole, _ = check(job_of(tool_grammar(format_), seed, parses_tools=True))
+    job = job_of(tool_grammar(format_), seed)
+    tools: dict[str, tuple[str, ...]] = {"add": ("text",), "now": ()}
+    whole, _ = check(msgspec.structs.replace(job, endpoint=Endpoint.CHAT, tools=tools))
 
     calls = calls_of(whole)
     assert calls

@@ -15,6 +15,7 @@ from tests.fakes import hash_tokenizer
 from tests.hash_worker import hash_worker_settings
 from tests.workers.test_room import READY, start
 from workers.ipc.messages import EngineLoad, FromEngine, TokenOut
+from workers.output.reasoning_formats import REASONING_FORMATS
 from workers.supervisor.engine_keeper import EngineKeeper
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.meter import Meter
@@ -97,13 +98,16 @@ async def test_a_free_place_is_offered_once_the_step_is_recorded() -> None:
         assert desk.engine.load == load(1.0)
 
 
-@pytest.mark.parametrize("template", ["{", "[]", '{"start_anchor": "a"}'])
-async def test_an_invalid_response_template_turns_tools_off(template: str) -> None:
-    """The model is served without them, and its card says so."""
-    tokenizer = replace(hash_tokenizer(), response_template=template)
+async def test_a_model_without_a_known_format_of_calls_has_no_tools() -> None:
+    """Its card says so, and names the formats that it has."""
+    tokenizer = replace(hash_tokenizer(), tool_format=None, reasoning=REASONING_FORMATS[0])
     async with contextlib.aclosing(Desk()) as desk:
         desk.receive([replace(READY, tokenizer=tokenizer)])
         assert desk.engine.ready is not None
-        assert not make_card("m", desk.engine.ready, ("batch",)).capabilities.tools
+        card = make_card("m", desk.engine.ready, ("batch",))
+        assert not card.capabilities.tools
+        assert (card.tool_call_parser, card.reasoning_parser) == ("", "qwen3")
         desk.receive([replace(READY, tokenizer=hash_tokenizer())])
-        assert make_card("m", desk.engine.ready, ("batch",)).capabilities.tools
+        card = make_card("m", desk.engine.ready, ("batch",))
+        assert card.capabilities.tools
+        assert (card.tool_call_parser, card.reasoning_parser) == ("template", "")

@@ -1,22 +1,70 @@
 """Reads a model's tokenizer files."""
 
-from pathlib import Path
+import logging
+import re
+from collections.abc import Mapping
 from typing import Any
 
+import jinja2
+from jinja2 import meta
+from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from contract.codec import encode_tokenizer
 from contract.model_cards import TokenizerFiles
 from workers.engine.model import ModelRefused
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
-from workers.model.tool_calls import read_tool_format
+from workers.model.output_formats import find_calls, find_reasoning, why_unknown
+from workers.model.shown_chats import ShownChats
+from workers.model.tokenizer_errors import tokenizer_refusal
 from workers.model.transformers_compat import get_tokenizer_config
 
+log = logging.getLogger("batchway.engine")
+
 _MAX_TEMPLATE_CHARS = 2**20
+_MAX_VARIABLES = 256
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag
+# What every chat gives its template, and what templates may call.
+_COMMON = {
+    *("messages", "tools", "documents", "add_generation_prompt"),
+    *("dict", "namespace", "raise_exception", "range", "strftime_now"),
+}
 
 
-def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> TokenizerFiles:
-    """The fast tokenizer and chat template beside the weights. Raises ModelRefused."""
+def read_tokenizer(
+    model_path: str,
+    revision: str = DEFAULT_REVISION,
+    *,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> TokenizerFiles:
+    """The fast tokenizer and chat template beside the weights, and how the model writes reasoning
+    and tool calls. Raises ModelRefused."""
+    tokenizer = _load(model_path, revision)
+    special = {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if name.endswith("_token")
+    }
+    template, tool_template = _templates(tokenizer, model_path)
+    files = TokenizerFiles(
+        tokenizer_json=tokenizer.backend_tokenizer.to_str(),
+        chat_template=template,
+        tool_template=tool_template,
+        special_tokens=special,
+        template_variables=_variables(template, tool_template, special, model_path),
+        template_kwargs=dict(template_kwargs or {}),
+    )
+    files = _with_formats(files, tool_call_parser, reasoning_parser)
+    try:
+        encode_tokenizer(files)
+    except ValueError as exc:
+        raise ModelRefused(f"{model_path}: {exc}") from exc
+    return files
+
+
+def _load(model_path: str, revision: str) -> Any:
     try:
         configuration = get_tokenizer_config(model_path, revision=revision)
     except Exception as exc:  # transformers assumes a well-formed file
@@ -33,54 +81,67 @@ def read_tokenizer(model_path: str, revision: str = DEFAULT_REVISION) -> Tokeniz
             model_path, revision=revision, trust_remote_code=False
         )
     except Exception as exc:  # transformers assumes well-formed files
-        raise ModelRefused(
-            f"{model_path} has no tokenizer that can be loaded: {first_line(exc)}"
-        ) from exc
+        raise ModelRefused(tokenizer_refusal(model_path, exc)) from exc
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.get_vocab_size() == 0:
         raise ModelRefused(f"{model_path} has no tokenizer.json, nor files to make one from")
-    special = {
-        name: str(token)
-        for name, token in tokenizer.special_tokens_map.items()
-        if name.endswith("_token")
-    }
-    tokenizer.chat_template = _chat_template(tokenizer, model_path)
-    response_template, tool_format = read_tool_format(tokenizer)
-    files = TokenizerFiles(
-        tokenizer_json=backend.to_str(),
-        chat_template=tokenizer.chat_template,
-        special_tokens=special,
-        response_template=response_template,
-        tool_format=tool_format,
-    )
-    try:
-        encode_tokenizer(files)
-    except ValueError as exc:
-        raise ModelRefused(f"{model_path}: {exc}") from exc
-    return files
+    return tokenizer
 
 
-def _chat_template(tokenizer: Any, model_path: str) -> str | None:
-    """The default template: from the tokenizer's configuration or a chat_template.jinja.
+def _templates(tokenizer: Any, model_path: str) -> tuple[str | None, str | None]:
+    """The default template, and the one for chats with tools where it is another.
 
     Raises ModelRefused.
     """
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is None:
-        file = Path(model_path).expanduser() / "chat_template.jinja"
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        templates = {"default": templates}
+    default, tool_use = templates.get("default"), templates.get("tool_use")
+    for template in (default, tool_use):
+        if template is not None and not isinstance(template, str):
+            raise ModelRefused(f"the chat template of {model_path} is no text")
+        if template is not None and len(template) > _MAX_TEMPLATE_CHARS:
+            raise ModelRefused(
+                f"the chat template of {model_path} has {len(template)} characters, over "
+                f"{_MAX_TEMPLATE_CHARS}"
+            )
+    if default is None:
+        return tool_use, None
+    return default, None if tool_use == default else tool_use
+
+
+def _variables(
+    template: str | None, tool_template: str | None, special: Mapping[str, str], model_path: str
+) -> tuple[str, ...]:
+    """The variables that templates read beyond those of every chat. Raises ModelRefused."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
+    found: set[str] = set()
+    for source in filter(None, (template, tool_template)):
         try:
-            template = file.read_text(encoding="utf-8") if file.is_file() else None
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ModelRefused(f"chat_template.jinja of {model_path} cannot be read") from exc
-    if template is None:
-        return None
-    if not isinstance(template, str):
-        raise ModelRefused(f"the chat template of {model_path} is no text")
-    if len(template) > _MAX_TEMPLATE_CHARS:
-        raise ModelRefused(
-            f"the chat template of {model_path} has {len(template)} characters, over "
-            f"{_MAX_TEMPLATE_CHARS}"
-        )
-    return template
+            parsed = environment.parse(_GENERATION.sub("", source))
+            found |= meta.find_undeclared_variables(parsed)
+        except (jinja2.TemplateError, RecursionError) as exc:
+            raise ModelRefused(
+                f"the chat template of {model_path} does not compile: {first_line(exc)}"
+            ) from exc
+    return tuple(sorted(found - _COMMON - set(special))[:_MAX_VARIABLES])
+
+
+def _with_formats(files: TokenizerFiles, calls: str, reasoning: str) -> TokenizerFiles:
+    """With the formats that the templates show, or that were asked for. Raises ModelRefused."""
+    if files.chat_template is None:
+        return files
+    variables = {**files.special_tokens, **files.template_kwargs}
+    found = find_reasoning(ShownChats(files.chat_template, variables), reasoning)
+    chats = ShownChats(files.tool_template or files.chat_template, variables)
+    called = find_calls(chats, found, calls)
+    if called is None:
+        log.info("tools are off: %s", why_unknown(chats))
+        return replace(files, reasoning=found)
+    return replace(
+        files,
+        reasoning=found,
+        tool_format=called.format,
+        string_arguments=called.string_arguments,
+        null_content=called.null_content,
+    )

@@ -3,6 +3,8 @@
 - `get_tokenizer_config` reads tokenizer_config.json of a folder or of the hub. `AutoTokenizer`, the
   documented way, has by then chosen a class already: a tokenizer with code of its own has to be
   refused before.
+- `render_jinja_template` renders chats with messages as they are. What is documented leaves out
+  what is null, and some templates show calls only beside content that is null.
 - `ROPE_INIT_FUNCTIONS` computes frequencies for a length; what is documented does so for the
   longest position of a batch.
 - `EncoderOutput` is what an encoder returns to the classifier behind it.
@@ -20,6 +22,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils.chat_template_utils import render_jinja_template
 
 __all__ = [
     "ROPE_INIT_FUNCTIONS",
@@ -27,6 +30,7 @@ __all__ = [
     "can_change_attention",
     "forget_attention",
     "get_tokenizer_config",
+    "render_jinja_template",
     "set_own_attention",
 ]
 

@@ -53,7 +53,7 @@ class Calls:
         self._call = _SYNTAXES[format_.syntax](format_, tools, text, message)
         self.is_bare = format_.is_bare
         head = self._call.head.replace("(?P<name>", "(?:")
-        begin, opening = loose(format_.begin), loose(format_.open)
+        begin, opening = _loose_begin(format_.begin), loose(format_.open)
         first = rf"{begin}\s*{opening}"
         if is_mark(format_.open) and begin:
             first = rf"(?:{begin}\s*)?{opening}"
@@ -92,6 +92,14 @@ class Calls:
         if self._text.is_marked:
             self._message.say(self._text.since_mark())
         return False
+
+
+def _loose_begin(literal: str) -> str:
+    """A model may leave out the bracket behind a mark, for a call alone."""
+    mark = literal.rstrip().removesuffix("[")
+    if mark == literal.rstrip() or not is_mark(mark):
+        return loose(literal)
+    return rf"{loose(mark)}\s*(?:\[\s*)?"
 
 
 def _optional(literal: str) -> list["regex.Pattern[str]"]:

@@ -23,6 +23,7 @@ _ROLE = r"<\|start\|>\s*\w[\w.\-]*"
 _HEADER = compiled(rf"\s*(?:{_ROLE})?{_PARTS}\s*<\|message\|>")
 _BEGUN = compiled(rf"{_ROLE}(?P<parts>{_PARTS})\s*(?P<message><\|message\|>)?(?P<rest>.*)\Z")
 _END = compiled(r"<\|(?:end|return|call)\|>|(?=<\|(?:start|channel)\|>)")
+_NOTHING = compiled(r"\s*(?=<\|(?:end|return|call|start|channel)\|>)")
 _MARK = compiled(r"<\|\w+\|>")
 _FUNCTIONS = "functions."
 
@@ -66,7 +67,9 @@ class Harmony:
         if is_call and not is_begun:
             self._text.mark()
             read = yield from read_arguments(self._text, self._message, name)
-            if read == "none":
+            if read == "none" and ((yield from self._text.match(_NOTHING)) or self._text.is_read):
+                self._message.call(name, "{}")
+            elif read == "none":
                 self._message.say(self._text.since_mark())
         self.is_thinking = channel == "analysis" and not is_call
         emit = self._message.think if self.is_thinking else self._message.say

@@ -46,7 +46,7 @@ class Message:
         return new
 
     def end_part(self, gap: str = "") -> None:
-        """A call, or the reasoning, has ended. `gap` is to stand before what follows of its kind."""
+        """A call, or the reasoning, has ended. `gap` stands before more content or reasoning."""
         self._is_between = True
         self._gap, self._reasoning_gap = gap, gap
 

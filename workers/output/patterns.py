@@ -6,6 +6,8 @@ import regex
 
 NAME = r"(?P<name>[\w.\-/]{1,256}?)"
 _ID = r"[^\s<>\[\]{}\"',|]*"
+_SPACE = r"\s*"
+_PUNCTUATION = "{}[]:,"
 _PIECES = regex.compile(r"\{id\}|\{type\}|\s+|.", regex.DOTALL)
 
 _SEAM = regex.compile(r"\s+|(?<=>)(?=<)", regex.V1)
@@ -13,21 +15,21 @@ _SEAM = regex.compile(r"\s+|(?<=>)(?=<)", regex.V1)
 
 @functools.cache
 def loose(literal: str) -> str:
-    """A pattern of the literal in which white space stands for any or none, and may stand beside
+    """A pattern of the literal in which white space stands for any or none, and may stand around
     JSON's punctuation."""
-    parts = []
+    pattern = ""
     for piece in _PIECES.findall(literal.strip()):
         if piece == "{id}":
-            parts.append(_ID)
+            pattern += _ID
         elif piece == "{type}":
-            parts.append(r"(?P<type>\w*)")
+            pattern += r"(?P<type>\w*)"
         elif piece.isspace():
-            parts.append(r"\s*")
+            pattern = pattern.removesuffix(_SPACE) + _SPACE
+        elif piece in _PUNCTUATION:
+            pattern = pattern.removesuffix(_SPACE) + _SPACE + regex.escape(piece) + _SPACE
         else:
-            before = r"\s*" if piece in "}]:," else ""
-            after = r"\s*" if piece in "{[:," else ""
-            parts.append(before + regex.escape(piece) + after)
-    return "".join(parts)
+            pattern += regex.escape(piece)
+    return pattern
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from contract.output_formats import ReasoningFormat
 _THINK_LINES = (
     "qwen3", "deepseek_r1", "minimax_m2", "nemotron_v3", "step3", "step3p5", "olmo3",
 )  # fmt: skip
-_THINK = ("glm45", "deepseek_v3", "kimi_k2", "holo2")
+_THINK = ("deepseek_v3", "glm45", "kimi_k2", "holo2")
 
 
 def _formats() -> list[ReasoningFormat]:

@@ -192,7 +192,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         value_close="</arg_value>",
         between="",
     ),
-    replace(_GLM45, name="ling", value_close="</arg_value>"),
     ToolFormat(
         name="hy3",
         syntax="tags",

@@ -14,13 +14,11 @@ import time
 from array import array
 from collections.abc import Callable
 
-from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Blame, Claimed, Release
-from contract.model_cards import TokenizerFiles
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,
@@ -41,8 +39,8 @@ from workers.settings import WorkerSettings
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.meter import Meter
+from workers.supervisor.output import OutputFormats
 from workers.supervisor.publisher import Publisher
-from workers.supervisor.response_text import ResponseFormat
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
@@ -76,12 +74,12 @@ class EngineKeeper:
         self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
         self._frees_place = False  # whether the current step frees a place: claim when it ends
         self.tokenizer: Tokenizer | None = None
-        self._response_format: ResponseFormat | None = None
+        self._formats: OutputFormats | None = None
 
     def hold(self, claimed: Claimed) -> HeldJob:
         """A claimed job with the model's tokenizer. Only after an engine has been ready."""
         assert self.tokenizer is not None
-        return HeldJob(claimed, self.tokenizer, self._response_format)
+        return HeldJob(claimed, self.tokenizer, self._formats)
 
     async def run(self) -> None:
         """Runs until cancelled. Raises EngineRefused."""
@@ -170,8 +168,9 @@ class EngineKeeper:
                 if (job := self._holding.get(job_id, epoch)) is not None:
                     self._publisher.fail(job, code, text)
             case Ready():
-                files = self._read_tokenizer(message.tokenizer)
-                self._engine.ready = replace(message, tokenizer=files)
+                self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
+                self._formats = OutputFormats(message.tokenizer, self.tokenizer)
+                self._engine.ready = message
                 self._engine.speed.begin(message.tokens_per_s)
                 self._engine.became_ready.set()
                 self._holding.wake.set()
@@ -179,17 +178,6 @@ class EngineKeeper:
                 log.info("%s", text)
             case LoadFailed(text):
                 raise EngineRefused(text)
-
-    def _read_tokenizer(self, files: TokenizerFiles) -> TokenizerFiles:
-        """Returns the files to publish: without a response template that cannot be used."""
-        self.tokenizer = Tokenizer.from_str(files.tokenizer_json)
-        if files.response_template is not None:
-            try:
-                self._response_format = ResponseFormat(files.response_template, self.tokenizer)
-            except ValueError as exc:
-                log.warning("tools are off: the model's response template is invalid: %s", exc)
-                return replace(files, response_template=None, tool_format=None)
-        return files
 
     def _take_load(self, load: EngineLoad) -> None:
         if self._frees_place or set(self._engine.load.waiting_lanes) - set(load.waiting_lanes):

@@ -13,7 +13,9 @@ from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed
 from contract.jobs import FinishReason, ObjectRef
 from workers.ipc.messages import ChoiceEnded, PromptLogprobs, StartJob, TokenOut, VectorOut
-from workers.supervisor.response_text import ResponseDelta, ResponseFormat, ResponseText
+from workers.output.message import ResponseDelta
+from workers.output.parser import OutputParser
+from workers.supervisor.output import OutputFormats
 from workers.supervisor.text import ChoiceText
 
 MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
@@ -24,10 +26,13 @@ class _Choice:
     """One choice: all its tokens, and the output that is not logged yet."""
 
     text: ChoiceText
-    response: ResponseText | None  # in jobs with tools
+    parser: OutputParser | None  # None: the output is plain text
     token_ids: list[int] = field(default_factory=list)  # logged or not
     finish_reason: FinishReason | None = None
     num_logged: int = 0
+    num_reasoning: int = 0  # tokens of the reasoning with its marks, logged or not
+    num_reasoning_logged: int = 0
+    num_undecided: int = 0  # tokens that may yet be of the reasoning's opening mark
     new: ResponseDelta = field(default_factory=ResponseDelta)
     new_logprobs: list[TokenLogprob] = field(default_factory=list)
     new_vector: bytes = b""  # of a prefill-only job's prompt
@@ -39,7 +44,7 @@ class _Choice:
         if finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
             self.end(FinishReason.STOP)
             return
-        self._add(self.text.push(token_id))
+        self._add_token(self.text.push(token_id))
         if self.text.is_stopped:
             self._finish(FinishReason.STOP)
         elif finish_reason is not None:
@@ -49,17 +54,32 @@ class _Choice:
         self._add(self.text.flush())
         self._finish(finish_reason)
 
-    def _add(self, text: str) -> None:
-        if self.response is None:
-            self.new.content += text
-        elif text:
-            self.new.extend(self.response.push(text))
+    def _add_token(self, text: str) -> None:
+        """The text that a token releases; counts the token if it is of the reasoning."""
+        was_reasoning = self.parser is not None and self.parser.in_reasoning
+        delta = self._add(text)
+        if self.parser is None:
+            return
+        self.num_undecided += 1
+        if was_reasoning or self.parser.in_reasoning:
+            self.num_reasoning += self.num_undecided
+            self.num_undecided = 0
+        elif delta.content or delta.tool_calls:
+            self.num_undecided = 0
+
+    def _add(self, text: str) -> ResponseDelta:
+        if self.parser is None:
+            delta = ResponseDelta(text)
+        else:
+            delta = self.parser.push(text) if text else ResponseDelta()
+        self.new.extend(delta)
+        return delta
 
     def _finish(self, finish_reason: FinishReason) -> None:
         self.finish_reason = finish_reason
-        if self.response is not None:
-            self.new.extend(self.response.finish())
-            if finish_reason is FinishReason.STOP and self.response.num_calls:
+        if self.parser is not None:
+            self.new.extend(self.parser.finish())
+            if finish_reason is FinishReason.STOP and self.parser.num_calls:
                 self.finish_reason = FinishReason.TOOL_CALLS
 
 
@@ -69,6 +89,9 @@ class _Scores:
 
     num_missing: int  # requested and not yet computed
     num_logged: int = 0
+    num_reasoning: int = 0  # tokens of the reasoning with its marks, logged or not
+    num_reasoning_logged: int = 0
+    num_undecided: int = 0  # tokens that may yet be of the reasoning's opening mark
     new: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
@@ -98,7 +121,7 @@ class HeldJob:
         self,
         claimed: Claimed,
         tokenizer: Tokenizer,
-        response_format: ResponseFormat | None = None,
+        formats: OutputFormats | None = None,
     ) -> None:
         params = claimed.job.params
         self.job = claimed.job
@@ -115,16 +138,21 @@ class HeldJob:
         self._cost_tokens = claimed.cost_tokens
         prompts, asks = self.job.prompts, params.prompt_logprobs is not None
         self._scores = [_Scores(len(prompt_ids) - 1) for prompt_ids in prompts] if asks else []
-        format_ = response_format if self.job.parses_tools else None
-        skips_special = format_ is None or not format_.needs_special
         self._choices = [
-            _Choice(
-                ChoiceText(tokenizer, ids, params.stop, params.min_tokens, skips_special),
-                None if format_ is None else ResponseText(format_, tokenizer, ids),
-            )
-            for ids in prompts
+            self._new_choice(tokenizer, prompt_ids, formats)
+            for prompt_ids in prompts
             for _ in range(params.n)
         ]
+
+    def _new_choice(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], formats: OutputFormats | None
+    ) -> _Choice:
+        params, hidden_ids = self.job.params, None
+        parser = None if formats is None else formats.parser(self.job, prompt_ids)
+        if formats is not None and parser is not None:
+            hidden_ids = formats.hidden_ids(self.job)
+        text = ChoiceText(tokenizer, prompt_ids, params.stop, params.min_tokens, hidden_ids)
+        return _Choice(text, parser)
 
     @property
     def cost_tokens(self) -> int:
@@ -223,6 +251,7 @@ class HeldJob:
                 choice.new = ResponseDelta()
                 self.num_vector_bytes += len(delta.vector)
                 choice.num_logged = len(choice.token_ids)
+                choice.num_reasoning_logged = choice.num_reasoning
 
     def start_message(self) -> StartJob:
         """The message that makes the engine continue this job where its log ends."""
@@ -291,7 +320,9 @@ class HeldJob:
             reasoning=choice.new.reasoning,
             tool_calls=tuple(choice.new.tool_calls),
             vector=choice.new_vector,
+            num_reasoning=choice.num_reasoning - choice.num_reasoning_logged,
         )
+        choice.num_reasoning_logged = choice.num_reasoning
         choice.num_logged = len(choice.token_ids)
         choice.new = ResponseDelta()
         choice.new_logprobs.clear()

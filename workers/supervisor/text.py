@@ -4,18 +4,20 @@ The text released after k tokens depends only on those tokens, not on step bound
 job rebuilds the same state by replaying its log.
 """
 
-from collections.abc import Sequence
+import os.path
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 # A token such as "▁world" decodes with its leading space only after other tokens.
 _NUM_CONTEXT_IDS = 6
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class ChoiceText:
     """The text of one choice. Holds back incomplete characters and possible starts of stop
-    strings.
+    strings. Tokens of `hidden_ids` have no text; by default, all special tokens.
     """
 
     def __init__(
@@ -24,13 +26,16 @@ class ChoiceText:
         prompt_ids: Sequence[int],
         stop: tuple[str, ...],
         min_tokens: int,
-        skips_special: bool = True,
+        hidden_ids: Collection[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._skips_special = skips_special
-        self._stream = DecodeStream(
-            ids=list(prompt_ids[-_NUM_CONTEXT_IDS:]), skip_special_tokens=skips_special
-        )
+        self._skips_special = hidden_ids is None
+        self._hidden_ids = hidden_ids or ()
+        context = [i for i in prompt_ids[-_NUM_CONTEXT_IDS:] if i not in self._hidden_ids]
+        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skips_special)
+        # The prompt's end, if a character may be incomplete there: then the first piece repeats it.
+        text = tokenizer.decode(context, skip_special_tokens=self._skips_special)
+        self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
         self._undecoded: list[int] = []  # ids that do not form a whole character yet
         self._stop = stop
         self._min_tokens = min_tokens
@@ -42,11 +47,15 @@ class ChoiceText:
         """Returns the text that this token releases. Sets `is_stopped` after a stop string."""
         assert not self.is_stopped
         self._num_tokens += 1
+        if token_id in self._hidden_ids:
+            return ""
         self._undecoded.append(token_id)
         piece = self._stream.step(self._tokenizer, token_id)
         if piece is None:
             return ""
         self._undecoded.clear()
+        piece = piece[len(os.path.commonprefix([piece, self._prompt_end])) :]
+        self._prompt_end = ""
         if self._num_tokens <= self._min_tokens or not self._stop:
             return piece
         return self._release(self._held + piece)

@@ -43,6 +43,7 @@ _POLL_S = 1.0
 _READ_EVENTS = 500
 _ORPHANED_JOBS = 20  # per call
 _SCORING_LANE = "scoring"  # the default of prefill-only models
+_OWN_FORMAT = "template"  # the name of a format that only the model's chat template shows
 _RENEWAL_INTERVAL = 0.05  # of a lease: appends renew leases at most this often
 
 
@@ -240,8 +241,10 @@ class WorkerBroker:
 def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
     """The model card that this worker publishes."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
-    tools = ready.pooling is None and ready.tokenizer.response_template is not None
-    can = replace(ready.capabilities, tools=tools)
+    reasoning, tool_format = ready.tokenizer.reasoning, ready.tokenizer.tool_format
+    if ready.pooling is not None:
+        reasoning = tool_format = None
+    can = replace(ready.capabilities, tools=tool_format is not None)
     if ready.pooling is not None and _SCORING_LANE in lanes:
         # Gateways take the first for a job that names none.
         lanes = (_SCORING_LANE, *(lane for lane in lanes if lane != _SCORING_LANE))
@@ -254,6 +257,8 @@ def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
         created_s=int(time.time()),
         lanes=lanes,
         capabilities=can,
+        reasoning_parser="" if reasoning is None else reasoning.name,
+        tool_call_parser="" if tool_format is None else tool_format.name or _OWN_FORMAT,
         generation=ready.generation,
         pooling=ready.pooling,
     )
