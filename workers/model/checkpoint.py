@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+)
 
 from workers.engine.model import ModelRefused
 from workers.model.place import check_place
@@ -32,6 +37,18 @@ _LEAST_SIZES = {
 _MAX_LAYERS = 1_000
 _MAX_COUNT = 2**16  # of heads, experts and other num_… fields
 _MAX_SIZE = 2**31 - 1
+_INDEX = "model.safetensors.index.json"
+# Methods of quantised checkpoints that vLLM reads on a GPU.
+_VLLM_METHODS = (
+    "awq",
+    "gptq",
+    "fp8",
+    "compressed-tensors",
+    "mxfp4",
+    "modelopt",
+    "quark",
+    "torchao",
+)
 _ROTARY_NUMBERS = ("factor", "original_max_position_embeddings")
 # Configuration keys of the trained number of positions.
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -42,6 +59,15 @@ def read_config(
 ) -> PretrainedConfig:
     """The configuration of a model that we can serve: a decoder, or if it `pools`, any that takes
     one text. Raises ModelRefused."""
+    config = parse_config(model_path, revision)
+    _check_weight_files(model_path)
+    _check_kind(model_path, config, pools=pools)
+    _check_sizes(model_path, config)
+    return config
+
+
+def parse_config(model_path: str, revision: str = DEFAULT_REVISION) -> PretrainedConfig:
+    """The configuration of any model that transformers knows. Raises ModelRefused."""
     check_place(model_path)
     _check_files(model_path)
     raw = _read_raw_config(model_path, revision)
@@ -60,8 +86,6 @@ def read_config(
             f"the configuration of {model_path} is none that this release of transformers "
             f"knows: {first_line(exc)}"
         ) from exc
-    _check_kind(model_path, config, pools=pools)
-    _check_sizes(model_path, config)
     return config
 
 
@@ -137,22 +161,96 @@ def _read_raw_config(model_path: str, revision: str) -> dict[str, Any]:
     return raw
 
 
+def _check_weight_files(model_path: str) -> None:
+    """Refuses a local folder whose weights are not all there, or not where transformers looks."""
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir() or (folder / "model.safetensors").is_file():
+        return
+    if not (folder / _INDEX).is_file():
+        names = sorted(file.name for file in folder.glob("*.safetensors"))
+        raise ModelRefused(
+            f"{model_path} holds {names[0]}, but neither model.safetensors nor {_INDEX}, by which "
+            "weights are found"
+        )
+    shards = json.loads((folder / _INDEX).read_bytes()).get("weight_map")
+    named = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
+    if missing := sorted(name for name in named if not (folder / name).is_file()):
+        raise ModelRefused(
+            f"{model_path} lacks {len(missing)} of the {len(named)} files of weights that {_INDEX} "
+            f"names, for example {missing[0]}: it is not fully downloaded"
+        )
+
+
 def _check_kind(model_path: str, config: PretrainedConfig, *, pools: bool) -> None:
-    """Refuses a model that neither generates nor pools."""
-    text = config.get_text_config()
+    """Refuses a model that neither generates nor pools, and quantised weights."""
     if config.is_encoder_decoder:
         raise ModelRefused(
             f"{model_path} is an encoder-decoder; batchway serves decoders, and encoders for "
             "embeddings and classes"
         )
-    if pools:
-        return
+    if pools and not hasattr(config.get_text_config(), "vocab_size"):
+        raise ModelRefused(f"{model_path} is a {architecture_of(config)}, which takes no text")
+    if not pools:
+        _check_generates(model_path, config)
+    if (method := _quantization_of(model_path, config)) is not None:
+        is_known = not pools and method.startswith(_VLLM_METHODS)
+        raise ModelRefused(
+            f"the weights of {model_path} are quantised ({method}), which batchway's own engine "
+            f"does not read: {'serve it by --engine vllm on a GPU, or ' if is_known else ''}take "
+            "the checkpoint in bfloat16 (--quantization makes weights smaller while they load)"
+        )
+
+
+def _check_generates(model_path: str, config: PretrainedConfig) -> None:
+    """Refuses a model that is no decoder, or has no head for the next token."""
+    text, name = config.get_text_config(), architecture_of(config)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise ModelRefused(
+            f"{model_path} is an encoder ({name}): it attends to both sides and generates no text; "
+            "for embeddings it lacks modules.json, which says how vectors are made "
+            f"(sentence-transformers: SentenceTransformer({model_path!r}).save_pretrained(FOLDER))"
+        )
+    types = (type(config), type(text))
+    if not any(each in MODEL_FOR_CAUSAL_LM_MAPPING for each in types) or not _has_text_head(name):
+        raise ModelRefused(
+            f"{model_path} is a {name}, which generates no text; batchway serves causal decoders, "
+            "and models for embeddings and classes"
+        )
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
         raise ModelRefused(
             f"{model_path} attends to both sides, so it generates no text, and has no modules.json "
             "that says how it makes vectors; batchway serves causal decoders, and models for "
             "embeddings and classes"
         )
+
+
+def architecture_of(config: PretrainedConfig) -> str:
+    """The class that the checkpoint was saved from, or its family."""
+    names = getattr(config, "architectures", None)
+    return str(names[0]) if isinstance(names, list) and names else str(config.model_type)
+
+
+def _has_text_head(architecture: str) -> bool:
+    """False for heads that are known to be others, such as LlamaForTokenClassification. One
+    without a head may share it with its embedding."""
+    _, is_for, task = architecture.partition("For")
+    return not is_for or "LM" in task or "Generation" in task
+
+
+def _quantization_of(model_path: str, config: PretrainedConfig) -> str | None:
+    """The method by which the checkpoint's weights are quantised."""
+    for each in (config, config.get_text_config()):
+        found = getattr(each, "quantization_config", None)
+        if isinstance(found, dict) and found:
+            is_bitsandbytes = any(name.startswith("load_in_") for name in found)
+            named = found.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unknown")
+            return str(named)
+        if isinstance(getattr(each, "quantization", None), dict):
+            return "MLX"
+    for name, method in (("quantize_config.json", "gptq"), ("hf_quant_config.json", "modelopt")):
+        if (Path(model_path).expanduser() / name).is_file():
+            return method
+    return None
 
 
 def context_length(config: PretrainedConfig) -> int | None:

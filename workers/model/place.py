@@ -1,5 +1,8 @@
-"""Checks where a model is. Imports no transformers, so that commands can check quickly."""
+"""Checks where a model is, and what a folder without one is instead. Imports no transformers, so
+that commands can check quickly; what the files say is for the loader.
+"""
 
+import json
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
@@ -7,24 +10,101 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from workers.engine.model import ModelRefused
 
+_ADAPTER_FILE = "adapter_config.json"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER_BYTES = 1024
+_MAX_ADAPTER_BYTES = 2**20
+# Weights that are none in safetensors, by their names, and what they are.
+_OTHER_WEIGHTS = {
+    "*.gguf": "weights in GGUF format, llama.cpp's, which batchway does not read",
+    "*.bin": "pickled weights, which can run code and are never loaded",
+    "*.pt*": "pickled weights, which can run code and are never loaded",
+    "*.onnx": "weights in ONNX format, which batchway does not read",
+    "*.h5": "weights for TensorFlow, which batchway does not read",
+    "*.msgpack": "weights for Flax, which batchway does not read",
+}
+
 
 def check_place(model_path: str) -> None:
     """Refuses local paths without a model. Names such as `org/model` belong to the Hub."""
     path = Path(model_path).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            reason = "it is no model folder"
-            if (path / "modules.json").is_file():
-                reason = "batchway reads a Transformer from the model's own folder, no sub-folder"
-            raise ModelRefused(f"{model_path} holds no config.json: {reason}")
-        if not any(path.glob("*.safetensors")):
-            is_pickle = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
-            reason = " (pickled weights can run code and are never loaded)" if is_pickle else ""
-            raise ModelRefused(f"{model_path} holds no weights in safetensors format{reason}")
+        _check_folder(model_path, path)
     elif path.exists():
-        raise ModelRefused(f"{model_path} is a file; the model's folder is wanted")
+        others = [reason for pattern, reason in _OTHER_WEIGHTS.items() if path.match(pattern)]
+        held = f", with {others[0]}" if others else ""
+        raise ModelRefused(f"{model_path} is a file{held}; the model's folder is wanted")
     elif model_path.startswith(("/", ".", "~")) or model_path.count("/") > 1:
         raise ModelRefused(f"there is no folder {model_path}")
+
+
+def _check_folder(model_path: str, path: Path) -> None:
+    if (pointer := _pointer_in(path)) is not None:
+        raise ModelRefused(
+            f"{pointer} of {model_path} is a pointer of Git LFS and not the file itself: run `git "
+            "lfs pull` there, or download the model with `hf download`"
+        )
+    weights = [file for file in path.glob("*.safetensors") if not file.name.startswith("adapter_")]
+    has_config = (path / "config.json").is_file()
+    if has_config and weights:
+        return
+    if (path / _ADAPTER_FILE).is_file() and not weights:
+        raise ModelRefused(_adapter_refusal(model_path, path / _ADAPTER_FILE))
+    if not has_config:
+        raise ModelRefused(f"{model_path} holds no config.json: {_instead_of_config(path)}")
+    others = [reason for pattern, reason in _OTHER_WEIGHTS.items() if any(path.glob(pattern))]
+    instead = f", but {others[0]}" if others else ": it has no weights at all"
+    raise ModelRefused(f"{model_path} holds no weights in safetensors format{instead}")
+
+
+def _pointer_in(path: Path) -> str | None:
+    """The name of a file that the model needs and Git LFS has not fetched."""
+    patterns = ["*.json", "*.jinja", "model*.safetensors"]
+    patterns += [] if (path / "tokenizer.json").is_file() else ["*.model"]
+    for file in sorted(file for pattern in patterns for file in path.glob(pattern)):
+        if file.is_file() and file.stat().st_size <= _MAX_POINTER_BYTES:
+            with file.open("rb") as opened:
+                if opened.read(len(_POINTER)) == _POINTER:
+                    return file.name
+    return None
+
+
+def _instead_of_config(path: Path) -> str:
+    if (path / "modules.json").is_file():
+        return "batchway reads a Transformer from the model's own folder, no sub-folder"
+    if (path / "model_index.json").is_file():
+        return "its model_index.json is that of a diffusers pipeline, which makes no text"
+    if (path / "params.json").is_file():
+        return (
+            "its params.json is of the maker's own format; take the checkpoint in Hugging Face "
+            "format"
+        )
+    if not any(path.iterdir()):
+        return "the folder is empty"
+    for pattern, reason in _OTHER_WEIGHTS.items():
+        if any(path.glob(pattern)):
+            return f"it holds {reason}"
+    inner = sorted(file.parent.name for file in path.glob("*/config.json"))
+    if inner:
+        return f"it is no model folder, but its sub-folder {inner[0]} is"
+    return "it is no model folder"
+
+
+def _adapter_refusal(model_path: str, file: Path) -> str:
+    """`file`: an adapter's configuration, which names its base model."""
+    base = None
+    if file.stat().st_size <= _MAX_ADAPTER_BYTES:
+        try:
+            found = json.loads(file.read_bytes())
+            base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+        except (ValueError, RecursionError):
+            pass
+    of = f"of {base[:200]} " if isinstance(base, str) and base.isprintable() else ""
+    return (
+        f"{model_path} is an adapter {of}and no whole model: merge both with peft "
+        "(AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(OUT)"
+        ", and the tokenizer's save_pretrained(OUT)) and serve OUT"
+    )
 
 
 def check_on_hub(model_path: str) -> None:
@@ -36,7 +116,10 @@ def check_on_hub(model_path: str) -> None:
     try:
         hf_hub_download(model_path, "config.json")
     except RemoteEntryNotFoundError as exc:
-        raise ModelRefused(f"{model_path} has no config.json outside of sub-folders") from exc
+        raise ModelRefused(
+            f"{model_path} has no config.json outside of sub-folders: it is no model, or an "
+            "adapter, a pipeline, or in another format such as GGUF"
+        ) from exc
     except (OSError, ValueError) as exc:
         raise ModelRefused(
             f"there is no folder {model_path}, and the Hugging Face Hub gives no such model "

@@ -14,6 +14,8 @@ _FILES = "tokenizer.json, tokenizer.model, tekken.json, vocab.txt, or vocab.json
 def tokenizer_refusal(model_path: str, exc: Exception) -> str:
     """One sentence for what `AutoTokenizer` has raised."""
     said = str(exc)
+    if "Couldn't instantiate the backend tokenizer" in said:
+        return f"{model_path} has no tokenizer: none of {_FILES}"
     if "tiktoken" in said:
         if missing := [name for module, name in _FOR_SENTENCEPIECE.items() if not _has(module)]:
             return _needs(model_path, "SentencePiece model", *missing)
@@ -21,8 +23,6 @@ def tokenizer_refusal(model_path: str, exc: Exception) -> str:
             return _needs(model_path, "vocabulary, which is no SentencePiece model,", "tiktoken")
     if "mistral-common" in said or "mistral_common" in said:
         return _needs(model_path, "tekken.json", "mistral-common")
-    if "Couldn't instantiate the backend tokenizer" in said:
-        return f"{model_path} has no tokenizer: none of {_FILES}"
     if isinstance(exc, ImportError):
         return (
             f"{model_path} has no tokenizer.json, and its own tokenizer is a program that gateways "

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from workers.engine.model import ModelRefused
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
-from workers.model.checkpoint import DEFAULT_REVISION, first_line
+from workers.model.checkpoint import DEFAULT_REVISION, architecture_of, first_line
 from workers.model.transformers_compat import (
     can_change_attention,
     forget_attention,
@@ -21,6 +21,7 @@ from workers.model.transformers_compat import (
 
 # An embedding is made of the tokens' vectors, not of what BERT's pooler makes of the first.
 _UNUSED_LAYERS = ("pooler.",)
+_HEADLESS = "; it was saved as {}, without the head that gives the next token"
 
 
 class _OwnAttentionTable(Exception):
@@ -113,11 +114,13 @@ def _read(
             raise _OwnAttentionTable from exc
         raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
     decoder, info = loaded
-    _check_weights(path, info, unused)
+    _check_weights(path, info, unused, architecture_of(arguments["config"]))
     return decoder
 
 
-def _check_weights(path: str, info: Mapping[str, Any], unused: tuple[str, ...]) -> None:
+def _check_weights(
+    path: str, info: Mapping[str, Any], unused: tuple[str, ...], architecture: str
+) -> None:
     """Refuses incomplete checkpoints: transformers would fill in random numbers."""
     for kind in ("missing_keys", "mismatched_keys"):
         found = map(str, info.get(kind) or ())
@@ -125,4 +128,5 @@ def _check_weights(path: str, info: Mapping[str, Any], unused: tuple[str, ...]) 
             raise ModelRefused(
                 f"the weights of {path} do not fit its configuration: "
                 f"{len(names)} {kind.removesuffix('_keys')}, for example {names[0]}"
+                + (_HEADLESS.format(architecture) if architecture.endswith("Model") else "")
             )

@@ -17,7 +17,7 @@ from workers.engine.model import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
 from workers.ipc.messages import EngineOptions, Ready
 from workers.ipc.nodes import address_of
-from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
+from workers.model.checkpoint import DEFAULT_REVISION, context_length, parse_config
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.pooling.folder import read_folder
@@ -168,7 +168,7 @@ def _lengthened(options: EngineOptions) -> str | None:
     """What tells vLLM of the positions that yarn makes possible: it takes the configuration's to
     include them, which is often not so."""
     try:
-        config = read_config(options.model_path, options.revision or DEFAULT_REVISION)
+        config = parse_config(options.model_path, options.revision or DEFAULT_REVISION)
     except ModelRefused:  # vLLM serves models that batchway's own engine does not
         return None
     text = config.get_text_config()
