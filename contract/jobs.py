@@ -22,7 +22,7 @@ DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
 GRAMMAR_LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 200_000,
     "step_max_items": 30_000,
-    "max_lexer_states": 20_000,
+    "max_lexer_states": 150_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }

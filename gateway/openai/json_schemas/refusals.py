@@ -1,0 +1,41 @@
+"""What a schema is refused for, or drops."""
+
+from collections.abc import Callable
+from typing import Any
+
+Schema = dict[str, Any]
+Path = tuple[str, ...]
+FaultOf = Callable[[Schema], str]  # why a schema makes no grammar; "": it makes one
+
+
+class SchemaRefused(Exception):
+    """The schema is rejected. The message is one sentence for the caller; `path` leads to the
+    part."""
+
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class Unenforceable(Exception):
+    """No grammar enforces a keyword."""
+
+    def __init__(self, keyword: str, reason: str = "") -> None:
+        super().__init__(keyword, reason)
+        self.keyword = keyword
+        self.reason = reason
+
+
+class Checks:
+    """What the parts of the preparation ask: whether llguidance takes something, and whether
+    something may be dropped."""
+
+    def __init__(self, fault_of: FaultOf, is_strict: bool) -> None:
+        self.fault_of = fault_of
+        self.is_strict = is_strict
+
+    def drop(self, keyword: str, path: Path, reason: str = "") -> None:
+        """Raises SchemaRefused for a strict schema, of which nothing is dropped."""
+        if self.is_strict:
+            why = f": {reason}" if reason else ""
+            raise SchemaRefused(f"{keyword} cannot be enforced{why}", path)
