@@ -21,6 +21,7 @@ from contract.model_cards import TokenizerFiles
 from gateway.http.errors import MISSING
 from gateway.openai.past_calls import fitting_id
 from gateway.openai.structured import Constrained
+from gateway.openai.template_variables import Effort, Variables
 from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
 from gateway.openai.unsupported import (
     OF_MESSAGES,
@@ -162,6 +163,7 @@ class Message(StrictModel):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
     reasoning_content: Annotated[str | None, AfterValidator(lambda text: text or None)] = None
+    reasoning: str | None = None  # the same, as vLLM and OpenRouter name it
 
     @model_validator(mode="before")
     @classmethod
@@ -186,7 +188,9 @@ class Message(StrictModel):
 
     def rendered(self, files: TokenizerFiles) -> dict[str, Any]:
         """The message as the model's chat template expects it."""
-        fields = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        fields = self.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
+        if self.reasoning and self.role == "assistant" and self.reasoning_content is None:
+            fields["reasoning_content"] = self.reasoning
         format_ = files.tool_format
         id_length = 0 if format_ is None else format_.id_length
         if self.tool_call_id is not None:
@@ -267,6 +271,9 @@ class ChatBody(WithTools, _SamplingBody):
     # Only the first error is reported; collecting 60,000, which fit in a body, took two seconds.
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: Variables | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 

@@ -40,7 +40,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "early_stopping": (False,),
     "function_call": ("none", "auto"),  # no effect without functions
@@ -50,7 +49,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "reasoning_effort": ("none",),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -77,7 +75,6 @@ IGNORED = frozenset(
 OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
-    "reasoning": ("",),
     "refusal": (),
 }
 ROLES = frozenset({"function"})

@@ -9,6 +9,7 @@ from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.openai.responses.input_items import InputItem, ItemId
 from gateway.openai.schemas import MAX_TOP_LOGPROBS, ChatBody
 from gateway.openai.structured import Schema
+from gateway.openai.template_variables import Effort
 from gateway.openai.tools import MAX_TOOLS, Function, ToolName
 from gateway.openai.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
 
@@ -25,11 +26,6 @@ UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 _OF_TEXT: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
-_OF_REASONING: Mapping[str, tuple[Any, ...]] = {
-    "effort": ("none",),
-    "generate_summary": (),
-    "summary": (),
-}
 
 # Parameters of a chat -> those of a response, in errors.
 _NAMES = (
@@ -37,6 +33,7 @@ _NAMES = (
     ("response_format", "text.format"),
     ("max_completion_tokens", "max_output_tokens"),
     ("messages", "input"),
+    ("reasoning_effort", "reasoning.effort"),
 )
 
 
@@ -102,9 +99,11 @@ class TextOptions(StrictModel):
 
 
 class ReasoningOptions(StrictModel):
-    """No model here has degrees of reasoning."""
+    """Summaries have no effect: the reasoning itself is in the response."""
 
-    unasked = _OF_REASONING
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class StreamOptions(StrictModel):
@@ -188,6 +187,7 @@ class ResponseBody(CallFields):
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         fields |= {"tools": self._chat_tools(), "tool_choice": self._chat_choice()}
+        fields["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.text is not None and self.text.format is not None:

@@ -52,7 +52,7 @@ class ResponseObject(BaseModel):
     presence_penalty: float
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: str
     store: bool

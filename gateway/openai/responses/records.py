@@ -59,7 +59,7 @@ def _shown(job: Job, body: ResponseBody) -> dict[str, Any]:
         "presence_penalty": job.params.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default" if body.service_tier in (None, "auto") else body.service_tier,
         "store": body.is_stored,
