@@ -36,7 +36,10 @@ def test_an_effort_is_told_in_the_templates_own_words(effort: Effort) -> None:
 
 def test_a_template_that_knows_no_effort_refuses_one() -> None:
     """By name. Without reasoning there is none to be left out."""
-    for known, effort in ((files("date"), "low"), (files(), "none"), (files(reasons=False), "low")):
+    refused_by: list[tuple[TokenizerFiles, Effort]] = [
+        *((files("date"), "low"), (files(), "none"), (files(reasons=False), "low"))
+    ]
+    for known, effort in refused_by:
         with pytest.raises(ApiError) as refused:
             template_variables(known, effort, None)
         assert refused.value.param == "reasoning_effort"
