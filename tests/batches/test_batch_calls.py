@@ -13,13 +13,14 @@ from openai.types import Batch
 from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.model_cards import GenerationDefaults
 from infra.embedded_redis import EmbeddedRedis
 from tests.batches.test_batches import DAY_S, Url, ended, ids, jsonl, line, results, start
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.callbacks.test_delivery import service
 from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.fake_worker import FakeWorker, publish_model
 from tests.gateway.vector_worker import (
     NUM_OUTPUTS,
     PLAIN,
@@ -42,6 +43,25 @@ async def calling(
     with running_gateway(settings) as url:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             yield client
+
+
+async def test_the_models_own_settings_hold_in_a_batch(
+    client: AsyncOpenAI, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
+) -> None:
+    """Where a line gives none."""
+    own = GenerationDefaults(temperature=0.6, top_k=20)
+    await publish_model(redis_client, keys, generation=own)
+    worker = FakeWorker(functions)
+    await worker.beat()
+    serving = asyncio.create_task(worker.serve())
+
+    lines = [line("own"), line("given", temperature=0.1, top_k=0)]
+    batch = await ended(client, await start(client, jsonl(lines)))
+    await end_tasks(serving)
+
+    assert batch.status == "completed"
+    found = {(job.params.temperature, job.params.top_k) for job in worker.seen}
+    assert found == {(0.6, 20), (0.1, 0)}
 
 
 async def test_a_batch_embeds(

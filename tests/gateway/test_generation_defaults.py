@@ -100,8 +100,8 @@ async def cool(
     await end_tasks(task)
 
 
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
-TEXT = {"model": MODEL, "prompt": "a", "max_tokens": 4}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 40}
+TEXT = {"model": MODEL, "prompt": "a", "max_tokens": 40}
 RESPONSE = {"model": MODEL, "input": "a"}
 
 
@@ -124,7 +124,11 @@ async def test_the_models_settings_hold_at_every_endpoint(
     answer = await http.post(path, json=body)
 
     assert answer.status_code in (200, 202), answer.text
-    await until(lambda: bool(cool.seen))
+
+    async def is_claimed() -> bool:
+        return bool(cool.seen)
+
+    await until(is_claimed)
     params = cool.seen[0].params
     assert {name: getattr(params, name) for name in NUMBERS} == {
         name: getattr(OWN, name) for name in NUMBERS
