@@ -54,13 +54,13 @@ class Calls:
         self.is_bare = format_.is_bare
         head = self._call.head.replace("(?P<name>", "(?:")
         begin, opening = _loose_begin(format_.begin), loose(format_.open)
-        first = rf"{begin}\s*{opening}"
+        first = r"\s*".join(filter(None, (begin, opening)))
         if is_mark(format_.open) and begin:
             first = rf"(?:{begin}\s*)?{opening}"
         elif self.is_bare:
             first = rf"{_PYTHON_TAG}\s*{first}"
-        self.start = rf"\s*{first}(?={head})"
-        self._start = compiled(rf"\s*;?{self.start}")
+        self.start = rf"{first}(?={head})"
+        self._start = compiled(rf"\s*(?:;\s*)?{self.start}")
         between = "" if is_mark(format_.open) else loose(format_.between or "")
         separator = "|".join(filter(None, [between, "[,;]"]))
         self._again = None

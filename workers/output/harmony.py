@@ -75,6 +75,7 @@ class Harmony:
         emit = self._message.think if self.is_thinking else self._message.say
         if is_call:
             self._message.end_part()
-        yield from self._text.until(_END, emit)
+        end = yield from self._text.until(_END, emit)
         self.is_thinking = False
-        self._message.end_part("\n")
+        if end is not None:
+            self._message.end_part("\n")

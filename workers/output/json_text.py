@@ -18,13 +18,14 @@ MAX_DEPTH = 128  # of a value: less than what readers of JSON take
 _STRING = r'(?P<quote>")'
 _NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
 _SCALAR = rf"(?P<grows>(?:{_NUMBER}|true|false|null)(?![-+.\w]))"
+_SPACE = regex.compile(r"[ \t\r\n]+")
 _PIECE = regex.compile(
     r'(?P<plain>[^"\\\x00-\x1f]+)|(?P<raw>[\x00-\x1f]+)|(?P<end>")'
     r'|(?P<escape>\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|(?P<grows>\\(?:u[0-9a-fA-F]{0,3})?)'
 )
 _MARK = '<|"|>'
 _QUOTED_END = regex.compile(regex.escape(_MARK))
-_KEY = r"""(?P<key>[^\s:,{}\[\]<"](?:[^:,{}\[\]<"]*[^\s:,{}\[\]<"])?)(?=\s*:)"""
+_KEY = r"""(?P<key>[^\s:,{}\[\]<"][^:,{}\[\]<"]{0,127}+)(?=:)"""
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,7 @@ def _lexis(string: str, key: str, has_marks: bool) -> Lexis:
         "more in {": r"(?P<comma>,)|(?P<close>\})",
         "more in [": r"(?P<comma>,)|(?P<close>\])",
     }
-    patterns = {
-        name: regex.compile(rf"(?P<space>[ \t\r\n]*)(?:{spelling})")
-        for name, spelling in spellings.items()
-    }
+    patterns = {name: regex.compile(spelling) for name, spelling in spellings.items()}
     return Lexis(patterns, has_marks)
 
 
@@ -65,14 +63,13 @@ def read_json(text: GrowingText, emit: Emit, lexis: Lexis = JSON) -> Reading[boo
     opened: list[str] = []
     expected = "value"
     while True:
+        while (space := (yield from text.match(_SPACE))) is not None:
+            emit(space.group() if opened and not lexis.has_marks else "")
         token = yield from text.match(lexis.patterns[expected])
         if token is None:
             return False
         kind, is_key = token.lastgroup, expected.startswith("key")
-        if lexis.has_marks:
-            emit(_respelled(token))
-        else:
-            emit(token.group() if opened else token.group().lstrip())
+        emit(_respelled(token) if lexis.has_marks else token.group())
         if kind == "quote" and not (yield from _read_string(text, emit, lexis.has_marks)):
             return False
         if kind == "open":
@@ -125,12 +122,12 @@ def _respelled(token: "regex.Match[str]") -> str:
         case "quote":
             return '"'
         case "key":
-            return json.dumps(token["key"], ensure_ascii=False)
+            return dumped(token["key"].rstrip())
         case "comma":
             return ", "
         case "colon":
             return ": "
-    return token.group().strip()
+    return token.group()
 
 
 def escaped(text: str) -> str:

@@ -50,17 +50,22 @@ class Message:
         self._is_between = True
         self._gap, self._reasoning_gap = gap, gap
 
+    def end(self) -> None:
+        """The output has ended."""
+        if not self._is_between:
+            self._new.content += self._gap
+
     def say(self, text: str) -> None:
-        """Adds content."""
-        if self._is_between:
-            rest = text.lstrip()
-            self._gap += text[: len(text) - len(rest)]
-            if not rest:
-                return
-            text = self._gap + rest if self._has_content else rest
-            self._is_between = False
-        self._new.content += text
-        self._has_content = self._has_content or bool(text)
+        """Adds content. White space waits for more: a call may follow."""
+        rest = text.lstrip() if self._is_between else text
+        self._gap += text[: len(text) - len(rest)]
+        content = rest.rstrip()
+        if content:
+            if self._has_content or not self._is_between:
+                content = self._gap + content
+            self._new.content += content
+            self._has_content, self._is_between, self._gap = True, False, ""
+        self._gap += rest[len(rest.rstrip()) :]
 
     def think(self, text: str) -> None:
         """Adds reasoning, without the white space around it."""

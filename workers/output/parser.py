@@ -51,15 +51,14 @@ class OutputParser:
 
     def push(self, text: str) -> ResponseDelta:
         self._text.feed(text)
-        return self._advance()
+        next(self._reading, None)
+        return self._message.take()
 
     def finish(self) -> ResponseDelta:
         """At the end of the output."""
         self._text.has_ended = True
-        return self._advance()
-
-    def _advance(self) -> ResponseDelta:
         next(self._reading, None)
+        self._message.end()
         return self._message.take()
 
     def _read(
@@ -71,7 +70,7 @@ class OutputParser:
             tail = pieces_of(reasoning.after_answer)
         if calls is not None and calls.is_bare:
             self._text.mark()
-            if (yield from self._text.match(compiled(calls.start))) is None:
+            if (yield from self._text.match(compiled(rf"\s*{calls.start}"))) is None:
                 self._text.since_mark()
             else:
                 yield from calls.read()
@@ -97,7 +96,7 @@ class OutputParser:
         start = "(?!)" if calls is None or calls.is_bare else calls.start
         begins_call, ending = compiled(f"(?={start})"), "(?!)"
         if tail:
-            ending = rf"\s*(?P<tail>{tail[0]})"
+            ending = rf"(?P<tail>{tail[0]})"
         either = compiled(f"{ending}|(?P<call>{start})")
         while (found := (yield from self._text.until(either, self._message.say))) is not None:
             self._text.mark(len(found.group()))
@@ -111,4 +110,5 @@ class OutputParser:
             elif (yield from self._text.match(_NOT_SPACE)) is not None:
                 self._message.say(self._text.since_mark())
             else:
+                self._message.end_part()
                 return

@@ -29,7 +29,7 @@ def loose(literal: str) -> str:
             pattern = pattern.removesuffix(_SPACE) + _SPACE + regex.escape(piece) + _SPACE
         else:
             pattern += regex.escape(piece)
-    return pattern
+    return pattern.removeprefix(_SPACE).removesuffix(_SPACE)
 
 
 @functools.cache
@@ -45,4 +45,5 @@ def is_mark(literal: str) -> bool:
 
 @functools.cache
 def compiled(pattern: str) -> "regex.Pattern[str]":
-    return regex.compile(pattern, regex.DOTALL)
+    """White space is bounded: a text of nothing else must not take quadratic time."""
+    return regex.compile(pattern.replace(_SPACE, r"\s{0,99}+"), regex.DOTALL)

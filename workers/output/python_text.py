@@ -12,16 +12,20 @@ from workers.output.json_text import MAX_DEPTH, dumped, escaped, parsed
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 _NAMES = {"true": True, "false": False, "null": None}
 _MAX_CHARS = 2**20
-# A quote at the end may become a triple one.
+# A quote, or two, may become three.
 _TOKEN = regex.compile(
-    r"""(?P<triple>'''(?:[^\\]|\\.)*?'''|\"{3}(?:[^\\]|\\.)*?\"{3})"""
-    r"""|(?P<grows>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-    r"""|(?P<open>[\[({])|(?P<close>[\])}])|(?P<comma>,)|(?P<other>[^\[\](){},'"]+)""",
-    regex.DOTALL,
+    r"""(?P<quote>'{3}|"{3}|'(?!')|"(?!"))|(?P<grows>''|"")"""
+    r"""|(?P<open>[\[({])|(?P<close>[\])}])|(?P<comma>,)|(?P<other>[^\[\](){},'"]+)"""
 )
+_PIECES = {
+    quote: regex.compile(
+        rf"(?P<end>{quote})|(?P<escape>\\.)|(?P<plain>[^{quote[0]}\\]+)|(?P<grows>{quote[0]}{{1,2}})",
+        regex.DOTALL,
+    )
+    for quote in ("'", '"', "'''", '"""')
+}
+_CONTROL = regex.compile(r"\\?[\x00-\x1f]")  # in a piece, which is one escape or has none
 _DIFFERS = regex.compile(r"\s*(?:[\[{(]|(?:True|False|None)\s*\Z)")
-_REST = regex.compile(r"(?P<rest>.+)", regex.DOTALL)
-_CONTROL = regex.compile(r"\\.|[\x00-\x1f]", regex.DOTALL)
 
 
 def read_literal(text: GrowingText) -> Reading[tuple[str | None, str]]:
@@ -32,11 +36,7 @@ def read_literal(text: GrowingText) -> Reading[tuple[str | None, str]]:
     """
     parts: list[str] = []
     opened: list[str] = []
-    while True:
-        token = yield from text.match(_TOKEN)
-        if token is None:
-            rest = yield from text.match(_REST)
-            return _cut("".join(parts) + (_spelled(rest.group()) if rest else ""), opened), ""
+    while (token := (yield from text.match(_TOKEN))) is not None:
         kind, part = token.lastgroup, token.group()
         if not opened and (kind == "comma" or part == ")"):
             try:
@@ -47,7 +47,19 @@ def read_literal(text: GrowingText) -> Reading[tuple[str | None, str]]:
             opened.append(_CLOSERS[part])
         elif kind == "open" or (kind == "close" and (not opened or opened.pop() != part)):
             return None, ""
-        parts.append(_spelled(part) if kind == "grows" else part)
+        parts.append(part)
+        if kind == "quote" and not (yield from _read_string(text, part, parts)):
+            return _cut("".join(parts), part, opened), ""
+    return _cut("".join(parts), "", opened), ""
+
+
+def _read_string(text: GrowingText, quote: str, parts: list[str]) -> Reading[bool]:
+    """A string behind its opening quote, its control characters escaped. False: it is cut."""
+    while (piece := (yield from text.match(_PIECES[quote]))) is not None:
+        parts.append(_CONTROL.sub(lambda found: escaped(found.group()[-1]), piece.group()))
+        if piece.lastgroup == "end":
+            return True
+    return False
 
 
 def literal(text: str) -> Any:
@@ -97,23 +109,11 @@ def _key(node: ast.expr | None) -> str:
     raise ValueError("no JSON")
 
 
-def _cut(text: str, opened: list[str]) -> str | None:
-    """The JSON of a literal that is cut, without what would close it."""
+def _cut(text: str, quote: str, opened: list[str]) -> str | None:
+    """The JSON of a literal that is cut, in a string or not, without what would close it."""
     closers = "".join(reversed(opened))
-    for quote in ("'", '"', ""):
-        try:
-            whole = dumped(literal(text + quote + closers))
-        except ValueError:
-            continue
-        num_closers = len(closers) + len(quote)
-        return whole[: len(whole) - num_closers]
-    return None
-
-
-def _spelled(string: str) -> str:
-    """A string with its control characters escaped."""
-    return _CONTROL.sub(lambda found: _escape(found.group()), string)
-
-
-def _escape(text: str) -> str:
-    return escaped(text[-1]) if text[-1] < " " else text
+    try:
+        whole = dumped(literal(text + quote + closers))
+    except ValueError:
+        return None
+    return whole[: len(whole) - len(closers) - bool(quote)]
