@@ -22,8 +22,8 @@ class Verdict(StrEnum):
     GONE = "GONE"
 
 
-# A worker claims jobs, claims no more jobs, or has exited.
-WorkerState = Literal["up", "draining", "gone"]
+# A worker claims jobs, loads its lost engine again, claims no more jobs, or has exited.
+WorkerState = Literal["up", "loading", "draining", "gone"]
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -201,7 +201,7 @@ def refusal(job: Job, reason: str, limit: str, retry_ms: int, rates: RateLimits)
     """The error for a refusal: its reason, limit, and ms until a retry may succeed."""
     code = ErrorCode(reason)
     if code is ErrorCode.NO_WORKERS:
-        message = f"no worker of model {job.model!r} is alive"
+        message = f"no worker of model {job.model!r} is ready"
     elif code is ErrorCode.UNKNOWN_LANE:
         message = f"lane {job.lane!r} is none of {', '.join(limit.split())}"
     elif code is ErrorCode.STORAGE_FULL:

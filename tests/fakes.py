@@ -49,6 +49,7 @@ class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     eos_rate: float = EOS_RATE  # probability of EOS_ID at each position
     step_s: float = 0.0  # least duration of a step, in the engine process of the tests
     refuses: str | None = None  # the loader raises this error
+    load_fifo: str | None = None  # each load waits until somebody opens this FIFO to write
     crash_id: int | None = None  # a sequence with this token crashes the step
     hang_id: int | None = None  # a step with a sequence with this token never ends
     bad_row_id: int | None = None  # a sequence with this token fails alone

@@ -144,7 +144,12 @@ class Caller:
     weight: float = 1.0
 
     async def submit(
-        self, *prompts: str, deadline_s: float = 120.0, lane: str = "standard", **params: Any
+        self,
+        *prompts: str,
+        deadline_s: float = 120.0,
+        lane: str = "standard",
+        needs_worker: bool = False,
+        **params: Any,
     ) -> Job:
         fields: dict[str, Any] = {"max_tokens": 40, "seed": 7, "temperature": 0.0, **params}
         sampling = SamplingParams(**fields)
@@ -168,6 +173,7 @@ class Caller:
                 max_output_tokens=cap,
                 deadline_s=deadline_s,
                 retention_s=self.retention_s,
+                needs_worker=needs_worker,
             ),
         )
         return job

@@ -58,6 +58,9 @@ def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> 
     progress("loading the hash model")
     if model_options.refuses is not None:
         raise ModelRefused(model_options.refuses)
+    if model_options.load_fifo is not None:
+        with open(model_options.load_fifo):
+            pass
     model = SlowHashModel(model_options)
     return LoadedHashModel(
         model, model.max_model_len, VOCAB_SIZE, tuple(model.eos_token_ids), hash_tokenizer()

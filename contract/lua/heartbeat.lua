@@ -1,6 +1,7 @@
 -- heartbeat: reports that a worker is alive and renews the leases of its jobs.
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'draining' (claims no more jobs) | 'gone'
+-- ARGV  1 incarnation  2 model  3 lease (ms)  4 'up' | 'loading' (its lost engine is loaded again) |
+--       'draining' (claims no more jobs) | 'gone'
 --       5 status of its jobs and KV blocks, its configuration (JSON)
 --       6 tokens per second of the worker, 7 of one stream (0: not measured)
 --       8 tokens, 9 jobs that it holds at most (0: unknown)

@@ -72,6 +72,7 @@ class EngineKeeper:
         self._publisher = publisher
         self._meter = meter
         self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
+        self._started_s = 0.0  # when the current engine was started
         self._frees_place = False  # whether the current step frees a place: claim when it ends
         self.tokenizer: Tokenizer | None = None
         self._formats: OutputFormats | None = None
@@ -85,6 +86,7 @@ class EngineKeeper:
         """Runs until cancelled. Raises EngineRefused."""
         num_failed_starts = 0
         while True:
+            self._started_s = time.monotonic()
             client = await EngineClient.start(
                 self._settings.engine_module,
                 self._engine.options,
@@ -172,7 +174,8 @@ class EngineKeeper:
                 self._formats = OutputFormats(message.tokenizer, self.tokenizer)
                 self._engine.ready = message
                 self._engine.speed.begin(message.tokens_per_s)
-                self._engine.became_ready.set()
+                self._engine.load_s = time.monotonic() - self._started_s
+                self._engine.changed.set()
                 self._holding.wake.set()
             case Loading(text):
                 log.info("%s", text)

@@ -34,15 +34,16 @@ _IDLE = EngineLoad(0, 0, 0, 0, 0.0)
 
 @dataclass(slots=True)
 class EngineLink:
-    """The current engine. `running` holds the job ids of its current step; `became_ready` is set
-    whenever an engine has loaded its model."""
+    """The current engine. `running` holds the job ids of its current step; `changed` is set when an
+    engine has loaded its model, and when it has ended. `load_s`: what the last load took."""
 
     options: EngineOptions  # including batching.yaml
     client: EngineClient | None = None
     ready: Ready | None = None
     load: EngineLoad = _IDLE
     running: frozenset[str] = frozenset()
-    became_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    load_s: float = 0.0
     speed: Speed = field(default_factory=Speed)
     steps: StepClock = field(default_factory=StepClock)
 
@@ -55,6 +56,7 @@ class EngineLink:
         """The engine has ended."""
         self.client, self.ready, self.load, self.running = None, None, _IDLE, frozenset()
         self.steps = StepClock()
+        self.changed.set()
 
 
 @dataclass(slots=True)

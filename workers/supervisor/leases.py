@@ -14,6 +14,7 @@ from workers.ipc.messages import Ready, Reprioritise
 from workers.logs import ErrorOnce
 from workers.settings import WorkerSettings
 from workers.supervisor.drain import Drain
+from workers.supervisor.engine_keeper import RESTART_S
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.meter import Meter
 from workers.supervisor.publisher import Publisher
@@ -65,59 +66,75 @@ class LeaseKeeper:
         """Sends a heartbeat at once, so that gateways stop counting this worker's capacity."""
         if self._engine.ready is not None and self._is_published:
             with contextlib.suppress(BrokerUnavailable, WireError):
-                await self._beat_once(self._engine.ready)
+                await self._beat_once()
 
     async def _beat(self) -> None:
+        """From the first time that an engine is ready. While a lost engine is loaded again, the
+        heartbeats say so: calls that wait for nothing are then refused, and told when to return."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.heartbeat_s):
-                    await self._engine.became_ready.wait()
-                    self._engine.became_ready.clear()
+                    await self._engine.changed.wait()
+                    self._engine.changed.clear()
                     self._is_published = False
-            if self._engine.ready is not None:
+            if self._engine.ready is not None or self._started_s is None:
                 try:
-                    await self._beat_once(self._engine.ready)
+                    await self._beat_once()
                 except BrokerUnfit:
                     raise  # this Redis must not hold jobs, so the worker ends
                 except (BrokerUnavailable, WireError) as exc:
                     log.warning("heartbeat failed: %s", exc)
                     self._is_published = False  # Redis may have lost its data
 
-    async def _beat_once(self, ready: Ready) -> None:
+    async def _beat_once(self) -> None:
         was_published, self._is_published = self._is_published, True
-        name = self._settings.served_model_name
         terms = self._settings.lane_terms(self._engine.options)
         lanes = {name: lane.min_share for name, lane in terms.items()}
-        if not was_published:
-            try:
-                await self._broker.ensure_library()
-                await self._broker.publish_model(
-                    make_card(name, ready, tuple(lanes)), ready.tokenizer
-                )
-            except BrokerFull as exc:  # functions still run, and free memory
-                log.warning("model not published: %s", exc)
-                self._is_published = False
+        ready = self._engine.ready
+        if not was_published and ready is not None:
+            await self._publish(ready, tuple(lanes))
         held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
         epochs = dict(held)
-        state: WorkerState = "draining" if self._drain.begun.is_set() else "up"
+        state = self._state()
         report = (self._info(), state, self._capacity(lanes), self.counted())
         for job_id in await self._broker.heartbeat(held, *report):
             job = self._holding.get(job_id, epochs[job_id])
             if job is not None:
                 self._holding.drop(job)
-        if state == "up" and await self._broker.is_to_drain():
+        if state != "draining" and await self._broker.is_to_drain():
             self._on_drain_order()
         if not was_published and self._is_published:
-            kv_tokens = ready.num_blocks * ready.block_size
-            if self._started_s is not None:
-                await self._broker.report_start(time.monotonic() - self._started_s)
-                self._started_s = None
-            log.info(
-                "ready model=%s incarnation=%s kv_tokens=%d",
-                name,
-                self._broker.incarnation,
-                kv_tokens,
-            )
+            await self._announce(ready)
+
+    def _state(self) -> WorkerState:
+        if self._drain.begun.is_set():
+            return "draining"
+        return "loading" if self._engine.ready is None else "up"
+
+    async def _publish(self, ready: Ready, lanes: tuple[str, ...]) -> None:
+        try:
+            await self._broker.ensure_library()
+            card = make_card(self._settings.served_model_name, ready, lanes)
+            await self._broker.publish_model(card, ready.tokenizer)
+        except BrokerFull as exc:  # functions still run, and free memory
+            log.warning("model not published: %s", exc)
+            self._is_published = False
+
+    async def _announce(self, ready: Ready | None) -> None:
+        """Once after each change of the engine's state."""
+        if ready is None:
+            await self._broker.announce_start(RESTART_S + self._engine.load_s)
+            log.info("loading again load_s=%.1f", self._engine.load_s)
+            return
+        if self._started_s is not None:
+            await self._broker.report_start(time.monotonic() - self._started_s)
+            self._started_s = None
+        log.info(
+            "ready model=%s incarnation=%s kv_tokens=%d",
+            self._settings.served_model_name,
+            self._broker.incarnation,
+            ready.num_blocks * ready.block_size,
+        )
 
     async def _watch_fence(self) -> None:
         """Drops all jobs before their leases expire, if Redis has not renewed them: another worker

@@ -184,6 +184,12 @@ class WorkerBroker:
         """Reports how long this worker's start took."""
         await Starts(self._client, self._keys).measured(self._settings.served_model_name, took_s)
 
+    async def announce_start(self, ready_in_s: float) -> None:
+        """Tells when this worker's engine is expected to be ready again."""
+        await Starts(self._client, self._keys).announce(
+            self._settings.served_model_name, ready_in_s
+        )
+
     async def is_to_drain(self) -> bool:
         """Whether this worker was ordered to drain."""
         return await self._roster.is_to_drain(self.incarnation)
