@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 MAX_LITERAL_CHARS = 256
+GEMMA_QUOTE = '<|"|>'  # around strings in the syntax `gemma`
 _Literal = Annotated[str, msgspec.Meta(max_length=MAX_LITERAL_CHARS)]
 _ParserName = Annotated[str, msgspec.Meta(max_length=64)]
 

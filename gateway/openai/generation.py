@@ -17,9 +17,11 @@ from gateway.http.errors import (
     invalid_value,
 )
 from gateway.openai.admission import Admission, Prompts, check_ids, tokenised
+from gateway.openai.reasoning import BUDGET, reasoning_of
 from gateway.openai.sampling import echoes, num_prompt_logprobs, sampling_params
 from gateway.openai.schemas import MAX_CHOICES, ChatBody, GenerationBody
 from gateway.openai.structured import Constraint, GrammarCompiler
+from gateway.openai.template_variables import template_variables
 from gateway.openai.tokens import ModelTokenizer
 from gateway.settings import GatewaySettings
 
@@ -36,7 +38,7 @@ async def prepare_generation(
     prompts = await prompts_of(tokenizer, card, body)
     caps = _output_caps(admission.settings, card, body, prompts)
     params = sampling_params(card, body, caps, admission.terms.job_id)
-    if (constraint := _constraint(tokenizer, card, body)) is not None:
+    if (constraint := _constraint(tokenizer, card, body, prompts, max(caps))) is not None:
         _check_constrained(body, constraint.param)
         grammar = await grammars.compile(constraint)
         params = msgspec.structs.replace(params, grammar=grammar)
@@ -76,14 +78,32 @@ def _check_capabilities(card: ModelCard, body: GenerationBody) -> None:
 
 
 def _constraint(
-    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody, prompts: Prompts, cap: int
 ) -> Constraint | None:
-    """The constraint on the output, if any. Raises ApiError if tool calls cannot be forced."""
-    if not isinstance(body, ChatBody) or not body.offered:
+    """The constraint on the output, if any: in chats on the answer behind the reasoning. Raises
+    ApiError if it cannot be enforced."""
+    if not isinstance(body, ChatBody):
         return body.constraint()
+    constraint = _tool_constraint(tokenizer, card, body) if body.offered else body.constraint()
+    reasoning = reasoning_of(tokenizer, card, prompts[0], body.thinking_token_budget)
+    budget = None if reasoning is None else reasoning["budget"]
+    if constraint is None and budget is not None and budget < cap:
+        format_ = tokenizer.files.tool_format if body.offered else None
+        calls = None if format_ is None else msgspec.structs.asdict(format_)
+        constraint = Constraint(BUDGET, "text", calls)
+    if constraint is None:
+        return None
+    marks = {**tokenizer.marks, "ends": sorted(card.eos_token_ids)}
+    return constraint.within({"marks": marks, "reasoning": reasoning})
+
+
+def _tool_constraint(
+    tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody
+) -> Constraint | None:
+    """Raises ApiError if calls cannot be forced that must be."""
     format_, can = tokenizer.files.tool_format, card.capabilities.structured_output
     if format_ is not None and can:
-        return body.tool_constraint(format_, tokenizer.special_ids)
+        return body.tool_constraint(format_)
     is_strict = any(tool.function.strict for tool in body.offered)
     if body.forces_calls or is_strict:
         param = "tool_choice" if body.forces_calls else "tools"
@@ -121,8 +141,9 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
     files = tokenizer.files
     messages = [message.rendered(files) for message in body.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
+    variables = template_variables(files, body.reasoning_effort, body.chat_template_kwargs)
     try:
-        return await tokenizer.template.render(messages, tools or None, files.template_kwargs)
+        return await tokenizer.template.render(messages, tools or None, variables)
     except TemplateRefused as exc:
         raise invalid_value("messages", str(exc)) from None
 

@@ -12,7 +12,7 @@ def prepare(start: Any) -> Callable[[Any], str]:
 
     def compile_request(request: Any) -> str:
         try:
-            return compile_grammar(Kind(request["kind"]), request["value"], request["is_strict"])
+            return compile_grammar(**request | {"kind": Kind(request["kind"])})
         except GrammarRefused as refusal:
             raise Refused(json.dumps([refusal.path, str(refusal)])) from None
 

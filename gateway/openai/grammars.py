@@ -4,17 +4,20 @@ Runs in its own process, because some grammars take seconds or gigabytes to comp
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from llguidance import LLMatcher, LLParserLimits, grammar_from
+from llguidance import LLMatcher, grammar_from
 
-from contract.jobs import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
-
-_KNOBS = "x-guidance"  # the library's own options inside a schema
-_MAX_MESSAGE_CHARS = 300
+from contract.jobs import MAX_GRAMMAR_BYTES
+from gateway.openai.grammar_checks import LIMITS, dead_end, fault_of, sentence
+from gateway.openai.grammar_rules.arguments import ArgumentsRefused
+from gateway.openai.grammar_rules.calls import ToolCalls, free_rules, tool_rules
+from gateway.openai.grammar_rules.frames import Frame, Reasoning
+from gateway.openai.grammar_rules.lark import KNOBS, Lark, Marks, json_options, quoted
+from gateway.openai.json_schemas.lengths import check_lengths
+from gateway.openai.json_schemas.preparation import prepare
+from gateway.openai.json_schemas.refusals import SchemaRefused
 
 
 class Kind(StrEnum):
@@ -25,6 +28,7 @@ class Kind(StrEnum):
     CHOICE = "choice"  # a list of strings
     GRAMMAR = "grammar"  # Lark or GBNF
     TOOLS = "tools"  # a ToolCalls
+    TEXT = "text"  # any text; the fields of a ToolFormat, if it may have calls
 
 
 class GrammarRefused(Exception):
@@ -36,184 +40,124 @@ class GrammarRefused(Exception):
         self.path = path
 
 
-def compile_grammar(kind: Kind, value: Any, is_strict: bool = True) -> str:
+class Around(TypedDict):
+    """What an answer stands in: how the model reasons, and the tokens of its formats."""
+
+    marks: Marks
+    reasoning: Reasoning | None
+
+
+_NOTHING: Around = {"marks": {"ids": {}, "added": [], "ends": []}, "reasoning": None}
+
+
+def compile_grammar(
+    kind: Kind, value: Any = None, is_strict: bool = True, around: Around = _NOTHING
+) -> str:
     """llguidance's serialised grammar. Unless `is_strict`, keywords of a schema that the library
     cannot enforce are dropped. Raises GrammarRefused."""
+    lark = Lark(around["marks"], value["format"]["id_length"] if kind is Kind.TOOLS else 0)
+    frame = Frame(lark, around["reasoning"])
+    answers: list[dict[str, Any]] = []
+    match kind:
+        case Kind.TOOLS:
+            output = _of_tools(lark, frame, value)
+        case Kind.TEXT:
+            output = free_rules(lark, frame, value)
+        case _:
+            answers = [{"name": "answer"} | _answer(kind, value, is_strict)]
+            output = frame.around("@answer")
+    lark.rule("start", output)
+    whole = {"grammars": [{"lark_grammar": str(lark)}, *answers]}
+    grammar = json.dumps(whole, ensure_ascii=False)
+    if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise GrammarRefused(f"the grammar has over {MAX_GRAMMAR_BYTES} bytes")
+    # Schemas and choices, which may be large, were checked by themselves.
+    return _checked(grammar) if kind in (Kind.TOOLS, Kind.TEXT, Kind.GRAMMAR) else grammar
+
+
+def _answer(kind: Kind, value: Any, is_strict: bool) -> dict[str, Any]:
+    """The grammar of an answer, as llguidance has it. Raises GrammarRefused."""
     match kind:
         case Kind.JSON_SCHEMA:
-            grammar = _of_schema(value, is_strict)
+            return {"json_schema": _of_schema(value, is_strict)}
         case Kind.REGEX:
-            grammar = _checked(LLMatcher.grammar_from_regex(value))
+            [grammar] = json.loads(_followed(LLMatcher.grammar_from_regex(value)))["grammars"]
+            return {"lark_grammar": grammar["lark_grammar"]}
         case Kind.CHOICE:
-            grammar = _checked(grammar_from("choice", json.dumps(value)))
-        case Kind.GRAMMAR:
-            grammar = _of_grammar(value)
-        case Kind.TOOLS:
-            grammar = _checked(tool_grammar(value))
-    if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
-        raise GrammarRefused(f"the grammar has over {MAX_GRAMMAR_BYTES} bytes")
-    return grammar
+            # One terminal: a rule of each takes too many items of the parser.
+            choices = " | ".join(map(quoted, value))
+            return {"lark_grammar": _followed(f"start: CHOICE\nCHOICE: {choices}")}
+    return {"lark_grammar": _of_grammar(value)}
 
 
-class ToolCalls(TypedDict):
-    """Calls of functions, in a model's format."""
-
-    format: Mapping[str, str | None]  # the fields of ToolFormat
-    special_ids: Mapping[str, int]  # special tokens that the format's text contains
-    functions: Sequence[tuple[str, Any, bool]]  # name, schema of the arguments, whether strict
-    is_forced: bool  # False: the output may also be text, or begin with text
-    may_repeat: bool
-
-
-def tool_grammar(calls: ToolCalls) -> str:
-    """A grammar in Lark's syntax. Raises GrammarRefused."""
-    format_, ids = calls["format"], calls["special_ids"]
-
-    def literal(text: str | None) -> str:
-        """Text and special tokens in Lark's syntax."""
-        parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text or "") if ids else [text]
-        return " ".join(
-            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
-            for part in parts
-            if part
-        )
-
-    rules, names = [], []
-    for i, (name, schema, is_strict) in enumerate(calls["functions"]):
+def _of_tools(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
+    functions: list[tuple[int, str, Any, bool]] = []
+    for number, name, schema, is_strict in calls["functions"]:
         try:
-            _of_schema(schema, is_strict)
+            functions.append((number, name, _of_schema(schema, is_strict), is_strict))
         except GrammarRefused as refusal:
-            path = f"{i}.function.parameters"
-            raise GrammarRefused(str(refusal), f"{path}.{refusal.path}".rstrip(".")) from None
-        arguments = json.dumps({**schema, _KNOBS: _options(is_strict)})
-        rules.append(f"call_{i}: {literal(name)} {literal(format_['middle'])} %json {arguments}")
-        names.append(f"call_{i}")
-    begin, more = format_["begin"] or "", ""
-    if calls["may_repeat"] and format_["between"] is not None:
-        more = f"({literal(format_['between'])} call)*"
-    body = f"call {more} {literal(format_['end'])}"
-    if calls["is_forced"]:
-        start = [f"start: {literal(begin)} {body}"]
-    else:
-        opening = begin.rpartition("{")[0].rstrip() or begin
-        start = [
-            "start: TEXT | after_text",
-            f"after_text: text_to_call {literal(begin.removeprefix(opening))} {body}",
-            f"text_to_call[lazy]: TEXT {literal(opening)}",
-            r"TEXT: /(.|\n)*/",
-        ]
-        if opening in ids:
-            start[2] = f"text_to_call: TEXT {literal(opening)}"
-    return "\n".join(["%llguidance {}", *start, "call: " + " | ".join(names), *rules])
+            path = f"{number}.function.parameters.{refusal.path}".rstrip(".")
+            raise GrammarRefused(str(refusal), path) from None
+    try:
+        return tool_rules(lark, frame, {**calls, "functions": functions})
+    except ArgumentsRefused as refusal:
+        raise GrammarRefused(str(refusal), ".".join(refusal.path)) from None
 
 
 def _of_grammar(text: str) -> str:
-    if "%llguidance" in text or _KNOBS in text:
+    if "%llguidance" in text or KNOBS in text:
         raise GrammarRefused("a grammar may not set options of the library")
     try:
-        return _checked(grammar_from("grammar", text))
+        grammar = _checked(grammar_from("grammar", text))
     except ValueError as error:
-        raise GrammarRefused(_sentence(str(error))) from error
-
-
-def _checked(grammar: str) -> str:
-    if faults := _faults(grammar, is_strict=False):
-        raise GrammarRefused(faults[0])
+        raise GrammarRefused(sentence(str(error))) from error
+    if fault := dead_end(grammar):
+        raise GrammarRefused(fault)
     return grammar
 
 
-def _of_schema(schema: Any, is_strict: bool) -> str:
+def _checked(grammar: str) -> str:
+    """A grammar that compiles. Raises GrammarRefused."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    if is_error:
+        raise GrammarRefused(sentence(messages[0]))
+    return grammar
+
+
+def _followed(grammar: str) -> str:
+    """A grammar whose outputs can go on. Raises GrammarRefused."""
+    if fault := fault_of(grammar):
+        raise GrammarRefused(fault)
+    return grammar
+
+
+def _of_schema(schema: Any, is_strict: bool) -> dict[str, Any]:
+    """What can be enforced of the schema, with the options of the library. Raises
+    GrammarRefused."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarRefused("a schema must be an object")
-    if _KNOBS in schema:
-        raise GrammarRefused("a schema may not set options of the library", _KNOBS)
-    grammar = _serialised(schema, is_strict)
-    if faults := _faults(grammar, is_strict):
-        raise GrammarRefused(faults[0], _path_of(faults[0], schema, is_strict))
-    return grammar
+    if KNOBS in schema:
+        raise GrammarRefused("a schema may not set options of the library", KNOBS)
 
+    def fault(part: dict[str, Any]) -> str:
+        return _fault_of_schema(part, is_strict)
 
-def _options(is_strict: bool) -> Any:
-    """JSON formatted as by `json.dumps`, so that names and separators are forced and white space is
-    bounded. Unless `is_strict`, keywords that cannot be enforced are dropped."""
-    return {
-        "whitespace_flexible": False,
-        "item_separator": ", ",
-        "key_separator": ": ",
-        "lenient": not is_strict,
-    }
-
-
-def _serialised(schema: dict[str, Any], is_strict: bool) -> str:
-    """Raises GrammarRefused for numbers that are too large."""
     try:
-        return LLMatcher.grammar_from_json_schema(
-            schema,
-            overrides=_options(is_strict),
-        )
-    except ValueError as error:
-        raise GrammarRefused(_sentence(str(error))) from error
+        prepared = prepare(schema, is_strict, fault)
+        check_lengths(prepared)
+    except SchemaRefused as refusal:
+        raise GrammarRefused(str(refusal), ".".join(refusal.path)) from None
+    if found := fault(prepared.schema):
+        part = prepared.innermost(lambda part: fault(part) == found)
+        raise GrammarRefused(found, ".".join(prepared.place_of(part)))
+    return {**prepared.schema, KNOBS: json_options(is_strict)}
 
 
-def _faults(grammar: str, is_strict: bool) -> list[str]:
-    """Errors of the grammar; with `is_strict`, also dropped keywords."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(
-        grammar, limits=LLParserLimits(**GRAMMAR_LIMITS)
-    )
-    return [_sentence(message) for message in messages] if is_error or is_strict else []
-
-
-def _path_of(fault: str, schema: dict[str, Any], is_strict: bool) -> str:
-    """The path to the innermost part that has this error by itself; "": the whole schema."""
-    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
-    path: list[str] = []
-    part = schema
-    while True:
-        for names, child in _children(part):
-            if fault in _faults(_serialised({**definitions, **child}, is_strict), is_strict):
-                path += names
-                part = child
-                break
-        else:
-            return ".".join(path)
-
-
-def _children(schema: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """The direct subschemas of a schema with their paths, definitions first."""
-    for keyword in sorted(schema, key=lambda keyword: keyword not in _DEFINITIONS):
-        value = schema[keyword]
-        if keyword in _OF_NAMES and isinstance(value, dict):
-            yield from (([keyword, n], each) for n, each in value.items() if isinstance(each, dict))
-        elif keyword in _LISTS and isinstance(value, list):
-            pairs = enumerate(value)
-            yield from (([keyword, str(i)], each) for i, each in pairs if isinstance(each, dict))
-        elif keyword in _SINGLE and isinstance(value, dict):
-            yield [keyword], value
-
-
-_DEFINITIONS = ("$defs", "definitions")
-_OF_NAMES = {*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas"}
-_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
-_SINGLE = {
-    "items",
-    "additionalProperties",
-    "not",
-    "contains",
-    "propertyNames",
-    "if",
-    "then",
-    "else",
-}
-
-
-def _sentence(message: str) -> str:
-    """An error message of the library, without the source that it quotes."""
-    first, *others = message.splitlines()
-    reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
-    text = _PLACE.sub("", " ".join([first, *reasons]))
-    return " ".join(text.split())[:_MAX_MESSAGE_CHARS]
-
-
-_PLACE = re.compile(r"^at \d+\(\d+\): ")
+def _fault_of_schema(schema: dict[str, Any], is_strict: bool) -> str:
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=json_options(is_strict))
+    except ValueError as error:  # what is no JSON
+        return sentence(str(error))
+    return fault_of(grammar)

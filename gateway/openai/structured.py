@@ -4,6 +4,7 @@
 At most one may be given. It becomes the job's grammar.
 """
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -128,6 +129,12 @@ class Constraint:
     def __init__(self, param: str, kind: str, value: Any, is_strict: bool = True) -> None:
         self.param = param
         self.request: Mapping[str, Any] = {"kind": kind, "value": value, "is_strict": is_strict}
+
+    def within(self, around: Mapping[str, Any]) -> Self:
+        """The same for an answer with something around it: a grammars.Around."""
+        found = copy.copy(self)
+        found.request = {**self.request, "around": around}
+        return found
 
 
 class GrammarCompiler:

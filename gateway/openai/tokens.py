@@ -1,13 +1,17 @@
 """A model's tokenizer and chat template, as workers published them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from contract.model_cards import TokenizerFiles
+from contract.output_formats import GEMMA_QUOTE
 from gateway.openai.template_process import TemplateProcess
 from gateway.openai.text_stream import TextStream
+
+_END_TOKENS = 64  # of a prompt, which may begin the reasoning
 
 
 class ModelTokenizer:
@@ -35,7 +39,6 @@ class ModelTokenizer:
         self._bytes_of_char = _byte_level(files.tokenizer_json)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self.special_ids = {token.content: i for i, token in added.items() if token.special}
         # What the files say beside the tokenizer and the templates, which are large.
         self.files = msgspec.structs.replace(
             files, tokenizer_json="", chat_template=None, tool_template=None
@@ -63,6 +66,24 @@ class ModelTokenizer:
         to the first text."""
         return [(found.ids, found.type_ids.count(0)) for found in self._encode(pairs, True)]
 
+    def end_of(self, token_ids: Sequence[int]) -> str:
+        """The end of a prompt's text, with its special tokens."""
+        text: str = self._tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def marks(self) -> dict[str, Any]:
+        """The added tokens, as far as grammars need them: a Marks without its ends."""
+        formats = [self.files.reasoning, self.files.tool_format]
+        fields = [msgspec.structs.astuple(each) for each in formats if each is not None]
+        text = "\0".join(
+            [GEMMA_QUOTE, *(text for each in fields for text in each if isinstance(text, str))]
+        )
+        return {
+            "ids": {name: i for i, name in self._added.items() if name.strip() and name in text},
+            "added": _ranges(self._added),
+        }
+
     def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
         """Decodes ids token by token."""
         return TextStream(self._tokenizer, context_ids, offset)
@@ -83,6 +104,17 @@ class ModelTokenizer:
     def _encode(self, given: Sequence[str | tuple[str, str]], adds_special_tokens: bool) -> Any:
         # `encode` keeps the GIL: in a thread, too, a long text would stop the event loop.
         return self._tokenizer.encode_batch_fast(given, add_special_tokens=adds_special_tokens)
+
+
+def _ranges(token_ids: Iterable[int]) -> list[list[int]]:
+    """Ranges of ids: the first and the last of each."""
+    found: list[list[int]] = []
+    for token_id in sorted(token_ids):
+        if found and found[-1][1] == token_id - 1:
+            found[-1][1] = token_id
+        else:
+            found.append([token_id, token_id])
+    return found
 
 
 class _Decoder(msgspec.Struct):

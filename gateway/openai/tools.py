@@ -10,8 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from contract.events import ToolCallDelta
 from contract.jobs import Job
-from contract.model_cards import ToolFormat
+from contract.output_formats import ToolFormat
 from contract.response_events import call_id
+from gateway.openai.grammar_rules.parameter_types import string_parameters
 from gateway.openai.past_calls import arguments_object
 from gateway.openai.structured import Constrained, Constraint, Schema
 from gateway.openai.unsupported import StrictModel, refusal
@@ -101,54 +102,33 @@ class WithTools(Constrained):
     def string_parameters(self) -> dict[str, tuple[str, ...]]:
         """The functions that may be called, each with its parameters that are strings: models that
         write arguments without quotes do not tell."""
-        return {each.function.name: _strings(each.function.parameters) for each in self.offered}
+        functions = [tool.function for tool in self.offered]
+        return {each.name: string_parameters(each.parameters or {}) for each in functions}
 
     @property
     def forces_calls(self) -> bool:
         """Whether the output must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
-    def tool_constraint(
-        self, format_: ToolFormat, special_ids: Mapping[str, int]
-    ) -> Constraint | None:
+    def tool_constraint(self, format_: ToolFormat) -> Constraint | None:
         """The grammar of the calls, if the output must be a call or a function is strict."""
-        tools, choice = self.offered, self.tool_choice
-        if isinstance(choice, NamedTool):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        functions = [tool.function for tool in tools]
-        if not (self.forces_calls or any(each.strict for each in functions)):
+        choice = self.tool_choice
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        functions = [
+            (number, each.name, each.parameters or {"type": "object"}, bool(each.strict))
+            for number, each in enumerate(tool.function for tool in self.offered)
+            if named in (None, each.name)
+        ]
+        if not (self.forces_calls or any(is_strict for *_, is_strict in functions)):
             return None
-        literals = msgspec.structs.asdict(format_)
-        text = "".join(filter(None, literals.values()))
         calls = {
-            "format": literals,
-            "special_ids": {name: i for name, i in special_ids.items() if name in text},
-            "functions": [
-                (each.name, each.parameters or {"type": "object"}, bool(each.strict))
-                for each in functions
-            ],
+            "format": msgspec.structs.asdict(format_),
+            "is_bare": format_.is_bare,
+            "functions": functions,
             "is_forced": self.forces_calls,
-            "may_repeat": self.parallel_tool_calls is not False
-            and not isinstance(choice, NamedTool),
+            "may_repeat": self.parallel_tool_calls is not False and named is None,
         }
         return Constraint("tools", "tools", calls)
-
-
-def _strings(schema: Schema | None) -> tuple[str, ...]:
-    properties = (schema or {}).get("properties")
-    if not isinstance(properties, dict):
-        return ()
-    return tuple(name for name, each in properties.items() if _is_string(each))
-
-
-def _is_string(schema: Any) -> bool:
-    """Whether all values are strings."""
-    if not isinstance(schema, dict):
-        return False
-    if "type" in schema:
-        return bool(schema["type"] in ("string", ["string"]))
-    values = schema["enum"] if "enum" in schema else [schema.get("const")]
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def delta_of(job: Job, choice: int, call: ToolCallDelta) -> dict[str, Any]:

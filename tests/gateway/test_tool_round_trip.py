@@ -13,9 +13,17 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import Caller, fleet
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.tiny_models import save_tiny_model
-from tests.workers.model.test_tool_calls import TAGS
 
 pytestmark = pytest.mark.anyio
+
+TEMPLATE = """
+{%- for message in messages %}{{- '<|start|>' + message.role + '\\n' }}{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+{%- endfor %}{{- '</s>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{% endif %}"""
 
 ADD: Any = {
     "type": "function",
@@ -41,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_tiny_model(
         "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=4096
     )
-    (folder / "chat_template.jinja").write_text(TAGS.replace("<|end|>", "</s>"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 

@@ -72,7 +72,7 @@ async def test_a_free_choice_is_not_constrained(
     job = await submitted(http, idle_worker, tools=TOOLS, **choice)
 
     assert job.params.grammar == ""
-    assert job.parses_tools
+    assert job.tools == {"add": (), "now": ()}
     assert output_text(job.prompt_ids).startswith('tool: {"type": "function", "function": {"name"')
 
 
@@ -82,7 +82,7 @@ async def test_a_caller_that_wants_no_calls_gets_none(
     """The model is not shown the tools."""
     job = await submitted(http, idle_worker, tools=TOOLS, tool_choice="none")
 
-    assert not job.parses_tools
+    assert job.tools == {}
     assert output_text(job.prompt_ids) == "user: Hi\nassistant: "
 
 

@@ -45,8 +45,11 @@ def workers() -> Workers:
 def tool_grammar(format_: ToolFormat) -> str:
     calls = {
         "format": msgspec.structs.asdict(format_),
-        "special_ids": {},
-        "functions": [("add", ITEM, True), ("now", {"type": "object", "properties": {}}, False)],
+        "is_bare": format_.is_bare,
+        "functions": [
+            (0, "add", ITEM, True),
+            (1, "now", {"type": "object", "properties": {}}, False),
+        ],
         "is_forced": True,
         "may_repeat": False,
     }

@@ -26,8 +26,11 @@ class GrammarFailed(Exception):
 class Matcher:
     """Where one choice stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Collection[int]
+    ) -> None:
         self.state = matcher
+        self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
 
     @property
@@ -48,10 +51,20 @@ class Matcher:
     def forced(self) -> list[int]:
         """The next tokens as far as the grammar allows no others, not yet consumed.
 
-        They are the tokenizer's own tokens of the forced text; none where these cannot be
-        predicted, or where only the end can follow.
+        They are the tokenizer's own tokens of the forced text, up to where a longer text may have
+        others; none where only the end can follow. The tokenizer reads text that is spelled like an
+        added token as that token, which is no text to a grammar: there they end.
         """
-        forced = self.state.compute_ff_tokens()
+        text = self.state.compute_ff_bytes()
+        if not text:
+            return []
+        token_ids, rest = self._tokenizer.tokenize_partial(text)
+        if rest:
+            whole_ids = self._tokenizer.tokenize_bytes(text)
+            end = self.state.deep_copy()
+            if end.consume_tokens(whole_ids) and end.is_stopped():
+                return whole_ids
+        forced = token_ids[: self.state.validate_tokens(token_ids)]
         ends = [i for i, token_id in enumerate(forced) if token_id in self._eos_token_ids]
         return forced[: min(ends, default=None)]
 
@@ -120,7 +133,7 @@ class Grammars:
             if compiled.is_error():
                 raise GrammarFailed("the grammar cannot be compiled for this model")
             self._compiled[grammar] = compiled
-        matcher = Matcher(compiled.deep_copy(), self._eos_token_ids)
+        matcher = Matcher(compiled.deep_copy(), self._tokenizer, self._eos_token_ids)
         for token_id in output_ids:
             matcher.consume(token_id)
         return matcher

@@ -1,0 +1,164 @@
+"""Writes Lark for llguidance: literals of a model's formats, and free text around them.
+
+To llguidance an added token that is special, or looks like `<…>`, is no text: text spelled like it
+consists of other tokens. So a literal that the tokenizer reads as an added token names it by its
+id, and free text says where added tokens may stand.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+KNOBS = "x-guidance"  # the library's own options inside a schema
+ANY_TEXT = "/(?s:.*)/"
+_PLACEHOLDERS = re.compile(r"(\{id\}|\{type\})")
+# With what a literal begins, up to white space and to what JSON and Python begin with, too.
+_WORD = re.compile(r"""\S[^\s{\["']*""")
+
+
+class Marks(TypedDict):
+    """A tokenizer's added tokens, as far as a grammar needs them."""
+
+    ids: Mapping[str, int]  # of those that the formats' literals contain
+    added: Sequence[Sequence[int]]  # ranges of all ids: first, last
+    ends: Sequence[int]  # the ids that end an output
+
+
+class Lark:
+    """The rules of one grammar. Terminals have names in capitals."""
+
+    def __init__(self, marks: Marks, id_length: int = 0) -> None:
+        self._ids = marks["ids"]
+        self._added = marks["added"]
+        self.ends = marks["ends"]
+        length = f"[A-Za-z0-9]{{{id_length}}}" if id_length else r"[A-Za-z0-9_:.\-]{1,64}"
+        self._id = f"/{length}/"
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._rules: dict[str, str] = {}
+        self._names: dict[tuple[str, str, str], str] = {}
+
+    def __str__(self) -> str:
+        # Forced text may be spelled like an added token. Where llguidance forces text, its masks
+        # allow that token alone, which it then refuses.
+        lines = ['%llguidance {"no_forcing": true}']
+        return "\n".join([*lines, *(f"{head}: {body}" for head, body in self._rules.items())])
+
+    def rule(self, name: str, body: str, options: str = "") -> str:
+        """Adds a rule, and returns its name. Equal rules are added once."""
+        assert self._rules.setdefault(name + options, body) == body, f"two rules named {name}"
+        return name
+
+    def new(self, prefix: str, body: str, options: str = "") -> str:
+        """The name of a rule with this body; equal rules are one."""
+        known = self._names.setdefault((prefix, body, options), f"{prefix}_{len(self._names)}")
+        return self.rule(known, body, options)
+
+    def literal(self, text: str, types: Sequence[str] = ()) -> str:
+        """A literal of a format. `types`: what its `{type}` may be."""
+        any_type = f"({' | '.join(map(quoted, types))})"
+        parts: list[str] = []
+        for part in _PLACEHOLDERS.split(text):
+            match part:
+                case "{id}":
+                    parts.append(self._id)
+                case "{type}":
+                    parts.append(any_type)
+                case _:
+                    parts += [
+                        f"<[{self._ids[piece]}]>" if piece in self._ids else quoted(piece)
+                        for piece in self._marks.split(part)
+                        if piece
+                    ]
+        return " ".join(parts)
+
+    def split(self, literal: str) -> tuple[str, str, str]:
+        """A literal as text, its first added token, and the rest."""
+        text, *rest = self._marks.split(literal, maxsplit=1)
+        return (text, rest[0], rest[1]) if rest else (text, "", "")
+
+    def beginning(self, literal: str) -> str:
+        """The part of a literal that shows that it begins: its first word, or its start up to an
+        added token in that."""
+        found = _WORD.match(literal)
+        text, mark, _ = self.split(literal)
+        word = found[0] if found else literal
+        return text + mark if mark and len(text) <= len(word) else word
+
+    def id_of(self, mark: str) -> int:
+        return self._ids[mark]
+
+    @property
+    def text(self) -> str:
+        """Any text, without added tokens."""
+        return self.rule("TEXT", ANY_TEXT)
+
+    def added(self, without: Collection[int] = ()) -> str:
+        """Any added token that ends no output; "": there is none."""
+        ranges = ",".join(_ranges(self._added, {*without, *self.ends}))
+        return f"<[{ranges}]>" if ranges else ""
+
+    def anything(self, without: Collection[int] = ()) -> str:
+        """Text and added tokens, up to more text."""
+        added = self.added(without)
+        return f"({self.text} {added})*" if added else ""
+
+    def up_to(self, name: str, literal: str, without: Collection[int] = ()) -> str:
+        """Anything up to the first of a literal, and the literal, which ends with its first added
+        token, if it has one. It may be spelled by other tokens, too."""
+        text, mark, rest = self.split(literal)
+        assert not rest
+        spelled = self.rule(f"{name}_spelled", f"{self.text} {quoted(literal)}", "[lazy]")
+        if not mark:
+            return f"{self.anything(without)} {spelled}"
+        own = self._ids[mark]
+        before = self.rule(f"{name.upper()}_BEGUN", f"{ANY_TEXT} {quoted(text)}") if text else ""
+        return f"{self.anything([own, *without])} ({spelled} | {before or self.text} <[{own}]>)"
+
+
+def json_options(is_strict: bool) -> Any:
+    """JSON formatted as by `json.dumps`, so that names and separators are forced and white space is
+    bounded. Unless `is_strict`, keywords that cannot be enforced are dropped."""
+    return {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+        "lenient": not is_strict,
+    }
+
+
+def json_rule(schema: Mapping[str, Any], is_strict: bool, escapes: str | None = None) -> str:
+    """JSON of a schema. `escapes`: the letters that may follow a backslash in strings."""
+    options: dict[str, Any] = json_options(is_strict)
+    if escapes is not None:
+        options["json_allowed_escapes"] = escapes
+    return f"%json {json.dumps({**schema, KNOBS: options})}"
+
+
+def quoted(text: str) -> str:
+    """The text as such, however it is spelled."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def maybe(text: str) -> str:
+    """Text that the model may leave out."""
+    return f"{quoted(text)}?" if text else ""
+
+
+def either(*parts: str) -> str:
+    """One of the parts that are given."""
+    given = [part for part in parts if part]
+    return given[0] if len(given) == 1 else f"({' | '.join(given)})"
+
+
+def _ranges(ranges: Sequence[Sequence[int]], excluded: Collection[int]) -> Iterator[str]:
+    """The ranges without some ids, in Lark's syntax."""
+    for first, last in ranges:
+        start = first
+        for gap in sorted(each for each in excluded if first <= each <= last):
+            if start < gap:
+                yield f"{start}-{gap - 1}"
+            start = gap + 1
+        if start <= last:
+            yield f"{start}-{last}"
