@@ -31,7 +31,7 @@ WEATHER = _tool(
         "properties": {
             "city": {"type": "string", "description": 'Its name, for example "São Paulo".'},
             "days": {"type": "integer", "description": "How many.", "minimum": 1},
-            "units": {"enum": ["metric", "imperial"], "description": "Of what is measured."},
+            "units": {"type": "string", "enum": ["metric", ""], "description": "Of what."},
             "hours": {
                 "type": "array",
                 "items": {"type": "number"},
@@ -41,6 +41,7 @@ WEATHER = _tool(
                 "type": "object",
                 "description": "Others.",
                 "properties": {"wind": {"type": "boolean", "description": "Also the wind."}},
+                "additionalProperties": {"type": "string"},
             },
         },
         "required": ["city"],

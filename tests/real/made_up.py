@@ -8,12 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.fakes import BOS_ID, EOS_ID, PAD_ID, hash_tokenizer
+from tests.fakes import hash_tokenizer
 from tests.real.conversations import SPECIAL_TOKENS
 from tests.real.parts import template
+from tests.real.scripted import SAYS
 
-_MARK = re.compile(r"""</?[|｜]?[\w▁.:-]+[|｜]?> | <\|"\|> | \[/?[A-Z_]{3,}\]""", re.VERBOSE)
-_FIRST_ID = max(BOS_ID, EOS_ID, PAD_ID) + 1
+MARK = re.compile(r"""</?[|｜]?[\w▁.:-]+[|｜]?> | <\|"\|> | \[/?[A-Z_]{3,}\]""", re.VERBOSE)
+_NUM_BYTES = 256
 
 
 class Marks(StrEnum):
@@ -27,36 +28,31 @@ class Marks(StrEnum):
 @cache
 def marks_of(name: str) -> tuple[str, ...]:
     """The marks in one of llama.cpp's templates."""
-    found = dict.fromkeys(_MARK.findall(template(name)))
+    found = dict.fromkeys(MARK.findall(template(name)))
     return tuple(mark for mark in found if mark not in SPECIAL_TOKENS.values())
 
 
-def write_made_up_folder(name: str, folder: Path, marks: Marks, eos_token: str) -> None:
-    """Tokenizer and template. `eos_token`: what ends the model's turn."""
+def write_made_up_folder(name: str, folder: Path, marks: Marks) -> None:
+    """Tokenizer and template, without the rest of a model."""
     tokenizer: dict[str, Any] = json.loads(hash_tokenizer().tokenizer_json)
     [entry, *_] = tokenizer["added_tokens"]
-    contents = ["<s>", "</s>", "<pad>", "<unk>"]
-    contents += [] if marks is Marks.TEXT else marks_of(name)
-    if eos_token not in contents:
-        contents.append(eos_token)
-    always = {*SPECIAL_TOKENS.values(), eos_token}
+    contents = [*SPECIAL_TOKENS.values(), *(() if marks is Marks.TEXT else marks_of(name))]
     tokenizer["added_tokens"] = [
         {
             **entry,
-            "id": 256 + number,
+            "id": _NUM_BYTES + number,
             "content": content,
-            "special": marks is Marks.SPECIAL or content in always,
+            "special": marks is Marks.SPECIAL or content in SPECIAL_TOKENS.values(),
         }
         for number, content in enumerate(contents)
     ]
     vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = {k: v for k, v in vocabulary.items() if v < 256}
+    tokenizer["model"]["vocab"] = {k: v for k, v in vocabulary.items() if v < _NUM_BYTES}
     configuration = {
         **SPECIAL_TOKENS,
-        "eos_token": eos_token,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": template(name),
     }
-    folder.mkdir()
+    (folder / SAYS).mkdir(parents=True)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(configuration))

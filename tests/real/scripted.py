@@ -13,7 +13,7 @@ import re
 import signal
 import weakref
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -21,8 +21,9 @@ import numpy as np
 from msgspec import to_builtins
 from tokenizers import Tokenizer
 
-from contract.jobs import SamplingParams
+from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from workers.engine.grammar import StepMasks
+from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import Chunk, Padding, PromptLogprobs, Row, Sample
 from workers.engine.sequence import Sequence
 
@@ -154,8 +155,7 @@ class ScriptedModel:
         self.max_model_len = min(max_len, _NUM_BLOCKS * _BLOCK_SIZE)
         self._folder = folder
         self._vocabulary = vocabulary
-        self._prompts: weakref.WeakKeyDictionary[Sequence, str] = weakref.WeakKeyDictionary()
-        self._scripts: dict[str, Script] = {}
+        self._told: weakref.WeakKeyDictionary[Sequence, _Told] = weakref.WeakKeyDictionary()
 
     def run(
         self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
@@ -171,14 +171,10 @@ class ScriptedModel:
         prompt = _scored(chunk) if sequence.scores_prompt else None
         if not chunk.samples:
             return prompt
-        if sequence not in self._prompts:
-            ids = sequence.token_ids[: sequence.num_prompt]
-            text = self._vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
-            self._prompts[sequence] = text
-        text = self._prompts[sequence]
-        self._kill_as_told(text, sequence.num_output)
+        told = self._told.get(sequence) or self._told.setdefault(sequence, self._read(sequence))
+        told.kill(sequence.num_output)
         output_ids = sequence.token_ids[sequence.num_prompt :]
-        token_id = self._script(text, params).next_id(output_ids, self._banned(sequence, forbidden))
+        token_id = told.script.next_id(output_ids, self._banned(sequence, forbidden))
         top = tuple((i, -float(rank + 1)) for rank, i in enumerate(range(params.logprobs or 0)))
         return Sample(token_id, -0.5, top, prompt)
 
@@ -197,23 +193,47 @@ class ScriptedModel:
         mask[banned] = True
         return mask
 
-    def _script(self, prompt: str, params: SamplingParams) -> Script:
-        named = _NAMED.findall(prompt)
-        text = "Hello." if not named else (self._folder / SAYS / named[-1]).read_text()
+    def _read(self, sequence: Sequence) -> "_Told":
+        ids = sequence.token_ids[: sequence.num_prompt]
+        prompt = self._vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
+        named, says = _NAMED.findall(prompt), self._folder / SAYS
+        text = (says / named[-1]).read_text(encoding="utf-8") if named else "Hello."
         if _PARAMS in text:
-            shown = {k: v for k, v in to_builtins(params).items() if k not in ("grammar", "seed")}
+            fields = to_builtins(sequence.params).items()
+            shown = {name: value for name, value in fields if name not in ("grammar", "seed")}
             text = text.replace(_PARAMS, json.dumps(shown))
-        if text not in self._scripts:
-            self._scripts[text] = Script(text, self._vocabulary)
-        return self._scripts[text]
+        kills = [(int(number), says / name) for number, name in _KILLS.findall(prompt)]
+        return _Told(Script(text, self._vocabulary), kills)
 
-    def _kill_as_told(self, prompt: str, num_output: int) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a prompt tells the model to do."""
+
+    script: Script
+    kills: list[tuple[int, Path]]
+
+    def kill(self, num_output: int) -> None:
         """Ends the worker, whose engine this is, as a power cut would."""
-        for number, name in _KILLS.findall(prompt):
-            killed = self._folder / SAYS / name
-            if num_output == int(number) and not killed.exists():
+        for number, killed in self.kills:
+            if num_output == number and not killed.exists():
                 killed.touch()
                 os.kill(os.getppid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedScriptedModel:
+    """A LoadedModel without a folder of its own."""
+
+    model: ScriptedModel
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: TokenizerFiles
+    num_step_tokens: int = DEFAULT_STEP_TOKENS
+    tokens_per_s: float = 0.0
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    pooling: PoolingCard | None = None
 
 
 def _scored(chunk: Chunk) -> PromptLogprobs | None:
