@@ -1,49 +1,15 @@
 """The contents of files in the object store, moved bit by bit: no file is ever whole in memory."""
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import BinaryIO
 
 from contract.files import content_key
 from contract.payloads.store import ObjectStore
-from gateway.http.errors import ApiError
+from gateway.files.ranges import Span
 
 CHUNK_BYTES = 256 * 1024
 _LINES_PER_TURN = 50  # to check them takes about 1.5 ms
-_RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))")
-
-
-class Span:
-    """The bytes `start` up to `end` (exclusive) of a file."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.start
-
-    @classmethod
-    def asked(cls, header: str | None, num_bytes: int) -> "Span | None":
-        """The bytes that a Range header asks for; None for all: without the header, or with one
-        that is not a single range (RFC 9110, section 14.2). Raises ApiError (416)."""
-        match = _RANGE.fullmatch(header or "")
-        if match is None:
-            return None
-        first, last, suffix = match.groups()
-        if suffix is not None:
-            start, end = max(num_bytes - int(suffix), 0), num_bytes
-        else:
-            start, end = int(first), min(int(last) + 1 if last else num_bytes, num_bytes)
-            if last and int(last) < start:
-                return None
-        if start >= end:
-            headers = {"content-range": f"bytes */{num_bytes}"}
-            message = f"the file has {num_bytes} bytes, none of them in this range"
-            raise ApiError(416, "range_not_satisfiable", message, headers=headers)
-        return cls(start, end)
 
 
 async def chunks(store: ObjectStore, file_id: str, span: Span) -> AsyncGenerator[bytes, None]:

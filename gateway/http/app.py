@@ -19,6 +19,7 @@ from gateway.http.handlers import add_handlers, answers
 from gateway.http.limits import ConcurrencyCap, RequestLimits
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.middleware import RequestObserver
+from gateway.http.revocation import RevocationGuard
 from gateway.http.sse import StreamDrain
 from gateway.jobs import dead_letters, job_lists, job_routes, objects, quotes
 from gateway.jobs.streams import Gateway
@@ -98,6 +99,7 @@ def create_app(
     paths = sorted({route.path for router in _ROUTERS for route in router.routes})
     add_handlers(app, draw, [path for path in paths if "{" not in path])
     # The middleware that is added last is the outermost.
+    app.add_middleware(RevocationGuard, key_ring=gateway.broker.key_ring)
     app.add_middleware(RequestLimits, settings=settings)
     app.add_middleware(RequestObserver, metrics=counted, tracing=tracing)
     if settings.embedded_metrics:

@@ -12,6 +12,7 @@ from contract.api_keys import KeyTerms, Scope, prefix_of
 from contract.function_types import TenantLimits
 from gateway.http.errors import ApiError
 from gateway.http.limits import ConcurrencyCap
+from gateway.http.revocation import watch_key
 from gateway.redis.key_ring import KeyRing
 from gateway.settings import GatewaySettings
 
@@ -88,6 +89,7 @@ async def identify(request: Request, bearer: Bearer) -> Caller:
     ):
         return Caller(_EVERYTHING, _OPERATORS_KEY)
     if given and (terms := await ring.terms_of(given)) is not None:
+        watch_key(request, given)
         return Caller(terms, prefix_of(given) or _NO_KEY)
     if not settings.wants_key and not await ring.has_some():
         return Caller(_EVERYTHING, _NO_KEY)

@@ -57,6 +57,10 @@ async def test_a_file_is_stored_read_and_deleted(client: AsyncOpenAI) -> None:
         ("bytes=-7", 206, CONTENT[-7:]),
         ("bytes=-99999999", 206, CONTENT),
         ("bytes=18990-99999999", 206, CONTENT[18990:]),
+        ("bytes=0-99999999999999999999", 206, CONTENT),
+        ("bytes=2-" + "9" * 5000, 206, CONTENT[2:]),
+        ("bytes=-99999999999999999999", 206, CONTENT),
+        ("Bytes=0-1, 2-5", 206, CONTENT[:6]),
         ("bytes=0-1,4-5", 200, CONTENT),
         ("bytes=5-4", 200, CONTENT),
         ("lines=1-2", 200, CONTENT),
@@ -65,15 +69,20 @@ async def test_a_file_is_stored_read_and_deleted(client: AsyncOpenAI) -> None:
 async def test_ranges_are_those_of_http(
     client: AsyncOpenAI, base_url: str, asked: str, status: int, expected: bytes
 ) -> None:
-    """From a position, from the end, past the end; several or malformed ones are the whole file."""
+    """From a position, from the end, past the end, several that touch; several others, malformed
+    ones and those of a version of the file are the whole file."""
     file_id = await store(client)
     async with httpx.AsyncClient(base_url=base_url) as http:
         answer = await http.get(f"/v1/files/{file_id}/content", headers={"range": asked})
         assert (answer.status_code, answer.content) == (status, expected)
-        beyond = {"range": f"bytes={len(CONTENT)}-"}
-        answer = await http.get(f"/v1/files/{file_id}/content", headers=beyond)
-    assert answer.status_code == 416
-    assert answer.headers["content-range"] == f"bytes */{len(CONTENT)}"
+        changed = {"range": "bytes=0-1", "if-range": '"a"'}
+        answer = await http.get(f"/v1/files/{file_id}/content", headers=changed)
+        assert (answer.status_code, answer.content) == (200, CONTENT)
+        for first in (str(len(CONTENT)), "99999999999999999999"):
+            beyond = {"range": f"bytes={first}-"}
+            answer = await http.get(f"/v1/files/{file_id}/content", headers=beyond)
+            assert answer.status_code == 416
+            assert answer.headers["content-range"] == f"bytes */{len(CONTENT)}"
 
 
 async def test_files_are_listed_page_by_page(client: AsyncOpenAI) -> None:

@@ -1,0 +1,136 @@
+"""A revoked key: its calls end within five seconds, and their jobs as if the caller had left."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.api_keys import ApiKeys, KeyTerms
+from contract.jobs import JobStatus
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
+
+pytestmark = pytest.mark.anyio
+
+PROMISED_S = 5
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "ab"}]}
+ASKED: dict[str, Any] = {"model": MODEL, "input": "ab"}
+LATER: dict[str, Any] = {"on_disconnect": "continue"}
+STREAM: dict[str, Any] = {"stream": True}
+
+
+async def bearer(api_keys: ApiKeys, **options: Any) -> tuple[dict[str, str], str]:
+    """The header and the prefix of a new key."""
+    key, prefix = await api_keys.create(KeyTerms(tenant="acme"), **options)
+    return {"authorization": f"Bearer {key}"}, prefix
+
+
+@pytest.mark.parametrize("has_spoken", [False, True], ids=["waiting", "speaking"])
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", BODY, JobStatus.CANCELLED),
+        ("/v1/completions", BODY | LATER, JobStatus.STREAMING),
+        ("/v1/completions", BODY | STREAM, JobStatus.CANCELLED),
+        ("/v1/chat/completions", CHAT | STREAM, JobStatus.CANCELLED),
+        ("/v1/chat/completions", CHAT | STREAM | LATER, JobStatus.STREAMING),
+        ("/v1/responses", ASKED, JobStatus.CANCELLED),
+        ("/v1/responses", ASKED | STREAM, JobStatus.CANCELLED),
+        ("/v1/responses", ASKED | STREAM | {"background": True}, JobStatus.STREAMING),
+        ("/v1/jobs/{id}/events", {}, JobStatus.STREAMING),
+    ],
+)
+async def test_a_revoked_key_ends_its_open_call(
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    idle_worker: FakeWorker,
+    path: str,
+    body: dict[str, Any],
+    status: JobStatus,
+    has_spoken: bool,
+) -> None:
+    """Whole answers get 401, streams an error event. A job goes on if it would without its caller;
+    the call of another key of the same tenant goes on in any case."""
+    api_keys = ApiKeys(redis_client, keys)
+    (mine, prefix), (other, _) = await bearer(api_keys), await bearer(api_keys)
+    with running_gateway(make_settings(redis_server.url, heartbeat_s=30)) as url:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=20) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            theirs = group.create_task(http.post("/v1/completions", json=BODY, headers=other))
+            of_other = await idle_worker.claim()
+            if "{id}" in path:
+                job = {"endpoint": "/v1/completions", "body": BODY}
+                made = await http.post("/v1/jobs", json=job, headers=mine)
+                path = path.format(id=made.json()["id"])
+            method = "POST" if body else "GET"
+            asking = http.request(method, path, json=body or None, headers=mine)
+            call = group.create_task(asking)
+            claimed = await idle_worker.claim()
+            if has_spoken:
+                await idle_worker.say(claimed, 1, says("Hello")(claimed.job)[0])
+
+            await api_keys.revoke(prefix)
+            async with asyncio.timeout(PROMISED_S):
+                answer = await call
+
+            assert_ended(answer, is_stream=bool(body.get("stream")) or not body)
+            if not has_spoken and status is JobStatus.STREAMING:
+                status = JobStatus.CLAIMED
+
+            async def is_so() -> bool:
+                found = await idle_worker.functions.read(claimed.job.id, "acme")
+                return found is not None and found[0].status is status
+
+            await until(is_so)
+            assert not theirs.done()
+            await idle_worker.run(of_other)
+            assert (await theirs).status_code == 200
+
+
+def assert_ended(answer: httpx.Response, *, is_stream: bool) -> None:
+    if answer.status_code == 401:
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    else:
+        assert is_stream
+        assert answer.status_code == 200
+        assert '"code":"invalid_api_key"' in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+
+
+async def test_an_expired_key_ends_its_open_call(
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    idle_worker: FakeWorker,
+) -> None:
+    """As a revoked one."""
+    mine, _ = await bearer(ApiKeys(redis_client, keys), lifetime_s=1.0)
+    with running_gateway(make_settings(redis_server.url)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            answer = await http.post("/v1/completions", json=BODY | STREAM, headers=mine)
+    assert_ended(answer, is_stream=True)
+
+
+async def test_the_operator_s_key_and_none_are_not_watched(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, idle_worker: FakeWorker
+) -> None:
+    """A key that looks like one of Redis's is none where no key exists yet."""
+    unknown = {"authorization": f"Bearer bw-{'a' * 8}-{'0' * 64}"}
+    with running_gateway(make_settings(redis_server.url)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            call = asyncio.create_task(http.post("/v1/completions", json=BODY, headers=unknown))
+            claimed = await idle_worker.claim()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(PROMISED_S):
+                    await asyncio.shield(call)
+            await idle_worker.run(claimed)
+            assert (await call).status_code == 200
