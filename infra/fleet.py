@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from contract.yaml_files import YamlFault, load_file
 from infra import options as opts
 from infra.ab_command import WORKER_CANDIDATE_SHARE, add_candidate_options, entry_candidate
@@ -21,6 +23,10 @@ from infra.option_values import integer
 from infra.preconditions import UsageError, check_model
 
 MAX_WORKERS = 64  # of one entry
+_OF_CARD = (
+    *("model", "lanes", "generation_config", "tool_call_parser", "reasoning_parser"),
+    "default_chat_template_kwargs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +91,12 @@ def read_fleet(path: Path, given: argparse.Namespace) -> tuple[FleetEntry, ...]:
 
 
 def check_names(entries: Sequence[FleetEntry]) -> None:
-    """Raises UsageError where workers of one name would differ in model or lanes: a name stands
-    for one model, and its card for the lanes of all its workers."""
+    """Raises UsageError where workers of one name would differ in what its card says: a name stands
+    for one model, and its card for all its workers."""
     first: dict[str, FleetEntry] = {}
     for entry in entries:
         other = first.setdefault(entry.served_model_name, entry)
-        for field in ("model", "lanes"):
+        for field in _OF_CARD:
             if getattr(entry.options, field) != getattr(other.options, field):
                 raise UsageError(
                     f"{entry.where}: {field}: differs from that of {other.where}, which has the "
@@ -196,6 +202,11 @@ def _words(where: str, key: str, value: Any, defaults: Mapping[str, Any]) -> lis
             raise UsageError(f"{where}: {key}: has no value")
         case list():
             return [f"{option}={','.join(map(str, value))}"]
+        case dict() if key == "default_chat_template_kwargs":
+            try:
+                return [f"{option}={msgspec.json.encode(value).decode()}"]
+            except TypeError as exc:
+                raise UsageError(f"{where}: {key}: {exc}") from exc
         case dict():
             return [f"{option}={name}={each}" for name, each in value.items()]
     return [f"{option}={value}"]

@@ -4,7 +4,10 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Collection
+from typing import Any
 from urllib.parse import urlsplit
+
+import msgspec
 
 from contract.keys import Keys
 from contract.payloads import open_store
@@ -101,6 +104,15 @@ def checked(check: Callable[[str], object]) -> Callable[[str], str]:
 
 
 object_store, namespace, spot_notice = checked(open_store), checked(Keys), checked(SpotNotice)
+
+
+def json_object(raw: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as exc:
+        raise argparse.ArgumentTypeError(
+            f'must be a JSON object, as {{"enable_thinking": false}}, not {raw!r}'
+        ) from exc
 
 
 def model_name(raw: str) -> str:

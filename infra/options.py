@@ -20,6 +20,11 @@ from infra.computing_options import (
     node_options,
 )
 from infra.demo_model import demo_model_path
+from infra.generation_options import (
+    add_generation_options,
+    generation_arguments,
+    generation_options,
+)
 from infra.option_values import (
     device,
     integer,
@@ -185,6 +190,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add_computing_options(group)
     add_engine_options(group)
+    add_generation_options(group)
     _add_limit_options(group)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
 
@@ -357,6 +363,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         fused=not options.torch_only,
         engine_args=dict(options.engine_arg),
         **node_options(options),
+        **generation_options(options),
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -372,6 +379,7 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     pairs.append(("served_model_name", served_name(options)))
     given = [f"--{name.replace('_', '-')}={value}" for name, value in pairs if value is not None]
     given += ["--torch-only"] * options.torch_only
+    given += generation_arguments(options)
     given += [f"--engine={options.engine}"]
     given += [f"--engine-arg={name}={value}" for name, value in options.engine_arg]
     if options.engine_python:

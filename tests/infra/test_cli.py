@@ -275,6 +275,41 @@ def test_options_reach_the_engine() -> None:
     )
 
 
+def test_options_of_generating_reach_the_engine() -> None:
+    """By vLLM's names."""
+    given = options.engine_options(
+        parse(
+            "worker",
+            "--model=m",
+            "--generation-config=none",
+            "--tool-call-parser=hermes",
+            "--reasoning-parser=qwen3",
+            '--default-chat-template-kwargs={"enable_thinking": false, "list": [1, {"a": null}]}',
+        )
+    )
+    assert given == EngineOptions(
+        model_path="m",
+        generation_config="none",
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        chat_template_kwargs={"enable_thinking": False, "list": [1, {"a": None}]},
+    )
+
+
+@pytest.mark.parametrize(
+    "raw", ["", "{", "[]", "1", "null", '"a"', "enable_thinking=false", '{"a": NaN}', "{'a': 1}"]
+)
+@pytest.mark.parametrize("command", ["up", "worker"])
+def test_template_variables_are_a_json_object(
+    command: str, raw: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(command, f"--default-chat-template-kwargs={raw}")
+    error = capsys.readouterr().err
+    assert "--default-chat-template-kwargs: must be a JSON object, as {" in error
+    assert error.rstrip().endswith(f"not {raw!r}")
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -323,7 +358,11 @@ def test_a_second_node_needs_an_interpreter_but_no_redis(tmp_path: Path) -> None
 
 def test_a_worker_of_up_gets_the_same_options() -> None:
     """The arguments that `up` passes on yield the same engine and name."""
-    words = ("--max-model-len=512", "--dtype=float32", "--attention=torch", "--steps=ahead")
+    words = (
+        *("--max-model-len=512", "--dtype=float32", "--attention=torch", "--steps=ahead"),
+        *("--generation-config=none", "--tool-call-parser=hermes", "--reasoning-parser=none"),
+        '--default-chat-template-kwargs={"a b": "c=\'d\' é", "e": [null, 1.5, true]}',
+    )
     given = parse("up", "--model=org/m", "--torch-only", "--quantization=int8", *words)
     again = parse("worker", *options.model_arguments(given))
     assert options.engine_options(again) == options.engine_options(given)

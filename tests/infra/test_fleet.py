@@ -70,6 +70,23 @@ def test_fields_become_options_of_the_worker(tmp_path: Path) -> None:
     assert [name for name, _ in worker_names([entry])] == ["worker-1", "worker-2"]
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["{enable_thinking: false, a: [1, null]}", '\'{"enable_thinking":false,"a":[1,null]}\''],
+)
+def test_template_variables_are_a_mapping_or_json(tmp_path: Path, written: str) -> None:
+    """Beside the other options of generating."""
+    text = (
+        f"models:\n- model: demo\n  default_chat_template_kwargs: {written}\n"
+        "  generation_config: none\n  tool_call_parser: hermes\n"
+    )
+    [entry] = read(tmp_path, text, "--reasoning-parser=qwen3")
+    engine = engine_options(build_parser().parse_args(["worker", *worker_arguments(entry)]))
+    assert engine.chat_template_kwargs == {"enable_thinking": False, "a": [1, None]}
+    assert (engine.generation_config, engine.tool_call_parser) == ("none", "hermes")
+    assert engine.reasoning_parser == "qwen3"
+
+
 def test_one_model_is_a_fleet_of_one_entry() -> None:
     """The workers of `up --model` have the arguments of such an entry."""
     [entry] = fleet_of(parse("up", "--workers=3", "--dtype=bfloat16"))
@@ -111,6 +128,11 @@ def test_an_entry_may_be_the_candidate_of_an_a_b(tmp_path: Path) -> None:
         ("models:\n- {model: demo, memory_share: 2}", "memory_share: must be a number over 0"),
         ("models:\n- {model: demo, max_num_seqs: x}", "max_num_seqs: must be an integer"),
         ("models:\n- {model: demo, device: tpu}", "device: must be auto, cpu, cuda or cuda:N"),
+        ("models:\n- {model: demo, generation_config: vllm}", "generation_config: invalid choice"),
+        (
+            "models:\n- {model: demo, default_chat_template_kwargs: [a]}",
+            "default_chat_template_kwargs: must be a JSON object",
+        ),
         ("models:\n- {model: demo, engine_arg: {a: 1}}", "engine-arg needs --engine vllm"),
         ("models:\n- {model: demo}\n- {model: /no/such}", "entry 2 (/no/such): model: there is no"),
     ],
@@ -128,6 +150,8 @@ def test_a_name_stands_for_one_model_and_its_lanes(tmp_path: Path, tiny_folder: 
         read(tmp_path, same)
     with pytest.raises(UsageError, match=r"entry 2 \(demo\): lanes: differs"):
         read(tmp_path, "models:\n- {model: demo}\n- {model: demo, lanes: [batch]}\n")
+    with pytest.raises(UsageError, match=r"entry 2 \(demo\): generation_config: differs"):
+        read(tmp_path, "models:\n- {model: demo}\n- {model: demo, generation_config: none}\n")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -110,7 +111,7 @@ async def test_a_worker_that_loads_again_can_be_drained(
     async with fleet(redis_server.url, 1, structs.replace(SLOW, load_fifo=str(fifo))) as [worker]:
         await let_load(fifo)
         await caller.num_workers(1)
-        [incarnation] = await caller.client.zrange(caller.keys.workers("m"), 0, -1)
+        incarnations: Any = await caller.client.zrange(caller.keys.workers("m"), 0, -1)
         [engine_pid] = children_of(worker.pid)
         os.kill(engine_pid, signal.SIGKILL)
 
@@ -118,6 +119,6 @@ async def test_a_worker_that_loads_again_can_be_drained(
             return await caller.client.zcard(caller.keys.workers("m")) == 0
 
         await until(is_loading)
-        assert await caller.functions.drain([incarnation.decode()]) == [True]
+        assert await caller.functions.drain([incarnations[0].decode()]) == [True]
 
         assert await asyncio.to_thread(worker.wait, 60) == 0

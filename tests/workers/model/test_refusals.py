@@ -50,7 +50,7 @@ def refusal(folder: Path | str) -> str:
 
 # --- quantised checkpoints --------------------------------------------------------------------
 
-_ON_VLLM = {
+_ON_VLLM: dict[str, dict[str, Any]] = {
     "gptq": {"bits": 4, "group_size": 128},
     "awq": {"bits": 4, "zero_point": True, "version": "gemm"},
     "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},

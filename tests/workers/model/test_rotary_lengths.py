@@ -22,7 +22,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
+FACTORS: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
 
 
 def length_of(folder: Path, **changes: Any) -> int | None:
@@ -98,7 +98,7 @@ def test_an_impossible_scaling_is_refused_by_name(llama: Path, name: str, value:
         length_of(llama, max_position_embeddings=64, rope_parameters=scaling)
 
 
-LONG = {
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
