@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import ReasoningFormat, ToolFormat
+from gateway.openai.grammar_rules.frames import Reasoning
+from gateway.openai.grammars import Around
 from gateway.openai.tokens import ModelTokenizer
 from tests.fakes import EOS_ID, VOCAB_SIZE, InlineExecutor, hash_tokenizer
 from workers.engine.grammar import Grammars
@@ -59,7 +61,17 @@ class MarkedModel:
         self.tokenizer = Tokenizer.from_str(plain.tokenizer_json)
         self.vocab_size = self.tokenizer.get_vocab_size()
         self.grammars = grammars_of(plain.tokenizer_json, self.vocab_size)
-        self.marks = {**ModelTokenizer("m", self.files).marks, "ends": [EOS_ID]}
+        self._marks = ModelTokenizer("m", self.files).marks
+
+    def around(self, state: str = "none", budget: int | None = None) -> Around:
+        """What a chat's answer stands in. `state`: how the prompt leaves the reasoning."""
+        format_ = self.files.reasoning
+        reasoning: Reasoning | None = None
+        if format_ is not None:
+            fields = msgspec.structs.asdict(format_)
+            reasoning = {"format": fields, "state": state, "budget": budget}
+        ids, added = self._marks["ids"], self._marks["added"]
+        return {"marks": {"ids": ids, "added": added, "ends": [EOS_ID]}, "reasoning": reasoning}
 
     def ids(self, text: str) -> list[int]:
         found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -82,15 +82,14 @@ class Arguments:
 
     def raw(self, terminal: str, close: str) -> str:
         """Text as it is, and the literal behind it, of which it has none."""
-        lark, core = self.lark, close.lstrip()
-        text, mark, rest = lark.split(core)
-        spelled = quoted((text + mark + rest).rstrip())
+        lark = self.lark
+        text, mark, rest = lark.split(close)
+        spelled = quoted(close.strip())
         body = f"{terminal} & ~({ANY_TEXT} {spelled} {ANY_TEXT})"
         if mark:
-            before = f"({body}) {quoted(text)}" if text else body
-            return f"{lark.new('RAW', before)} {lark.literal(mark + rest)}"
-        raw = lark.new("RAW", body)
-        return lark.new("raw", f"{raw} {quoted(close)}", "[lazy]")
+            raw = lark.new("RAW", f"({body}) {quoted(text)}" if text else body)
+            return f"{raw} {lark.literal(mark + rest)}"
+        return lark.new("raw", f"{lark.new('RAW', body)} {quoted(close)}", "[lazy]")
 
 
 def says_nothing(schema: Any) -> bool:
@@ -104,9 +103,7 @@ def choices_of(schema: Schema) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def text_of_length(schema: Schema) -> str:
-    """A terminal of any text of the length that the schema demands."""
+def times(schema: Schema) -> str:
+    """How many characters a string may have, as a regular expression has it."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if not least and most is None:
-        return ANY_TEXT
-    return f"/(?s:.){{{least},{'' if most is None else most}}}/"
+    return f"{{{least},{'' if most is None else most}}}" if least or most is not None else "*"

@@ -31,7 +31,7 @@ def tool_rules(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
         return frame.around(frame.free_text(rules.beginning_ids), rules.calls())
     if calls["is_bare"]:
         return frame.around(call=either(rules.no_call(), rules.calls()))
-    return frame.around(call=rules.text_and_calls(frame.opening_ids))
+    return frame.around(call=rules.text_and_calls(frame.own_ids))
 
 
 def free_rules(lark: Lark, frame: Frame, format_: Mapping[str, Any] | None) -> str:
@@ -57,9 +57,8 @@ class _CallRules:
 
     @property
     def beginning_ids(self) -> list[int]:
-        """The added token that begins the first call; [] where text does."""
-        text, mark, _ = self._lark.split(self._beginning)
-        return [self._lark.id_of(mark)] if mark and not text else []
+        """The added token with which the first call begins, if there is one."""
+        return self._lark.ids_in(self._beginning)
 
     def calls(self) -> str:
         head = self._lark.literal(self._head)
@@ -86,9 +85,12 @@ class _CallRules:
             more = f'(", " {self._one})*' if self._may_repeat else ""
             return f'"[" {self._one} {more} "]" {literal(format_["end"])}'
         one = f"{self._one} {literal(format_['close'])}"
-        again = literal((format_["between"] or "") + format_["open"])
+        between = format_["between"] or ""
+        again = literal(between + format_["open"])
         more = f"({again} {one})*" if self._may_repeat else ""
-        return f"{one} {more} {literal(format_['end'])}"
+        # Some models write the white space behind the last call, too.
+        space = "" if between.strip() else maybe(between)
+        return f"{one} {more} {literal(format_['end'])} {space}"
 
     def _call(self, number: int, name: str, schema: Any, is_strict: bool) -> str:
         rule = f"call_{number}"

@@ -32,10 +32,13 @@ class Frame:
         return bool(self._of("before_answer") or self._of("before_first_answer"))
 
     @property
-    def opening_ids(self) -> list[int]:
-        """The added token that begins the reasoning, and no answer; [] where text does."""
-        text, mark, _ = self._lark.split(self._of("open").strip())
-        return [self._lark.id_of(mark)] if mark and not text else []
+    def own_ids(self) -> list[int]:
+        """The format's added tokens: in texts they would begin or end something. In harmony those
+        of calls do, too."""
+        if self._fields.get("is_harmony"):
+            return self._lark.all_ids
+        fields = (str(value) for value in self._fields.values())
+        return self._lark.ids_in("\0".join(fields))
 
     def free_text(self, without: Collection[int] = ()) -> str:
         """Any text and added tokens, which do not begin as reasoning does."""
@@ -43,12 +46,12 @@ class Frame:
         if opening := self._of("open").strip():
             spelled = rf"/\s*/ {quoted(opening)} {ANY_TEXT}"
             first = lark.rule("UNOPENED", f"{ANY_TEXT} & ~({spelled})")
-        added = lark.added([*self.opening_ids, *without])
+        added = lark.added([*self.own_ids, *without])
         return f"{first} ({added} {lark.text})*" if added else first
 
     def around(self, answer: str = "", call: str = "") -> str:
-        """What an output is: reasoning, as the prompt asks for it, and an answer or a call. Free
-        text takes up what the format has behind an answer, and other answers may go without."""
+        """What an output is: reasoning, as the prompt asks for it, and an answer or a call. What
+        the format has behind an answer may be missing."""
         lark = self._lark
         behind = either(
             answer and self._answer("before_answer", answer),
@@ -63,7 +66,7 @@ class Frame:
 
     def _answer(self, before: str, answer: str) -> str:
         literal = self._lark.literal
-        after = literal(self._of("after_answer"))
+        after = literal(self._of("after_answer").strip())
         return f"{literal(self._of(before))} {answer} {after and f'({after})?'}"
 
     def _reasoning(self) -> str:
@@ -72,10 +75,11 @@ class Frame:
         space = maybe(close[len(close.rstrip()) :])
         text, mark, rest = lark.split(close.strip())
         if mark and not text:
-            excluded = ",".join(map(str, sorted({lark.id_of(mark), *lark.ends})))
+            excluded = ",".join(map(str, sorted({*self.own_ids, *lark.ends})))
             times = "*" if self._budget is None else f"{{0,{self._budget}}}"
             return f"<[^{excluded}]>{times} {lark.literal(mark + rest)} {space}"
-        return f"{lark.up_to('reasoned', text + mark)} {lark.literal(rest)} {space}"
+        reasoned = lark.up_to("reasoned", text + mark, self.own_ids)
+        return f"{reasoned} {lark.literal(rest)} {space}"
 
     def _of(self, name: str) -> str:
         return str(self._fields.get(name, ""))

@@ -86,8 +86,14 @@ class Lark:
         word = found[0] if found else literal
         return text + mark if mark and len(text) <= len(word) else word
 
-    def id_of(self, mark: str) -> int:
-        return self._ids[mark]
+    @property
+    def all_ids(self) -> list[int]:
+        """Those of all formats."""
+        return sorted(self._ids.values())
+
+    def ids_in(self, text: str) -> list[int]:
+        """The added tokens in a text."""
+        return sorted({self._ids[mark] for mark in self._marks.findall(text)})
 
     @property
     def text(self) -> str:

@@ -14,7 +14,7 @@ from gateway.openai.grammar_rules.arguments import (
     Path,
     choices_of,
     says_nothing,
-    text_of_length,
+    times,
 )
 from gateway.openai.grammar_rules.lark import Lark, either, json_rule, quoted
 from gateway.openai.grammar_rules.parameter_types import Schema, resolved
@@ -23,10 +23,14 @@ _OF_ARRAYS = frozenset({"type", "items", "minItems", "maxItems"})
 _OF_NUMBERS = frozenset(
     {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
-_OF_STRINGS = frozenset({"minLength", "maxLength", "pattern", "format"})
+_PATTERNS = frozenset({"pattern", "format"})
 _ALTERNATIVES = ("anyOf", "oneOf")  # of `oneOf` only what JSON's grammar took: nothing overlaps
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.\-]+")
-_PYTHON_STRING = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'|"([^"\\\x00-\x1f]|\\['"\\nrt])*"/"""
+_NUMBERS = {  # of a size that every reader takes
+    "integer": "/-?(0|[1-9][0-9]{0,17})/",
+    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/",
+}
+_QUOTED = r"""{quote}([^{quote}\\\x00-\x1f]|\\['"\\nrt]){times}{quote}"""  # in Python
 
 
 class _Literals(Arguments):
@@ -92,7 +96,9 @@ class _Literals(Arguments):
                 return f'"{{" {self._members(schema, path)} "}}"'
         self.check(schema, _OF_NUMBERS, path)
         bounds = {name: schema[name] for name in _OF_NUMBERS - {"type"} if name in schema}
-        return json_rule({"type": type_, **bounds}, self.is_strict)
+        if bounds:
+            return json_rule({"type": type_, **bounds}, self.is_strict)
+        return self.lark.rule(type_.upper(), _NUMBERS[type_])
 
     def _members(self, schema: Schema, path: Path) -> str:
         self.check(schema, OF_OBJECTS, path)
@@ -115,18 +121,19 @@ class _Literals(Arguments):
         return self._references[name]
 
     def repeated(self, item: str, least: int, most: int | None) -> str:
+        """So many items, separated."""
         if most is not None and most < 1:
             return ""
-        more = f"({quoted(self.separator)} {item})"
         times = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
-        return f"{item} {more}{times}" if least else f"({item} {more}{times})?"
+        more = "" if most == 1 else f"({quoted(self.separator)} {item}){times}"
+        return f"{item} {more}" if least else f"({item} {more})?"
 
     def anything(self) -> str:
         """Any value."""
         name = "anything"
         items = self.repeated(name, 0, None)
         members = self.repeated(f"{self.any_key()} {name}", 0, None)
-        number = json_rule({"type": "number"}, is_strict=True)
+        number = self._of_type("number", {"type": "number"}, ())
         words = map(quoted, (self.true, self.false, self.null))
         parts = [self.string({}, ()), number, *words, f'"[" {items} "]"', f'"{{" {members} "}}"']
         return self.lark.rule(name, " | ".join(parts))
@@ -168,12 +175,13 @@ class PythonArguments(_Literals):
     separator, pair = ", ", "="
 
     def string(self, schema: Schema, path: Path) -> str:
-        """In any quotes; as JSON, which is a Python literal, too, where more is demanded."""
-        demanded = {key: value for key, value in schema.items() if key in _OF_STRINGS}
-        if demanded:
-            return json_rule({"type": "string", **demanded}, self.is_strict, escapes='"\\nrt')
-        self.check(schema, frozenset({"type"}), path)
-        return self.lark.rule("STRING", _PYTHON_STRING)
+        """In any quotes; as JSON, which is a Python literal, too, where it has a pattern."""
+        if not schema.keys().isdisjoint(_PATTERNS):
+            known = {key: value for key, value in schema.items() if key in OF_TEXTS | _PATTERNS}
+            return json_rule(known, self.is_strict, escapes='"\\nrt')
+        self.check(schema, OF_TEXTS, path)
+        single, double = (_QUOTED.format(quote=quote, times=times(schema)) for quote in "'\"")
+        return self.lark.new("STRING", f"/{single}|{double}/")
 
     def text(self, value: str) -> str:
         double = json.dumps(value, ensure_ascii=False)
@@ -195,7 +203,7 @@ class GemmaArguments(_Literals):
 
     def string(self, schema: Schema, path: Path) -> str:
         self.check(schema, OF_TEXTS, path)
-        text = self.raw(text_of_length(schema), GEMMA_QUOTE)
+        text = self.raw(f"/(?s:.){times(schema)}/", GEMMA_QUOTE)
         return f"{self.lark.literal(GEMMA_QUOTE)} {text}"
 
     def text(self, value: str) -> str:

@@ -10,7 +10,7 @@ from gateway.openai.grammar_rules.arguments import (
     Path,
     choices_of,
     says_nothing,
-    text_of_length,
+    times,
 )
 from gateway.openai.grammar_rules.lark import Lark, either, json_rule, quoted
 from gateway.openai.grammar_rules.parameter_types import Schema, is_string, resolved
@@ -58,4 +58,4 @@ class TagArguments(Arguments):
             texts = [quoted(each) for each in choices if isinstance(each, str)]
             return f"{either(*texts)} {self.lark.literal(close)}"
         self.check(schema, OF_TEXTS, path)
-        return self.raw(text_of_length(schema), close)
+        return self.raw(f"/(?s:.){times(schema)}/", close)
