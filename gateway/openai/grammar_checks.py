@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from contract.jobs import GRAMMAR_LIMITS
 
 _BYTES = LLTokenizer("byte")  # a token for each byte
-_END = _BYTES.eos_token
+_END: int = _BYTES.eos_token
 _MAX_MESSAGE_CHARS = 300
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 LIMITS = LLParserLimits(**GRAMMAR_LIMITS)

@@ -17,6 +17,9 @@ def check_lengths(prepared: Prepared) -> None:
     SchemaRefused where the whole has none, or only one that is too long."""
     root = prepared.schema
     lengths = _Lengths(root)
+    if lengths.has_endless:
+        lengths.cut(root, nullable=True)
+        lengths = _Lengths(root)
     shortest = lengths.of(root)
     if shortest > MAX_CHARS:
         what = "would contain another one, without end"
@@ -65,13 +68,14 @@ class _Lengths:
             schema = next((each for each in parts if self.of(each) > MAX_CHARS), schema)
         return seen[-1]
 
-    def cut(self, schema: Schema) -> None:
-        """Allows nothing where what is allowed has no end."""
+    def cut(self, schema: Schema, nullable: bool = False) -> None:
+        """Allows nothing where what is allowed has no end. `nullable`: null, and only where OpenAPI
+        3.0 would allow it beside."""
         for holder, key, part in parts_of(schema):
-            if self.of(part) == math.inf:
-                holder[key] = False
+            if self.of(part) == math.inf and (not nullable or part.get("nullable") is True):
+                holder[key] = {"type": "null"} if nullable else False
             elif isinstance(part, dict):
-                self.cut(part)
+                self.cut(part, nullable)
 
     def _own(self, schema: Schema) -> float:
         """What the schema's own keywords demand."""
@@ -87,13 +91,13 @@ class _Lengths:
             case "string":
                 return 2 + float(schema.get("minLength", 0))
             case "array":
-                num = schema.get("minItems", 0)
+                num = int(schema.get("minItems", 0))
                 first = [self.of(each) for each in schema.get("prefixItems", ())[:num]]
                 rest = (num - len(first)) * self.of(schema.get("items")) if num > len(first) else 0
                 return 2 + sum(first) + rest + 2 * max(num - 1, 0)
             case "object":
                 names = set(schema.get("required", ()))
-                others = max(schema.get("minProperties", 0) - len(names), 0)
+                others = max(int(schema.get("minProperties", 0)) - len(names), 0)
                 return (
                     2 + 5 * others + sum(len(n) + 4 + self._of_property(schema, n) for n in names)
                 )

@@ -23,7 +23,6 @@ from gateway.openai.json_schemas.refusals import (
 )
 from gateway.openai.json_schemas.strings import enforced_string, without
 
-_OLD_DRAFTS = ("/draft-04/", "/draft-06/", "/draft-07/")
 _STEP = "multipleOf"
 _COUNTS = [f"{end}{what}" for what in ("Items", "Length", "Properties") for end in ("min", "max")]
 _OF_TYPE = {
@@ -40,7 +39,7 @@ _MAPS = frozenset({"properties", "patternProperties"})
 _SINGLE = frozenset({"items", "additionalProperties"})
 _PLAIN = frozenset({"type", "enum", "const", "required", "minimum", "maximum", _STEP}) | {
     *_COUNTS,
-    *("pattern", "format"),
+    *("pattern", "format", "nullable"),
 }
 _APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"})
 # Others, such as `then` and `minContains`, do nothing without these.
@@ -69,7 +68,6 @@ class _Preparation:
         self._root = root
         self._checks = checks
         self._document = Document(root)
-        self._is_old = any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
         self._names: dict[Path, str] = {}  # of what references name, in `$defs`
         self._waiting: list[tuple[Path, Any]] = []
         self._places: dict[int, Path] = {}
@@ -153,7 +151,7 @@ class _Preparation:
         """The schema, whose parts are not yet prepared, with keywords that can be enforced."""
         # Clients write null for what they leave unset.
         given = {k: v for k, v in schema.items() if v is not None or k == "const"}
-        if self._is_old and "$ref" in given:
+        if self._document.is_old and "$ref" in given:
             given = {"$ref": given["$ref"]}
         given = self._of_draft_2020(given, path)
         _check_forms(given, path)
@@ -173,7 +171,9 @@ class _Preparation:
         return given
 
     def _of_draft_2020(self, schema: Schema, path: Path) -> Schema:
-        given = without(schema, "additionalItems", *(["prefixItems"] if self._is_old else []))
+        given = without(
+            schema, "additionalItems", *(["prefixItems"] if self._document.is_old else [])
+        )
         if isinstance(given.get("items"), list):
             given["prefixItems"] = given.pop("items")
             if (others := schema.get("additionalItems")) is not None:

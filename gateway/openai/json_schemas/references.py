@@ -6,18 +6,23 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from gateway.openai.json_schemas.refusals import Path, Schema
 
+_OLD_DRAFTS = ("/draft-04/", "/draft-06/", "/draft-07/")
 _VALUES = frozenset({"const", "default", "enum", "example", "examples"})  # no schemas
 
 
 class Document:
-    """A schema with those that it contains, and their names: `$id` and `$anchor`."""
+    """A schema with those that it contains, and their names: `$id`, `id` of draft 4, `$anchor`."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
+        # Nothing counts beside $ref, and prefixItems is unknown.
+        self.is_old = any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
         self._bases: dict[Path, str] = {(): ""}  # addresses of what has one of its own
         self._places: dict[str, Path] = {"": ()}  # by address
         for path, part in _parts(root):
-            if isinstance(name := part.get("$id"), str):
+            if self.is_old and "$ref" in part:
+                continue
+            if isinstance(name := part.get("$id", part.get("id")), str):
                 base, anchor = urldefrag(_joined(self._base(path), name))
                 if anchor:  # as in draft 7
                     self._places.setdefault(f"{base}#{anchor}", path)

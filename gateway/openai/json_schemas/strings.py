@@ -16,6 +16,13 @@ FORMATS = frozenset(
         "uuid",
     }
 )
+# Others, such as int32 or password, are none of JSON Schema's and say nothing.
+_UNENFORCED_FORMATS = frozenset(
+    {
+        *("idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference", "uri-template"),
+        *("json-pointer", "relative-json-pointer", "regex"),
+    }
+)
 _KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 
 
@@ -24,7 +31,8 @@ def enforced_string(schema: Schema, checks: Checks, path: Path) -> Schema:
     SchemaRefused."""
     kept = _bounded(schema, checks, path)
     if isinstance(name := kept.get("format"), str) and name not in FORMATS:
-        checks.drop("format", path, f"{name[:40]!r} is not known")
+        if name in _UNENFORCED_FORMATS:
+            checks.drop("format", path, f"no grammar knows {name}")
         kept = without(kept, "format")
     part = {keyword: kept[keyword] for keyword in _KEYWORDS if keyword in kept}
     if len(part) < 2 and "pattern" not in part:

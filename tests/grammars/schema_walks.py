@@ -1,0 +1,117 @@
+"""Draws outputs of schemas by the masks that an engine gets, and judges them by the `jsonschema`
+package."""
+
+import functools
+import json
+import random
+import string
+from collections.abc import Callable, Collection
+from decimal import Decimal, InvalidOperation, localcontext
+from itertools import product
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import numpy as np
+from jsonschema.validators import validator_for  # type: ignore[import-untyped]
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.fakes import EOS_ID, hash_grammars, output_text
+from workers.engine.grammar import Grammars
+
+MAX_TOKENS = 1_000
+_ENDING = '"}],'
+
+
+class Walker:
+    """Walks over the masks of one tokenizer."""
+
+    def __init__(
+        self,
+        grammars: Grammars,
+        decode: Callable[[list[int]], str],
+        eos_id: int,
+        ending_ids: Collection[int],
+    ) -> None:
+        """`ending_ids`: tokens that lead to an end."""
+        self._grammars = grammars
+        self._decode = decode
+        self._eos_id = eos_id
+        self._ending_ids = {eos_id, *ending_ids}
+
+    def draw(self, grammar: str, random_: random.Random) -> str | None:
+        """A whole output, of which tokens that lead to an end are preferred; None if it gets too
+        long. Raises GrammarFailed."""
+        matcher = self._grammars.matcher(grammar)
+        token_ids: list[int] = []
+        while not matcher.is_complete and len(token_ids) < MAX_TOKENS:
+            following = matcher.forced()
+            if not following:
+                [forbidden] = self._grammars.forbidden([matcher])
+                following = [self._choose(np.flatnonzero(~forbidden).tolist(), random_)]
+            if following == [self._eos_id]:
+                return self._decode(token_ids)
+            for token_id in following:
+                matcher.consume(token_id)
+                token_ids.append(token_id)
+        return self._decode(token_ids) if matcher.is_complete else None
+
+    def _choose(self, allowed: list[int], random_: random.Random) -> int:
+        ending = [token_id for token_id in allowed if token_id in self._ending_ids]
+        return random_.choice(ending if ending and random_.random() < 0.7 else allowed or [-1])
+
+
+@functools.cache
+def walkers() -> list[Walker]:
+    """With a token for each byte, and with tokens of several characters beside these."""
+    tokenizer = _of_pieces()
+    vocab_size = tokenizer.get_vocab_size()
+    grammars = Grammars(tokenizer.to_str(), vocab_size, [vocab_size - 1])
+    ending_ids = [tokenizer.token_to_id(each) for each in _ENDING]
+    return [
+        Walker(hash_grammars(), output_text, EOS_ID, _ENDING.encode()),
+        Walker(grammars, tokenizer.decode, vocab_size - 1, ending_ids),
+    ]
+
+
+def _of_pieces() -> Tokenizer:
+    """A byte-level tokenizer whose tokens cross the borders of JSON's parts."""
+    marks, letters = [*'"{}[],:', "Ġ", "\\"], string.ascii_lowercase
+    pieces = ["".join(each) for num in (2, 3) for each in product(marks, repeat=num)]
+    pieces += [a + b for a in (*marks, *letters) for b in letters] + [c + '"' for c in letters]
+    pieces += [str(number) for number in range(10, 1_000)] + ["true", "null", '":Ġ"', '",Ġ"']
+    words = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *pieces, "<end>"])
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+def is_valid(output: str, schema: Any, draft: str = "") -> bool:
+    """By the draft that the schema names, `draft` or the newest. Numbers are as they are written,
+    and uniqueItems is left aside, which nothing enforces. Bounds may have the form of draft 4, and
+    `nullable` counts, as in OpenAPI 3.0."""
+    validator = validator_for({"$schema": draft}, default=jsonschema.Draft202012Validator)
+    validator = validator_for(schema, default=validator)
+    given = json.loads(json.dumps(schema), parse_float=_exact, object_hook=_modern)
+    with localcontext(prec=2_000):
+        return bool(validator(given).is_valid(json.loads(output, parse_float=_exact)))
+
+
+def _exact(number: str) -> Decimal | float:
+    try:
+        return Decimal(number)
+    except InvalidOperation:  # the exponent is endless
+        return float(number)
+
+
+def _modern(schema: dict[str, Any]) -> dict[str, Any]:
+    for bound in ("minimum", "maximum"):
+        name = f"exclusive{bound.capitalize()}"
+        if isinstance(excludes := schema.get(name), bool):
+            del schema[name]
+            if excludes and bound in schema:
+                schema[name] = schema[bound]
+    if isinstance(schema.get("uniqueItems"), bool):
+        del schema["uniqueItems"]
+    return {"anyOf": [schema, {"type": "null"}]} if schema.get("nullable") is True else schema
