@@ -29,7 +29,8 @@ class TextStream:
         # repeats it.
         text = tokenizer.decode(list(context), skip_special_tokens=True)
         self._context = text if text.endswith(_INCOMPLETE) else ""
-        self._undecoded: list[int] = []  # ids that do not form a whole character yet
+        # Ids that do not form a whole character yet.
+        self._undecoded: list[int] = list(context) if self._context else []
         self._offset = offset
 
     def push(self, token_id: int) -> tuple[int, str]:
@@ -39,21 +40,26 @@ class TextStream:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises bare Exceptions for ids that decode to no text
-            self._stream, self._context = _stream_after(()), ""
+            self._stream = _stream_after(())
             piece = self._decoded()
         if piece is None:
             return start, ""
         self._undecoded.clear()
-        piece = piece[len(os.path.commonprefix([piece, self._context])) :]
-        self._context = ""
+        piece = self._after_context(piece)
         self._offset += len(piece)
         return start, piece
 
     def end(self) -> str:
         """The rest: an incomplete character."""
-        text = self._decoded()
+        text = self._after_context(self._decoded())
         self._undecoded.clear()
         self._offset += len(text)
+        return text
+
+    def _after_context(self, text: str) -> str:
+        """The first text that is decoded, without the context's."""
+        text = text[len(os.path.commonprefix([text, self._context])) :]
+        self._context = ""
         return text
 
     def _decoded(self) -> str:

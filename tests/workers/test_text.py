@@ -1,11 +1,13 @@
 """Token ids to text: no text is lost, and no text after a stop string is shown."""
 
+import os.path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.fakes import EOS_ID, encode_text, hash_tokenizer
+from tests.fakes import EOS_ID, PAD_ID, encode_text, hash_tokenizer, output_text
 from workers.supervisor.text import ChoiceText
 
 tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
@@ -80,3 +82,31 @@ def test_a_replay_reaches_the_same_state(cut: int) -> None:
     for token_id in token_ids[:cut]:
         assert first.push(token_id) == second.push(token_id)
     assert first.flush() == second.flush()
+
+
+PROMPTS = ["Count 3. \N{REPLACEMENT CHARACTER}", "x \ufffd\ufffdé🎉", "é", "", "a\ufffd"]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("output", ["A", "東🎉x", "\ufffd q", " 3. \ufffd"])
+def test_a_prompt_that_ends_anywhere_stays_out_of_the_output(prompt: str, output: str) -> None:
+    """Cut at every byte: the output is what follows, with the character that it completes."""
+    token_ids = encode_text(prompt + output)
+    for cut in range(len(token_ids) + 1):
+        choice = ChoiceText(tokenizer, token_ids[:cut], ("3.",), min_tokens=0)
+        pieces = []
+        for token_id in token_ids[cut:]:
+            pieces.append(choice.push(token_id))
+            if choice.is_stopped:
+                break
+        text = "".join(pieces) + ("" if choice.is_stopped else choice.flush())
+        before, after = output_text(token_ids[:cut]), prompt + output
+        rest = after[len(os.path.commonprefix([before, after])) :]
+        stop = rest.find("3.")
+        assert text == (rest if stop < 0 else rest[:stop])
+
+
+def test_hidden_tokens_have_no_text() -> None:
+    """Others that are special do."""
+    choice = ChoiceText(tokenizer, (EOS_ID, 97), (), 0, hidden_ids={EOS_ID})
+    assert [choice.push(i) for i in (98, EOS_ID, PAD_ID, 99)] == ["b", "", "<pad>", "c"]

@@ -146,11 +146,9 @@ def _named(name: str, formats: Sequence[_Format], kind: str) -> Sequence[_Format
 
 def _reads(format_: ToolFormat, reasoning: ReasoningFormat | None, chats: ShownChats) -> bool:
     """Whether the parser finds the calls in all that the template shows."""
-    shown = [
-        (chats.calls(_CALL), _CALL),
-        (chats.calls(_EMPTY), _EMPTY),
-        (chats.calls(_CALL, content=ANSWER), _CALL),
-    ]
+    shown = [(chats.calls(_CALL), _CALL), (chats.calls(_EMPTY), _EMPTY)]
+    if not format_.is_bare:
+        shown.append((chats.calls(_CALL, content=ANSWER), _CALL))
     return all(
         _calls_of(format_, reasoning, each) == [call]
         for each, call in shown

@@ -15,8 +15,8 @@ _SEAM = regex.compile(r"\s+|(?<=>)(?=<)", regex.V1)
 
 @functools.cache
 def loose(literal: str) -> str:
-    """A pattern of the literal in which white space stands for any or none, and may stand around
-    JSON's punctuation."""
+    """A pattern of the literal in which white space stands for any or none, and may stand between
+    tags and around JSON's punctuation."""
     pattern = ""
     for piece in _PIECES.findall(literal.strip()):
         if piece == "{id}":
@@ -28,6 +28,7 @@ def loose(literal: str) -> str:
         elif piece in _PUNCTUATION:
             pattern = pattern.removesuffix(_SPACE) + _SPACE + regex.escape(piece) + _SPACE
         else:
+            pattern += _SPACE if piece == "<" and pattern.endswith(">") else ""
             pattern += regex.escape(piece)
     return pattern.removeprefix(_SPACE).removesuffix(_SPACE)
 

@@ -60,7 +60,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _objects("hermes", "<tool_call>\n", "\n</tool_call>"),
     _objects("longcat", "<longcat_tool_call>\n", "\n</longcat_tool_call>"),
     _objects("granite-20b-fc", "<function_call> ", "", " "),
-    _objects("internlm", "<|action_start|><|plugin|>\n", "<|action_end|>\n"),
+    _objects("internlm", "<|action_start|><|plugin|>\n", "<|action_end|>"),
     _objects("gigachat3", "<|function_call|>", "", ""),
     ToolFormat(
         name="gigachat3",

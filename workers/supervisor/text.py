@@ -36,7 +36,8 @@ class ChoiceText:
         # The prompt's end, if a character may be incomplete there: then the first piece repeats it.
         text = tokenizer.decode(context, skip_special_tokens=self._skips_special)
         self._prompt_end = text if text.endswith(_INCOMPLETE) else ""
-        self._undecoded: list[int] = []  # ids that do not form a whole character yet
+        # Ids that do not form a whole character yet.
+        self._undecoded: list[int] = context if self._prompt_end else []
         self._stop = stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -54,8 +55,7 @@ class ChoiceText:
         if piece is None:
             return ""
         self._undecoded.clear()
-        piece = piece[len(os.path.commonprefix([piece, self._prompt_end])) :]
-        self._prompt_end = ""
+        piece = self._after_prompt(piece)
         if self._num_tokens <= self._min_tokens or not self._stop:
             return piece
         return self._release(self._held + piece)
@@ -63,8 +63,14 @@ class ChoiceText:
     def flush(self) -> str:
         """Returns the text held back, when a choice ends without a stop string."""
         rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
-        text, self._held = self._held + rest, ""
+        text, self._held = self._held + self._after_prompt(rest), ""
         self._undecoded.clear()
+        return text
+
+    def _after_prompt(self, text: str) -> str:
+        """The first text that is decoded, without the prompt's."""
+        text = text[len(os.path.commonprefix([text, self._prompt_end])) :]
+        self._prompt_end = ""
         return text
 
     def _release(self, text: str) -> str:

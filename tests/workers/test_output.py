@@ -1,0 +1,169 @@
+"""A chat's output is read in the model's formats: marks that are special tokens are seen, others
+never, and a resumed job has the same message."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+
+from contract.events import ChoiceDelta, LogEntry, Tokens
+from contract.function_types import Claimed
+from contract.jobs import Endpoint, FinishReason, Job
+from contract.model_cards import TokenizerFiles
+from contract.output_formats import ReasoningFormat, ToolFormat
+from tests.fakes import EOS_ID, PAD_ID, encode_text, hash_tokenizer
+from tests.resume.logged_job import new_job
+from workers.ipc.messages import TokenOut
+from workers.output.message import ResponseDelta
+from workers.supervisor.held_job import HeldJob
+from workers.supervisor.output import OutputFormats
+
+TOOLS: dict[str, tuple[str, ...]] = {"find": ("text",)}
+THINK = ReasoningFormat(name="think", open="<think>\n", close="\n</think>\n\n")
+CALL = '<call>{"name": "find", "arguments": {"text": "é </call>"}}</call>'
+TEXT = f"<think>\nIt is é.\n</think>\n\nI look.\n{CALL}"
+
+
+def files_of(
+    tool_format: ToolFormat | None, reasoning: ReasoningFormat | None, *special: str
+) -> TokenizerFiles:
+    """The hash tokenizer with more special tokens, from the id 259 on."""
+    files = replace(hash_tokenizer(), tool_format=tool_format, reasoning=reasoning)
+    raw = json.loads(files.tokenizer_json)
+    for number, content in enumerate(special):
+        token = {**raw["added_tokens"][0], "id": PAD_ID + 1 + number, "content": content}
+        raw["added_tokens"].append(token)
+        raw["model"]["vocab"][content] = token["id"]
+    return replace(files, tokenizer_json=json.dumps(raw))
+
+
+@dataclass
+class Chat:
+    """A chat whose model says given tokens."""
+
+    files: TokenizerFiles
+    endpoint: Endpoint = Endpoint.CHAT
+    has_tools: bool = True
+    prompt: str = "user: x\nassistant: "
+
+    def hold(self) -> HeldJob:
+        tokenizer = Tokenizer.from_str(self.files.tokenizer_json)
+        job: Job = replace(
+            new_job("job-1", tuple(tokenizer.encode(self.prompt).ids), max_tokens=10_000),
+            endpoint=self.endpoint,
+            tools=TOOLS if self.has_tools else {},
+        )
+        claimed = Claimed(job, 1, 1, 1, "", 0, 60.0, False)
+        return HeldJob(claimed, tokenizer, OutputFormats(self.files, tokenizer))
+
+    def say(self, token_ids: Sequence[int], per_event: int = 1) -> list[LogEntry]:
+        return says(self.hold(), token_ids, per_event)
+
+
+def says(held: HeldJob, token_ids: Sequence[int], per_event: int) -> list[LogEntry]:
+    """The events of the rest of an output, which an end token ends."""
+    log: list[LogEntry] = []
+    start = held.num_output_tokens
+    for position, token_id in enumerate([*token_ids, EOS_ID][start:], start):
+        reason = FinishReason.STOP if token_id == EOS_ID else None
+        held.take(TokenOut("job-1", 1, 0, position, token_id, reason))
+        if (position + 1) % per_event == 0 or reason is not None:
+            event, _ = held.take_event()
+            assert event is not None
+            log.append(LogEntry(len(log) + 1, "", event))
+    return log
+
+
+def deltas_of(log: Sequence[LogEntry]) -> list[ChoiceDelta]:
+    return [
+        delta for entry in log if isinstance(entry.event, Tokens) for delta in entry.event.deltas
+    ]
+
+
+def message_of(log: Sequence[LogEntry]) -> tuple[ResponseDelta, int, FinishReason | None]:
+    """The message, the tokens of its reasoning and why it ended."""
+    message = ResponseDelta()
+    deltas = deltas_of(log)
+    for delta in deltas:
+        message.extend(ResponseDelta(delta.text, delta.reasoning, list(delta.tool_calls)))
+    return message, sum(delta.num_reasoning for delta in deltas), deltas[-1].finish_reason
+
+
+FILES = files_of(hash_tokenizer().tool_format, THINK)
+
+
+def test_a_resume_keeps_every_boundary() -> None:
+    """The job is cut behind each token: its message, its deltas and its counts stay the same."""
+    token_ids = encode_text(TEXT)
+    whole = Chat(FILES).say(token_ids)
+    message, num_reasoning, reason = message_of(whole)
+    assert (message.content, message.reasoning) == ("I look.", "It is é.")
+    assert [call.arguments for call in message.tool_calls] == ['{"text": "é </call>"}']
+    assert reason is FinishReason.TOOL_CALLS
+    assert num_reasoning == len("<think>\nIt is é.\n</think>".encode())
+    for cut in range(len(whole)):
+        held = Chat(FILES).hold()
+        held.replay(whole[:cut])
+        assert deltas_of(says(held, token_ids, 1)) == deltas_of(whole)[cut:]
+
+
+@pytest.mark.parametrize("per_event", [2, 7, 1000])
+def test_events_may_have_many_tokens(per_event: int) -> None:
+    """Only how many deltas there are differs."""
+    token_ids = encode_text(TEXT)
+    assert message_of(Chat(FILES).say(token_ids, per_event)) == message_of(
+        Chat(FILES).say(token_ids)
+    )
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES])
+def test_reasoning_is_apart_with_and_without_tools(endpoint: Endpoint, has_tools: bool) -> None:
+    log = Chat(FILES, endpoint, has_tools).say(encode_text("<think>so</think>Yes"))
+    message, num_reasoning, _ = message_of(log)
+    assert (message.reasoning, message.content, num_reasoning) == ("so", "Yes", 17)
+
+
+def test_calls_without_tools_are_content() -> None:
+    message, _, reason = message_of(Chat(FILES, has_tools=False).say(encode_text(CALL)))
+    assert (message.content, message.tool_calls, reason) == (CALL, [], FinishReason.STOP)
+
+
+def test_a_completion_is_plain_text() -> None:
+    """Callers of /v1/completions get what the model writes."""
+    message, num_reasoning, _ = message_of(Chat(FILES, Endpoint.COMPLETIONS).say(encode_text(TEXT)))
+    assert (message.content, message.reasoning, num_reasoning) == (TEXT, "", 0)
+
+
+def test_a_prompt_may_begin_the_reasoning() -> None:
+    chat = Chat(FILES, prompt="user: x\nassistant: <think>\n")
+    message, num_reasoning, _ = message_of(chat.say(encode_text("so\n</think>\n\nYes")))
+    assert (message.reasoning, message.content, num_reasoning) == ("so", "Yes", 11)
+
+
+def test_an_output_that_is_cut_in_its_reasoning_is_reasoning() -> None:
+    message, num_reasoning, _ = message_of(Chat(FILES).say(encode_text("<think>\nso on")))
+    assert (message.reasoning, message.content, num_reasoning) == ("so on", "", 13)
+
+
+def test_special_tokens_that_are_marks_are_seen_and_others_never() -> None:
+    """Mistral's marks are special tokens, as are end tokens."""
+    tools = ToolFormat(syntax="json", open="[CALLS]", middle="[ARGS]")
+    reasoning = ReasoningFormat(name="r", open="[THINK]", close="[/THINK]")
+    marks = ("[CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "[IMG]")
+    files = files_of(tools, reasoning, *marks)
+    ids = dict(zip(marks, range(PAD_ID + 1, PAD_ID + 6), strict=True))
+    said = [
+        *(ids["[THINK]"], *b"so", PAD_ID, ids["[IMG]"], ids["[/THINK]"], *b"A", ids["[IMG]"]),
+        *(PAD_ID, *b"B", ids["[CALLS]"], *b"find", ids["[ARGS]"], *b'{"text": "x"}'),
+    ]
+    message, num_reasoning, _ = message_of(Chat(files).say(said))
+    assert (message.reasoning, message.content, num_reasoning) == ("so", "AB", 6)
+    assert [(c.name, c.arguments) for c in message.tool_calls] == [("find", '{"text": "x"}')]
+    message, _, _ = message_of(Chat(files, has_tools=False).say(said))
+    assert message.content == 'ABfind{"text": "x"}'
+    message, _, _ = message_of(Chat(files, Endpoint.COMPLETIONS).say(said))
+    assert message.content == 'soABfind{"text": "x"}'
