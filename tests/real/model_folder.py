@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 from pathlib import Path
 
 import numpy as np
@@ -31,5 +32,9 @@ def write_model_folder(family: Family, folder: Path) -> None:
 def say(folder: Path, text: str) -> str:
     """What a prompt must contain so that the model says a text."""
     name = hashlib.sha256(text.encode()).hexdigest()[:8]
-    (folder / SAYS / name).write_text(text, encoding="utf-8")
+    file = folder / SAYS / name
+    if not file.exists():  # a model may read it at any time
+        new = file.with_name(f"{name}-{secrets.token_hex(8)}")
+        new.write_text(text, encoding="utf-8")
+        new.rename(file)
     return f"say:{name}"

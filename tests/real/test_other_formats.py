@@ -90,7 +90,7 @@ class MadeUpModel:
         if not last or self._cut(before) != before:
             return None  # content and calls are two answers
         behind = self._cut(behind)
-        if (end := format_.end.strip()) and end in behind:
+        if (end := (format_.end or format_.close).strip()) and end in behind:
             behind = behind[: behind.rindex(end) + len(end)]
         shown = before + last + behind
         is_content = reasoning is None or not reasoning.is_harmony
