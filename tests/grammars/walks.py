@@ -10,12 +10,18 @@ _ENDS = frozenset(b'"}])>\n0123456789')
 
 
 def draw(
-    grammars: Grammars, grammar: str, seed: int, *, forces: bool = True, most: int = 600
+    grammars: Grammars,
+    grammar: str,
+    seed: int,
+    *,
+    start: Sequence[int] = (),
+    forces: bool = True,
+    most: int = 600,
 ) -> list[int] | None:
-    """Draws an output, with forced tokens or without. Prefers tokens that lead to an end; None if
-    the output gets too long. Raises GrammarFailed."""
-    random_, matcher = random.Random(seed), grammars.matcher(grammar)
-    output_ids: list[int] = []
+    """Draws the rest of an output, with forced tokens or without. Prefers tokens that lead to an
+    end; None if the output gets too long. Raises GrammarFailed."""
+    random_, matcher = random.Random(seed), grammars.matcher(grammar, start)
+    output_ids = list(start)
     while len(output_ids) < most:
         if matcher.is_complete:
             return output_ids

@@ -65,9 +65,10 @@ class Frame:
         return either(opened, answer and self._answer("before_first_answer", answer), call)
 
     def _answer(self, before: str, answer: str) -> str:
-        literal = self._lark.literal
-        after = literal(self._of("after_answer").strip())
-        return f"{literal(self._of(before))} {answer} {after and f'({after})?'}"
+        literal, after = self._lark.literal, self._of("after_answer")
+        space = maybe(after[: len(after) - len(after.lstrip())])
+        behind = f"({space} {literal(after.strip())})?" if after else ""
+        return f"{literal(self._of(before))} {answer} {behind}"
 
     def _reasoning(self) -> str:
         """Reasoning from behind its opening on, to the white space that may follow its end."""
@@ -77,7 +78,8 @@ class Frame:
         if mark and not text:
             excluded = ",".join(map(str, sorted({*self.own_ids, *lark.ends})))
             times = "*" if self._budget is None else f"{{0,{self._budget}}}"
-            return f"<[^{excluded}]>{times} {lark.literal(mark + rest)} {space}"
+            thought = "" if self._budget == 0 else f"<[^{excluded}]>{times}"
+            return f"{thought} {lark.literal(mark + rest)} {space}"
         reasoned = lark.up_to("reasoned", text + mark, self.own_ids)
         return f"{reasoned} {lark.literal(rest)} {space}"
 
