@@ -74,6 +74,6 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def state_after(self, prompt: str) -> Literal["open", "closed", "none"]:
         """How a prompt leaves the reasoning: begun, ended, or not begun, so that the model may."""
         text = prompt.rstrip()
-        if text.endswith(self.open.rstrip()):
+        if text.endswith(self.open.strip()):
             return "open"
-        return "closed" if text.endswith(self.close.rstrip()) else "none"
+        return "closed" if text.endswith(self.close.strip()) else "none"

@@ -18,6 +18,7 @@ from tests.fakes import EOS_ID, PAD_ID, encode_text, hash_tokenizer
 from tests.resume.logged_job import new_job
 from workers.ipc.messages import TokenOut
 from workers.output.message import ResponseDelta
+from workers.output.tool_formats import TOOL_FORMATS
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.output import OutputFormats
 
@@ -130,6 +131,16 @@ def test_reasoning_is_apart_with_and_without_tools(endpoint: Endpoint, has_tools
 def test_calls_without_tools_are_content() -> None:
     message, _, reason = message_of(Chat(FILES, has_tools=False).say(encode_text(CALL)))
     assert (message.content, message.tool_calls, reason) == (CALL, [], FinishReason.STOP)
+
+
+def test_gemma_s_quotes_are_seen() -> None:
+    """They are special tokens, and in no literal of the format."""
+    gemma = next(each for each in TOOL_FORMATS if each.name == "gemma4")
+    files = files_of(gemma, None, "<|tool_call>", '<|"|>', "<tool_call|>")
+    opening, quote, close = range(PAD_ID + 1, PAD_ID + 4)
+    said = [opening, *b"call:find{text:", quote, *b"a, b", quote, *b"}", close]
+    message, _, _ = message_of(Chat(files).say(said))
+    assert [(c.name, c.arguments) for c in message.tool_calls] == [("find", '{"text": "a, b"}')]
 
 
 def test_a_completion_is_plain_text() -> None:

@@ -17,7 +17,7 @@ MAX_DEPTH = 128  # of a value: less than what readers of JSON take
 
 _STRING = r'(?P<quote>")'
 _NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
-_SCALAR = rf"(?P<grows>(?:{_NUMBER}|true|false|null)(?![-+.\w]))"
+_OF_PYTHON = {"None": "null", "True": "true", "False": "false"}
 _SPACE = regex.compile(r"[ \t\r\n]+")
 _PIECE = regex.compile(
     r'(?P<plain>[^"\\\x00-\x1f]+)|(?P<raw>[\x00-\x1f]+)|(?P<end>")'
@@ -37,7 +37,9 @@ class Lexis:
 
 
 def _lexis(string: str, key: str, has_marks: bool) -> Lexis:
-    value = rf"{string}|(?P<open>[{{\[])|{_SCALAR}"
+    names = "|".join(["true", "false", "null", *(_OF_PYTHON if has_marks else ())])
+    scalar = rf"(?P<grows>(?:{_NUMBER}|{names})(?![-+.\w]))"
+    value = rf"{string}|(?P<open>[{{\[])|{scalar}"
     spellings = {
         "value": value,
         "item or end": rf"(?P<close>\])|{value}",
@@ -127,7 +129,7 @@ def _respelled(token: "regex.Match[str]") -> str:
             return ", "
         case "colon":
             return ": "
-    return token.group()
+    return _OF_PYTHON.get(token.group(), token.group())
 
 
 def escaped(text: str) -> str:

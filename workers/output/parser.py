@@ -77,19 +77,24 @@ class OutputParser:
         yield from self._read_answer(tail, calls)
 
     def _read_reasoning(self, format_: ReasoningFormat, prompt_end: str) -> Reading[None]:
-        is_open = format_.state_after(prompt_end) == "open"
-        opening = yield from self._text.match(compiled(rf"\s*{loose(format_.open)}"))
-        if is_open or opening is not None:
+        state = format_.state_after(prompt_end)
+        opening = None
+        if state != "closed":
+            opening = yield from self._text.match(compiled(rf"\s*{loose(format_.open)}"))
+        if state == "open" or opening is not None:
             self._is_thinking = True
             end = compiled(loose(format_.close))
             yield from self._text.until(end, self._message.think)
             self._is_thinking = False
-            self._message.end_part()
         elif (yield from self._text.match(compiled(rf"\s*{loose(format_.close)}"))) is not None:
-            self._message.end_part()  # nothing was reasoned
+            state = "closed"  # by the output, which reasons nothing
+        is_answer = state != "none" or opening is not None
         for literal in (format_.before_answer, format_.before_first_answer, format_.before_call):
             if literal and (yield from self._text.match(compiled(rf"\s*{loose(literal)}"))):
+                is_answer = True
                 break
+        if is_answer:
+            self._message.end_part()
 
     def _read_answer(self, tail: tuple[str, ...], calls: Calls | None) -> Reading[None]:
         """Content, and calls within it. `tail`: the parts of what may stand behind the content."""

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from contract.jobs import Endpoint, Job
 from contract.model_cards import TokenizerFiles
-from contract.output_formats import ReasoningFormat, ToolFormat
+from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
 from workers.output.harmony import MARKS
 from workers.output.parser import OutputParser
 
@@ -52,6 +52,7 @@ def _marks(special: dict[int, str], files: TokenizerFiles, calls: bool) -> set[i
     ]
     if files.reasoning is not None and files.reasoning.is_harmony:
         literals += MARKS
-    if calls and files.tool_format is not None and files.tool_format.is_bare:
-        literals.append(_PYTHON_TAG)
+    if calls and files.tool_format is not None:
+        literals += [_PYTHON_TAG] if files.tool_format.is_bare else []
+        literals += [GEMMA_QUOTE] if files.tool_format.syntax == "gemma" else []
     return {i for i, content in special.items() if any(content in each for each in literals)}

@@ -12,6 +12,7 @@ from workers.model.transformers_compat import (
     can_change_attention,
     forget_attention,
     get_tokenizer_config,
+    render_jinja_template,
     set_own_attention,
 )
 
@@ -25,6 +26,14 @@ def test_a_tokenizer_s_configuration_is_read_before_its_class_is_chosen(tmp_path
     """Otherwise the refusal of a tokenizer with code could not name it."""
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {}}')
     assert get_tokenizer_config(str(tmp_path)) == {"auto_map": {}}
+
+
+def test_chats_are_rendered_with_content_that_is_null() -> None:
+    """Otherwise templates that show calls beside it alone would have no format."""
+    messages = [{"role": "assistant", "content": None}]
+    template = "{{ messages[0].content is none }}"
+    rendered = render_jinja_template(conversations=[messages], chat_template=template)
+    assert rendered[0][0] == "True"
 
 
 def test_attention_functions_can_be_removed_and_restored() -> None:

@@ -168,6 +168,12 @@ CASES: dict[str, tuple[ToolFormat, str, str, Given]] = {
         "",
         [("find", '{"text": "it\'s\\n", "a": [null, true, -1.5], "b": {"k": [1]}}'), ("now", "{}")],
     ),
+    "Gemma's values as Python spells them": (
+        tool_format("gemma4"),
+        '<|tool_call>call:find{a:[1,None, True],b c:{},d:<|"|>x"\n<|"|>}<tool_call|>',
+        "",
+        [("find", '{"a": [1, null, true], "b c": {}, "d": "x\\"\\n"}')],
+    ),
     "Python that is no literal": (
         tool_format("pythonic"),
         "[find(text=open('x'))]",
@@ -264,6 +270,8 @@ REASONED = [
     ("Yes </think> no", "assistant\n", "", "Yes </think> no"),
     ("Yes <think> no </think>", "assistant\n", "", "Yes <think> no </think>"),
     ("Yes", "<think>\n\n</think>\n\n", "", "Yes"),
+    ("\nYes", "<think></think>", "", "Yes"),
+    ("<think> is a tag", "<think>\n\n</think>\n\n", "", "<think> is a tag"),
     ("<think>\nso on\n", "", "so on", ""),
     ("so on", "<think>", "so on", ""),
     ("<think>\n\n</think>\n\n", "", "", ""),
