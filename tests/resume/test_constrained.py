@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from contract.events import ChoiceDelta
 from contract.jobs import Endpoint, FinishReason, Job
-from contract.output_formats import ToolFormat
+from contract.output_formats import ReasoningFormat, ToolFormat
 from gateway.openai.grammars import Kind, compile_grammar
 from tests.fakes import (
     VOCAB_SIZE,
@@ -19,12 +20,13 @@ from tests.fakes import (
     hash_tokenizer,
 )
 from tests.hash_engine import LoadedHashModel
+from tests.marked_tokenizer import MarkedModel
 from tests.resume.interruptions import Workers
 from tests.resume.logged_job import LoggedJob, new_job
 from workers.ipc.messages import EngineOptions
 
 PROMPT = encode_text("user: x\nassistant: ")
-ITEM = {
+ITEM: dict[str, Any] = {
     "type": "object",
     "properties": {
         "id": {"type": "integer", "minimum": 0, "maximum": 999},
@@ -42,8 +44,8 @@ def workers() -> Workers:
     return Workers(loaded, EngineOptions(model_path="hash"), grammars=hash_grammars())
 
 
-def tool_grammar(format_: ToolFormat) -> str:
-    calls = {
+def tool_calls(format_: ToolFormat) -> dict[str, Any]:
+    return {
         "format": msgspec.structs.asdict(format_),
         "is_bare": format_.is_bare,
         "functions": [
@@ -53,7 +55,6 @@ def tool_grammar(format_: ToolFormat) -> str:
         "is_forced": True,
         "may_repeat": False,
     }
-    return compile_grammar(Kind.TOOLS, calls)
 
 
 def job_of(grammar: str, seed: int, **params: Any) -> Job:
@@ -61,10 +62,10 @@ def job_of(grammar: str, seed: int, **params: Any) -> Job:
     return new_job(f"job-{seed}", PROMPT, **fields)
 
 
-def check(job: Job) -> tuple[LoggedJob, int]:
+def check(job: Job, one: Workers | None = None) -> tuple[LoggedJob, int]:
     """Resumes the job from each of its cuts, all at the same time. Returns the whole job and the
     number of cuts."""
-    one = workers()
+    one = one or workers()
     whole = one.undisturbed(job)
     cuts = whole.cuts()
     one.run(*cuts)
@@ -100,7 +101,7 @@ def test_a_thousand_cuts_of_constrained_jobs_change_nothing() -> None:
 def test_tool_calls_are_split_alike_after_any_interruption(seed: int) -> None:
     format_ = hash_tokenizer().tool_format
     assert format_ is not None
-    job = job_of(tool_grammar(format_), seed)
+    job = job_of(compile_grammar(Kind.TOOLS, tool_calls(format_)), seed)
     tools: dict[str, tuple[str, ...]] = {"add": ("text",), "now": ()}
     whole, _ = check(msgspec.structs.replace(job, endpoint=Endpoint.CHAT, tools=tools))
 
@@ -113,12 +114,58 @@ def test_tool_calls_are_split_alike_after_any_interruption(seed: int) -> None:
     assert whole.answer.text == {0: ""}
 
 
+def deltas_of(job: LoggedJob) -> list[ChoiceDelta]:
+    return [delta for entry in job.log for delta in getattr(entry.event, "deltas", ())]
+
+
 def calls_of(job: LoggedJob) -> list[tuple[str, str]]:
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
-    for entry in job.log:
-        for delta in getattr(entry.event, "deltas", ()):
-            for call in delta.tool_calls:
-                names.setdefault(call.index, call.name)
-                arguments[call.index] = arguments.get(call.index, "") + call.arguments
+    for delta in deltas_of(job):
+        for call in delta.tool_calls:
+            names.setdefault(call.index, call.name)
+            arguments[call.index] = arguments.get(call.index, "") + call.arguments
     return [(name, arguments[index]) for index, name in names.items()]
+
+
+THINK = ReasoningFormat(name="qwen3", open="<think>\n", close="\n</think>\n\n")
+CALLS = ToolFormat(name="hermes", open="<tool_call>\n", close="\n</tool_call>", between="\n")
+THINKER = MarkedModel(reasoning=THINK, tool_format=CALLS)
+BUDGET = 12
+
+
+def thinking_workers() -> Workers:
+    model = HashModel(HashModelOptions(num_blocks=4096, max_model_len=1024))
+    loaded = LoadedHashModel(model, model.max_model_len, THINKER.vocab_size, (), THINKER.files)
+    options = EngineOptions(model_path="hash")
+    return Workers(loaded, options, grammars=THINKER.grammars)
+
+
+@pytest.mark.parametrize("kind", ["schema", "calls", "text"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_bounded_reasoning_is_bounded_after_any_interruption(kind: str, seed: int) -> None:
+    """The tokens before the interruption count, and what follows is constrained as it was."""
+    around = THINKER.around("open", BUDGET)
+    constraint = {
+        "schema": (Kind.JSON_SCHEMA, ITEM),
+        "calls": (Kind.TOOLS, tool_calls(CALLS)),
+        "text": (Kind.TEXT, None),
+    }[kind]
+    grammar = compile_grammar(*constraint, around=around)
+    job = msgspec.structs.replace(
+        job_of(grammar, seed, max_tokens=150),
+        prompt_ids=tuple(THINKER.ids("user: x\nassistant: <think>\n")),
+        endpoint=Endpoint.CHAT,
+        tools={"add": ("text",), "now": ()} if kind == "calls" else {},
+    )
+    whole, num_cuts = check(job, thinking_workers())
+
+    [close] = THINKER.ids("</think>")
+    assert whole.answer.token_ids[0].index(close) == BUDGET
+    assert num_cuts > BUDGET
+    reasoned = sum(delta.num_reasoning for delta in deltas_of(whole))
+    assert reasoned in (BUDGET, BUDGET + 1)
+    if kind == "schema":
+        assert json.loads(whole.answer.text[0]).keys() == ITEM["properties"].keys()
+    if kind == "calls":
+        assert [name for name, _ in calls_of(whole)] in (["add"], ["now"])
