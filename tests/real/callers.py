@@ -12,7 +12,7 @@ from tests.real.server import Server, until_true
 
 CHAT: Final = "/v1/chat/completions"
 # Parameters of a chat that a response has, too.
-_SHARED = ("model", "chat_template_kwargs", "thinking_token_budget", "tool_choice")
+_SHARED = ("chat_template_kwargs", "thinking_token_budget")
 _WAIT_S = 60.0
 
 
@@ -169,6 +169,10 @@ def _as_response(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     }
     if "tools" in body:
         own["tools"] = [{"type": "function", **tool["function"]} for tool in body["tools"]]
+    if "tool_choice" in body:
+        choice = body["tool_choice"]
+        is_named = isinstance(choice, dict)
+        own["tool_choice"] = {"type": "function", **choice["function"]} if is_named else choice
     if "response_format" in body:
         format_ = body["response_format"]["json_schema"]
         own["text"] = {"format": {"type": "json_schema", **format_}}

@@ -21,6 +21,7 @@ class Family:
     write: Callable[[str, Sequence[Call]], str] = lambda content, calls: content
     calls_tools: bool = True
     can_repeat: bool = True  # writes several calls in one answer
+    shows_repeats: bool = True  # and its template shows them, so that strict calls may be several
     content_precedes_calls: bool = True
     think: Callable[[str, str], str] | None = None
     thinking: dict[str, Any] = field(default_factory=dict)  # chat_template_kwargs that switch it on
@@ -141,6 +142,7 @@ LLAMA3 = Family(
     template="meta-llama-Llama-3.1-8B-Instruct",
     generation={"do_sample": True, "temperature": 0.6, "top_p": 0.9},
     write=_llama,
+    shows_repeats=False,
     content_precedes_calls=False,
     lookalikes=("<|eot_id|>", "<|begin_of_text|>", "x<|start_header_id|>y"),
     endings=("<|eot_id|>", "<|end_of_text|>"),

@@ -28,7 +28,7 @@ from workers.engine.model import Chunk, Padding, PromptLogprobs, Row, Sample
 from workers.engine.sequence import Sequence
 
 SAYS = "says"
-# `kill:K:FILE` in a prompt: at output token K the worker is killed, unless FILE exists.
+# `kill:K:FILE` in a prompt: after K output tokens the worker is killed, unless FILE exists.
 _NAMED = re.compile(r"say:([0-9a-f]{8})")
 _KILLS = re.compile(r"kill:(\d+):(\w+)")
 _PARAMS = "PARAMS"  # in a text: the sampling parameters, as JSON
@@ -216,7 +216,7 @@ class _Told:
     def kill(self, num_output: int) -> None:
         """Ends the worker, whose engine this is, as a power cut would."""
         for number, killed in self.kills:
-            if num_output == number and not killed.exists():
+            if num_output >= number and not killed.exists():
                 killed.touch()
                 os.kill(os.getppid(), signal.SIGKILL)
 
