@@ -1,5 +1,7 @@
 """Turns log events into OpenAI's responses: whole ones, and chunks of streams.
 
+Over 300 lines: a whole answer and its chunks have the same fields, and are read side by side.
+
 A chunk depends only on its event, except for text offsets and data of the prompt, so a stream
 resumed at any event continues with the same bytes.
 """
@@ -124,8 +126,10 @@ class Chunks:
 
     def usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
         """The last chunk, if the caller asked for usage."""
-        used = usage(self._job, num_prompt_tokens, num_output_tokens, self._num_reasoning)
-        return self._chunk([]) | {"usage": used}
+        return self._chunk([]) | {"usage": self._used(num_prompt_tokens, num_output_tokens)}
+
+    def _used(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+        return usage(self._job, num_prompt_tokens, num_output_tokens, self._num_reasoning)
 
     def _heads(self, begun: Sequence[int]) -> list[dict[str, Any]]:
         """What precedes a choice's output: the role in chats, the prompt in completions
@@ -151,8 +155,7 @@ class Chunks:
         chunk = {**self._head, "choices": choices}
         if self._includes_usage:
             num_tokens = sum(self._num_tokens.values())
-            num_prompt, num_reasoning = self._job.num_prompt_tokens, self._num_reasoning
-            so_far = usage(self._job, num_prompt, num_tokens, num_reasoning)
+            so_far = self._used(self._job.num_prompt_tokens, num_tokens)
             chunk["usage"] = so_far if self._repeats_usage else None
         return chunk
 

@@ -1,6 +1,6 @@
 """A job that this worker holds: turns the engine's tokens into text and log events.
 
-Uses neither Redis nor the engine.
+Uses neither Redis nor the engine. Over 300 lines: one state, from a token to what is logged of it.
 """
 
 from collections.abc import Sequence
