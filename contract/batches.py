@@ -6,6 +6,7 @@ the lease can change a batch; `batch_parts` names the object of each part, which
 token, so that no other feeder's object is ever read.
 """
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from contract.api_keys import KeyTerms
 from contract.callbacks import Callback
 from contract.codec import encode
 from contract.connection import broker_errors, repeated
-from contract.errors import BatchwayError, wire_errors
+from contract.errors import BatchwayError, WireError, wire_errors
 from contract.jobs import Endpoint
 from contract.keys import Keys
 from contract.library import call_function
@@ -182,7 +183,7 @@ class Batches:
 
     async def page(self, tenant: str, *, after: str, max_batches: int) -> list[Batch] | None:
         """The tenant's batches after the batch `after`, youngest first; None where that batch is
-        not in the list."""
+        not in the list. Omits unreadable records."""
         key = self._keys.of("batches", tenant)
         with broker_errors(self._client, "ZREVRANGE"), wire_errors("list of batches"):
             start = 0
@@ -194,12 +195,12 @@ class Batches:
             ids: Any = await repeated(
                 lambda: self._client.zrevrange(key, start, start + max_batches - 1)
             )
+            names = [batch_id.decode() for batch_id in ids]
             async with self._client.pipeline(transaction=False) as pipeline:
-                for batch_id in ids:
-                    pipeline.hgetall(self._keys.of("batch", batch_id.decode()))
-                records: Any = await pipeline.execute()
-            found = map(_record, (batch_id.decode() for batch_id in ids), records)
-            return [batch for batch in found if batch is not None]
+                for name in names:
+                    pipeline.hgetall(self._keys.of("batch", name))
+                records: Any = await pipeline.execute(raise_on_error=False)
+            return _readable(names, records)
 
     async def cancel(self, batch_id: str, tenant: str) -> BatchStatus | None:
         """Has the batch cancelled; its status then, None where the tenant has no such batch."""
@@ -267,6 +268,17 @@ class Batches:
                     pipeline.hget(self._keys.job(job_id), "state")
                 states: Any = await pipeline.execute()
             return [None if state is None else state.decode() for state in states]
+
+
+def _readable(batch_ids: Sequence[str], replies: Sequence[Any]) -> list[Batch]:
+    """The batches of a pipeline's replies; each may be an error."""
+    found = []
+    for batch_id, reply in zip(batch_ids, replies, strict=True):
+        with contextlib.suppress(WireError), wire_errors("batch"):
+            if isinstance(reply, Exception):
+                raise reply
+            found.append(_record(batch_id, reply))
+    return [batch for batch in found if batch is not None]
 
 
 _PACKED = (b"asked", b"errors")

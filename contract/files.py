@@ -4,6 +4,7 @@ A content is announced, then written, then recorded, and deleted after its recor
 for deletion, at once or later, is in `objects_due` until it has been deleted.
 """
 
+import contextlib
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 import redis.asyncio
 
 from contract.connection import broker_errors, repeated
-from contract.errors import BatchwayError, wire_errors
+from contract.errors import BatchwayError, WireError, wire_errors
 from contract.keys import Keys
 from contract.library import call_function
 
@@ -83,13 +84,18 @@ class Files:
 
     async def find(self, file_id: str, tenant: str) -> StoredFile | None:
         """None where the tenant has no such file, or it has expired."""
-        [found] = await self._read([file_id])
+        [flat] = await self._call("file_read", file_id)
+        found = _record(file_id, flat)
         return found if found is not None and found.tenant == tenant else None
 
-    async def _read(self, file_ids: Sequence[str]) -> list[StoredFile | None]:
+    async def _readable(self, file_ids: Sequence[str]) -> list[StoredFile]:
+        """Those that exist and can be read."""
         reply = await self._call("file_read", *file_ids) if file_ids else []
-        with wire_errors("file"):
-            return [_record(*each) for each in zip(file_ids, reply, strict=True)]
+        found = []
+        for file_id, flat in zip(file_ids, reply, strict=True):
+            with contextlib.suppress(WireError):
+                found.append(_record(file_id, flat))
+        return [file for file in found if file is not None]
 
     async def tenant_bytes(self, tenant: str) -> int:
         """Of all the tenant's files."""
@@ -103,7 +109,7 @@ class Files:
         self, tenant: str, *, purpose: str, after: str, is_oldest_first: bool, max_files: int
     ) -> Sequence[StoredFile] | None:
         """The tenant's files after the file `after`, of one purpose or ('') all; None where that
-        file is not in the list."""
+        file is not in the list. Omits unreadable records."""
         key = self._keys.of("files", tenant)
         files: list[StoredFile] = []
         with broker_errors(self._client, "ZRANGE"), wire_errors("list of files"):
@@ -118,8 +124,8 @@ class Files:
                 read = self._client.zrange if is_oldest_first else self._client.zrevrange
                 first = start
                 ids: Any = await repeated(lambda: read(key, first, first + _LIST_PAGE - 1))  # noqa: B023
-                found = await self._read([file_id.decode() for file_id in ids])
-                files += [file for file in found if file and purpose in ("", file.purpose)]
+                found = await self._readable([file_id.decode() for file_id in ids])
+                files += [file for file in found if purpose in ("", file.purpose)]
                 if len(ids) < _LIST_PAGE:
                     break
                 start += _LIST_PAGE
@@ -142,7 +148,9 @@ class Files:
 
 
 def _record(file_id: str, flat: list[bytes]) -> StoredFile | None:
+    """Raises WireError."""
     if not flat:
         return None
-    fields = {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
-    return msgspec.convert({**fields, "id": file_id}, StoredFile, strict=False)
+    with wire_errors("file"):
+        fields = {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+        return msgspec.convert({**fields, "id": file_id}, StoredFile, strict=False)

@@ -38,7 +38,7 @@ local function list(keys, argv)
     local id, created = rows[i], tonumber(rows[i + 1])
     if created <= since then return {'OK', '', found} end
     local key = tag .. ':job:' .. id
-    if matches(key, argv) then
+    if try(matches, key, argv) then  -- not a record that cannot be read
       if #found == max_jobs then return {'OK', rows[i - 2], found} end
       table.insert(found, view(tag, rows[i]))
     end

@@ -5,7 +5,7 @@ import contextlib
 from contract.events import MemberRun, Members
 from contract.function_types import JobView
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
-from gateway.http.errors import UnknownJob
+from gateway.http.errors import RecordUnreadable, UnknownJob
 from gateway.redis.broker import Broker
 
 MODELS_HEADER = "x-batchway-models"
@@ -69,10 +69,13 @@ async def cancel_whole(broker: Broker, job: Job) -> JobStatus:
 
 
 async def delete_whole(broker: Broker, job_id: str, tenant: str) -> JobStatus | None:
-    """Deletes a job that has ended, and the calls of a flow's; the status of one that has not.
-    Raises UnknownJob, BatchwayError."""
-    view, _ = await broker.read(job_id, tenant)
-    runs = [] if view.job.flow is None else await members_of(broker, view)
+    """Deletes a job that has ended, and the calls of a flow's; the status of one that has not. The
+    calls of one that cannot be read stay until their retention is over. Raises UnknownJob,
+    BatchwayError."""
+    runs = []
+    with contextlib.suppress(RecordUnreadable):
+        view, _ = await broker.read(job_id, tenant)
+        runs = [] if view.job.flow is None else await members_of(broker, view)
     status = await broker.delete(job_id, tenant)
     for run in runs if status is None else ():
         with contextlib.suppress(UnknownJob):

@@ -88,7 +88,7 @@ def create_app(
         redirect_slashes=False,
         separate_input_output_schemas=False,
         telemetry=_NO_TELEMETRY,
-        responses=answers(400, 408, 413, 422, 431, 500, 503),
+        responses=answers(400, 408, 410, 413, 422, 431, 500, 503),
     )
     app.state.settings = settings
     app.state.gateway = gateway

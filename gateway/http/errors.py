@@ -3,9 +3,10 @@
 The gateway raises ApiError; `to_api_error` translates the errors of `contract`.
 """
 
+import contextlib
 import difflib
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ from contract.errors import (
     CommandDenied,
     ErrorCode,
     JobRefused,
+    WireError,
 )
 from contract.events import End
 from contract.jobs import JobStatus
@@ -113,6 +115,22 @@ class ApiError(BatchwayError, HTTPException):
 
 class UnknownJob(BatchwayError):
     """The tenant has no such job, or no longer has it; both give the same response."""
+
+
+class RecordUnreadable(WireError):
+    """The record of what the caller asks for is damaged. Other records are not affected."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the record of this {what} is damaged and cannot be read")
+
+
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Raises RecordUnreadable where a record cannot be decoded."""
+    try:
+        yield
+    except WireError as exc:
+        raise RecordUnreadable(what) from exc
 
 
 class ModelUnreadable(BatchwayError):
@@ -236,6 +254,8 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             message = "the object store does not answer"
             code = ErrorCode.PAYLOAD_UNAVAILABLE
             return _dropped(503, code, message, _SOON_S)
+        case RecordUnreadable():
+            return ApiError(410, "record_unreadable", str(exc), headers=_NO_RETRY)
         case UnknownJob():
             return not_found("this job", "job_not_found")
         case TemplateFailed():

@@ -69,6 +69,7 @@ _REASONS: Mapping[int, str] = {
     404: "It does not exist, or is another tenant's",
     408: "The body did not arrive in time",
     409: "The job is not in a state for this",
+    410: "The record of what was asked for is damaged",
     413: "The body is too long",
     415: "The content-type is not application/json, or for files multipart/form-data",
     416: "The file has no byte in this range",

@@ -23,7 +23,7 @@ from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.outbox import CallbackState, Outbox, callback_state
 from contract.starts import Starts
-from gateway.http.errors import UnknownJob
+from gateway.http.errors import UnknownJob, readable
 from gateway.redis.attendance import Attendance
 from gateway.redis.breaker import Breaker
 from gateway.redis.cursor import Cursor, Idle, LogPage, Reset, is_end
@@ -108,10 +108,11 @@ class Broker:
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
     ) -> tuple[JobView, list[LogEntry]]:
         """A job and a page of its log, from Redis or the object store. Raises UnknownJob,
-        PayloadError."""
-        found = await self._call(
-            lambda: self._functions.read(job_id, tenant, after=after, max_events=max_events)
-        )
+        RecordUnreadable, PayloadError."""
+        with readable("job"):
+            found = await self._call(
+                lambda: self._functions.read(job_id, tenant, after=after, max_events=max_events)
+            )
         if found is None:
             raise UnknownJob(job_id)
         view, entries = found
@@ -136,16 +137,19 @@ class Broker:
         return await self._call(lambda: ask(self._outbox))
 
     async def ask_files(self, ask: Callable[[Files], Awaitable[T]]) -> T:
-        """One call to the records of files. Raises WireError."""
-        return await self._call(lambda: ask(self._files))
+        """One call to the records of files. Raises RecordUnreadable."""
+        with readable("file"):
+            return await self._call(lambda: ask(self._files))
 
     async def ask_batches(self, ask: Callable[[Batches], Awaitable[T]]) -> T:
-        """One call to the records of batches. Raises LeaseLost, StatusChanged, WireError."""
-        return await self._call(lambda: ask(self._batches))
+        """One call to the records of batches. Raises LeaseLost, StatusChanged, RecordUnreadable."""
+        with readable("batch"):
+            return await self._call(lambda: ask(self._batches))
 
     async def callback_state(self, job_id: str, tenant: str) -> CallbackState | None:
-        """The state of the job's callback; None if it has none."""
-        return await self._call(lambda: callback_state(self._client, self.keys, job_id, tenant))
+        """The state of the job's callback; None if it has none. Raises RecordUnreadable."""
+        with readable("callback"):
+            return await self._call(lambda: callback_state(self._client, self.keys, job_id, tenant))
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus:
         """Cancels a job and returns its status. Raises UnknownJob."""

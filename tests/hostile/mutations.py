@@ -47,12 +47,13 @@ class Mutator:
             keys = sorted(self._admin.scan_iter(match=self._tag + b":*", count=1000))
             with contextlib.suppress(NoPermissionError, ResponseError):
                 if keys and self._rng.random() < 0.85:
-                    self._spoil(self._rng.choice(keys))
+                    self.spoil(self._rng.choice(keys))
                 else:
                     self._publish(keys)
                 self.num_written += 1
 
-    def _spoil(self, key: bytes) -> None:
+    def spoil(self, key: bytes) -> None:
+        """Damages a key, of any type. Raises NoPermissionError, ResponseError."""
         if self._rng.random() < 0.2:
             self._retype(key)
             return
