@@ -17,6 +17,7 @@ from gateway.http.errors import (
     invalid_value,
 )
 from gateway.openai.admission import Admission, Prompts, check_ids, tokenised
+from gateway.openai.past_calls import Rendered, one_call_each
 from gateway.openai.reasoning import BUDGET, reasoning_of
 from gateway.openai.sampling import echoes, num_prompt_logprobs, sampling_params
 from gateway.openai.schemas import MAX_CHOICES, ChatBody, GenerationBody
@@ -139,7 +140,10 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
         message = f"the model {card.name!r} has no chat template: use /v1/completions"
         raise invalid_value("messages", message)
     files = tokenizer.files
-    messages = [message.rendered(files) for message in body.messages]
+    messages: Sequence[Rendered] = [message.rendered(files) for message in body.messages]
+    if files.tool_format is not None and files.tool_format.between is None:
+        is_harmony = files.reasoning is not None and files.reasoning.is_harmony
+        messages = one_call_each(messages, apart=is_harmony)
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     variables = template_variables(files, body.reasoning_effort, body.chat_template_kwargs)
     try:

@@ -9,11 +9,14 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from gateway.http.bodies import MAX_DEPTH, depth_of
+
+Rendered = Mapping[str, Any]  # a message as templates expect it
 
 UNREADABLE = "arguments"  # the key of arguments that are no object
 
@@ -39,6 +42,32 @@ def fitting_id(call_id: str, length: int) -> str:
     if length == 0 or is_fitting:
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:length]
+
+
+def one_call_each(messages: Sequence[Rendered], *, apart: bool) -> list[Rendered]:
+    """The messages for a template that shows one call of a message: each call is a message, and
+    its result follows it. `apart`: content has a message of its own before reasoning and a call."""
+    shown: list[Rendered] = []
+    waiting = list(messages)
+    while waiting:
+        message = waiting.pop(0)
+        calls = message.get("tool_calls", ())
+        if apart and calls and message["content"] and message.get("reasoning_content"):
+            shown.append({"role": message["role"], "content": message["content"]})
+            message = {**message, "content": ""}
+        if len(calls) < 2:
+            shown.append(message)
+            continue
+        results: list[Rendered] = []
+        while waiting and waiting[0]["role"] == "tool":
+            results.append(waiting.pop(0))
+        for call in calls:
+            shown.append({**message, "tool_calls": [call]})
+            message = {"role": message["role"], "content": message["content"] and ""}
+            shown += [each for each in results if each["tool_call_id"] == call["id"]]
+        known = {call["id"] for call in calls}
+        shown += [each for each in results if each["tool_call_id"] not in known]
+    return shown
 
 
 def _value(text: str) -> Any:

@@ -1,6 +1,7 @@
 """Calls of earlier turns become what chat templates expect, whatever a model wrote."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http.bodies import MAX_DEPTH
-from gateway.openai.past_calls import UNREADABLE, arguments_object, fitting_id
+from gateway.openai.past_calls import (
+    UNREADABLE,
+    arguments_object,
+    fitting_id,
+    one_call_each,
+)
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SCALARS = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | TEXTS
@@ -106,3 +112,56 @@ def test_an_id_fits_a_template_that_counts_its_characters(call_id: str, length: 
     assert found.isalnum()
     assert fitting_id(found, length) == found
     assert fitting_id(call_id, 0) == call_id
+
+
+def call(call_id: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+def result(call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": f"of {call_id}"}
+
+
+@given(st.permutations(["a", "b", "c"]), st.integers(0, 3), st.booleans())
+def test_each_call_has_a_message_where_a_template_shows_one(
+    order: list[str], num_results: int, says: bool
+) -> None:
+    """Its result follows it, in whatever order the caller sends results, and nothing is lost."""
+    content = "I look." if says else ""
+    calls = [call(each) for each in "abc"]
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": content, "reasoning_content": "hm", "tool_calls": calls},
+        *(result(each) for each in order[:num_results]),
+        result("x"),
+        {"role": "user", "content": "Well?"},
+    ]
+    shown = one_call_each(messages, apart=False)
+    assert [m["tool_calls"] for m in shown if "tool_calls" in m] == [[each] for each in calls]
+    assert [m.get("reasoning_content") for m in shown if "tool_calls" in m] == ["hm", None, None]
+    for before, after in pairwise(shown):
+        if after["role"] == "tool" and after["tool_call_id"] != "x":
+            assert before["tool_calls"] == [call(after["tool_call_id"])]
+    assert sum(m["role"] == "tool" for m in shown) == num_results + 1
+    assert (shown[0], shown[-1]) == (messages[0], messages[-1])
+
+
+def test_messages_with_a_call_each_stay_as_they_are() -> None:
+    """Also without calls."""
+    messages = [
+        {"role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [call("a")]},
+        result("a"),
+        {"role": "assistant", "content": "y"},
+    ]
+    assert one_call_each(messages, apart=False) == messages
+
+
+def test_content_stands_before_reasoning_and_a_call_where_a_template_takes_two_of_them() -> None:
+    """Harmony's template refuses all three in one message."""
+    message = {
+        "role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [call("a")]
+    }  # fmt: skip
+    assert one_call_each([message], apart=True) == [
+        {"role": "assistant", "content": "x"},
+        {**message, "content": ""},
+    ]
