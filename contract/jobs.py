@@ -181,8 +181,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # The tenant's weight: tenants share a lane in proportion to their weights.
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     resume: ResumeKind = "exact"  # of the model's engine when the job came
-    # The functions that a chat may call, each with the names of its parameters that are strings: the
-    # log has the calls apart from the text.
+    # The functions that a chat may call, each with the names of its parameters that are strings:
+    # the log has the calls apart from the text.
     tools: dict[str, tuple[str, ...]] = {}
     pooling: Pooling | None = None  # of a prefill-only job; then `params` has only defaults
     flow: FlowCall | None = None  # of a flow's job, which calls other models

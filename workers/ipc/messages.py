@@ -82,7 +82,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     generation_config: str = "auto"  # the model's sampling settings hold; none: they do not
     tool_call_parser: str = "auto"  # a name in workers.output.tool_formats, or none
     reasoning_parser: str = "auto"  # a name in workers.output.reasoning_formats, or none
-    chat_template_kwargs: dict[str, Any] = {}  # variables of the chat template, unless a call has them
+    chat_template_kwargs: dict[str, Any] = {}  # variables of the chat template; a call's go before
     engine_args: dict[str, str] = {}  # vLLM's own, by name
     nodes: int = 1  # machines that share vLLM's ranks
     node_rank: int = 0

@@ -132,7 +132,10 @@ def _with_formats(files: TokenizerFiles, calls: str, reasoning: str) -> Tokenize
     if files.chat_template is None:
         return files
     variables = {**files.special_tokens, **files.template_kwargs}
-    found = find_reasoning(ShownChats(files.chat_template, variables), reasoning)
+    # What switches the reasoning off does so for calls that do not switch it on.
+    by_default = ShownChats(files.chat_template, files.special_tokens)
+    found = find_reasoning(by_default, reasoning)
+    found = found or find_reasoning(ShownChats(files.chat_template, variables), reasoning)
     chats = ShownChats(files.tool_template or files.chat_template, variables)
     called = find_calls(chats, found, calls)
     if called is None:

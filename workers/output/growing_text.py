@@ -57,10 +57,14 @@ class GrowingText:
         found = pattern.match(self._text, self._at, partial=True)
         return self.has_ended and found is not None and found.partial
 
-    def match(self, pattern: Pattern[str]) -> Reading[Match[str] | None]:
+    def match(
+        self, pattern: Pattern[str], last: Pattern[str] | None = None
+    ) -> Reading[Match[str] | None]:
         """Reads what the pattern matches here. A match that may become longer waits; so a pattern
-        must not match less than another of its branches might."""
+        must not match less than another of its branches might. `last`: as of `until`."""
         while True:
+            if self.has_ended:
+                pattern = last or pattern
             found = pattern.match(self._text, self._at, partial=not self.has_ended)
             if found is None or not (found.partial or self._may_grow(found)):
                 break

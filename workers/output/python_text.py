@@ -14,14 +14,22 @@ _NAMES = {"true": True, "false": False, "null": None}
 _MAX_CHARS = 2**20
 # A quote, or two, may become three.
 _TOKEN = regex.compile(
-    r"""(?P<quote>'{3}|"{3}|'(?!')|"(?!"))|(?P<grows>''|"")"""
+    r"""(?P<quote>'{3}|"{3}|'(?=[^'])|"(?=[^"]))|(?P<grows>''|"")"""
     r"""|(?P<open>[\[({])|(?P<close>[\])}])|(?P<comma>,)|(?P<other>[^\[\](){},'"]+)"""
 )
+# A quote that nothing of a list or a call follows is part of the string: not all models escape it.
+_FOLLOWS = r"\s{0,99}+(?:[,)\]}:]"
+
+
+def _pieces(quote: str, follows: str) -> "regex.Pattern[str]":
+    plain = rf"(?P<escape>\\.)|(?P<plain>[^{quote[0]}\\]+)"
+    literal_quote = rf"(?P<grows>{quote[0]}{{1,{len(quote)}}}+\s{{0,99}}+)"
+    pattern = rf"(?P<end>{quote})(?={follows})|{plain}|{literal_quote}"
+    return regex.compile(pattern, regex.DOTALL)
+
+
 _PIECES = {
-    quote: regex.compile(
-        rf"(?P<end>{quote})|(?P<escape>\\.)|(?P<plain>[^{quote[0]}\\]+)|(?P<grows>{quote[0]}{{1,2}})",
-        regex.DOTALL,
-    )
+    quote: (_pieces(quote, _FOLLOWS + ")"), _pieces(quote, _FOLLOWS + r"|\Z)"))
     for quote in ("'", '"', "'''", '"""')
 }
 _CONTROL = regex.compile(r"\\?[\x00-\x1f]")  # in a piece, which is one escape or has none
@@ -55,8 +63,11 @@ def read_literal(text: GrowingText) -> Reading[tuple[str | None, str]]:
 
 def _read_string(text: GrowingText, quote: str, parts: list[str]) -> Reading[bool]:
     """A string behind its opening quote, its control characters escaped. False: it is cut."""
-    while (piece := (yield from text.match(_PIECES[quote]))) is not None:
-        parts.append(_CONTROL.sub(lambda found: escaped(found.group()[-1]), piece.group()))
+    while (piece := (yield from text.match(*_PIECES[quote]))) is not None:
+        spelled = _CONTROL.sub(lambda found: escaped(found.group()[-1]), piece.group())
+        if piece.lastgroup == "grows":
+            spelled = spelled.replace(quote[0], "\\" + quote[0])
+        parts.append(spelled)
         if piece.lastgroup == "end":
             return True
     return False

@@ -168,6 +168,18 @@ CASES: dict[str, tuple[ToolFormat, str, str, Given]] = {
         "",
         [("find", '{"text": "it\'s\\n", "a": [null, true, -1.5], "b": {"k": [1]}}'), ("now", "{}")],
     ),
+    "Python strings with quotes that are not escaped, and three quotes": (
+        tool_format("lfm2"),
+        "<|tool_call_start|>[find(a='it's a 'x' \"q\"', b={\"k\": 'v'}, c='', d=\"\"\"e'f\n\"\"\")]"
+        "<|tool_call_end|>",
+        "",
+        [
+            (
+                "find",
+                '{"a": "it\'s a \'x\' \\"q\\"", "b": {"k": "v"}, "c": "", "d": "e\'f\\n"}',
+            )
+        ],
+    ),
     "Gemma's values as Python spells them": (
         tool_format("gemma4"),
         '<|tool_call>call:find{a:[1,None, True],b c:{},d:<|"|>x"\n<|"|>}<tool_call|>',
