@@ -67,6 +67,8 @@ def _piece_bytes(piece: str) -> bytes:
 
 def _byte_level_bytes(piece: str) -> bytes:
     """Of a tokenizer whose pieces have GPT-2's printable character for each byte."""
+    if not _BYTE_OF.keys() >= set(piece):
+        return piece.encode()  # an added token that is in the vocabulary, too
     return bytes(_BYTE_OF[character] for character in piece)
 
 

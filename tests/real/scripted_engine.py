@@ -1,6 +1,7 @@
 """A real engine process with a scripted model: `python -m tests.real.scripted_engine --fd N
 --options JSON`. The product's own loader reads everything of the model's folder but weights."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ def load_scripted_model(options: EngineOptions, progress: Callable[[str], None])
     def runner(loaded: Loaded, progress: Callable[[str], None]) -> ScriptedModel:
         del progress
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        ending_id = max(loaded.eos_token_ids)
+        configuration = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        eos = configuration["eos_token"]
+        ending_id = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos)
         vocabulary = Vocabulary(tokenizer, ending_id)
         return ScriptedModel(folder, vocabulary, loaded.eos_token_ids, loaded.max_model_len)
 
