@@ -126,7 +126,7 @@ def _parsed(prefix: str, name: str, value: Any) -> Any:
 class Constraint:
     """A parameter that constrains the output, not yet compiled."""
 
-    def __init__(self, param: str, kind: str, value: Any, is_strict: bool = True) -> None:
+    def __init__(self, param: str, kind: str, value: Any, is_strict: bool = False) -> None:
         self.param = param
         self.request: Mapping[str, Any] = {"kind": kind, "value": value, "is_strict": is_strict}
 

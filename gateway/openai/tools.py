@@ -46,6 +46,18 @@ class NamedTool(StrictModel):
     function: FunctionName
 
 
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(StrictModel):
+    """Some of the tools, of which the model decides or must call one."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def _arguments(value: Any) -> Any:
     """Some clients send null, or the object itself."""
     return json.dumps(value) if isinstance(value, dict) else value or ""
@@ -76,7 +88,7 @@ class WithTools(Constrained):
     """Parameters of a chat that concern tools."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -84,8 +96,9 @@ class WithTools(Constrained):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise refusal("has two functions of one name", "tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise refusal("names no function of tools", "tool_choice.function.name")
+        for path, tool in self._chosen():
+            if tool.function.name not in names:
+                raise refusal("names no function of tools", f"tool_choice.{path}function.name")
         if self.tool_choice == "required" and not names:
             raise refusal("needs tools", "tool_choice")
         if self.offered and self.constraint() is not None:
@@ -95,8 +108,14 @@ class WithTools(Constrained):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools that the model may call: the only ones that it is shown."""
+        if self.tool_choice == "none":
+            return []
+        allowed = self.tools or []
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            names = {tool.function.name for _, tool in self._chosen()}
+            allowed = [tool for tool in allowed if tool.function.name in names]
+        return allowed
 
     @property
     def string_parameters(self) -> dict[str, tuple[str, ...]]:
@@ -108,16 +127,28 @@ class WithTools(Constrained):
     @property
     def forces_calls(self) -> bool:
         """Whether the output must be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        if isinstance(choice := self.tool_choice, AllowedToolChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    def _chosen(self) -> list[tuple[str, NamedTool]]:
+        """The functions that `tool_choice` names, and where."""
+        match self.tool_choice:
+            case NamedTool() as tool:
+                return [("", tool)]
+            case AllowedToolChoice(allowed_tools=allowed):
+                return [(f"allowed_tools.tools.{i}.", tool) for i, tool in enumerate(allowed.tools)]
+        return []
 
     def tool_constraint(self, format_: ToolFormat) -> Constraint | None:
         """The grammar of the calls, if the output must be a call or a function is strict."""
         choice = self.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
+        offered = {tool.function.name for tool in self.offered}
         functions = [
             (number, each.name, each.parameters or {"type": "object"}, bool(each.strict))
-            for number, each in enumerate(tool.function for tool in self.offered)
-            if named in (None, each.name)
+            for number, each in enumerate(tool.function for tool in self.tools or ())
+            if each.name in offered and named in (None, each.name)
         ]
         if not (self.forces_calls or any(is_strict for *_, is_strict in functions)):
             return None

@@ -28,6 +28,7 @@ PARAMETERS = {
 }
 TOOL: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
 NAMED: Any = {"type": "function", "name": "add"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}
 BODY: dict[str, Any] = {"model": MODEL, "input": "Hi"}
 
 
@@ -129,7 +130,8 @@ async def test_a_tool_round_trip(client: AsyncOpenAI, worker: FakeWorker) -> Non
 
 async def test_calls_can_be_forced(http: httpx.AsyncClient, idle_worker: FakeWorker) -> None:
     """By `tool_choice` and by strict functions, with the grammar of a chat's tools."""
-    for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}):
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
+    for fields in ({"tool_choice": choice} for choice in ("required", NAMED, allowed)):
         body = {**BODY, "background": True, "tools": [TOOL], **fields}
         answer = await http.post("/v1/responses", json=body)
         assert answer.status_code == 200, answer.text
@@ -269,6 +271,7 @@ async def test_the_call_of_a_caller_that_leaves_is_not_kept_either(
         ({"text": {"verbosity": "low"}}, "unsupported_parameter", "text.verbosity"),
         ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools.0.type"),
         ({"tool_choice": {"type": "mcp"}}, "unsupported_parameter", "tool_choice.type"),
+        ({"tool_choice": ALLOWED}, "invalid_value", "tool_choice.tools.0.name"),
         ({"background": True, "store": False}, "invalid_value", "store"),
         ({"input": []}, "invalid_value", "input"),
         ({"input": [{"type": "computer_call"}]}, "unsupported_parameter", "input.0.type"),

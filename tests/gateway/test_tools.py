@@ -28,6 +28,7 @@ STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": Tr
 NAMED = {"type": "function", "function": {"name": "add"}}
 ONE = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
 OTHER = '<call>{"name": "now", "arguments": {}}</call>'
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -45,6 +46,7 @@ async def submitted(http: httpx.AsyncClient, worker: FakeWorker, **fields: Any) 
         ({"tool_choice": "required"}, [ONE, OTHER, ONE + OTHER], ["Hi", ONE + "x", ONE[:-1]]),
         ({"tool_choice": "required", "parallel_tool_calls": False}, [ONE, OTHER], [ONE + ONE]),
         ({"tool_choice": NAMED}, [ONE], [OTHER, ONE + ONE]),
+        ({"tool_choice": ALLOWED}, [ONE, ONE + ONE], [OTHER, "Hi"]),
         ({"tools": STRICT}, [ONE, "Hi", "Hi <b>\n" + ONE], ['<call>{"name": "no', ONE + "x"]),
     ],
 )
@@ -74,6 +76,19 @@ async def test_a_free_choice_is_not_constrained(
     assert job.params.grammar == ""
     assert job.tools == {"add": (), "now": ()}
     assert output_text(job.prompt_ids).startswith('tool: {"type": "function", "function": {"name"')
+
+
+async def test_the_model_is_shown_the_allowed_tools_alone(
+    http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """Of which it decides. A full definition in place of a name is one, too."""
+    allowed = {"mode": "auto", "tools": [TOOLS[1]]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    job = await submitted(http, idle_worker, tools=TOOLS, tool_choice=choice)
+
+    assert job.params.grammar == ""
+    assert job.tools == {"now": ()}
+    assert '"add"' not in output_text(job.prompt_ids)
 
 
 async def test_a_caller_that_wants_no_calls_gets_none(

@@ -93,7 +93,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
                 "json_schema": {
                     "name": "a",
                     "strict": True,
-                    "schema": {"items": {"type": "array", "uniqueItems": True}},
+                    "schema": {"items": {"type": "array", "contains": {"const": 1}}},
                 },
             }
         },
@@ -109,6 +109,10 @@ _BAD_TOOL = {
     "function": {"name": "add", "strict": True, "parameters": {"type": "object", "if": {}}},
 }
 _CHOICE = {"type": "function", "function": {"name": "other"}}
+_ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [_TOOL, _CHOICE]},
+}
 _CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 _CALL_OF_LIST = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "[]"}}
 OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
@@ -175,6 +179,11 @@ OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [_TOOL], "response_format": {"type": "json_object"}}, "response_format", VALUE),
     ({"tools": [_TOOL], "tool_choice": "any"}, "tool_choice", VALUE),
     ({"tools": [_TOOL], "tool_choice": _CHOICE}, "tool_choice.function.name", VALUE),
+    (
+        {"tools": [_TOOL], "tool_choice": _ALLOWED},
+        "tool_choice.allowed_tools.tools.1.function.name",
+        VALUE,
+    ),
     ({"tool_choice": "required"}, "tool_choice", VALUE),
     ({"tools": [_BAD_TOOL], "tool_choice": "required"}, "tools.0.function.parameters", VALUE),
     ({"tools": [_TOOL], "tool_choice": "required", "min_tokens": 2}, "min_tokens", VALUE),

@@ -99,17 +99,20 @@ def _is_used_up(pattern: str, names: list[str], checks: Checks) -> bool:
 
 
 def _counted(schema: Schema, checks: Checks, path: Path) -> Schema:
-    """llguidance counts properties where all that have names are required, or where one decides."""
+    """llguidance counts properties where all that have names are required, or where one decides.
+    The same name may come again, so that of the others it can promise one only."""
     least, most = schema.get("minProperties", 0), schema.get("maxProperties")
-    names = (schema.get("properties") or {}).keys() - set(schema.get("required") or ())
+    required = set(schema.get("required") or ())
     decides_one = (
         least <= 1
         and most in (None, 1)
         and schema.get("additionalProperties") is False
         and not schema.get("patternProperties")
     )
-    if not names or decides_one or (not least and most is None):
+    if (schema.get("properties") or {}).keys() <= required or decides_one:
+        if least > len(required) + 1:
+            checks.drop("minProperties", path, "a name may come twice")
         return schema
-    keyword = "minProperties" if least else "maxProperties"
-    checks.drop(keyword, path, "the object has optional properties")
+    for keyword in schema.keys() & {"minProperties", "maxProperties"}:
+        checks.drop(keyword, path, "the object has optional properties")
     return without(schema, "minProperties", "maxProperties")

@@ -101,12 +101,10 @@ class _Preparation:
         place = (*path, keyword)
         if keyword in _LISTS:
             parts = [self._schema(each, (*place, str(i))) for i, each in enumerate(value)]
-            if keyword != "oneOf":
-                kept[keyword] = parts
-            elif "anyOf" in kept:
-                kept["allOf"] = [*kept.get("allOf", []), {"anyOf": parts}]
-            else:
-                kept["anyOf"] = parts
+            name = "anyOf" if keyword == "oneOf" else keyword
+            if name == "anyOf" and name in kept:  # both stood there
+                name, parts = "allOf", [{name: parts}]
+            kept[name] = [*kept.get(name, []), *parts]
         elif keyword in _MAPS:
             kept[keyword] = {n: self._schema(each, (*place, n)) for n, each in value.items()}
         elif keyword in _SINGLE:

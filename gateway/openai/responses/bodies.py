@@ -52,7 +52,7 @@ def _functions(value: Any) -> Any:
 
 def _choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
         raise unsupported(_HOSTED, "type")
     return value
 
@@ -66,6 +66,18 @@ class FunctionTool(Function):
 class NamedFunction(StrictModel):
     type: Literal["function"]
     name: ToolName
+
+
+class AllowedFunctions(StrictModel):
+    """Some of the functions, of which the model decides or must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[NamedFunction],
+        Field(min_length=1, max_length=MAX_TOOLS),
+        BeforeValidator(_functions),
+    ]
 
 
 class TextFormat(StrictModel):
@@ -160,7 +172,8 @@ class ResponseBody(CallFields):
         | None
     ) = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | None, BeforeValidator(_choice)
+        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
+        BeforeValidator(_choice),
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -209,9 +222,17 @@ class ResponseBody(CallFields):
         return [{"type": "function", "function": function} for function in fields]
 
     def _chat_choice(self) -> str | dict[str, Any] | None:
-        if isinstance(self.tool_choice, NamedFunction):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        match self.tool_choice:
+            case NamedFunction() as tool:
+                return _named(tool)
+            case AllowedFunctions(mode=mode, tools=tools):
+                allowed = {"mode": mode, "tools": [_named(tool) for tool in tools]}
+                return {"type": "allowed_tools", "allowed_tools": allowed}
         return self.tool_choice
+
+
+def _named(tool: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 class InputTokensBody(ResponseBody):
@@ -244,7 +265,7 @@ def renamed(error: ApiError) -> ApiError:
             error.param = name + given.removeprefix(of_chat)
             break
     if given.startswith(("tools.", "tool_choice.")):
-        error.param = given.replace(".function", "", 1)
+        error.param = given.replace(".function", "", 1).replace(".allowed_tools", "", 1)
     if given.startswith("messages"):
         # Positions among messages are not those of the items.
         error.param = "input"
