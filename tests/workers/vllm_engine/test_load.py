@@ -1,0 +1,86 @@
+"""What a model's files say holds on vLLM as on batchway's own engine; a model that cannot compute
+there is refused at load."""
+
+from pathlib import Path
+
+import pytest
+
+from contract.model_cards import GenerationDefaults
+from tests.tiny_models import EOS_ID, edit_json, save_tiny_model
+from tests.workers.model.driver import make_sequence, run_to_end
+from tests.workers.vllm_engine.driven import Engine, job
+from workers.ipc.messages import EngineOptions, LoadFailed, Ready
+from workers.model.loader import load_model
+
+pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
+
+PROMPT = tuple(range(5, 105))
+
+
+def options_of_auto(folder: Path) -> EngineOptions:
+    """Type and length are left to the model; not compiled, which takes minutes."""
+    return EngineOptions(
+        model_path=str(folder), max_num_seqs=4, engine_args={"enforce_eager": "true"}
+    )
+
+
+async def test_settings_end_tokens_type_and_length_are_those_of_our_own_engine(
+    tmp_path: Path,
+) -> None:
+    """With yarn beyond the configured positions, and everything left to `auto`. min_tokens bans
+    each end token."""
+    folder = save_tiny_model(
+        "qwen2",
+        tmp_path,
+        hidden_size=128,  # heads of 32, the least on a CPU
+        max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        },
+    )
+    settings = {"temperature": 0.6, "top_k": 20, "suppress_tokens": [9]}
+    edit_json(folder / "generation_config.json", **settings, eos_token_id=[EOS_ID, 20])
+    edit_json(folder / "tokenizer_config.json", eos_token="#")
+    options = EngineOptions(model_path=str(folder), max_num_seqs=4, device="cpu")
+    own = load_model(options, lambda text: None)
+    [expected] = run_to_end(own.model, [make_sequence(PROMPT, max_tokens=24)], 1000)
+    engine = Engine()
+    await engine.start(options_of_auto(folder))
+    await engine.until_ready()
+    [ready] = [m for m in engine.received if isinstance(m, Ready)]
+
+    ends = tuple(set(own.eos_token_ids))
+    bias = dict.fromkeys(ends, 50.0)
+    found = await engine.run(
+        job("greedy", prompt=PROMPT, temperature=0.0),
+        job("ends", prompt=PROMPT, temperature=0.0, ignore_eos=False, logit_bias=bias),
+        job("later", ignore_eos=False, min_tokens=9, max_tokens=12, logit_bias=bias),
+    )
+    await engine.client.stop()
+
+    assert ready.context_length == own.context_length == 256
+    assert ready.eos_token_ids == own.eos_token_ids == (EOS_ID, 6, 20)
+    assert ready.generation == own.generation
+    assert own.generation == GenerationDefaults(temperature=0.6, top_k=20, suppress_tokens=(9,))
+    assert found["greedy", 0] == expected
+    assert len(found["ends", 0]) == 1
+    assert found["ends", 0][0] in ends
+    assert not set(found["later", 0][:9]) & set(ends)
+    assert found["later", 0][9] in ends
+
+
+async def test_a_model_whose_first_step_fails_is_refused(tmp_path: Path) -> None:
+    """Heads of 16, which vLLM's build for CPUs loads and cannot compute."""
+    folder = save_tiny_model("llama", tmp_path)
+    engine = Engine()
+    await engine.start(options_of_auto(folder))
+
+    await engine.client.end()
+    await engine.client.stop()
+
+    [refusal] = [m for m in engine.received if isinstance(m, LoadFailed)]
+    assert "its first step fails" in refusal.message
+    assert not any(isinstance(m, Ready) for m in engine.received)
