@@ -259,7 +259,7 @@ class Engine:
                     self._start(job, report)
                     continue
                 except GrammarFailed as limit:  # among the first tokens that it forces
-                    failure, code = limit, ErrorCode.ENGINE_ERROR
+                    failure, code = limit, limit.code
             report.failed.append(JobError(job_id, job.epoch, code, str(failure)))
 
     def _start(self, job: _Job, report: StepReport | None = None) -> None:
@@ -291,7 +291,7 @@ class Engine:
         try:
             self._constraints.take(sequence, row, report)
         except GrammarFailed as failure:
-            self._fail(sequence, str(failure), report)
+            self._fail(sequence, str(failure), report, failure.code)
             return
         if row.prompt_logprobs is not None:
             report.prompt_logprobs.append((sequence, row.prompt_logprobs))
@@ -311,7 +311,7 @@ class Engine:
                     return
                 self._constraints.take(sequence, row, report)
             except GrammarFailed as failure:
-                self._fail(sequence, str(failure), report)
+                self._fail(sequence, str(failure), report, failure.code)
                 return
             num_new = sequence.num_known - num_before
             num_right = _num_equal(drafted_ids, sequence.token_ids[num_before:])
@@ -320,9 +320,14 @@ class Engine:
         if sequence.finish_reason is not None:
             self._finish(sequence, report, now_s)
 
-    def _fail(self, sequence: Sequence, message: str, report: StepReport) -> None:
+    def _fail(
+        self,
+        sequence: Sequence,
+        message: str,
+        report: StepReport,
+        code: ErrorCode = ErrorCode.ENGINE_ERROR,
+    ) -> None:
         """Fails the sequence's whole job."""
-        code = ErrorCode.ENGINE_ERROR
         report.failed.append(JobError(sequence.job_id, sequence.epoch, code, message))
         self._drop(sequence.job_id)
 

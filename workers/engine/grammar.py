@@ -14,13 +14,23 @@ from cachetools import LRUCache
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from contract.jobs import GRAMMAR_LIMITS
+from workers.engine.request import ErrorCode
 
 _NUM_KEPT = 64  # compiled grammars
+_MISMATCH = "doesn't satisfy the grammar"  # in an error of the library
 
 
 class GrammarFailed(Exception):
     """A grammar that cannot be compiled, an output that does not match it, or a limit that was
     reached. The message is one sentence without any content."""
+
+    code = ErrorCode.ENGINE_ERROR  # of a job whose output had begun
+
+
+class LimitReached(GrammarFailed):
+    """A grammar that is too complex to go on: a fault of its caller."""
+
+    code = ErrorCode.BAD_PARAMETER
 
 
 class Matcher:
@@ -42,7 +52,9 @@ class Matcher:
         """Takes a token that was sampled. Raises GrammarFailed for one that cannot follow."""
         # In its error state the library allows the end of the output, and takes it.
         if self.state.is_error() or not self.state.consume_token(token_id):
-            raise GrammarFailed("a token does not match the grammar, or a limit was reached")
+            if _MISMATCH in self.state.get_error():
+                raise GrammarFailed("a token does not match the grammar")
+            raise LimitReached("the grammar is too complex: the output reached one of its limits")
 
     def num_allowed(self, token_ids: Seq[int]) -> int:
         """How many of the tokens may follow, one after the other."""

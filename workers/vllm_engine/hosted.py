@@ -213,7 +213,7 @@ class HostedEngine:
                 try:
                     sequence.matcher.consume(token_id)
                 except GrammarFailed as exc:
-                    self._fail(sequence, str(exc), report)
+                    self._fail(sequence, str(exc), report, exc.code)
                     return
             sequence.token_ids.append(token_id)
             end = sequence.end_reason(self._max_model_len)
@@ -240,8 +240,13 @@ class HostedEngine:
         if completion.finish_reason is not None:  # vLLM ended it, and no token says why
             self._fail(sequence, f"vLLM ended the request: {completion.finish_reason}", report)
 
-    def _fail(self, sequence: Sequence, message: str, report: StepReport) -> None:
-        code = ErrorCode.ENGINE_ERROR
+    def _fail(
+        self,
+        sequence: Sequence,
+        message: str,
+        report: StepReport,
+        code: ErrorCode = ErrorCode.ENGINE_ERROR,
+    ) -> None:
         report.failed.append(JobError(sequence.job_id, sequence.epoch, code, message))
         self._drop(sequence.job_id)
 

@@ -85,12 +85,26 @@ def test_a_grammar_that_is_being_compiled_takes_no_step() -> None:
     assert not harness.output_ids["hard", 0]
 
 
-def test_a_limit_reached_by_forced_tokens_fails_the_job() -> None:
-    """Before its first step."""
+def test_a_grammar_that_reaches_a_limit_is_its_callers_fault() -> None:
+    """The gateway refuses those that it finds."""
+    many = " | ".join(f'"v{number}"' for number in range(3_000))
     harness = Harness(SIZES)
-    harness.add(job("hard", grammar=compile_grammar(*HARD["ten thousand alternatives"]), n=2))
+    harness.add(job("hard", grammar=f"start: {many}", n=2))
 
-    [failed] = harness.step().failed
+    failed = next(each for _ in range(9) for each in harness.step().failed)
 
-    assert (failed.job_id, failed.code) == ("hard", ErrorCode.ENGINE_ERROR)
+    assert (failed.job_id, failed.code) == ("hard", ErrorCode.BAD_PARAMETER)
+    assert "too complex" in failed.message
     assert not harness.engine.has_work
+
+
+def test_a_long_text_reaches_no_limit() -> None:
+    """Its length is counted, character by character."""
+    grammar = compile_grammar(Kind.JSON_SCHEMA, {"type": "string", "maxLength": 10_000})
+    matcher = Grammars(hash_tokenizer().tokenizer_json, VOCAB_SIZE, {EOS_ID}).matcher(grammar)
+
+    for byte in b'"' + b"long text " * 999 + b'"':
+        assert matcher.state.compute_bitmask()
+        matcher.consume(byte)
+
+    assert matcher.is_complete
