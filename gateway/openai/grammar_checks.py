@@ -94,7 +94,7 @@ class _Closing:
     def __call__(self, allowed: list[int]) -> int:
         for token in (_END, *_CLOSING):
             if token in allowed:
-                return token
+                return int(token)
         plain = [token for token in allowed if token not in _OPENING]
         return self._draw.choice(plain or allowed)
 

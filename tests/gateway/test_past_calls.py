@@ -129,7 +129,7 @@ def test_each_call_has_a_message_where_a_template_shows_one(
     """Its result follows it, in whatever order the caller sends results, and nothing is lost."""
     content = "I look." if says else ""
     calls = [call(each) for each in "abc"]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": content, "reasoning_content": "hm", "tool_calls": calls},
         *(result(each) for each in order[:num_results]),
@@ -148,7 +148,7 @@ def test_each_call_has_a_message_where_a_template_shows_one(
 
 def test_messages_with_a_call_each_stay_as_they_are() -> None:
     """Also without calls."""
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [call("a")]},
         result("a"),
         {"role": "assistant", "content": "y"},

@@ -66,7 +66,8 @@ def walkers() -> list[Walker]:
     tokenizer = _of_pieces()
     vocab_size = tokenizer.get_vocab_size()
     grammars = Grammars(tokenizer.to_str(), vocab_size, [vocab_size - 1])
-    ending_ids = [tokenizer.token_to_id(each) for each in _ENDING]
+    found = [tokenizer.token_to_id(each) for each in _ENDING]
+    ending_ids = [token_id for token_id in found if token_id is not None]
     return [
         Walker(hash_grammars(), output_text, EOS_ID, _ENDING.encode()),
         Walker(grammars, tokenizer.decode, vocab_size - 1, ending_ids),

@@ -27,6 +27,7 @@ def load_scripted_model(options: EngineOptions, progress: Callable[[str], None])
         configuration = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         eos = configuration["eos_token"]
         ending_id = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos)
+        assert ending_id is not None
         vocabulary = Vocabulary(tokenizer, ending_id)
         return ScriptedModel(folder, vocabulary, loaded.eos_token_ids, loaded.max_model_len)
 

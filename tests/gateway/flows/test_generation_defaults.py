@@ -1,5 +1,7 @@
 """The sampling settings of a flow's members, which differ."""
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -37,7 +39,8 @@ async def test_each_member_has_its_own_settings_unless_the_caller_gives_one(
 
     await until(are_known)
 
-    for asked in ({}, {"temperature": 0.4, "logit_bias": {"5": 1}}):
+    bodies: list[dict[str, Any]] = [{}, {"temperature": 0.4, "logit_bias": {"5": 1}}]
+    for asked in bodies:
         for worker in fleet.workers.values():
             worker.seen.clear()
         answer = await flows.post("/v1/chat/completions", json=chat(model, max_tokens=50, **asked))
