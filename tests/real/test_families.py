@@ -24,7 +24,7 @@ from tests.real.callers import (
     run_jobs,
 )
 from tests.real.cases import Case, cases_of
-from tests.real.families import FAMILIES, Family
+from tests.real.families import FAMILIES
 from tests.real.parts import needs_parts
 from tests.real.scripted import SAYS
 from tests.real.server import NUM_WORKERS, Server, running_server
@@ -62,18 +62,7 @@ class Answers:
         return found
 
 
-def marks_of(family: Family, title: str = "") -> list[pytest.MarkDecorator]:
-    """What has not been seen to be right may fail."""
-    is_forced = any(word in title for word in ("choice", "forced", "named", "required", "strict"))
-    if family.name.startswith("deepseek") or (family.name == "gpt-oss" and is_forced):
-        return [pytest.mark.xfail(strict=False, reason="not seen to be right so far")]
-    return []
-
-
-@pytest.fixture(
-    scope="session",
-    params=[pytest.param(name, marks=marks_of(family)) for name, family in BY_NAME.items()],
-)
+@pytest.fixture(scope="session", params=BY_NAME)
 def answers(
     request: pytest.FixtureRequest,
     real_redis: str,
@@ -88,12 +77,7 @@ def answers(
 def of_all_cases(test: Any) -> Any:
     """Parameters are names, by which pytest runs the tests of a family together."""
     params = [
-        pytest.param(
-            family.name,
-            case,
-            id=f"{family.name}: {case.title}",
-            marks=marks_of(family, case.title),
-        )
+        pytest.param(family.name, case, id=f"{family.name}: {case.title}")
         for family in FAMILIES
         for case in cases_of(family)
     ]

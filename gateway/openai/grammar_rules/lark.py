@@ -56,7 +56,8 @@ class Lark:
         return self.rule(known, body, options)
 
     def literal(self, text: str, types: Sequence[str] = ()) -> str:
-        """A literal of a format. `types`: what its `{type}` may be."""
+        """A literal of a format, up to a token that ends the output: where that may come, the
+        grammar ends. `types`: what its `{type}` may be."""
         any_type = f"({' | '.join(map(quoted, types))})"
         parts: list[str] = []
         for part in _PLACEHOLDERS.split(text):
@@ -66,11 +67,11 @@ class Lark:
                 case "{type}":
                     parts.append(any_type)
                 case _:
-                    parts += [
-                        f"<[{self._ids[piece]}]>" if piece in self._ids else quoted(piece)
-                        for piece in self._marks.split(part)
-                        if piece
-                    ]
+                    for piece in filter(None, self._marks.split(part)):
+                        token_id = self._ids.get(piece)
+                        if token_id in self.ends:
+                            return " ".join(parts)
+                        parts.append(quoted(piece) if token_id is None else f"<[{token_id}]>")
         return " ".join(parts)
 
     def split(self, literal: str) -> tuple[str, str, str]:
