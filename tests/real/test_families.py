@@ -131,7 +131,7 @@ def test_jobs_and_batches_give_the_same_answers(answers: Answers) -> None:
 
 def test_responses_have_the_items_of_chats(answers: Answers) -> None:
     """Whole and streamed, of all cases whose parameters a response has."""
-    known = {"tools", "tool_choice", "response_format", "reasoning_effort"}
+    known = {"tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"}
     cases = [case for case in answers.answered() if set(case.body) <= known]
     assert cases
     for case in cases:

@@ -9,7 +9,7 @@ from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.openai.responses.input_items import InputItem, ItemId
 from gateway.openai.schemas import MAX_TOP_LOGPROBS, ChatBody
 from gateway.openai.structured import Schema
-from gateway.openai.template_variables import Effort
+from gateway.openai.template_variables import Effort, Variables
 from gateway.openai.tools import MAX_TOOLS, Function, ToolName
 from gateway.openai.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
 
@@ -178,6 +178,8 @@ class ResponseBody(CallFields):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: Variables | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: Metadata | None = None
     documents: Annotated[list[str], Field(max_length=2048)] | None = None  # for flows
 
@@ -252,6 +254,8 @@ _SHARED = (
     "frequency_penalty",
     "parallel_tool_calls",
     "documents",
+    "chat_template_kwargs",
+    "thinking_token_budget",
 )
 
 
