@@ -150,7 +150,7 @@ def _of_schema(schema: Any, is_strict: bool) -> dict[str, Any]:
     except SchemaRefused as refusal:
         raise GrammarRefused(str(refusal), ".".join(refusal.path)) from None
     if found := fault(prepared.schema):
-        part = prepared.innermost(lambda part: fault(part) == found)
+        part, found = prepared.innermost(found, fault)
         raise GrammarRefused(found, ".".join(prepared.place_of(part)))
     return {**prepared.schema, KNOBS: json_options(is_strict)}
 

@@ -15,7 +15,9 @@ import numpy as np
 from jsonschema.validators import validator_for  # type: ignore[import-untyped]
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from gateway.openai.grammars import GrammarRefused, Kind, compile_grammar
 from tests.fakes import EOS_ID, hash_grammars, output_text
+from tests.grammars.corpus import Case
 from workers.engine.grammar import Grammars
 
 MAX_TOKENS = 1_000
@@ -116,3 +118,42 @@ def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     if isinstance(schema.get("uniqueItems"), bool):
         del schema["uniqueItems"]
     return {"anyOf": [schema, {"type": "null"}]} if schema.get("nullable") is True else schema
+
+
+def outcome(case: Case, is_strict: bool, walker: Walker, num_walks: int = 2) -> str:
+    """What becomes of a schema: `refused`, for a reason, or `ended` after valid outputs. Some are
+    `long`, and of one that is not strict an output may be `other` than the schema says. Raises
+    AssertionError or GrammarFailed."""
+    schema = case.schema
+    if case.draft and isinstance(schema, dict):
+        schema = {"$schema": case.draft, **schema}
+    grammar, refusal = "", None
+    try:
+        grammar = compile_grammar(Kind.JSON_SCHEMA, schema, is_strict)
+    except GrammarRefused as exc:
+        refusal = exc
+    if refusal is not None:
+        assert str(refusal), "it has a reason"
+        assert not refusal.path or _leads_somewhere(schema, refusal.path)
+        return "refused"
+    found = "ended"
+    for number in range(num_walks):
+        output = walker.draw(grammar, random.Random(f"{case.name} {number}"))
+        if output is None:
+            found = "long"
+        elif not is_valid(output, schema):
+            assert not is_strict, f"{case.name}: {output}"
+            found = "other"
+    return found
+
+
+def _leads_somewhere(schema: Any, path: str) -> bool:
+    """Names may contain dots."""
+    if not path or not isinstance(schema, dict | list):
+        return not path
+    keys = range(len(schema)) if isinstance(schema, list) else schema
+    return any(
+        _leads_somewhere(schema[key], path[len(str(key)) + 1 :])
+        for key in keys
+        if f"{path}.".startswith(f"{key}.")
+    )

@@ -5,7 +5,7 @@ import json
 import math
 from typing import Any
 
-from gateway.openai.json_schemas.prepared import Prepared, parts_of
+from gateway.openai.json_schemas.prepared import Prepared, name_of, parts_of
 from gateway.openai.json_schemas.refusals import Schema, SchemaRefused
 
 MAX_CHARS = 1_000_000  # more than a context holds
@@ -53,7 +53,7 @@ class _Lengths:
             return 1
         parts = [self._own(schema), *map(self.of, schema.get("allOf", ()))]
         if "$ref" in schema:
-            parts.append(self._known[_name(schema)])
+            parts.append(self._known[name_of(schema)])
         if schema.get("anyOf"):
             parts.append(min(map(self.of, schema["anyOf"])))
         return max(parts)
@@ -64,7 +64,7 @@ class _Lengths:
         while not any(schema is each for each in seen):
             seen.append(schema)
             parts = [each for _, _, each in parts_of(schema, needed=True)]
-            parts += [self._definitions[_name(schema)]] if "$ref" in schema else []
+            parts += [self._definitions[name_of(schema)]] if "$ref" in schema else []
             schema = next((each for each in parts if self.of(each) > MAX_CHARS), schema)
         return seen[-1]
 
@@ -107,8 +107,3 @@ class _Lengths:
         if name in (properties := schema.get("properties", {})):
             return self.of(properties[name])
         return 1 if schema.get("patternProperties") else self.of(schema.get("additionalProperties"))
-
-
-def _name(schema: Schema) -> str:
-    """Of the definition to which a schema refers."""
-    return str(schema["$ref"]).rpartition("/")[2]

@@ -1,12 +1,13 @@
 """A schema as llguidance gets it, and how its parts are found."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gateway.openai.json_schemas.refusals import Path, Schema
+from gateway.openai.json_schemas.refusals import FaultOf, Path, Schema
 
 _SEARCH_S = 0.3  # of processor time, for the place of a fault
+_EMPTY = "Unsatisfiable"  # how llguidance begins to say that a schema has no value
 
 
 class Prepared:
@@ -20,17 +21,23 @@ class Prepared:
         """The path to a part, in the schema that the caller sent."""
         return self._places.get(id(part), ())
 
-    def innermost(self, is_faulty: Callable[[Schema], bool]) -> Schema:
-        """The innermost part that is faulty by itself, as far as there is time."""
-        definitions = {"$defs": self.schema.get("$defs", {})}
-        inner: Schema | None = self.schema
-        found = self.schema
+    def innermost(self, fault: str, fault_of: FaultOf) -> tuple[Schema, str]:
+        """The innermost part that has a fault by itself, as far as there is time, and the fault.
+        What has no value is so for a reason within, which sounds different."""
+        definitions = self.schema.get("$defs", {})
+        part, is_empty = self.schema, fault.startswith(_EMPTY)
         until = time.process_time() + _SEARCH_S
-        while inner is not None and time.process_time() < until:
-            found = inner
-            parts = [part for _, _, part in parts_of(found) if isinstance(part, dict)]
-            inner = next((part for part in parts if is_faulty(part | definitions)), None)
-        return found
+        while time.process_time() < until:
+            inner = [each for _, _, each in parts_of(part, needed=is_empty)]
+            inner += [definitions[name_of(part)]] if "$ref" in part else []
+            for each in filter(lambda each: isinstance(each, dict) and each is not part, inner):
+                found = fault_of(each | {"$defs": definitions})
+                if found == fault or (is_empty and found.startswith(_EMPTY)):
+                    part, fault = each, found
+                    break
+            else:
+                break
+        return part, fault
 
 
 def parts_of(schema: Schema, needed: bool = False) -> Iterator[tuple[Any, Any, Any]]:
@@ -46,3 +53,8 @@ def parts_of(schema: Schema, needed: bool = False) -> Iterator[tuple[Any, Any, A
     for keyword in ("items", "additionalProperties"):
         if keyword in schema:
             yield schema, keyword, schema[keyword]
+
+
+def name_of(schema: Schema) -> str:
+    """Of the definition to which a schema refers."""
+    return str(schema["$ref"]).rpartition("/")[2]
