@@ -20,10 +20,10 @@ _END: int = _BYTES.eos_token
 _MAX_MESSAGE_CHARS = 300
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
-_NUM_STEPS = 200  # of a walk, apart from forced text
+_NUM_STEPS = 150  # of a walk, apart from forced text
 _TEXT = 64  # more bytes than this may follow within free text alone
 _QUOTE = ord('"')
-_CLOSING, _OPENING = b'"}]', b"{["
+_CLOSING, _OPENING = tuple(b'"}]'), tuple(b"{[")
 # What an error of the library says, and what that means.
 _REASONS = {
     "row has": "too many alternatives at one place, as of optional properties or anyOf",
@@ -33,7 +33,7 @@ _REASONS = {
 }
 _NO_WAY = "an output can come to a place where nothing may follow"
 
-Choose = Callable[[list[int]], int]  # a token, of those that may follow
+Choose = Callable[[int], int]  # a token, of those that may follow: a bit for each
 
 
 def fault_of(grammar: str) -> str:
@@ -70,8 +70,8 @@ def _fault(matcher: LLMatcher, choose: Choose) -> str:
     for _ in range(_NUM_STEPS):
         if forced := matcher.compute_ff_bytes():
             matcher.consume_tokens(list(forced))
-        allowed = [] if matcher.is_stopped() else _allowed(matcher)
-        token = choose(allowed) if allowed else _END
+        mask = 0 if matcher.is_stopped() else int.from_bytes(matcher.compute_bitmask(), "little")
+        token = choose(mask) if mask else _END
         if token == _END or not matcher.consume_token(token):
             break
     if not matcher.is_error():
@@ -80,8 +80,7 @@ def _fault(matcher: LLMatcher, choose: Choose) -> str:
     return next((reason for part, reason in _REASONS.items() if part in error), _NO_WAY)
 
 
-def _allowed(matcher: LLMatcher) -> list[int]:
-    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+def _tokens(mask: int) -> list[int]:
     return [token for token in (*range(256), _END) if mask >> token & 1]
 
 
@@ -91,10 +90,11 @@ class _Closing:
     def __init__(self) -> None:
         self._draw = random.Random(0)
 
-    def __call__(self, allowed: list[int]) -> int:
+    def __call__(self, mask: int) -> int:
         for token in (_END, *_CLOSING):
-            if token in allowed:
-                return int(token)
+            if mask >> token & 1:
+                return token
+        allowed = _tokens(mask)
         plain = [token for token in allowed if token not in _OPENING]
         return self._draw.choice(plain or allowed)
 
@@ -105,9 +105,9 @@ class _Varied:
     def __init__(self) -> None:
         self._num_taken: Counter[int] = Counter()
 
-    def __call__(self, allowed: list[int]) -> int:
-        if len(allowed) > _TEXT and _QUOTE in allowed:
+    def __call__(self, mask: int) -> int:
+        if mask >> _QUOTE & 1 and mask.bit_count() > _TEXT:
             return _QUOTE
-        token = min(allowed, key=self._num_taken.__getitem__)
+        token = min(_tokens(mask), key=self._num_taken.__getitem__)
         self._num_taken[token] += 1
         return token
