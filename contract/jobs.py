@@ -184,6 +184,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # The functions that a chat may call, each with the names of its parameters that are strings:
     # the log has the calls apart from the text.
     tools: dict[str, tuple[str, ...]] = {}
+    num_cut_tokens: int | None = None  # of its prompts; None: nothing was to be cut
     pooling: Pooling | None = None  # of a prefill-only job; then `params` has only defaults
     flow: FlowCall | None = None  # of a flow's job, which calls other models
     parent: str = ""  # the id of the flow's job that called the model
@@ -229,6 +230,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return sum(map(len, self.prompts)) or (
             self.stored_prompt.num_tokens if self.stored_prompt else 0
         )
+
+
+def cut_tokens(job: Job) -> dict[str, int]:
+    """What `usage` says of tokens that were cut off its prompts; {} if nothing was to be cut."""
+    return {} if job.num_cut_tokens is None else {"truncated_tokens": job.num_cut_tokens}
 
 
 def new_job_id(partition: int = 0) -> str:

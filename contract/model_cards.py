@@ -85,6 +85,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[str, msgspec.Meta(max_length=64)] = ""  # "": does not reason
     tool_call_parser: Annotated[str, msgspec.Meta(max_length=64)] = ""  # "": calls no tools
     pooling: PoolingCard | None = None  # of a prefill-only model
+    truncates: bool = False  # cuts prompts that are too long, unless a call says otherwise
     flow: Flow | None = None  # of a model that consists of others
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 
 from contract.events import ChoiceDelta, End, LogEntry, TokenLogprob, Tokens, ToolCallDelta
 from contract.function_types import JobView
-from contract.jobs import FinishReason, Job, JobStatus
+from contract.jobs import FinishReason, Job, JobStatus, cut_tokens
 from contract.response_records import Item, ResponseRecord, item_id, response_id
 
 Event = dict[str, Any]
@@ -152,6 +152,7 @@ class ResponseEvents:
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": num_input + num_output,
+            **cut_tokens(self._job),
         }
 
     def _of_delta(self, delta: ChoiceDelta) -> list[Event]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from contract.events import LogEntry, Tokens
-from contract.jobs import Endpoint, Job
+from contract.jobs import Endpoint, Job, cut_tokens
 
 _ID_PREFIXES = {
     Endpoint.EMBEDDINGS: "embd-",
@@ -45,7 +45,11 @@ class VectorAnswer:
         assert all(self._vectors), "a job succeeds with all its vectors"
         answer: dict[str, Any] = {"id": _ID_PREFIXES[job.endpoint] + job.id.removeprefix("job-")}
         num_tokens = num_prompt_tokens + num_output_tokens
-        usage = {"prompt_tokens": num_prompt_tokens, "total_tokens": num_tokens}
+        usage = {
+            "prompt_tokens": num_prompt_tokens,
+            "total_tokens": num_tokens,
+            **cut_tokens(job),
+        }
         if job.endpoint is Endpoint.RERANK:
             return {**answer, "model": job.named_model, "usage": usage, "results": self._ranking()}
         answer |= {"object": "list", "created": job.created_s, "model": job.named_model}

@@ -236,6 +236,7 @@ def _worker(options: argparse.Namespace) -> int:
         candidate_path=options.candidate,
         candidate_share=candidate_share(options),
         metrics_port=options.metrics_port,
+        auto_truncate=options.auto_truncate,
     )
     if options.engine == "vllm":
         settings = replace(

@@ -192,6 +192,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_engine_options(group)
     add_generation_options(group)
     _add_limit_options(group)
+    group.add_argument(
+        "--auto-truncate",
+        action="store_true",
+        help="cut prompts that are too long, unless a call says otherwise (default: refuse them)",
+    )
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
 
 
@@ -379,6 +384,7 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     pairs.append(("served_model_name", served_name(options)))
     given = [f"--{name.replace('_', '-')}={value}" for name, value in pairs if value is not None]
     given += ["--torch-only"] * options.torch_only
+    given += ["--auto-truncate"] * options.auto_truncate
     given += generation_arguments(options)
     given += [f"--engine={options.engine}"]
     given += [f"--engine-arg={name}={value}" for name, value in options.engine_arg]

@@ -37,6 +37,7 @@ class WorkerSettings:
     candidate_path: Path | None = None  # this worker runs it in an A/B with the file above
     candidate_share: float = 0.5  # of the jobs, for the workers of the candidate
     metrics_port: int | None = None  # serves metrics on loopback; None: not served
+    auto_truncate: bool = False  # gateways cut prompts that are too long for the model
 
     def engine_options(self) -> EngineOptions:
         """The engine's options with its file as it is now. Raises ConfigurationError."""

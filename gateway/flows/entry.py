@@ -87,7 +87,8 @@ async def prepare_any(
     elif expected.output:  # the caller expects that of each call
         expected = reservation.estimate(card.name, expected)
     params = replace(job.params, grammar="", expected_tokens=-(-expected.output // job.num_choices))
-    job = replace(job, flow=call, params=params)
+    # Its calls tell what was cut off their prompts.
+    job = replace(job, flow=call, params=params, num_cut_tokens=None)
     return job, replace(
         submission,
         max_output_tokens=all_calls.output,
@@ -141,7 +142,8 @@ def _counts_tokens(when: Condition) -> bool:
 async def _count_tokens(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> int:
     """Of all prompts; of calls for vectors without the model's instructions."""
     if isinstance(body, ChatBody | CompletionBody):
-        return sum(map(len, await prompts_of(tokenizer, card, body)))
+        prompts, _ = await prompts_of(tokenizer, card, body)
+        return sum(map(len, prompts))
     given = _inputs(body)
     return await tokenised(
         lambda: sum(

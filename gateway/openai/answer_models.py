@@ -1,7 +1,7 @@
 """Response models, for the OpenAPI document. `answers` and `vector_answers` build dicts instead,
 because validating long lists of numbers would take longer than building them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -21,10 +21,17 @@ class OutputDetails(BaseModel):
     reasoning_tokens: int
 
 
+CutTokens = Annotated[
+    int | None,
+    Field(exclude_if=lambda number: number is None, description="cut off the prompts, if asked"),
+]
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    truncated_tokens: CutTokens = None
 
 
 class ChatUsage(Usage):
@@ -124,6 +131,7 @@ class TextCompletion(BaseModel):
 class PromptUsage(BaseModel):
     prompt_tokens: int
     total_tokens: int
+    truncated_tokens: CutTokens = None
 
 
 class Embedding(BaseModel):

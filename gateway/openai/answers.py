@@ -20,7 +20,7 @@ from contract.events import (
     Tokens,
     ToolCallDelta,
 )
-from contract.jobs import Endpoint, FinishReason, Job
+from contract.jobs import Endpoint, FinishReason, Job, cut_tokens
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.openai.prompts import PromptPart
 from gateway.openai.text_stream import TextStream
@@ -38,6 +38,7 @@ def usage(
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
+        **cut_tokens(job),
     }
     if num_reasoning is not None and job.endpoint is Endpoint.CHAT:
         shown["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

@@ -23,7 +23,8 @@ from gateway.openai.sampling import echoes, num_prompt_logprobs, sampling_params
 from gateway.openai.schemas import MAX_CHOICES, ChatBody, GenerationBody
 from gateway.openai.structured import Constraint, GrammarCompiler
 from gateway.openai.template_variables import template_variables
-from gateway.openai.tokens import ModelTokenizer
+from gateway.openai.tokens import ModelTokenizer, NoRoom
+from gateway.openai.truncation import no_room
 from gateway.settings import GatewaySettings
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -36,7 +37,7 @@ async def prepare_generation(
     card = admission.card
     _check_capabilities(card, body)
     tokenizer = await admission.broker.known.tokenizer(card)
-    prompts = await prompts_of(tokenizer, card, body)
+    prompts, num_cut = await prompts_of(tokenizer, card, body)
     caps = _output_caps(admission.settings, card, body, prompts)
     params = sampling_params(card, body, caps, admission.terms.job_id)
     if (constraint := _constraint(tokenizer, card, body, prompts, max(caps))) is not None:
@@ -49,6 +50,7 @@ async def prepare_generation(
         echo=echoes(body),
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
+        num_cut_tokens=num_cut,
         tools=body.string_parameters if isinstance(body, ChatBody) else {},
     )
     return job, await admission.submission(max_output_tokens=params.n * sum(caps))
@@ -113,25 +115,47 @@ def _tool_constraint(
     return None
 
 
-async def prompts_of(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> Prompts:
-    """The token ids of each prompt. A chat is one prompt."""
+async def prompts_of(
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
+) -> tuple[Prompts, int | None]:
+    """The token ids of each prompt, and how many were cut off, if that was asked for. A chat is one
+    prompt."""
     given: Sequence[str | tuple[int, ...]]
     if isinstance(body, ChatBody):
         given, encode = [await _rendered(tokenizer, card, body)], tokenizer.encode_chat
     else:
         given, encode = body.prompt, tokenizer.encode_text
+    cut = body.cut(card, room=_room_of_prompts(card, body), cuts_left=True)
 
-    def encoded() -> Prompts:
-        return tuple(tuple(encode(each)) if isinstance(each, str) else each for each in given)
+    def encoded(each: str | tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        whole = encode(each) if isinstance(each, str) else each
+        if cut is None or len(whole) <= cut.max_tokens:
+            return tuple(whole), 0
+        if isinstance(each, str) and not isinstance(body, ChatBody):
+            ids = tokenizer.cut_text(each, cut)
+        else:
+            ids = tokenizer.cut_ids(whole, cut)
+        return tuple(ids), len(whole) - len(ids)
 
     num_chars = sum(len(each) for each in given if isinstance(each, str))
-    prompts = await tokenised(encoded, num_chars)
-    for number, prompt_ids in enumerate(prompts):
+    try:
+        found = await tokenised(lambda: [encoded(each) for each in given], num_chars)
+    except NoRoom:
+        raise no_room("prompt") from None
+    for number, (prompt_ids, _) in enumerate(found):
         param = _name_of(body, number)
         if not prompt_ids:
             raise invalid_value(param, f"{param} has no tokens")
         check_ids(param, prompt_ids, card)
-    return prompts
+    num_cut = None if cut is None else sum(num for _, num in found)
+    return tuple(ids for ids, _ in found), num_cut
+
+
+def _room_of_prompts(card: ModelCard, body: GenerationBody) -> int:
+    """The tokens of a prompt beside the output that the call asks for, if that leaves any."""
+    _, given = _given_max_tokens(body)
+    output = given if given and given < card.context_length else COMPLETION_TOKENS
+    return max(1, card.context_length - output)
 
 
 async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) -> str:

@@ -23,6 +23,7 @@ from gateway.openai.past_calls import fitting_id
 from gateway.openai.structured import Constrained
 from gateway.openai.template_variables import Effort, Variables
 from gateway.openai.tools import MAX_TOOLS, CallId, ToolCall, WithTools
+from gateway.openai.truncation import Truncated
 from gateway.openai.unsupported import (
     OF_MESSAGES,
     PARTS,
@@ -215,7 +216,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None  # accepted; chunks are never padded
 
 
-class _SamplingBody(CallFields, Constrained):
+class _SamplingBody(Truncated, CallFields, Constrained):
     """Parameters of both endpoints."""
 
     model_config = ConfigDict(extra="forbid")

@@ -14,6 +14,18 @@ from gateway.openai.text_stream import TextStream
 _END_TOKENS = 64  # of a prompt, which may begin the reasoning
 
 
+class Cut(msgspec.Struct, frozen=True):
+    """The most tokens of a prompt, with its special ones, and whether of a longer one the end is
+    kept."""
+
+    max_tokens: int
+    keeps_end: bool
+
+
+class NoRoom(Exception):
+    """Nothing of a text is left beside special tokens and the text that is kept."""
+
+
 class ModelTokenizer:
     """One model's tokenizer. All but `template` may be used from several threads.
 
@@ -43,6 +55,7 @@ class ModelTokenizer:
         self.files = msgspec.structs.replace(
             files, tokenizer_json="", chat_template=None, tool_template=None
         )
+        self._bos_id = self._tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
 
     async def aclose(self) -> None:
         """Ends the chat template's process, if there is one."""
@@ -65,6 +78,66 @@ class ModelTokenizer:
         """Token ids of each pair with the special tokens around them, and how many of them belong
         to the first text."""
         return [(found.ids, found.type_ids.count(0)) for found in self._encode(pairs, True)]
+
+    def cut_ids(self, token_ids: Sequence[int], cut: Cut) -> list[int]:
+        """A prompt as tokens; where its end is kept, so is the token with which all prompts
+        begin."""
+        ids = list(token_ids)
+        if len(ids) <= cut.max_tokens or not cut.keeps_end:
+            return ids[: cut.max_tokens]
+        begin = ids[: int(ids[0] == self._bos_id)]
+        return begin[: cut.max_tokens] + ids[len(ids) - cut.max_tokens + len(begin) :]
+
+    def cut_text(self, text: str, cut: Cut, kept: str = "") -> list[int]:
+        """The token ids of `kept` and `text`, of which tokens are cut off. Raises NoRoom."""
+        room = cut.max_tokens - self._tokenizer.num_special_tokens_to_add(False)
+        ids: list[int] = self._tokenizer.post_process(
+            self._shortened(kept + text, room, kept, cut.keeps_end)
+        ).ids
+        return ids
+
+    def cut_pair(self, pair: tuple[str, str], cut: Cut, kept: str = "") -> tuple[list[int], int]:
+        """The same of a pair, whose longer text loses the most, as in transformers; and how many
+        tokens belong to the first text. Raises NoRoom."""
+        texts = kept + pair[0], pair[1]
+        room = cut.max_tokens - self._tokenizer.num_special_tokens_to_add(True)
+        first, second = (len(found.ids) for found in self._encode(texts, False))
+        if first + second > room:
+            shorter = min(first, second, room // 2)
+            first, second = sorted((shorter, room - shorter), reverse=first > second)
+        found = self._tokenizer.post_process(
+            self._shortened(texts[0], first, kept, cut.keeps_end),
+            self._shortened(texts[1], second, "", cut.keeps_end),
+        )
+        return found.ids, found.type_ids.count(0)
+
+    def _shortened(self, text: str, room: int, kept: str, keeps_end: bool) -> Any:
+        """The encoding of a text, which begins with `kept`, without special tokens, of at most so
+        many. Raises NoRoom."""
+        found, end = self._encode([text] * 2, False)
+        if len(found.ids) <= room:
+            return found
+        num_kept = len(self._encode([kept], False)[0].ids) if kept else 0
+        if room <= num_kept:
+            raise NoRoom
+        if not keeps_end:
+            found.truncate(room)
+            return found
+        found.truncate(num_kept)
+        end.truncate(room - num_kept, direction="left")
+        return found.merge([found, end], False)
+
+    def shorten(self, text: str, max_tokens: int, *, keeps_end: bool = False) -> str:
+        """The part of a text that has at most so many tokens, without special ones."""
+        while True:
+            # Not `_encode`, which gives no places in the text.
+            [found] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            if len(found.ids) <= max_tokens:
+                return text
+            first, last = found.offsets[-max_tokens], found.offsets[max_tokens - 1]
+            shorter = text[first[0] :] if keeps_end else text[: last[1]]
+            # A character of several tokens may be at the seam.
+            text = shorter if len(shorter) < len(text) else text[1:] if keeps_end else text[:-1]
 
     def end_of(self, token_ids: Sequence[int]) -> str:
         """The end of a prompt's text, with its special tokens."""

@@ -52,7 +52,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),

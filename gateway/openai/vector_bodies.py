@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeGuard, cast
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
+from gateway.openai.truncation import TruncatedTexts
 from gateway.openai.unsupported import CallFields, refusal
 
 MAX_INPUTS = 2048  # as OpenAI allows
@@ -20,12 +21,10 @@ UNSUPPORTED_OF_VECTORS: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "embed_dtype": ("float32",),
     "max_chunks_per_doc": (),
-    "max_tokens_per_doc": (),
     "mm_processor_kwargs": ({},),
     "normalize": (),
     "rank_fields": (["text"],),
     "stream": (False,),
-    "truncate_prompt_tokens": (),
     "use_activation": (True,),
 }
 
@@ -118,7 +117,7 @@ def _is_pair(given: object) -> TypeGuard[tuple[str, str]]:
     return isinstance(given, tuple) and isinstance(given[0], str)
 
 
-class _VectorFields(CallFields):
+class _VectorFields(TruncatedTexts, CallFields):
     unasked = UNSUPPORTED_OF_VECTORS
 
 
@@ -161,6 +160,7 @@ class ClassifyBody(InputBody):
     ]
 
 
+MaxTokens = Annotated[int, Field(ge=0, lt=2**31)]  # 0: no limit, as in vLLM
 _OBJECTS = {"documents": frozenset({"text"})}
 
 
@@ -174,6 +174,7 @@ class RerankBody(_VectorFields):
         tuple[str, ...], FailFast(), BeforeValidator(_documents), _DOCUMENTS_SCHEMA
     ]
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0: all, as in vLLM
+    max_tokens_per_doc: MaxTokens | None = None
     return_documents: bool | None = None
 
 
@@ -182,6 +183,7 @@ class ScoreBody(_VectorFields):
 
     text_1: _Texts
     text_2: _Texts
+    max_tokens_per_doc: MaxTokens | None = None  # of text_2, as in vLLM
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

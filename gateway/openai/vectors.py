@@ -16,7 +16,9 @@ from gateway.http.errors import (
     invalid_value,
 )
 from gateway.openai.admission import Admission, Prompts, check_ids, tokenised
-from gateway.openai.tokens import ModelTokenizer
+from gateway.openai.text_pairs import joined_pairs, rendered_pairs
+from gateway.openai.tokens import Cut, ModelTokenizer, NoRoom
+from gateway.openai.truncation import no_room
 from gateway.openai.vector_bodies import (
     EmbeddingsBody,
     InputBody,
@@ -36,6 +38,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
     names: Sequence[str]
     prompts: Prompts
+    num_cut: int  # tokens
     pooling: Pooling = Pooling()
 
 
@@ -45,28 +48,57 @@ async def prepare_vectors(admission: Admission, body: VectorBody) -> tuple[Job, 
     can = card.pooling
     assert can is not None, "the model answers such calls"
     tokenizer = await admission.broker.known.tokenizer(card)
+    cut, shown = body.cut_texts(card), body
+    body, num_cut = await _with_short_documents(tokenizer, body)
     if isinstance(body, InputBody) and not body.pairs:
-        asked = await _inputs(tokenizer, can, body)
+        asked = await _inputs(tokenizer, can, body, cut)
     elif can.kind == "embedding":
         assert not isinstance(body, InputBody), "no embedding of a pair can be asked for"
-        asked = await _queries_and_documents(tokenizer, can, body)
+        asked = await _queries_and_documents(tokenizer, can, body, cut)
     else:
-        asked = await _pairs(tokenizer, can, card.name, body)
+        asked = await _pairs(tokenizer, can, card.name, body, cut)
         await _check_first_text(tokenizer, card, asked, body)
     _check_prompts(card, asked)
     pooling = asked.pooling
-    if isinstance(body, RerankBody):
-        documents = body.documents if body.return_documents else ()
-        top_n = body.top_n or None
+    if isinstance(shown, RerankBody):
+        documents = shown.documents if shown.return_documents else ()
+        top_n = shown.top_n or None
         pooling = msgspec.structs.replace(pooling, documents=documents, top_n=top_n)
     job = admission.job(asked.prompts, SamplingParams(max_tokens=0, seed=0))
-    job = msgspec.structs.replace(job, pooling=pooling)
+    may_cut = cut is not None or body is not shown
+    num_cut_tokens = num_cut + asked.num_cut if may_cut else None
+    job = msgspec.structs.replace(job, pooling=pooling, num_cut_tokens=num_cut_tokens)
     num_numbers = pooling.dimensions or can.num_outputs
     vector_bytes = len(asked.prompts) * (num_numbers * _BYTES_PER_NUMBER + _VECTOR_OVERHEAD_BYTES)
     return job, await admission.submission(max_output_tokens=0, vector_bytes=vector_bytes)
 
 
-async def _inputs(tokenizer: ModelTokenizer, can: PoolingCard, body: InputBody) -> _Asked:
+async def _with_short_documents(
+    tokenizer: ModelTokenizer, body: VectorBody
+) -> tuple[VectorBody, int]:
+    """The body with the beginnings of documents that are over `max_tokens_per_doc`, and how many
+    tokens that cuts off; the same body where there is no limit."""
+    if isinstance(body, InputBody) or not body.max_tokens_per_doc:
+        return body, 0
+    most = body.max_tokens_per_doc
+    name = "documents" if isinstance(body, RerankBody) else "text_2"
+    texts: tuple[str, ...] = getattr(body, name)
+
+    def shortened() -> tuple[list[str], int]:
+        found = [tokenizer.shorten(text, most) for text in texts]
+        before, after = (
+            sum(map(len, tokenizer.encode_texts(each, adds_special_tokens=False)))
+            for each in (texts, found)
+        )
+        return found, before - after
+
+    found, num_cut = await tokenised(shortened, sum(map(len, texts)))
+    return body.model_copy(update={name: tuple(found)}), num_cut
+
+
+async def _inputs(
+    tokenizer: ModelTokenizer, can: PoolingCard, body: InputBody, cut: Cut | None
+) -> _Asked:
     """A prompt of each input; an instruction precedes texts, not token ids."""
     instruction, pooling = _default_instruction(can), Pooling()
     if isinstance(body, EmbeddingsBody):
@@ -81,29 +113,25 @@ async def _inputs(tokenizer: ModelTokenizer, can: PoolingCard, body: InputBody) 
     if can.needs_pairs and isinstance(body.prompts[0], str):
         message = "input: this model compares two texts: send pairs, [[text, text], …]"
         raise invalid_value("input", message)
-    return _Asked(
-        _names("input", len(body.prompts)),
-        await _encoded(tokenizer, [(instruction, each) for each in body.prompts]),
-        pooling,
-    )
+    names = _names("input", len(body.prompts))
+    given = [(instruction, each) for each in body.prompts]
+    return _Asked(names, *await _encoded(tokenizer, names, given, cut), pooling)
 
 
 async def _queries_and_documents(
-    tokenizer: ModelTokenizer, can: PoolingCard, body: RerankBody | ScoreBody
+    tokenizer: ModelTokenizer, can: PoolingCard, body: RerankBody | ScoreBody, cut: Cut | None
 ) -> _Asked:
     """A prompt of each text: first the queries, then the documents."""
     (first, queries), (second, documents) = _sides(body)
     of_queries, of_documents = _instruction(can, "query"), _instruction(can, "document")
     texts = [(of_queries, text) for text in queries] + [(of_documents, text) for text in documents]
-    return _Asked(
-        _names(first, len(queries)) + _names(second, len(documents)),
-        await _encoded(tokenizer, texts),
-        Pooling(num_queries=len(queries)),
-    )
+    names = _names(first, len(queries)) + _names(second, len(documents))
+    pooling = Pooling(num_queries=len(queries))
+    return _Asked(names, *await _encoded(tokenizer, names, texts, cut), pooling)
 
 
 async def _pairs(
-    tokenizer: ModelTokenizer, can: PoolingCard, model: str, body: VectorBody
+    tokenizer: ModelTokenizer, can: PoolingCard, model: str, body: VectorBody, cut: Cut | None
 ) -> _Asked:
     """A prompt of each pair, named as its second text."""
     (first, queries), (second, documents) = _sides(body)
@@ -120,24 +148,19 @@ async def _pairs(
         raise invalid_value(second, message)
     names = _names(second, len(documents))
     if not can.renders_pairs:
-
-        def encoded() -> tuple[Prompts, tuple[int, ...]]:
-            found = tokenizer.encode_pairs([(instruction + query, text) for query, text in pairs])
-            return tuple(tuple(ids) for ids, _ in found), tuple(length for _, length in found)
-
-        prompts, first_parts = await tokenised(encoded, num_chars)
-        return _Asked(names, prompts, Pooling(first_parts=first_parts))
+        pooled = await tokenised(
+            lambda: joined_pairs(tokenizer, names, instruction, pairs, cut), num_chars
+        )
+        prompts, num_cut, first_parts = pooled
+        return _Asked(names, prompts, num_cut, Pooling(first_parts=first_parts))
     if tokenizer.template is None:
         raise invalid_value("model", f"the model {model!r} has no chat template for pairs")
     try:
-        rendered = await tokenizer.template.render_pairs(instruction, pairs)
+        return _Asked(
+            names, *await rendered_pairs(tokenizer, tokenizer.template, instruction, pairs, cut)
+        )
     except TemplateRefused as exc:
         raise invalid_value(second, str(exc)) from None
-    prompts = await tokenised(
-        lambda: tuple(map(tuple, tokenizer.encode_texts(rendered, adds_special_tokens=False))),
-        sum(map(len, rendered)),
-    )
-    return _Asked(names, prompts)
 
 
 async def _check_first_text(
@@ -157,16 +180,40 @@ async def _check_first_text(
 
 
 async def _encoded(
-    tokenizer: ModelTokenizer, given: Sequence[tuple[str, str | tuple[int, ...]]]
-) -> Prompts:
-    """The token ids of each text after its instruction; token ids stay as they are."""
+    tokenizer: ModelTokenizer,
+    names: Sequence[str],
+    given: Sequence[tuple[str, str | tuple[int, ...]]],
+    cut: Cut | None,
+) -> tuple[Prompts, int]:
+    """The token ids of each text after its instruction, and how many were cut off; token ids are
+    whole prompts. Raises ApiError."""
     texts = [instruction + each for instruction, each in given if isinstance(each, str)]
 
-    def encoded() -> Prompts:
+    def encoded() -> tuple[Prompts, int]:
         found = iter(tokenizer.encode_texts(texts))
-        return tuple(tuple(next(found)) if isinstance(each, str) else each for _, each in given)
+        prompts, num_cut = list[tuple[int, ...]](), 0
+        for name, (instruction, each) in zip(names, given, strict=True):
+            ids = tuple(next(found)) if isinstance(each, str) else each
+            if cut is not None and len(ids) > cut.max_tokens:
+                try:
+                    kept = _cut(tokenizer, instruction, each, cut)
+                except NoRoom:
+                    raise no_room(name) from None
+                num_cut += len(ids) - len(kept)
+                ids = tuple(kept)
+            prompts.append(ids)
+        return tuple(prompts), num_cut
 
     return await tokenised(encoded, sum(map(len, texts)))
+
+
+def _cut(
+    tokenizer: ModelTokenizer, instruction: str, given: str | tuple[int, ...], cut: Cut
+) -> list[int]:
+    """Raises NoRoom."""
+    if isinstance(given, str):
+        return tokenizer.cut_text(given, cut, instruction)
+    return tokenizer.cut_ids(given, cut)
 
 
 def _sides(

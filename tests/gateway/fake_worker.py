@@ -91,6 +91,7 @@ async def publish_model(
     lanes: tuple[str, ...] = LANES,
     capabilities: Capabilities | None = None,
     pooling: PoolingCard | None = None,
+    truncates: bool = False,
     generation: GenerationDefaults | None = None,
 ) -> ModelCard:
     files = files or hash_tokenizer()
@@ -104,6 +105,7 @@ async def publish_model(
         lanes=lanes,
         capabilities=capabilities or Capabilities(structured_output=True, tools=True),
         pooling=pooling,
+        truncates=truncates,
         generation=generation or GenerationDefaults(),
     )
     await Catalogue(client, keys).publish(card, files)

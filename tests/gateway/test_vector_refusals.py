@@ -66,7 +66,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (EMBEDDINGS, {"input_type": "passage"}, "input_type"),
     (EMBEDDINGS, {"input": [1], "input_type": "query"}, "input_type"),
     (EMBEDDINGS, {"stream": True}, "stream"),
-    (EMBEDDINGS, {"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+    (EMBEDDINGS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     (EMBEDDINGS, {"inputs": ["a"]}, "inputs"),
     (EMBEDDINGS, {"max_tokens": 4}, "max_tokens"),
     (EMBEDDINGS, {"service_tier": "scoring"}, "service_tier"),

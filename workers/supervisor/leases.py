@@ -114,7 +114,10 @@ class LeaseKeeper:
     async def _publish(self, ready: Ready, lanes: tuple[str, ...]) -> None:
         try:
             await self._broker.ensure_library()
-            card = make_card(self._settings.served_model_name, ready, lanes)
+            settings = self._settings
+            card = make_card(
+                settings.served_model_name, ready, lanes, truncates=settings.auto_truncate
+            )
             await self._broker.publish_model(card, ready.tokenizer)
         except BrokerFull as exc:  # functions still run, and free memory
             log.warning("model not published: %s", exc)

@@ -244,7 +244,9 @@ class WorkerBroker:
                     await listener.listen()
 
 
-def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
+def make_card(
+    name: str, ready: Ready, lanes: tuple[str, ...], *, truncates: bool = False
+) -> ModelCard:
     """The model card that this worker publishes."""
     sha256, _ = encode_tokenizer(ready.tokenizer)
     reasoning, tool_format = ready.tokenizer.reasoning, ready.tokenizer.tool_format
@@ -267,4 +269,5 @@ def make_card(name: str, ready: Ready, lanes: tuple[str, ...]) -> ModelCard:
         tool_call_parser="" if tool_format is None else tool_format.name or _OWN_FORMAT,
         generation=ready.generation,
         pooling=ready.pooling,
+        truncates=truncates,
     )

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from gateway.openai.answer_models import OutputDetails
+from gateway.openai.answer_models import CutTokens, OutputDetails
 
 
 class InputDetails(BaseModel):
@@ -18,6 +18,7 @@ class ResponseUsage(BaseModel):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    truncated_tokens: CutTokens = None
 
 
 class ResponseError(BaseModel):

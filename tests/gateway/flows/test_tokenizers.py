@@ -10,7 +10,6 @@ import httpx
 import msgspec
 import pytest
 import redis.asyncio
-import yaml  # type: ignore[import-untyped]
 
 from contract.functions import Functions
 from contract.jobs import Job
@@ -90,7 +89,7 @@ def models_yaml(tmp_path: Path) -> Path:
         members = {"members": [first, last], "combine": "mean"}
         flows.append({"name": f"mean-{first}", "ensemble": members})
     path = tmp_path / "models.yaml"
-    path.write_text(yaml.safe_dump({"models": flows}))
+    path.write_text(json.dumps({"models": flows}))  # YAML without references
     return path
 
 
