@@ -8,6 +8,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "crew.h"
 #include "vectors.h"
 
 namespace {
@@ -327,33 +328,33 @@ inline int64_t heads_at_once(const int64_t* tiles, int64_t num_tiles, int64_t kv
 template <class T>
 void attend(const int64_t* tiles, int64_t num_tiles, const int64_t* slots, const T* query,
             int64_t query_stride, const T* keys, const T* values, T* out, int64_t num_heads,
-            int64_t kv_heads, int64_t k_dim, int64_t v_dim, const Flags& flags, int num_threads) {
+            int64_t kv_heads, int64_t k_dim, int64_t v_dim, const Flags& flags) {
   const int group = int(num_heads / kv_heads);
-  const int64_t at_once = heads_at_once(tiles, num_tiles, kv_heads, group, num_threads);
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(num_threads)
-  for (int64_t i = 0; i < num_tiles; i++) {
-    for (int64_t head = 0; head < kv_heads; head += at_once) {
-      const int64_t* part = tiles + 4 * i;  // first row, queries, position, begin in slots
-      Tile<T> tile;
-      tile.query = query + part[0] * query_stride + head * group * k_dim;
-      tile.query_stride = query_stride;
-      tile.out = out + part[0] * num_heads * v_dim + head * group * v_dim;
-      tile.out_stride = num_heads * v_dim;
-      tile.keys = keys + head * k_dim;
-      tile.values = values + head * v_dim;
-      tile.key_stride = kv_heads * k_dim;
-      tile.value_stride = kv_heads * v_dim;
-      tile.slots = slots + part[3];
-      tile.position = part[2];
-      tile.num_queries = int(part[1]);
-      tile.group = group;
-      tile.kv_heads = int(at_once);
-      tile.k_dim = int(k_dim);
-      tile.v_dim = int(v_dim);
-      tile.first_head = int(head * group);
-      attend_tile(tile, flags);
-    }
-  }
+  const int64_t at_once = heads_at_once(tiles, num_tiles, kv_heads, group, crew().size());
+  const int64_t num_parts = kv_heads / at_once;  // of a tile
+  for_each(num_tiles * num_parts, 1, [&](int64_t number) {
+    const int64_t head = number % num_parts * at_once;
+    // first row, queries, position, begin in slots
+    const int64_t* part = tiles + 4 * (number / num_parts);
+    Tile<T> tile;
+    tile.query = query + part[0] * query_stride + head * group * k_dim;
+    tile.query_stride = query_stride;
+    tile.out = out + part[0] * num_heads * v_dim + head * group * v_dim;
+    tile.out_stride = num_heads * v_dim;
+    tile.keys = keys + head * k_dim;
+    tile.values = values + head * v_dim;
+    tile.key_stride = kv_heads * k_dim;
+    tile.value_stride = kv_heads * v_dim;
+    tile.slots = slots + part[3];
+    tile.position = part[2];
+    tile.num_queries = int(part[1]);
+    tile.group = group;
+    tile.kv_heads = int(at_once);
+    tile.k_dim = int(k_dim);
+    tile.v_dim = int(v_dim);
+    tile.first_head = int(head * group);
+    attend_tile(tile, flags);
+  });
 }
 
 }  // namespace

@@ -14,8 +14,6 @@ VECTOR = 16  # floats; sizes must be multiples on every processor
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads of one KV head
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# Smaller calls finish before a second thread would start.
-_ELEMENTS_PER_THREAD = 8_192
 
 
 class Kernels:
@@ -32,7 +30,7 @@ class Kernels:
         self._linear = getattr(library, f"linear_{name}")
         self._run_layers = getattr(library, f"run_layers_{name}")
         self._looks_up_bytes = bool(library.looks_up_bytes())
-        self._num_threads = torch.get_num_threads()
+        library.set_num_threads(torch.get_num_threads())
 
     def attend(
         self,
@@ -74,7 +72,6 @@ class Kernels:
             flags.softcap or 0.0,
             flags.window or 0,
             None if sinks is None else sinks.data_ptr(),
-            min(self._num_threads, len(tiles) * kv_heads),
         )
         return out
 
@@ -94,7 +91,6 @@ class Kernels:
             x.numel() // dim,
             dim,
             eps,
-            self._threads(x.numel()),
         )
         return out
 
@@ -130,7 +126,6 @@ class Kernels:
             slots.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
-            self._threads(qkv.numel()),
         )
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
@@ -144,7 +139,6 @@ class Kernels:
             out.data_ptr(),
             num_tokens,
             both // 2,
-            self._threads(out.numel()),
         )
         return out
 
@@ -204,7 +198,6 @@ class Kernels:
             None if weight is None else weight.data_ptr(),
             eps,
             None if normed is None else normed.data_ptr(),
-            self._threads(panels.weights.numel()),
         )
         return out
 
@@ -216,9 +209,7 @@ class Kernels:
         step: ctypes.Structure,
     ) -> None:
         """See NativeLayers, which defines the structs."""
-        self._run_layers(
-            layers, num_layers, ctypes.byref(sizes), ctypes.byref(step), self._num_threads
-        )
+        self._run_layers(layers, num_layers, ctypes.byref(sizes), ctypes.byref(step))
 
     def likeliest(self, logits: Tensor) -> Tensor:
         if logits.dtype != self.dtype or not logits.is_contiguous():
@@ -230,15 +221,11 @@ class Kernels:
             out.data_ptr(),
             num_rows,
             vocab_size,
-            self._threads(logits.numel()),
         )
         return out
 
     def _check(self, *tensors: Tensor) -> None:
         assert all(tensor.dtype == self.dtype for tensor in tensors)
-
-    def _threads(self, num_elements: int) -> int:
-        return max(1, min(self._num_threads, num_elements // _ELEMENTS_PER_THREAD))
 
 
 def can_attend(num_heads: int, kv_heads: int, k_dim: int, v_dim: int) -> bool:

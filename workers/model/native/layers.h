@@ -14,8 +14,6 @@
 
 namespace {
 
-constexpr int64_t ELEMENTS_PER_THREAD = 8192;  // below, starting a second thread does not pay
-
 // One layer: norm weights, panels, KV and attention flags.
 template <class T>
 struct Layer {
@@ -44,10 +42,6 @@ struct Step {
   T *normed, *qkv, *attended, *inner;  // room: (rows, hidden), …
 };
 
-inline int threads_for(int64_t elements, int num_threads) {
-  return int(std::max<int64_t>(1, std::min<int64_t>(num_threads, elements / ELEMENTS_PER_THREAD)));
-}
-
 template <class T>
 void gather(const T* from, const int64_t* rows, int64_t num_rows, int64_t dim, T* to) {
   for (int64_t i = 0; i < num_rows; i++)
@@ -56,49 +50,43 @@ void gather(const T* from, const int64_t* rows, int64_t num_rows, int64_t dim, T
 
 template <class T>
 void attend_layer(const Layer<T>& layer, const Sizes& s, const Step<T>& step, const int64_t* tiles,
-                  int64_t num_tiles, int num_threads) {
+                  int64_t num_tiles) {
   attend<T>(tiles, num_tiles, step.slots, step.qkv, (s.num_heads + 2 * s.kv_heads) * s.dim,
             layer.keys, layer.values, step.attended, s.num_heads, s.kv_heads, s.dim, s.dim,
-            Flags{layer.scale, layer.softcap, layer.window, layer.sinks},
-            int(std::min<int64_t>(num_threads, num_tiles * s.kv_heads)));
+            Flags{layer.scale, layer.softcap, layer.window, layer.sinks});
 }
 
 // The part after attention; reads x (rows, hidden) and adds to it.
 template <class T>
 void end_layer(const Layer<T>& layer, const Sizes& s, const Step<T>& step, const T* attended, T* x,
-               int64_t rows, int num_threads) {
+               int64_t rows) {
   const int64_t width = s.num_heads * s.dim;
   linear(Product<T>{attended, layer.out, x, nullptr, x, nullptr, width, rows, width, s.hidden, 0,
-                    false},
-         threads_for(width * s.hidden, num_threads));
+                    false});
   linear(Product<T>{x, layer.gate_up, nullptr, layer.before_mlp, step.inner, step.normed, s.hidden,
-                    rows, s.hidden, s.inner, layer.mlp_eps, true},
-         threads_for(2 * s.hidden * s.inner, num_threads));
+                    rows, s.hidden, s.inner, layer.mlp_eps, true});
   linear(Product<T>{step.inner, layer.down, x, nullptr, x, nullptr, s.inner, rows, s.inner,
-                    s.hidden, 0, false},
-         threads_for(s.inner * s.hidden, num_threads));
+                    s.hidden, 0, false});
 }
 
 template <class T>
-void run_layers(const Layer<T>* layers, int64_t num_layers, const Sizes& s, const Step<T>& step,
-                int num_threads) {
+void run_layers(const Layer<T>* layers, int64_t num_layers, const Sizes& s, const Step<T>& step) {
   const int64_t width = (s.num_heads + 2 * s.kv_heads) * s.dim;
   for (int64_t number = 0; number < num_layers; number++) {
     const Layer<T>& layer = layers[number];
     linear(Product<T>{step.x, layer.qkv, nullptr, layer.before_attention, step.qkv, step.normed,
-                      s.hidden, step.rows, s.hidden, width, layer.attention_eps, false},
-           threads_for(s.hidden * width, num_threads));
+                      s.hidden, step.rows, s.hidden, width, layer.attention_eps, false});
     rotate_and_keep(step.qkv, step.rows, s.num_heads, s.kv_heads, s.dim, step.cos, step.sin,
                     s.rotary, layer.q_norm, layer.k_norm, layer.head_eps, step.kept_at, layer.keys,
-                    layer.values, threads_for(step.rows * width, num_threads));
+                    layer.values);
     if (number + 1 < num_layers) {
-      attend_layer(layer, s, step, step.tiles, step.num_tiles, num_threads);
-      end_layer(layer, s, step, step.attended, step.x, step.rows, num_threads);
+      attend_layer(layer, s, step, step.tiles, step.num_tiles);
+      end_layer(layer, s, step, step.attended, step.x, step.rows);
     } else if (step.num_wanted) {
-      attend_layer(layer, s, step, step.last_tiles, step.num_last_tiles, num_threads);
+      attend_layer(layer, s, step, step.last_tiles, step.num_last_tiles);
       gather(step.attended, step.wanted, step.num_wanted, s.num_heads * s.dim, step.qkv);
       gather(step.x, step.wanted, step.num_wanted, s.hidden, step.found);
-      end_layer(layer, s, step, step.qkv, step.found, step.num_wanted, num_threads);
+      end_layer(layer, s, step, step.qkv, step.found, step.num_wanted);
     }
   }
 }

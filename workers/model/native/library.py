@@ -7,7 +7,6 @@ under a hash of everything it was built from.
 import ctypes
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -15,24 +14,25 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-import torch
-
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_HEADERS = ("attention.h", "layers.h", "linear.h", "rows.h", "turn.h", "vectors.h", "widen.h")
+_HEADERS = (
+    *("attention.h", "crew.h", "layers.h", "linear.h"),
+    *("rows.h", "turn.h", "vectors.h", "widen.h"),
+)
 _FILES = (_SOURCE, *(_SOURCE.with_name(name) for name in _HEADERS))
-_FLAGS = ("-O3", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-fno-math-errno", "-std=c++20", "-shared", "-fPIC", "-pthread")
 _BUILD_TIMEOUT_S = 300.0
 _DTYPES = ("float32", "bfloat16")
 
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "attend": (_P, _I, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _F, _F, _I, _P, _N),
-    "rms_norm": (_P, _P, _P, _I, _I, _F, _N),
-    "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _P, _P, _P, _N),
-    "silu_gate": (_P, _P, _I, _I, _N),
-    "likeliest": (_P, _P, _I, _I, _N),
-    "linear": (_P, _I, _P, _P, _P, _P, _I, _I, _I, _N, _P, _F, _P, _N),
-    "run_layers": (_P, _I, _P, _P, _N),
+    "attend": (_P, _I, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _F, _F, _I, _P),
+    "rms_norm": (_P, _P, _P, _I, _I, _F),
+    "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _P, _P, _P),
+    "silu_gate": (_P, _P, _I, _I),
+    "likeliest": (_P, _P, _I, _I),
+    "linear": (_P, _I, _P, _P, _P, _P, _I, _I, _I, _N, _P, _F, _P),
+    "run_layers": (_P, _I, _P, _P),
 }
 
 
@@ -74,6 +74,7 @@ def load_library(isa: Isa = Isa.NATIVE) -> ctypes.CDLL:
             function = getattr(library, f"{name}_{dtype}")
             function.argtypes, function.restype = arguments, None
     library.looks_up_bytes.argtypes, library.looks_up_bytes.restype = (), _N
+    library.set_num_threads.argtypes, library.set_num_threads.restype = (_N,), None
     return library
 
 
@@ -85,7 +86,7 @@ def library_path(isa: Isa) -> Path:
     compiler, flags = _compiler(), (*_FLAGS, _march(isa))
     key = [
         *(file.read_bytes() for file in _FILES),
-        *map(str.encode, (*flags, *_openmp_flags(), _macros(compiler, _march(isa)))),
+        *map(str.encode, (*flags, _macros(compiler, _march(isa)))),
     ]
     digest = hashlib.sha256(b"\0".join(key)).hexdigest()[:16]
     return _cache_folder() / f"kernels-{digest}.so"
@@ -100,15 +101,6 @@ def _compiler() -> str:
 
 def _march(isa: Isa) -> str:
     return f"-march={_NARROWER[isa][0] if isa in _NARROWER else 'native'}"
-
-
-def _openmp_flags() -> tuple[str, ...]:
-    """Links torch's own OpenMP; another one would add a second thread pool."""
-    bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-    bundled += sorted(Path(torch.__file__).parent.parent.glob("torch.libs/libgomp*.so*"))
-    if not bundled:
-        return ("-fopenmp",) if platform.system() == "Linux" else ()
-    return ("-fopenmp", str(bundled[0]))
 
 
 @cache
@@ -141,7 +133,7 @@ def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     """Builds to a temporary name: two workers may build at once."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [compiler, *flags, str(_SOURCE), *_openmp_flags(), "-o", str(built)]
+        command = [compiler, *flags, str(_SOURCE), "-o", str(built)]
         try:
             ran = subprocess.run(  # noqa: S603
                 command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S

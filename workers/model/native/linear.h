@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "crew.h"
 #include "rows.h"
 #include "vectors.h"
 #include "widen.h"
@@ -142,12 +143,14 @@ void finish(const Product<T>& p, int64_t row, int64_t number, vec* sums) {
   }
 }
 
-// All rows times one panel, of T or of bytes; `wide`: room for a panel of T.
+// All rows times one panel, of T or of bytes. `next`: the panel to prefetch, or -1; `wide`: room for
+// a panel of T.
 template <class T, class P>
-void multiply_panel(const Product<T>& p, Input<T> rows, int64_t number, bool is_last, T* wide) {
-  const P* panel = static_cast<const P*>(p.weights.panels) + number * PANEL * p.in;
-  const char* next = reinterpret_cast<const char*>(panel + PANEL * p.in);
-  const Coming coming{next, is_last ? 0 : PANEL * p.in * int64_t(sizeof(P)) / FETCH};
+void multiply_panel(const Product<T>& p, Input<T> rows, int64_t number, int64_t next, T* wide) {
+  const P* panels = static_cast<const P*>(p.weights.panels);
+  const P* panel = panels + number * PANEL * p.in;
+  const Coming coming{reinterpret_cast<const char*>(panels + next * PANEL * p.in),
+                      next < 0 ? 0 : PANEL * p.in * int64_t(sizeof(P)) / FETCH};
   vec sums[MOST_HALF_ROWS][PANEL / W];
   if constexpr (MOST_HALF_ROWS > MOST_ROWS) {
     if (p.rows > MOST_ROWS && p.rows <= MOST_HALF_ROWS) {
@@ -185,43 +188,41 @@ T* room(int64_t size) {
   return reinterpret_cast<T*>((begin + FETCH - 1) / FETCH * FETCH);
 }
 
+template <class T, class P>
+void multiply_panels(const Product<T>& p, Input<T> rows, Pieces& pieces) {
+  T* wide = p.weights.scales && p.rows > MOST_HALF_ROWS ? room<T>(PANEL * p.in) : nullptr;
+  for (int64_t number = pieces.take(), next; number >= 0; number = next) {
+    next = pieces.take();
+    multiply_panel<T, P>(p, rows, number, next, wide);
+  }
+}
+
 template <class T>
-void linear(const Product<T>& p, int num_threads) {
+void linear(const Product<T>& p) {
   if (p.rows == 0) return;
   constexpr bool WIDENS = !std::is_same_v<Factor<T>, T>;
-  const int64_t num_panels = (p.outs + p.width() - 1) / p.width();
   Factor<T>* factors = WIDENS ? room<Factor<T>>(p.rows * p.in) : nullptr;
   Input<T> rows;
   if constexpr (WIDENS)
     rows = {factors, p.in};
   else
     rows = p.norm ? Input<T>{p.normed, p.in} : Input<T>{p.x, p.x_stride};
-#pragma omp parallel num_threads(num_threads)
-  {
-    if (p.norm || WIDENS) {
-#pragma omp for
-      for (int64_t row = 0; row < p.rows; row++) {
-        const T* from = p.x + row * p.x_stride;
-        if (p.norm) {
-          norm_row(from, p.norm, p.normed + row * p.in, p.in, p.eps);
-          from = p.normed + row * p.in;
-        }
-        if constexpr (WIDENS)
-          for (int64_t k = 0; k < p.in; k += W) store(factors + row * p.in + k, load(from + k));
+  if (p.norm || WIDENS)
+    for_each_row(p.rows, p.in, [&](int64_t row) {
+      const T* from = p.x + row * p.x_stride;
+      if (p.norm) {
+        norm_row(from, p.norm, p.normed + row * p.in, p.in, p.eps);
+        from = p.normed + row * p.in;
       }
-    }
-#pragma omp for schedule(static, 1)
-    for (int64_t part = 0; part < num_threads; part++) {
-      const int64_t end = num_panels * (part + 1) / num_threads;
-      T* wide = p.weights.scales && p.rows > MOST_HALF_ROWS ? room<T>(PANEL * p.in) : nullptr;
-      for (int64_t number = num_panels * part / num_threads; number < end; number++) {
-        if (p.weights.scales)
-          multiply_panel<T, int8_t>(p, rows, number, number + 1 == end, wide);
-        else
-          multiply_panel<T, T>(p, rows, number, number + 1 == end, wide);
-      }
-    }
-  }
+      if constexpr (WIDENS)
+        for (int64_t k = 0; k < p.in; k += W) store(factors + row * p.in + k, load(from + k));
+    });
+  crew().share((p.outs + p.width() - 1) / p.width(), [&](Pieces& pieces) {
+    if (p.weights.scales)
+      multiply_panels<T, int8_t>(p, rows, pieces);
+    else
+      multiply_panels<T, T>(p, rows, pieces);
+  });
 }
 
 }  // namespace

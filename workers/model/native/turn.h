@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "crew.h"
 #include "rows.h"
 #include "vectors.h"
 
@@ -25,10 +26,9 @@ void rotate_head(T* x, const T* cos, const T* sin, int64_t rotary) {
 template <class T>
 void rotate_and_keep(T* qkv, int64_t rows, int64_t num_heads, int64_t kv_heads, int64_t dim,
                      const T* cos, const T* sin, int64_t rotary, const T* q_norm, const T* k_norm,
-                     float eps, const int64_t* slots, T* keys, T* values, int num_threads) {
+                     float eps, const int64_t* slots, T* keys, T* values) {
   const int64_t stride = (num_heads + 2 * kv_heads) * dim;
-#pragma omp parallel for num_threads(num_threads)
-  for (int64_t r = 0; r < rows; r++) {
+  for_each_row(rows, stride, [&](int64_t r) {
     T* row = qkv + r * stride;
     for (int64_t head = 0; head < num_heads + kv_heads; head++) {
       T* x = row + head * dim;
@@ -39,7 +39,7 @@ void rotate_and_keep(T* qkv, int64_t rows, int64_t num_heads, int64_t kv_heads, 
     const int64_t width = kv_heads * dim;
     std::memcpy(keys + slots[r] * width, row + num_heads * dim, width * sizeof(T));
     std::memcpy(values + slots[r] * width, row + num_heads * dim + width, width * sizeof(T));
-  }
+  });
 }
 
 }  // namespace
