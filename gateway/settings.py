@@ -87,7 +87,7 @@ class GatewaySettings(BaseSettings):
     # Used only to know which callbacks need no secret of their own.
     callback_secrets: Annotated[str, _read_by(Secrets.parse)] = Field(default="", repr=False)
     models: str = ""  # models.yaml, whose flows this gateway publishes and runs; "": none
-    max_body_bytes: PositiveInt | None = None  # None: 256 kB, of calls for vectors 4 MB
+    max_body_bytes: PositiveInt = 4 * 1024 * 1024  # 32 for each of 131,072 tokens
     body_timeout_s: PositiveFloat = 10.0
     max_file_bytes: PositiveInt = 200 * 10**6
     max_tenant_file_bytes: NonNegativeInt = 10 * 10**9  # of all files of a tenant; 0: no limit
@@ -136,11 +136,6 @@ class GatewaySettings(BaseSettings):
             next(bound for bound in tokens if bound is not None),
             next(bound for bound in seconds if bound is not None),
         )
-
-    def body_bound(self, *, is_vectors: bool = False) -> int:
-        """The bytes that a body may have. Calls for vectors have up to 2,048 texts."""
-        default = 4 * 1024 * 1024 if is_vectors else 256 * 1024
-        return default if self.max_body_bytes is None else self.max_body_bytes
 
     def stored_bounds(self, memory_bytes: int) -> tuple[int, int]:
         """The bytes that may be stored, of all jobs and of one tenant's; 0: no limit.

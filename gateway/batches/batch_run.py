@@ -15,7 +15,6 @@ from contract.batches import (
     StatusChanged,
 )
 from contract.connection import end_tasks
-from contract.endpoints import VECTOR_ENDPOINTS
 from contract.payloads.store import PayloadLost
 from gateway.batches.lease import LeasedBatch
 from gateway.batches.lines import BadLine, Line, Validation, parse_line, requests
@@ -113,8 +112,7 @@ async def _lines(leased: LeasedBatch) -> AsyncIterator[bytes | None]:
     file = await broker.ask_files(lambda files: files.find(file_id, batch.tenant))
     if file is None:
         raise InputLost
-    is_vectors = batch.asked.endpoint in VECTOR_ENDPOINTS
-    most = leased.gateway.settings.body_bound(is_vectors=is_vectors)
+    most = leased.gateway.settings.max_body_bytes
     try:
         async for line in lines(leased.store, file_id, file.num_bytes, max_line_bytes=most):
             yield line

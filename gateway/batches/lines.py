@@ -15,6 +15,7 @@ from gateway.openai.job_bodies import CallBody
 from gateway.openai.responses.bodies import ResponseBody
 from gateway.openai.schemas import ChatBody, CompletionBody
 from gateway.openai.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
+from gateway.settings import variable
 
 MAX_CUSTOM_ID = 512
 _BOM = b"\xef\xbb\xbf"
@@ -121,7 +122,8 @@ def parse_line(raw: bytes | None, number: int, endpoint: Endpoint) -> Line:
     """Checks all but the body's fields, whose errors are the line's response; ignores other names.
     Raises BadLine."""
     if raw is None:
-        raise BadLine("line_too_long", "the line is longer than the body of a call may be")
+        message = f"the line is longer than a call's body may be: {variable('max_body_bytes')}"
+        raise BadLine("line_too_long", message)
     try:
         fields = parse_object(raw)
     except ApiError as exc:

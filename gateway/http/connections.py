@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError
 from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, is_upload
+from gateway.http.targets import plain_target
 from gateway.http.uvicorn_compat import HttpProtocol
 
 log = logging.getLogger("batchway.gateway")
@@ -92,6 +93,10 @@ class Connection(HttpProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        if self.awaits_request:
+            data = data.lstrip(b"\r\n")  # RFC 9112, section 2.2
+            if not data:
+                return
         if not self._num_requests and not self._is_in_head:
             self._is_in_head = True
             self._close_after(self._bounds.head_s)
@@ -156,6 +161,7 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = plain_target(scope)
         connection: Connection = scope["state"].pop(_STATE_KEY)
         connection.request_begun()
         try:

@@ -1,5 +1,5 @@
-"""Limits of a request, checked before routing: length of the head, Host header, length of the body.
-`connections.RequestGuard` limits the time of a body.
+"""Limits of a request, checked before routing: length of the head, Host header, length of the body,
+which is decoded here. `connections.RequestGuard` limits the time of a body.
 """
 
 import asyncio
@@ -8,9 +8,9 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from contract.endpoints import VECTOR_ENDPOINTS
+from gateway.http.encodings import Decoder, TooMuch
 from gateway.http.errors import ApiError, bad_request
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, variable
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_HEADER_BYTES = 16 * 1024
@@ -28,8 +28,10 @@ class RequestLimits:
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._app = app
-        self._settings = settings
-        self._max_file_bytes = settings.max_file_bytes
+        self._bounds = {
+            False: (settings.max_body_bytes, variable("max_body_bytes")),
+            True: (settings.max_file_bytes + _FORM_BYTES, variable("max_file_bytes")),
+        }
         # `*` allows every host.
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts_of(settings))
 
@@ -37,20 +39,15 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = Body(receive, self._max_bytes(scope))
         try:
             self._check_head(scope)
+            encoding = header(scope, b"content-encoding") or b""
+            body = Body(receive, *self._bounds[is_upload(scope)], encoding.decode("latin-1"))
             await body.check_announced(scope)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, body.receive, send)
-
-    def _max_bytes(self, scope: Scope) -> int:
-        """Of the body."""
-        if is_upload(scope):
-            return self._max_file_bytes + _FORM_BYTES
-        return self._settings.body_bound(is_vectors=scope["path"] in VECTOR_ENDPOINTS)
 
     def _check_head(self, scope: Scope) -> None:
         """Raises ApiError if the head is too long or the Host header is not allowed. uvicorn stops
@@ -65,12 +62,14 @@ class RequestLimits:
 
 
 class Body:
-    """The body of one request. Raises ApiError (413) if it is too long, by its Content-Length or by
-    its actual bytes."""
+    """The body of one request. Raises ApiError (413) if it is too long, by its Content-Length, its
+    actual or its decoded bytes. `setting`: the variable that holds `max_bytes`."""
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, setting: str, encoding: str) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
+        self._setting = setting
+        self._decoder = Decoder(encoding, max_bytes)
         self._num_bytes = 0
         self._is_complete = False
 
@@ -89,13 +88,19 @@ class Body:
         if self._is_complete:
             return await self._receive()  # only http.disconnect can follow
         message = await self._receive()
-        self._num_bytes += len(message.get("body", b""))
+        if message["type"] != "http.request":
+            return message
+        data = message.get("body", b"")
+        self._num_bytes += len(data)
         self._is_complete = not message.get("more_body", False)
-        if self._num_bytes > self._max_bytes:
+        try:
+            if self._num_bytes > self._max_bytes:
+                raise TooMuch
+            return {**message, "body": self._decoder.decode(data, is_last=self._is_complete)}
+        except TooMuch:
             if not self._is_complete:
                 await self._discard()
-            raise self._too_long()
-        return message
+            raise self._too_long() from None
 
     async def _discard(self) -> None:
         """Reads a little more than is allowed: a client that is cut off while it sends never reads
@@ -109,7 +114,9 @@ class Body:
                         return
 
     def _too_long(self) -> ApiError:
-        message = f"the body has more than {self._max_bytes} bytes"
+        message = (
+            f"the body has more than {self._max_bytes} bytes, the limit that {self._setting} sets"
+        )
         return ApiError(413, "body_too_large", message, headers={"connection": "close"})
 
 

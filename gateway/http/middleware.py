@@ -1,4 +1,5 @@
-"""The outermost middleware: request id, tracing, counting, and the response to unhandled errors.
+"""The outermost middleware: plain targets, request id, tracing, counting, and the response to
+unhandled errors.
 
 Pure ASGI, so that disconnects reach the routes and streams are not buffered.
 """
@@ -16,6 +17,7 @@ from gateway.http.limits import header
 from gateway.http.metrics import OTHER, GatewayMetrics
 from gateway.http.spans import RequestSpan
 from gateway.http.sse import MEDIA_TYPE
+from gateway.http.targets import plain_target
 
 log = logging.getLogger("batchway.gateway")
 
@@ -39,6 +41,7 @@ class RequestObserver:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = plain_target(scope)
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         span = RequestSpan.of(self._tracing, scope)

@@ -3,8 +3,10 @@
 uvicorn has no option for a deadline of a request's head, none for a limit of connections per
 client, and does not tell an application that it will stop. So two of its classes are used:
 
-- `HttpProtocol`, the class behind `http="h11"`. connections.py overrides methods that
-`asyncio.Protocol` documents, and the constructor, which uvicorn calls with keyword arguments.
+- `H11Protocol`, the class behind `http="h11"`. connections.py overrides methods that
+`asyncio.Protocol` documents, and the constructor, which uvicorn calls with keyword arguments. Its
+attribute `conn`, the connection of h11, tells whether a request may begin: h11 refuses the empty
+lines that old clients send before one.
 
 - `Server.shutdown`, which uvicorn awaits before it asks connections to end.
 """
@@ -12,10 +14,17 @@ client, and does not tell an application that it will stop. So two of its classe
 import socket
 from collections.abc import Callable
 
+import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["HttpProtocol", "StoppingServer"]
+
+class HttpProtocol(H11Protocol):
+    """uvicorn's protocol, which also tells whether the next byte is the first of a request."""
+
+    @property
+    def awaits_request(self) -> bool:
+        return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
 
 class StoppingServer(uvicorn.Server):

@@ -28,6 +28,7 @@ def base_url(
     settings = make_settings(
         redis_server.url,
         object_store=store_setting,
+        max_body_bytes=262_144,
         max_file_bytes=3_000_000,
         max_tenant_file_bytes=4_000_000,
     )

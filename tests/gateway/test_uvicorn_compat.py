@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.http.connections import Connection, ConnectionConfig
 from gateway.http.uvicorn_compat import HttpProtocol, StoppingServer
-from tests.gateway.bare_connection import echo
+from tests.gateway.bare_connection import connected, echo
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ def test_the_protocol_is_the_one_that_http_h11_selects() -> None:
     """Otherwise another parser than the tested one would read requests."""
     selected = uvicorn.Config(echo, http="h11", log_config=None)
     selected.load()
-    assert selected.http_protocol_class is HttpProtocol
+    assert selected.http_protocol_class is HttpProtocol.__base__
 
 
 def test_the_protocol_is_made_with_these_arguments() -> None:
@@ -56,6 +56,20 @@ async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> No
         *("_bounds", "_counted_as", "_is_refused", "_is_in_head", "_num_requests", "_deadline")
     }
     assert overridden <= set(dir(asyncio.Protocol))
+
+
+async def test_the_protocol_tells_whether_a_request_may_begin() -> None:
+    """Otherwise the first bytes of a body could be taken for the empty lines before a request."""
+    async with connected(echo) as client:
+        protocol = client.protocol
+        assert protocol.awaits_request
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\n")
+        assert not protocol.awaits_request
+        await client.send(b"content-length: 2\r\n\r\n")
+        assert not protocol.awaits_request
+        await client.send(b"\r\n")
+        await client.part()
+        assert protocol.awaits_request
 
 
 async def test_the_server_calls_on_stop_before_it_waits_for_requests() -> None:
