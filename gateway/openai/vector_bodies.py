@@ -24,6 +24,7 @@ UNSUPPORTED_OF_VECTORS: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "normalize": (),
     "rank_fields": (["text"],),
+    "relevant_spans": (),
     "stream": (False,),
     "use_activation": (True,),
 }

@@ -1,4 +1,5 @@
-"""POST /v1/embeddings, /v1/rerank, /v1/score and /v1/classify: calls without streams."""
+"""POST /v1/embeddings, /v1/rerank, /v1/score and /v1/classify: calls without streams. Cohere's and
+other clients have further paths of the same call for a rerank."""
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -27,6 +28,8 @@ async def create_embeddings(options: AskedOptions, body: EmbeddingsBody) -> Resp
     return await answer_call(options, Endpoint.EMBEDDINGS, body)
 
 
+@router.post("/rerank", response_model=Ranking, include_in_schema=False)
+@router.post("/v2/rerank", response_model=Ranking, include_in_schema=False)
 @router.post("/v1/rerank", response_model=Ranking)
 async def rerank(options: AskedOptions, body: RerankBody) -> Response:
     """Orders documents by their relevance to a query."""

@@ -191,3 +191,15 @@ async def test_a_model_with_one_score_classifies_single_texts(
     answer = await ask(http, "/v1/classify", {"model": GRADER, "input": "ab"})
     probs = vector_of(ids_of("ab"), 1)
     assert answer["data"] == [{"index": 0, "label": "grade", "probs": probs, "num_classes": 1}]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank", "/v2/rerank/"])
+async def test_other_paths_of_a_rerank_have_the_same_answer(
+    serving: Serving, http: httpx.AsyncClient, path: str
+) -> None:
+    """Those of Cohere's client and of LiteLLM's providers, with what their bodies have beside."""
+    await serving(RERANKER)
+    body = {"model": RERANKER, "query": "q", "documents": DOCUMENTS, "top_n": 2}
+    expected = await ask(http, "/v1/rerank", body)
+    answer = await ask(http, path, body | {"priority": 1, "max_tokens_per_doc": 4096})
+    assert answer["results"] == expected["results"]
