@@ -9,9 +9,9 @@ import argparse
 import dataclasses
 import gc
 import logging
+import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -296,4 +296,4 @@ def describe_exception(exc: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # at the interpreter's own end, Triton's library lists all that it keeps
