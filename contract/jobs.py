@@ -16,12 +16,12 @@ from contract.flows import FlowCall
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
 
-# The same where a grammar is checked and where it is applied: arguments of llguidance's
-# LLParserLimits. One grammar takes at most about 40 MB, and about 15 ms of a step. Errors must not
-# quote the output.
+# Where a grammar is applied: arguments of llguidance's LLParserLimits. One grammar takes at most
+# about 70 MB, and about 40 ms of a step; gateways check grammars with less. Errors must not quote
+# the output.
 GRAMMAR_LIMITS: dict[str, Any] = {
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 30_000,
+    "step_lexer_fuel": 600_000,
+    "step_max_items": 60_000,
     "max_lexer_states": 150_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,

@@ -19,7 +19,10 @@ _BYTES = LLTokenizer("byte")  # a token for each byte
 _END: int = _BYTES.eos_token
 _MAX_MESSAGE_CHARS = 300
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
-LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
+# A worker, whose tokens have many bytes, needs and has more for a step.
+LIMITS = LLParserLimits(
+    **GRAMMAR_LIMITS | {"step_lexer_fuel": 200_000, "step_max_items": 30_000},
+)
 _NUM_STEPS = 150  # of a walk, apart from forced text
 _TEXT = 64  # more bytes than this may follow within free text alone
 _QUOTE = ord('"')

@@ -33,7 +33,7 @@ def counts_of(cases: Iterable[Case], is_strict: bool) -> Counter[str]:
     found: Counter[str] = Counter()
     for number, case in enumerate(cases):
         walker = walkers()[number % len(walkers())]
-        found[f"{case.source} {outcome(case, is_strict, walker)}"] += 1
+        found[f"{case.source} {outcome(case, is_strict, walker, 1)}"] += 1
     return found
 
 
