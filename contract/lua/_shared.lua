@@ -49,6 +49,7 @@ end
 local GROUP = 'workers'  -- one consumer group per queue stream; the job's record names the owner
 local CONSUMER = 'worker'
 local TERMINAL = {succeeded = true, failed = true, cancelled = true, expired = true}
+local OPEN = {queued = true, claimed = true, streaming = true}
 
 -- Fields of a job's record that its caller may read.
 local VIEW_FIELDS = {
@@ -97,7 +98,7 @@ end
 local function load_job(tag, id, packed)
   local key = tag .. ':job:' .. id
   local values = redis.call('HMGET', key, unpack(JOB_FIELDS))
-  if not values[1] then return nil end
+  if not OPEN[values[1]] and not TERMINAL[values[1]] then return nil end
   local job = {id = id, key = key}
   for i, name in ipairs(JOB_FIELDS) do job[name] = values[i] end
   for _, name in ipairs(WORDS) do
