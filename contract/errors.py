@@ -22,6 +22,7 @@ class ErrorCode(StrEnum):
     # refused at submission
     LANE_FULL = "lane_full"
     NO_WORKERS = "no_workers"
+    MODEL_FAILED = "model_failed"
     TENANT_QUOTA = "tenant_quota"
     DEADLINE_INFEASIBLE = "deadline_infeasible"
     UNKNOWN_LANE = "unknown_lane"

@@ -14,6 +14,7 @@ import redis.asyncio
 from contract.connection import broker_errors, now_ms
 from contract.errors import wire_errors
 from contract.keys import Keys
+from contract.model_failures import FIELDS as FAILURE_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,10 @@ class Starts:
     keys: Keys
 
     async def measured(self, model: str, took_s: float) -> None:
-        """A worker reports how long its start took."""
-        with wire_errors("start of a worker"), broker_errors(self.client, "HSET"):
+        """A worker reports how long its start took; the model has not failed, then."""
+        with wire_errors("start of a worker"), broker_errors(self.client, "HSET or HDEL"):
             await self.client.hset(self._key(model), "start_ms", str(int(took_s * 1000)))
+            await self.client.hdel(self._key(model), *FAILURE_FIELDS)
 
     async def announce(self, model: str, ready_in_s: float) -> None:
         """A worker of the model will be ready after so many seconds."""

@@ -63,6 +63,7 @@ class Child:
         self._pass_fds = pass_fds
         self._process: subprocess.Popen[bytes] | None = None
         self._output: asyncio.Task[None] | None = None
+        self.last_line = ""  # of its output
 
     @property
     def pid(self) -> int:
@@ -143,4 +144,6 @@ class Child:
             transport.close()
 
     def _show(self, line: bytes) -> None:
-        self._console.line(self.name, line.decode(errors="replace").rstrip("\r"))
+        text = line.decode(errors="replace").rstrip("\r")
+        self.last_line = text.strip() or self.last_line
+        self._console.line(self.name, text)

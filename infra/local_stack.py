@@ -7,7 +7,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from contract.errors import BatchwayError, BrokerUnavailable
 from contract.fitness import check_fitness
 from contract.keys import Keys
 from contract.library import ensure_library
+from contract.model_failures import ModelFailures
 from contract.starts import Starts
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import Child, Console
@@ -82,6 +83,8 @@ class LocalStack:
         self._workers: list[Child] = []
         self._gateway: Child | None = None
         self._callbacks: Child | None = None
+        self._models = tuple(dict.fromkeys(plan.served_model_name for plan in options.workers))
+        self._failed: dict[str, str] = {}  # models whose workers did not stay up, and why
 
     async def serve(self) -> None:
         """Starts all parts and keeps them running until cancelled. Raises PartLost."""
@@ -89,6 +92,7 @@ class LocalStack:
         store = self._find_store()
         self._say_where(url, store)
         self._make_children(url, store)
+        await self._report(url, partial(ModelFailures.forget, models=self._models))
         try:
             async with asyncio.TaskGroup() as group:
                 if self._redis is not None:
@@ -97,7 +101,9 @@ class LocalStack:
                     group.create_task(keep_running(child, self._console))
                 for plan, worker in zip(self._options.workers, self._workers, strict=True):
                     announce = partial(self._announce, url, plan.served_model_name)
-                    group.create_task(keep_running(worker, self._console, announce))
+                    give_up = partial(self._give_up, url, plan.served_model_name)
+                    others = give_up if len(self._models) > 1 else None
+                    group.create_task(keep_running(worker, self._console, announce, others))
                 group.create_task(self._say_when_ready())
         except ExceptionGroup as group_of_errors:
             lost = group_of_errors.subgroup(PartLost)
@@ -221,6 +227,21 @@ class LocalStack:
                 starts = Starts(client, Keys(self._options.namespace))
                 await starts.announce_another(model, starts_in_s)
 
+    async def _give_up(self, redis_url: str, model: str, reason: str, retry_in_s: float) -> None:
+        """A worker of one of several models does not stay up: the others serve on."""
+        await self._report(
+            redis_url, lambda failures: failures.report(model, reason, retry_in_s=retry_in_s)
+        )
+        self._failed[model] = reason
+        self._console.line("batchway", f"model {model!r} has failed: {reason}")
+
+    async def _report(
+        self, redis_url: str, tell: Callable[[ModelFailures], Awaitable[None]]
+    ) -> None:
+        with contextlib.suppress(BatchwayError):
+            async with connect(redis_url, command_timeout_s=_ANNOUNCE_TIMEOUT_S) as client:
+                await tell(ModelFailures(client, Keys(self._options.namespace)))
+
     def _child(
         self,
         name: str,
@@ -236,12 +257,12 @@ class LocalStack:
     async def _say_when_ready(self) -> None:
         host, port = self._options.listener.getsockname()[:2]
         has_key = bool(os.environ.get(_API_KEY_VARIABLE))
-        names = tuple(dict.fromkeys(plan.served_model_name for plan in self._options.workers))
-        await until_ready(
-            host, port, self._options.allowed_hosts, names, partial(self._console.line, "batchway")
+        tell = partial(self._console.line, "batchway")
+        ready = await until_ready(
+            host, port, self._options.allowed_hosts, self._models, self._failed, tell
         )
         with contextlib.suppress(OSError):  # a closed output
-            print(welcome(self._gateway_url, names, has_key=has_key), flush=True)
+            print(welcome(self._gateway_url, ready, has_key=has_key), flush=True)
 
 
 def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -31,11 +31,12 @@ async def until_ready(
     port: int,
     allowed_hosts: Sequence[str],
     models: Sequence[str],
+    failed: Collection[str],
     tell: Callable[[str], None],
-) -> None:
-    """Returns once /readyz shows a live worker of each of these models; tells of each where there
-    are several, and every half minute what is missing. `allowed_hosts`: the host names that the
-    gateway accepts, if restricted."""
+) -> list[str]:
+    """Returns the models of which /readyz shows a live worker, once there is one and the others
+    have failed; tells of each where there are several, and every half minute what is missing.
+    `allowed_hosts`: the host names that the gateway accepts, if restricted."""
     address = reachable_host(host)
     is_allowed = not allowed_hosts or {"*", address} & set(allowed_hosts)
     name = in_url(address if is_allowed else allowed_hosts[0])
@@ -47,8 +48,9 @@ async def until_ready(
             missing.remove(model)
             if len(models) > 1:
                 tell(f"model {model!r} is ready ({len(models) - len(missing)} of {len(models)})")
-        if not missing:
-            return
+        ready = [model for model in models if model not in missing]
+        if ready and all(model in failed for model in missing):
+            return ready
         if time.monotonic() >= remind_at:
             tell(f"still waiting for a worker of {', '.join(map(repr, missing))} to be ready")
             remind_at += _REMIND_EVERY_S

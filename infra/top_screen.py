@@ -30,6 +30,8 @@ def _head(snapshot: MetricsReader, where: str) -> Text:
         text.append("  Redis does not answer", "bold red")
     for reason, num in sorted(snapshot.refusals.items()):
         text.append(f"  {num} refused: {reason}", "yellow")
+    for model, reason in sorted(snapshot.failed.items()):
+        text.append(f"\n{model} has failed: {reason}", "bold red")
     return text
 
 

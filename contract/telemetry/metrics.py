@@ -169,6 +169,13 @@ _ALL = (
         "Models with something in Redis that the gateway cannot read; its log names them.",
         is_gauge=True,
     ),
+    _gateway(
+        "failed_models",
+        "1 for each model that cannot stay up, with the reason.",
+        "model_name",
+        "reason",
+        is_gauge=True,
+    ),
     _gateway("broker_up", "1 where Redis answered for this page, else 0.", is_gauge=True),
     _gateway("webhook_deliveries_total", "Attempts to deliver callbacks, of all.", "outcome"),
     _gateway(

@@ -138,12 +138,14 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class MetricsReader:
-    """The values of a page. `window_s`: seconds since the page before; None: since the start."""
+    """The values of a page. `window_s`: seconds since the page before; None: since the start.
+    `failed`: models that cannot stay up, each with the reason."""
 
     window_s: float | None
     is_broker_up: bool
     open_streams: int
     refusals: Mapping[str, int]  # by reason
+    failed: Mapping[str, str]
     lanes: tuple[LaneRow, ...]
     workers: tuple[WorkerRow, ...]
     engines: tuple[EngineRow, ...]
@@ -163,6 +165,12 @@ def look(
             reason: int(num)
             for reason in now.labels_of("admission_total", "reason")
             if reason and (num := gained.value("admission_total", reason=reason))
+        },
+        {
+            model: reason
+            for model in now.labels_of("failed_models", "model_name")
+            for reason in now.labels_of("failed_models", "reason")
+            if now.has("failed_models", model_name=model, reason=reason)
         },
         tuple(
             _lane(now, gained, model, lane, window_s)

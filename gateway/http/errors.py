@@ -40,6 +40,7 @@ STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.DEADLINE_INFEASIBLE: 429,
     ErrorCode.UNKNOWN_LANE: 400,
     ErrorCode.NO_WORKERS: 503,
+    ErrorCode.MODEL_FAILED: 503,
     ErrorCode.IDEMPOTENCY_MISMATCH: 422,
     ErrorCode.STORAGE_FULL: 503,
     ErrorCode.MEMORY_FULL: 503,

@@ -24,7 +24,7 @@ class Ready(BaseModel):
 
 class NotReady(BaseModel):
     status: Literal["unavailable", "draining"]
-    missing: Literal["redis", "models", "workers", "draining"]
+    missing: Literal["redis", "models", "model", "workers", "draining"]
     reason: str | None = None
 
 
@@ -42,9 +42,10 @@ async def livez() -> Alive:
     response_model=Ready,
     responses={503: {"model": NotReady, "description": _NOT_READY}},
 )
-async def readyz(gateway: ThisGateway) -> Response:
-    """200 if at least one model has a live worker, else 503 with the reason."""
-    return await _readiness(gateway)
+async def readyz(gateway: ThisGateway, model: str = "") -> Response:
+    """200 if at least one model, or the one that is asked for, has a live worker, else 503 with the
+    reason."""
+    return await _readiness(gateway, model)
 
 
 @router.get(
@@ -55,15 +56,22 @@ async def health(gateway: ThisGateway) -> Response:
     return Response(status_code=(await _readiness(gateway)).status_code)
 
 
-async def _readiness(gateway: Gateway) -> Response:
+async def _readiness(gateway: Gateway, asked: str = "") -> Response:
     if gateway.drain.has_begun:
         return _not_ready("draining")
     try:
         models = await gateway.broker.known.models()
         served = [card.name for card in models.values() if card.flow is None]
         num_workers = {name: await gateway.broker.known.num_live_workers(name) for name in served}
+        failures = await gateway.broker.known.failures()
     except (BrokerUnavailable, CommandDenied) as exc:
         return _not_ready("redis", _reason(exc))
+    if asked:
+        if (failure := failures.get(asked)) is not None:
+            return _not_ready("workers", failure.reason)
+        if asked not in num_workers:
+            return _not_ready("model")
+        num_workers = {asked: num_workers[asked]}
     if not any(num_workers.values()):
         return _not_ready("workers" if models else "models")
     return json_response({"status": "ready", "workers": num_workers})

@@ -22,13 +22,18 @@ async def metrics(_caller: MetricsReader, gateway: ThisGateway) -> Response:
     snapshots: Mapping[str, FleetSnapshot] | None
     try:
         snapshots = await known.snapshots()
+        failures = await known.failures()
     except BrokerUnavailable:
-        snapshots = None
-    return _page(gateway.metrics, snapshots, known.num_unreadable)
+        snapshots, failures = None, {}
+    failed: dict[Labels, int] = {(model, failure.reason): 1 for model, failure in failures.items()}
+    return _page(gateway.metrics, snapshots, known.num_unreadable, failed)
 
 
 def _page(
-    metrics: GatewayMetrics, snapshots: Mapping[str, FleetSnapshot] | None, num_unreadable: int
+    metrics: GatewayMetrics,
+    snapshots: Mapping[str, FleetSnapshot] | None,
+    num_unreadable: int,
+    failed: Mapping[Labels, int],
 ) -> Response:
     """This gateway's counts, and the fleet's by model. `snapshots` is None while Redis is down.
     prometheus_client is imported here, so that Lambda functions start faster."""
@@ -44,6 +49,7 @@ def _page(
     now: dict[str, Mapping[Labels, int]] = {
         "broker_up": {(): int(snapshots is not None)},
         "unreadable_models": {(): num_unreadable},
+        "failed_models": failed,
     }
     families = [*gateway_families({**metrics.counts(), **now})]
     if snapshots is not None:

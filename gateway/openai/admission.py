@@ -21,6 +21,7 @@ from gateway.http.errors import bad_request, invalid_value, no_such_model
 from gateway.openai.job_bodies import CallBody
 from gateway.openai.unsupported import CallFields
 from gateway.redis.broker import Broker
+from gateway.redis.known_models import model_failed
 from gateway.settings import GatewaySettings
 
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
@@ -104,11 +105,13 @@ async def admit(
     broker: Broker, settings: GatewaySettings, endpoint: Endpoint, body: CallBody, terms: Terms
 ) -> Admission:
     """Checks the caller's right to the lane, the model, its endpoints and its lanes. Raises
-    ApiError."""
+    ApiError, JobRefused."""
     lane = terms.lane or _lane_of(endpoint, body)
     terms.caller.check_lane(lane)
     card = (await broker.known.models()).get(body.model)
     if card is None:
+        if (failure := (await broker.known.failures()).get(body.model)) is not None:
+            raise model_failed(body.model, failure)
         raise no_such_model(body.model, await broker.known.models())
     check_endpoint(card, endpoint)
     check_lane(card, lane)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from contract.flows import Cascade, Definition, Ensemble, Pipeline, Route
 from contract.jobs import ResumeKind
 from contract.model_cards import ModelCard, PoolingCard
+from contract.model_failures import ModelFailure
 from gateway.http.auth import AnyCaller
 from gateway.http.errors import no_such_model
 from gateway.http.handlers import answers
@@ -63,6 +64,14 @@ _KINDS: Mapping[type[Definition], FlowKind] = {
 }
 
 
+class ModelFailed(BaseModel):
+    """Why none of the model's workers stays up, and when the next try is; null while it runs."""
+
+    reason: str
+    since: float
+    retry_in_s: float | None
+
+
 class Model(BaseModel):
     id: str
     object: Literal["model"] = "model"
@@ -76,6 +85,7 @@ class Model(BaseModel):
     tool_call_parser: str | None = Field(description="how its calls of tools are read")
     pooling: ModelPooling | None
     flow: FlowKind | None = Field(description="of a model that consists of others")
+    failed: ModelFailed | None = Field(description="of a model that cannot stay up")
 
 
 class ModelList(BaseModel):
@@ -85,9 +95,12 @@ class ModelList(BaseModel):
 
 @router.get("/v1/models")
 async def list_models(_: AnyCaller, gateway: ThisGateway) -> ModelList:
-    """All published models."""
-    cards = await gateway.broker.known.models()
-    return ModelList(data=[_shown(card) for card in cards.values()])
+    """All published models, and those that have failed before they could be."""
+    known = gateway.broker.known
+    cards, failures = await known.models(), await known.failures()
+    served = [_shown(card, failures.get(name)) for name, card in cards.items()]
+    others = [_failed(name, failure) for name, failure in failures.items() if name not in cards]
+    return ModelList(data=served + others)
 
 
 @router.get("/v1/models/{model_id:path}", responses=answers(404))
@@ -97,13 +110,35 @@ async def get_model(
     model_id: Annotated[str, Path(json_schema_extra={"minLength": 1, "maxLength": 256})],
 ) -> Model:
     """One model."""
-    cards = await gateway.broker.known.models()
-    if model_id not in cards:
+    known = gateway.broker.known
+    cards, failure = await known.models(), (await known.failures()).get(model_id)
+    if model_id in cards:
+        return _shown(cards[model_id], failure)
+    if failure is None:
         raise no_such_model(model_id, cards)
-    return _shown(cards[model_id])
+    return _failed(model_id, failure)
 
 
-def _shown(card: ModelCard) -> Model:
+def _failed(name: str, failure: ModelFailure) -> Model:
+    """A model of which no more is known."""
+    card = ModelCard(
+        name=name,
+        context_length=0,
+        vocab_size=0,
+        eos_token_ids=(),
+        tokenizer_sha256="",
+        created_s=int(failure.since_s),
+    )
+    return _shown(card, failure).model_copy(update={"endpoints": []})
+
+
+def _failure(failure: ModelFailure) -> ModelFailed:
+    return ModelFailed(
+        reason=failure.reason, since=failure.since_s, retry_in_s=failure.retry_in_s or None
+    )
+
+
+def _shown(card: ModelCard, failure: ModelFailure | None) -> Model:
     return Model(
         id=card.name,
         created=card.created_s,
@@ -115,6 +150,7 @@ def _shown(card: ModelCard) -> Model:
         tool_call_parser=card.tool_call_parser or None,
         pooling=None if (can := card.pooling) is None else _pooling(can),
         flow=None if card.flow is None else _KINDS[type(card.flow.definition)],
+        failed=None if failure is None else _failure(failure),
     )
 
 

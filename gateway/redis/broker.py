@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from contract.api_keys import ApiKeys, Pepper
 from contract.batches import Batches
 from contract.catalogue import Catalogue, clear_orphan, knows_key
@@ -85,7 +87,7 @@ class Broker:
         except JobRefused as exc:
             await self._discard(held)
             await self._wishes.leave(job, exc)
-            raise
+            raise await self.known.explained(job.model, exc) from exc
         if submitted.job_id != job.id:
             await self._discard(held)
         return submitted
@@ -102,7 +104,8 @@ class Broker:
     async def quote(self, job: Job, submission: Submission) -> Quote:
         quote = await self._call(lambda: self._functions.quote(job, submission))
         await self._wishes.leave(job, quote.refusal)
-        return quote
+        refusal = quote.refusal and await self.known.explained(job.model, quote.refusal)
+        return replace(quote, refusal=refusal)
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
@@ -225,12 +228,10 @@ class Broker:
         submitted_s: float | None = None,
     ) -> AsyncIterator[LogEntry | Idle | Reset]:
         """Follows a job's log from event `after` to its End; yields Idle at least once per poll
-        interval.
+        interval. Tolerates that Redis is down for up to `outage_grace_s`. Raises UnknownJob.
 
         `submitted_s`: when a new job was submitted (the broker's clock). Its log is still empty, so
         reading it would only delay the worker; the follower waits for the first hint instead.
-
-        Tolerates that Redis is down for up to `outage_grace_s`. Raises UnknownJob.
         """
         cursor = Cursor(after, after_hash)
         view: JobView | None = None

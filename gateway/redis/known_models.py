@@ -11,10 +11,11 @@ from functools import partial
 from cachetools import LRUCache, TTLCache
 
 from contract.catalogue import Catalogue
-from contract.errors import WireError
+from contract.errors import ErrorCode, JobRefused, WireError
 from contract.fleet_snapshot import FleetSnapshot
 from contract.functions import Functions
 from contract.model_cards import ModelCard
+from contract.model_failures import ModelFailure
 from gateway.http.errors import ModelUnreadable
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.guarded_redis import GuardedRedis
@@ -26,19 +27,24 @@ MEMORY_TTL_S = 60.0  # an operator may change it
 MAX_TOKENIZERS = 8
 MAX_COUNTS = 1024  # models whose number of workers is cached
 REFUSED_S = 10.0  # a worker may publish the model again
+_SOON_S = 1.0  # the next try of a failed model is under way
 
 
 class KnownModels:
     """One for each gateway process."""
 
     def __init__(
-        self, guarded_redis: GuardedRedis, catalogue: Catalogue, functions: Functions
+        self,
+        guarded_redis: GuardedRedis,
+        catalogue: Catalogue,
+        functions: Functions,
     ) -> None:
         self._redis = guarded_redis
         self._catalogue = catalogue
         self._functions = functions
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
         self._num_workers: TTLCache[str, int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
+        self._failures: tuple[float, dict[str, ModelFailure]] = (-CATALOGUE_TTL_S, {})
         self._max_memory: tuple[float, int] | None = None  # when it was read (s), bytes
         self._tokenizers: LRUCache[str, ModelTokenizer] = LRUCache(MAX_TOKENIZERS)
         # one at a time, because loading takes several times the tokenizer's size
@@ -122,6 +128,27 @@ class KnownModels:
             self._num_workers[model] = num_workers
         return num_workers
 
+    async def failures(self) -> dict[str, ModelFailure]:
+        """Models without a live worker that cannot stay up, at most a second old. Some were never
+        published."""
+        now_s = time.monotonic()
+        if now_s - self._failures[0] > CATALOGUE_TTL_S:
+            reported = await self._redis.call(self._catalogue.failures.all)
+            failed = {
+                model: failure
+                for model, failure in reported.items()
+                if not await self.num_live_workers(model)
+            }
+            self._failures = now_s, failed
+        return self._failures[1]
+
+    async def explained(self, model: str, refused: JobRefused) -> JobRefused:
+        """The refusal; where there is no worker, and the model cannot stay up, one that says so."""
+        if refused.code is not ErrorCode.NO_WORKERS:
+            return refused
+        failure = (await self.failures()).get(model)
+        return refused if failure is None else model_failed(model, failure)
+
     async def max_memory_bytes(self) -> int:
         """The bytes that Redis may use, at most a minute old; 0: unknown."""
         now_s = time.monotonic()
@@ -146,3 +173,11 @@ class KnownModels:
                     log.error("model left out of the metrics: %s model=%s", exc, name)
         self._spoiled = frozenset(spoiled)
         return found
+
+
+def model_failed(name: str, failure: ModelFailure) -> JobRefused:
+    """The refusal of a call of a model that cannot stay up."""
+    planned = f"in {failure.retry_in_s:.0f} s" if failure.retry_in_s else "under way"
+    message = f"the model {name!r} has failed: {failure.reason} (the next try is {planned})"
+    retry_s = max(_SOON_S, failure.retry_in_s)
+    return JobRefused(ErrorCode.MODEL_FAILED, message, retry_after_s=retry_s)

@@ -170,6 +170,13 @@ CASES = (
         {"batchway_unreadable_models": "0x9"},
         "5m",
     ),
+    Case(
+        "BatchwayModelFailed",
+        {of_m("failed_models", reason="no memory"): "1x9"},
+        {of_m("failed_models", reason="no memory"): "1x2 stale"},
+        "5m",
+        {"model_name": "m", "reason": "no memory"},
+    ),
 )
 
 

@@ -1,6 +1,8 @@
 """`batchway up --fleet` from end to end: two tiny models behind one address."""
 
+import contextlib
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -86,6 +88,71 @@ def test_two_models_behind_one_address(folders: tuple[Path, Path], tmp_path: Pat
         children = stack.children()
         assert stack.end() == 0
         stack.assert_left_nothing(children)
+
+
+def test_a_fleet_outlives_a_model_that_cannot_be_loaded(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its callers are told why and when it is tried again, the list and `top` show it, the other
+    model serves on; once its weights are whole it serves, too."""
+    a, b = folders[0], tmp_path / "b"
+    shutil.copytree(folders[1], b)
+    weights = b / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models:\n- {{model: {a}, {FIELDS}}}\n- {{model: {b}, {FIELDS}}}\n")
+    with running_fleet(file) as stack:
+        assert "serves the model 'a'" in stack.wait_for("batchway is ready: ")
+        stack.wait_for("model 'b' has failed: exit status 3: ")
+        client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+        first = complete(client, "a")
+        wait_until(lambda: httpx.get(f"{stack.url}/v1/models/b").status_code == 200)
+        with pytest.raises(openai.InternalServerError) as refused:
+            complete(client, "b")
+        assert (refused.value.status_code, refused.value.code) == (503, "model_failed")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        listed = httpx.get(f"{stack.url}/v1/models").json()["data"]
+        failed = {model["id"]: model["failed"] for model in listed}
+        assert failed["a"] is None
+        assert failed["b"]["reason"].startswith("exit status 3: ")
+        ready = httpx.get(f"{stack.url}/readyz", params={"model": "b"})
+        assert (ready.status_code, ready.json()["reason"]) == (503, failed["b"]["reason"])
+        assert httpx.get(f"{stack.url}/readyz", params={"model": "a"}).status_code == 200
+        assert "b has failed: exit status 3" in run_cli("top", "--url", stack.url).stdout
+
+        weights.write_bytes(whole)
+        stack.wait_for("ready model=b ")
+        wait_until(lambda: httpx.get(f"{stack.url}/v1/models/b").json()["failed"] is None)
+        assert complete(client, "b")
+        assert complete(client, "a") == first
+        assert stack.end() == 0
+
+
+def test_a_fleet_outlives_a_model_that_dies_again_and_again(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Killed whenever it has started: it is given up, and the other answers throughout."""
+    a, b = folders
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models:\n- {{model: {a}, {FIELDS}}}\n- {{model: {b}, {FIELDS}}}\n")
+    with running_fleet(file) as stack:
+        client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+        first, num_killed = complete(client, "a"), 0
+
+        def is_given_up() -> bool:
+            nonlocal num_killed
+            with contextlib.suppress(ValueError, ProcessLookupError):
+                end_worker(stack, str(b), signal.SIGKILL)
+                num_killed += 1
+            return any("model 'b' has failed: signal SIGKILL" in line for line in stack.lines)
+
+        wait_until(is_given_up, timeout_s=120)
+        assert num_killed == 6
+        assert complete(client, "a") == first
+        listed = {m["id"]: m for m in httpx.get(f"{stack.url}/v1/models").json()["data"]}
+        assert listed["a"]["failed"] is None
+        assert stack.process.poll() is None
 
 
 def test_a_worker_without_room_for_a_cache_ends_everything(

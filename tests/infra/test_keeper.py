@@ -65,6 +65,70 @@ async def test_permanent_failures_are_not_retried(status: int) -> None:
         await keep_running(child, Console(output, {}))
 
 
+def test_tries_of_a_part_that_was_given_up_grow_to_five_minutes() -> None:
+    """Each a fifth shorter or longer, by the drawn number; a long run begins them anew."""
+    for draw, factor in ((0.0, 0.8), (0.5, 1.0), (1.0, 1.2)):
+        restarts = Restarts(lambda draw=draw: draw)  # type: ignore[misc]
+        tries = [restarts.next_try_s() for _ in range(7)]
+        assert tries == pytest.approx([s * factor for s in (15, 30, 60, 120, 300, 300, 300)])
+        restarts.next_pause_s(lived_s=60.0)
+        assert restarts.next_try_s() == pytest.approx(15 * factor)
+
+
+class Stopped(Exception):
+    pass
+
+
+async def pauses_of(
+    program: str, num_pauses: int, *, lived_s: float = 0.0
+) -> tuple[list[float], list[tuple[str, float]]]:
+    """The pauses of a part that others can do without, and what was told when it was given up. By
+    the clock, each of its lives lasts for `lived_s`."""
+    output, pauses, told, now_s = io.StringIO(), list[float](), list[tuple[str, float]](), 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += lived_s
+        return now_s
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == num_pauses:
+            raise Stopped
+
+    async def give_up(reason: str, retry_in_s: float) -> None:
+        told.append((reason, retry_in_s))
+
+    async def announce(starts_in_s: float) -> None:
+        pass
+
+    child, console = child_of(program, output), Console(output, {})
+    restarts = Restarts(lambda: 0.5)
+    with pytest.raises(Stopped):
+        await keep_running(child, console, announce, give_up, restarts, clock=clock, sleep=sleep)
+    return pauses, told
+
+
+async def test_a_part_that_dies_again_and_again_is_tried_for_ever() -> None:
+    """After five quick failures it is given up, with the last words of each life."""
+    pauses, told = await pauses_of("print('no memory'); print(); raise SystemExit(1)", 8)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0]
+    assert told == [("exit status 1: no memory", pause_s) for pause_s in (15.0, 30.0, 60.0)]
+
+
+async def test_a_part_that_is_refused_is_given_up_at_once() -> None:
+    """And tried again: the cause may pass."""
+    pauses, told = await pauses_of("raise SystemExit(3)", 3)
+    assert pauses == [15.0, 30.0, 60.0]
+    assert told == [("exit status 3", pause_s) for pause_s in pauses]
+
+
+async def test_a_part_that_lives_long_is_not_given_up() -> None:
+    """However often it ends."""
+    pauses, told = await pauses_of("raise SystemExit(1)", 8, lived_s=61.0)
+    assert (pauses, told) == ([0.5] * 8, [])
+
+
 async def test_each_start_is_announced() -> None:
     """The first at once, the second with the pause before it."""
     output, announced = io.StringIO(), asyncio.Queue[float]()
