@@ -2,6 +2,8 @@
 
 import argparse
 import importlib.metadata
+import sys
+from typing import NoReturn
 
 from infra import options as opts
 from infra.ab_command import WORKER_CANDIDATE_SHARE, add_ab_options, add_candidate_options
@@ -21,9 +23,21 @@ from infra.profile_command import add_profile_options
 from infra.redis_roles import add_redis_roles_options
 from infra.top_command import add_top_options
 
+_KINDS = ("ACTION", "COMMAND", "KIND", "WHAT")  # of what a command line may lack
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows its commands where one is missing."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.rpartition(": ")[2] not in _KINDS:
+            super().error(message)
+        self.print_help(sys.stderr)
+        self.exit(2, f"\n{self.prog}: error: {message}\n")
+
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="batchway",
         description="Serves language models: a gateway, a durable queue in Redis, workers.",
     )

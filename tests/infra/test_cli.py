@@ -3,11 +3,13 @@
 import argparse
 import importlib.util
 import os
+import re
 import shlex
 import socket
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 from string import Template
 
@@ -104,7 +106,6 @@ def test_the_version_is_printed() -> None:
         (("worker", "--lanes", "batch,batch"), "different names"),
         (("worker", "--lease-s", "0"), "must be a number over 0, not '0'"),
         (("gateway", "--redis-url", "http://x"), "must begin with redis://"),
-        ((), "the following arguments are required: COMMAND"),
     ],
 )
 def test_errors_name_the_bad_value(
@@ -115,6 +116,29 @@ def test_errors_name_the_bad_value(
         parse(*arguments)
     assert end.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def _groups() -> dict[tuple[str, ...], set[str]]:
+    """The words that may follow each beginning of a command."""
+    found = defaultdict[tuple[str, ...], set[str]](set)
+    for words in map(str.split, COMMANDS):
+        for place, word in enumerate(words):
+            found[tuple(words[:place])].add(word)
+    del found["callbacks",]  # a command by itself
+    return found
+
+
+@pytest.mark.parametrize(("given", "words"), _groups().items())
+def test_a_command_line_that_ends_early_shows_what_may_follow(
+    given: tuple[str, ...], words: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each word with its help, and last what is missing; with exit status 2."""
+    with pytest.raises(SystemExit) as end:
+        parse(*given)
+    assert end.value.code == 2
+    shown = capsys.readouterr().err
+    assert words <= set(re.findall(r"^    (\S+)", shown, re.MULTILINE))
+    assert "error: the following arguments are required: " in shown.splitlines()[-1]
 
 
 def test_a_bad_redis_url_is_not_quoted(capsys: pytest.CaptureFixture[str]) -> None:
