@@ -58,7 +58,7 @@ def test_all_schemas_that_people_send(is_strict: bool) -> None:
 
     print(is_strict, dict(sorted(found.items())))
     few = {name: num for name, num in found.items() if name.endswith((" long", " refused"))}
-    assert sum(few.values()) < (0.2 if is_strict else 0.05) * len(cases), few
+    assert sum(few.values()) < (0.25 if is_strict else 0.05) * len(cases), few
 
 
 HARD: dict[str, Any] = {
