@@ -16,7 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from contract.jobs import GRAMMAR_LIMITS
 from workers.engine.request import ErrorCode
 
-_NUM_KEPT = 64  # compiled grammars
+_NUM_KEPT = 24  # compiled grammars, each of up to about 70 MB
 _MISMATCH = "doesn't satisfy the grammar"  # in an error of the library
 
 
