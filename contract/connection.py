@@ -33,6 +33,9 @@ CONNECT_TIMEOUT_S = 1.0
 COMMAND_TIMEOUT_S = 1.0
 MAX_CONNECTIONS = 160  # of a client; a call waits for a free one up to its timeout
 LOOK_S = 5.0  # without a message, after which a subscription sends a PING
+# After a refusal for a full disk, nobody sweeps for so long: workers and gateways, which were
+# refused too, must have time to renew leases and attendance before those count as lapsed.
+SWEEP_PAUSE_S = 5.0
 
 _RETRY = Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), 2)  # seconds
 
@@ -104,7 +107,7 @@ class Listener:
         try:
             async with asyncio.timeout_at(self._look_at_s) as self._reading:
                 while True:
-                    message = await self._pubsub.get_message(timeout=None)
+                    message = await self._next_message()
                     self._has_received = True
                     if message is not None:
                         self._on_message(message)
@@ -118,6 +121,16 @@ class Listener:
                 raise TimeoutError("Redis does not answer")
             self._has_received, self._look_at_s = False, now_s + self._look_s
             await self._pubsub.ping()
+
+    async def _next_message(self) -> dict[str, Any] | None:
+        """None also for a PING that Redis refuses because its disk is full: messages still come."""
+        try:
+            message: dict[str, Any] | None = await self._pubsub.get_message(timeout=None)
+        except ResponseError as exc:
+            if "MISCONF" not in str(exc):
+                raise
+            return None
+        return message
 
     def interrupt(self) -> None:
         """Makes a waiting `listen` return; no message is lost."""

@@ -9,6 +9,8 @@ from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
 from gateway.redis.guarded_redis import GuardedRedis
 
+_RETRY_S = 1.0
+
 
 class Attendance:
     """One for each broker. `lapses_s`: seconds after which a job without a report ends."""
@@ -32,8 +34,14 @@ class Attendance:
 
     async def report(self) -> None:
         """Until cancelled, reports that the followed jobs have callers."""
+        pause_s = self._lapses_s / 3
         while True:
-            await asyncio.sleep(self._lapses_s / 3)
+            await asyncio.sleep(pause_s)
+            pause_s = self._lapses_s / 3
             if self._followed:
-                with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
+                try:
                     await self._guarded.call(lambda: self._functions.attend(list(self._followed)))
+                except BrokerUnavailable:
+                    pause_s = min(pause_s, _RETRY_S)  # before a sweep finds it lapsed
+                except (CommandDenied, WireError):
+                    pass

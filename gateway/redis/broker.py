@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from contract.api_keys import ApiKeys, Pepper
 from contract.batches import Batches
 from contract.catalogue import Catalogue, clear_orphan, knows_key
-from contract.connection import connect
-from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
+from contract.connection import SWEEP_PAUSE_S, connect
+from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, JobRefused, WireError
 from contract.events import LogEntry
 from contract.files import Files
 from contract.function_types import JobPage, JobView, Quote, Submission, Submitted, Wanted
@@ -162,8 +162,8 @@ class Broker:
         return status
 
     async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> JobPage:
-        """A tenant's jobs after the one with the id `after`, youngest first. May return fewer than
-        `max_jobs` if few match. Raises UnknownJob if `after` is not in the list."""
+        """A tenant's jobs after the job `after`, youngest first; perhaps fewer than `max_jobs`.
+        Raises UnknownJob if `after` is not in the list."""
         views: list[JobView] = []
         for _ in range(MAX_LISTINGS):
             room = max_jobs - len(views)
@@ -183,8 +183,7 @@ class Broker:
         return page
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | None:
-        """Deletes an ended job, or returns the status of one that has not ended. Raises
-        UnknownJob."""
+        """Deletes an ended job, or returns another one's status. Raises UnknownJob."""
         found = await self._call(lambda: self._functions.delete(job_id, tenant))
         if found is False:
             raise UnknownJob(job_id)
@@ -209,8 +208,7 @@ class Broker:
     async def reprioritise(
         self, job_id: str, tenant: str, *, lane: str, deadline_s: float | None
     ) -> JobStatus | None:
-        """Changes a job's lane or deadline. Returns the status if it has ended, else None. Raises
-        UnknownJob."""
+        """Changes a job's lane or deadline. The status if it has ended. Raises UnknownJob."""
         status = await self._call(
             lambda: self._functions.reprioritise(job_id, tenant, lane=lane, deadline_s=deadline_s)
         )
@@ -294,6 +292,8 @@ class Broker:
         self._swept_s = now_s
         try:
             await self._call(self._functions.sweep)
+        except BrokerFull:
+            self._swept_s = now_s + SWEEP_PAUSE_S - SWEEP_EVERY_S
         except BrokerUnavailable:
             return  # the breaker logs it
         except (CommandDenied, WireError) as exc:

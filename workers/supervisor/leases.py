@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 
+from contract.connection import SWEEP_PAUSE_S
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.function_types import WorkerCapacity, WorkerState
 from workers.ipc.messages import Ready, Reprioritise
@@ -158,6 +159,9 @@ class LeaseKeeper:
             try:
                 await self._broker.sweep()
                 errors.clear()
+            except BrokerFull:
+                await asyncio.sleep(SWEEP_PAUSE_S)
+                continue
             except BrokerUnavailable:
                 pass
             except (WireError, CommandDenied) as exc:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from contract.catalogue import Catalogue, clear_orphan, orphaned_jobs
 from contract.codec import encode_tokenizer
 from contract.connection import Listener, broker_errors, connect
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerFull, BrokerUnavailable
 from contract.events import LogEntry
 from contract.fitness import check_fitness
 from contract.function_types import (
@@ -131,9 +131,10 @@ class WorkerBroker:
         """Appends events to logs; also renews the jobs' leases unless an append did so recently."""
         sent_s, lease_s = self._clock(), self._settings.lease_s
         renews = sent_s - self._appends_renewed_s >= _RENEWAL_INTERVAL * lease_s
-        verdicts = await self._functions.append(
-            self.incarnation, items, lease_s=lease_s if renews else 0.0
-        )
+        with self._holding_on(sent_s):
+            verdicts = await self._functions.append(
+                self.incarnation, items, lease_s=lease_s if renews else 0.0
+            )
         if renews:
             self._appends_renewed_s = sent_s
             self._note_renewal(sent_s)
@@ -149,18 +150,29 @@ class WorkerBroker:
     ) -> list[str]:
         """Renews the leases of the held jobs. Returns the ids of jobs that this worker has lost."""
         sent_s = self._clock()
-        lost = await self._functions.heartbeat(
-            self.incarnation,
-            self._settings.served_model_name,
-            held,
-            lease_s=self._settings.lease_s,
-            info=info,
-            state=state,
-            capacity=capacity,
-            counted=counted,
-        )
+        with self._holding_on(sent_s):
+            lost = await self._functions.heartbeat(
+                self.incarnation,
+                self._settings.served_model_name,
+                held,
+                lease_s=self._settings.lease_s,
+                info=info,
+                state=state,
+                capacity=capacity,
+                counted=counted,
+            )
         self._note_renewal(sent_s)
         return lost
+
+    @contextlib.contextmanager
+    def _holding_on(self, sent_s: float) -> Iterator[None]:
+        """A Redis whose disk is full refuses all writes, so nobody can take this worker's jobs:
+        it keeps them. Should one be taken all the same, its next append is fenced."""
+        try:
+            yield
+        except BrokerFull:
+            self.last_contact_s = max(self.last_contact_s, sent_s)
+            raise
 
     def _note_renewal(self, sent_s: float) -> None:
         """A call sent at `sent_s` renewed the leases. A claim renews no lease but those it grants,
