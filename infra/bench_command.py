@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import os
 from pathlib import Path
 
 from infra.bench_serve_options import add_serve_options
@@ -77,13 +76,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(options: argparse.Namespace) -> int:
     # Imported by name: the command line itself must not load torch.
-    let_threads_spin()
     command = importlib.import_module(f"infra.bench.{options.bench}_command")
     status: int = command.run(options)
     return status
-
-
-def let_threads_spin() -> None:
-    """Lets threads spin (libgomp's default, some 3 ms), as a measurement has its cores to itself;
-    an operator's setting is kept. Call before torch is imported."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "300000")

@@ -5,7 +5,6 @@ An entry's fields are options of `batchway worker`, checked by the same parser.
 
 import argparse
 import difflib
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from infra.computing_options import engine_python
 from infra.demo_model import demo_model_path
 from infra.option_values import integer
 from infra.preconditions import UsageError, check_model
+from workers.model.cores import available_cores
 
 MAX_WORKERS = 64  # of one entry
 _OF_CARD = (
@@ -120,7 +120,7 @@ def share_threads(entries: Sequence[FleetEntry]) -> None:
     num_workers = sum(entry.count for entry in entries)
     for entry in entries:
         if num_workers > 1 and entry.options.threads is None:
-            entry.options.threads = max(1, (os.cpu_count() or 1) // num_workers)
+            entry.options.threads = max(1, available_cores() // num_workers)
 
 
 def worker_arguments(entry: FleetEntry) -> tuple[str, ...]:

@@ -1,13 +1,15 @@
 """Compares our engine with others on one workload: `python -m bench.peers --help`."""
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from bench.models import SIZES, make_model
 from infra.bench.workloads import log_uniform_workload, write_workload
 from infra.tables import write
+from workers.model.cores import available_cores
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = "batchway"
@@ -31,17 +34,22 @@ _TIMEOUT_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A model size in one element type."""
+    """A model size in one element type, beside some busy processes."""
 
     size: str
     dtype: str
+    company: int = 0
+
+    def __str__(self) -> str:
+        beside = f" beside {self.company} busy processes" if self.company else ""
+        return f"{self.size} {self.dtype}{beside}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs all engines alternately, several times; prints medians; returns the exit status."""
     options = _parser().parse_args(arguments)
     pythons = {OURS: Path(sys.executable)} | dict(options.peer)
-    columns = [Column(size, dtype) for size in options.sizes for dtype in options.dtypes]
+    columns = [Column(*each) for each in product(options.sizes, options.dtypes, options.company)]
     options.folder.mkdir(parents=True, exist_ok=True)
     for size in options.sizes:
         _prepare(size, options.folder)
@@ -49,11 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for run in range(1, options.runs + 1):
         for column in columns:
             for name, python in pythons.items():
-                print(f"run {run}, {column.size} {column.dtype}: {name}", file=sys.stderr)
-                found = measure(name, python, column, options)
+                print(f"run {run}, {column}: {name}", file=sys.stderr)
+                with busy_processes(column.company):
+                    found = measure(name, python, column, options)
                 results[column].setdefault(name, []).append(found)
     summaries = {c: summarise(found) for c, found in results.items()}
-    shown = [{"size": c.size, "dtype": c.dtype, "engines": s} for c, s in summaries.items()]
+    shown = [asdict(column) | {"engines": found} for column, found in summaries.items()]
     write(shown, tables(summaries), options.json)
     return 0
 
@@ -73,9 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
     )
+    parser.add_argument(
+        "--company", nargs="+", type=int, default=[0], help="busy processes beside each engine"
+    )
     parser.add_argument("--runs", type=int, default=3, help="of each engine, in turns")
     parser.add_argument("--max-running", type=int, default=32, help="sequences at once")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="of each engine")
     parser.add_argument("--json", metavar="OUT")
     return parser
 
@@ -124,6 +136,20 @@ def measure(name: str, python: Path, column: Column, options: argparse.Namespace
     return read
 
 
+@contextlib.contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """Processes that compute without end; they end by themselves if this one is killed."""
+    program = (
+        f"import time\nend = time.monotonic() + {_TIMEOUT_S}\nwhile time.monotonic() < end: pass"
+    )
+    with contextlib.ExitStack() as stack:
+        for _ in range(number):
+            process = subprocess.Popen([sys.executable, "-c", program])  # noqa: S603
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
+
+
 def summarise(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """By engine: medians over its runs, and the number of outputs equal to our engine's."""
     ours = runs[OURS][0]["outputs"]
@@ -147,7 +173,7 @@ def tables(summaries: Mapping[Column, Mapping[str, Mapping[str, Any]]]) -> str:
     lines = []
     for column, engines in summaries.items():
         best = engines[OURS]["output_tokens_per_s"]
-        lines += ["", f"{column.size} {column.dtype}"]
+        lines += ["", str(column)]
         lines.append(f"{'':14}{'tokens/s':>10}{'ours / it':>12}{'same outputs':>15}")
         for name, row in engines.items():
             speed = row["output_tokens_per_s"]

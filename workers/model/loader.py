@@ -19,6 +19,7 @@ from workers.ipc.messages import EngineOptions
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
+from workers.model.cores import available_cores
 from workers.model.files import Files
 from workers.model.float8 import exact_inputs
 from workers.model.generation import end_token_ids, sampling_defaults
@@ -73,8 +74,7 @@ def load_model(
     processor: Processor | None = None,
 ) -> LoadedModel:
     """Loads, checks and sizes a model. Raises ModelRefused with one sentence for the operator."""
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
+    torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), available_cores()))
     path, revision = options.model_path, options.revision or DEFAULT_REVISION
     if (folder := read_folder(path, revision)) is not None:
         return _load_pooling(folder, options, progress)

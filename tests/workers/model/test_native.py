@@ -1,6 +1,7 @@
 """The CPU kernels, compared with torch: attention with every flag, norms, rotation, gates."""
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -274,6 +275,29 @@ def test_the_matrix_product_equals_that_of_torch(
 
         assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
         assert_close(kernels.linear(x, panels, num_out, to), (expected + to).to(dtype))
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 8])
+def test_results_do_not_depend_on_the_threads_that_take_the_pieces(
+    isa: Isa, kernels: Kernels, dtype: torch.dtype, num_threads: int
+) -> None:
+    """Bit for bit, also where several callers share the threads: the later one works alone."""
+    x, weight = torch.randn(40, 64).to(dtype), torch.randn(64 * 23, 64).to(dtype)
+    panels = kernels.lay_out(weight)
+    norm = torch.rand(64).to(dtype), 1e-5
+
+    def multiply(_: int) -> torch.Tensor:
+        return kernels.linear(x, panels, len(weight), norm=norm)
+
+    expected = multiply(0)
+    load_library(isa).set_num_threads(num_threads)
+    try:
+        with ThreadPoolExecutor(3) as callers:
+            found = list(callers.map(multiply, range(60)))
+    finally:
+        load_library(isa).set_num_threads(1)
+
+    assert all(torch.equal(each, expected) for each in found)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 100])
