@@ -27,6 +27,7 @@ class Family:
     thinking: dict[str, Any] = field(default_factory=dict)  # chat_template_kwargs that switch it on
     not_thinking: dict[str, Any] | None = None  # and off; None: it cannot be
     efforts: tuple[str, ...] = ()  # of reasoning_effort
+    added_tokens: tuple[str, ...] = ()  # that the tokenizer of the package lacks
     lookalikes: tuple[str, ...] = ()  # texts spelled like its added tokens
     endings: tuple[str, ...] = ()  # each ends an answer
     prose: tuple[str, ...] = ()  # that mentions the marks of calls
@@ -191,6 +192,7 @@ DEEPSEEK31 = Family(
     generation={"temperature": 0.6, "top_p": 0.95},
     write=_deepseek31,
     think=lambda thought, text: f"{thought}</think>{text}",
+    added_tokens=("<think>", "</think>"),  # as in V3.1's own tokenizer, which no package has
     thinking={"thinking": True},
     not_thinking={"thinking": False},
     lookalikes=("<｜tool▁sep｜>", "<think>", "</think>"),
@@ -215,7 +217,7 @@ GPT_OSS = Family(
         f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant{text}"
     ),
     efforts=("low", "medium", "high"),
-    lookalikes=("<|end|>", "<|channel|>", "<|return|>"),
+    lookalikes=("<|endoftext|>", "<|startoftext|>"),
     endings=("<|return|>", "<|endoftext|>"),
     mistakes=(
         '<|channel|>commentary to=functions.find <|constrain|>json<|message|>["a"]<|call|>',

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer
 
 from tests.real.families import Family
 from tests.real.parts import template, tokenizer_folder
@@ -16,7 +17,13 @@ from tests.real.scripted import SAYS
 def write_model_folder(family: Family, folder: Path) -> None:
     source = tokenizer_folder(family.tokenizer)
     folder.mkdir()
-    (folder / "tokenizer.json").symlink_to(source / "tokenizer.json")
+    tokenizer = folder / "tokenizer.json"
+    if family.added_tokens:
+        fast = Tokenizer.from_file(str(source / "tokenizer.json"))
+        fast.add_tokens([AddedToken(each, normalized=False) for each in family.added_tokens])
+        fast.save(str(tokenizer))
+    else:
+        tokenizer.symlink_to(source / "tokenizer.json")
     configuration = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if family.template:
         configuration["chat_template"] = template(family.template)

@@ -81,7 +81,9 @@ class OutputParser:
         opening = None
         if state != "closed":
             opening = yield from self._text.match(compiled(rf"\s*{loose(format_.open)}"))
-        if state == "open" or opening is not None:
+        if state == "closed":
+            pass  # marks are text from here on
+        elif state == "open" or opening is not None:
             self._is_thinking = True
             end = compiled(loose(format_.close))
             yield from self._text.until(end, self._message.think)
