@@ -126,7 +126,7 @@ _TYPES: tuple[Any, ...] = (
     Annotated[float, Field(gt=0, le=0.5)],
     Annotated[float, Field(ge=-0.5, lt=0)],
     Annotated[Decimal, Field(max_digits=6, decimal_places=2)],
-    Annotated[Decimal, Field(gt=0, multiple_of=Decimal("0.01"))],
+    Annotated[Decimal, Field(gt=0, multiple_of=0.5)],
     Annotated[int, Field(ge=-(2**63), lt=2**63)],
     Annotated[str, Field(pattern=r"^[A-Z]{2}-\d+$", max_length=9)],
     Annotated[str, Field(min_length=1, max_length=10_000)],
