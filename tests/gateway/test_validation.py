@@ -424,7 +424,6 @@ async def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.AsyncC
         ("/v1/conversations", "no conversations; a response goes on"),
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
-        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/" + "x" * 4_000, "GET /openapi.json"),
     ],

@@ -115,7 +115,7 @@ def test_an_entry_may_be_the_candidate_of_an_a_b(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("models: [", "fleet.yaml: not YAML"),
+        ("models: [", "fleet.yaml:1: not YAML"),
         ("[]", "must be a mapping with the one key `models`"),
         ("models: []", "models: must be a list with at least one entry"),
         ("models: [3]", "entry 1: must be a mapping"),
