@@ -70,6 +70,8 @@ _DRAFTS = {
 def suite() -> Iterator[tuple[Case, list[dict[str, Any]]]]:
     """Of JSON-Schema-Test-Suite, with its instances."""
     for file, groups in read("json-schema-test-suite.json.gz").items():
+        if file.endswith("optional/ecmascript-regex"):
+            continue  # the classes of ECMA's expressions are ASCII's; jsonschema's are Python's
         for group in groups:
             draft = _DRAFTS[file.split("/")[0]]
             case = Case("suite", f"{file}: {group['description']}", group["schema"], draft)
