@@ -65,6 +65,7 @@ class Submission(msgspec.Struct, frozen=True):
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)  # the caller's, for searches
     callback: Callback | None = None  # receives messages about the job
     vector_bytes: int = 0  # of a prefill-only job's output
+    is_passing: bool = False  # nobody reads the result once it was delivered
     call_prompt_tokens: int = 0  # of a flow's calls, more than its own prompt; an estimate
 
 

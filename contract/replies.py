@@ -41,6 +41,9 @@ _SENTENCES = {
     "concurrent_tokens": "the limit of tokens in unfinished jobs is reached",
     "lane_share": "your share of lane {lane!r} is taken by your jobs that wait in it",
     "lane_tokens": "lane {lane!r} is full",
+    "lane_memory": "jobs in lane {lane!r} take all the memory that they may, kept ones included",
+    "tenant_memory": "your jobs in lane {lane!r} take all the memory that they may: delete some "
+    "that have ended, or ask for less retention_s",
     "lane_wait": "the wait in lane {lane!r} is over its bound",
 }
 

@@ -136,8 +136,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "dashboard": RedisRole(
             purpose="observers: read jobs, queues and workers, change nothing",
             functions=_READING_FUNCTIONS,
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_READ_COMMANDS} xinfo|groups",
-            reads=f"{_JOB_KEYS} {_FLEET_KEYS} clock dead deliveries promised",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_READ_COMMANDS} info xinfo|groups",
+            reads=f"{_JOB_KEYS} {_FLEET_KEYS} clock dead deliveries memory promised",
             channels="ev wake",
         ),
     }

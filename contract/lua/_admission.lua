@@ -189,13 +189,14 @@ end
 -- Evaluates a job (tenant, model, lane) and sets its cost, price and weight. Returns the tenant's
 -- levels, the work ahead, wait and service time in ms, and where the job is refused {reason, limit, ms
 -- until a retry may succeed} and in `promised` the earliest retry time of the next job of its tenant
--- queue.
-function admission.evaluate(tag, job, terms, now)
+-- queue. `room`: bytes that all jobs may take (_memory.lua).
+function admission.evaluate(tag, job, terms, now, room)
   local pool = pools.find(tag, job.model, now)
   local output, basis = ledger.predicted_output(tag, job, terms)
   job.cost = terms.prompt_tokens + (terms.call_prompt_tokens or 0) + output
   job.price = ledger.price(job.lane, terms.batch_price)
   job.weight = readable_weight(terms.weight)
+  memory.measure(job, terms, output, basis)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
     {'jobs', 'tokens'})
   local tenant = admission.tenant(tag, job.tenant, terms, now)
@@ -225,6 +226,13 @@ function admission.evaluate(tag, job, terms, now)
   end
   local limit, retry_ms = tenant_refusal(pool, lane_rate, tenant, line.tokens, job, terms)
   if limit then return refused('tenant_quota', limit, retry_ms) end
+  if not ledger.is_call(job) then
+    local is_alone
+    limit, is_alone = memory.refusal(tag, job, room)
+    retry_ms = is_alone and UNKNOWN or UNMEASURED_MS
+    if limit == 'tenant_memory' then return refused('tenant_quota', limit, retry_ms) end
+    if limit then return refused('lane_full', limit, retry_ms) end
+  end
   limit, retry_ms = lane_refusal(pool, lane_rate, ahead, wait, job.cost, terms)
   if limit then return refused('lane_full', limit, retry_ms) end
   -- A cap does not tell the length. Earlier outputs do, but where nothing is ahead the job may show

@@ -243,25 +243,55 @@ function ledger.settle(tag, job, status, now)
   end
 end
 
--- Adds a new job's bytes to those of its tenant and of all tenants (field ''). Also notes bytes and
--- tenant for each job, because its record may expire before the job is forgotten.
-function ledger.store(tag, job, bytes)
-  redis.call('HSET', tag .. ':stored:jobs', job.id, bytes .. ' ' .. job.tenant)
-  for _, name in ipairs({job.tenant, ''}) do
-    redis.call('HINCRBY', tag .. ':stored:tenants', name, bytes)
+-- What is noted of a job's bytes until it is forgotten, because its record may expire before: those
+-- stored in all, those in Redis, its lane and its tenant. Before the memory was divided, the first and
+-- the last. nil where it was not written by these functions.
+local function noted_bytes(tag, id)
+  local noted = redis.call('HGET', tag .. ':stored:jobs', id) or ''
+  local stored, bytes, lane, tenant = string.match(noted, '^(%d+) (%d+) (%S+) (%S+)$')
+  if not stored then
+    stored, tenant = string.match(noted, '^(%d+) (%S+)$')
+    bytes, lane = '0', ''
   end
+  if not stored or #stored > 15 or #bytes > 15 then return nil end
+  return {stored = stored, bytes = tonumber(bytes), lane = lane, tenant = tenant}
+end
+
+local function note_bytes(tag, id, stored, bytes, lane, tenant)
+  redis.call('HSET', tag .. ':stored:jobs', id, string.format('%s %d %s %s', stored, bytes, lane, tenant))
+end
+
+-- Adds a new job's bytes to those of its tenant and of all tenants (field ''), and its bytes in Redis to
+-- those of its lane.
+function ledger.store(tag, job, stored)
+  note_bytes(tag, job.id, stored, job.bytes, job.lane, job.tenant)
+  for _, name in ipairs({job.tenant, ''}) do
+    redis.call('HINCRBY', tag .. ':stored:tenants', name, stored)
+  end
+  memory.add(tag, job.lane, job.tenant, job.bytes)
+end
+
+-- A job takes other bytes in Redis, or in another lane (job.lane).
+function ledger.hold(tag, job, bytes)
+  local noted = noted_bytes(tag, job.id)
+  if not noted then return end
+  if noted.lane ~= '' then memory.add(tag, noted.lane, noted.tenant, -noted.bytes) end
+  memory.add(tag, job.lane, noted.tenant, bytes or noted.bytes)
+  note_bytes(tag, job.id, noted.stored, bytes or noted.bytes, job.lane, noted.tenant)
 end
 
 -- Subtracts a forgotten job's bytes.
 function ledger.unstore(tag, id)
-  local stored = redis.call('HGET', tag .. ':stored:jobs', id)
-  if not stored then return end
+  local noted = noted_bytes(tag, id)
   redis.call('HDEL', tag .. ':stored:jobs', id)
-  local bytes, tenant = string.match(stored, '^(%d+) (.+)$')
-  if not bytes or #bytes > 15 then return end  -- not written by these functions
-  for _, name in ipairs({tenant, ''}) do
-    if redis.call('HINCRBY', tag .. ':stored:tenants', name, -bytes) <= 0 then
+  if not noted then return end
+  for _, name in ipairs({noted.tenant, ''}) do
+    if redis.call('HINCRBY', tag .. ':stored:tenants', name, '-' .. noted.stored) <= 0 then
       redis.call('HDEL', tag .. ':stored:tenants', name)
     end
+  end
+  if noted.lane ~= '' then
+    memory.add(tag, noted.lane, noted.tenant, -noted.bytes)
+    redis.call('ZREM', tag .. ':stored:passing:' .. noted.lane, id)
   end
 end

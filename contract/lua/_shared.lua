@@ -61,14 +61,14 @@ local VIEW_FIELDS = {
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
-  'callback_every', 'created', 'choices',
+  'callback_every', 'created', 'choices', 'fixed',
 }
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
   'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
-  'part', 'arm',
+  'part', 'arm', 'fixed', 'passing',
 }
 
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
@@ -76,6 +76,7 @@ local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 local ab = {}  -- two configurations side by side; _ab.lua
 local admission = {}  -- accepts or refuses jobs; _admission.lua
 local ledger = {}  -- accounts for jobs' costs; _ledger.lua
+local memory = {}  -- divides the memory; _memory.lua
 local outbox = {}  -- callback messages; _outbox.lua
 local recount = {}  -- checks counters and lists; _recount.lua
 local running = {}  -- progress of running jobs; _running.lua
@@ -210,15 +211,18 @@ end
 -- is the last number. One entry per event takes three times the memory.
 local PACK = 64
 
+-- Returns the bytes of the log's events.
 local function compact(tag, job)
-  local key = tag .. ':log:' .. job.id
-  if job.next <= 4 then return end
+  local key, bytes = tag .. ':log:' .. job.id, 0
   local entries, events = redis.call('XRANGE', key, '-', '+'), {}
+  local is_whole = true
   for i, entry in ipairs(entries) do
+    bytes = bytes + memory.of_event(entry[2][2] or '')
     local is_readable, found = pcall(events_of, entry)
-    if not is_readable then return end  -- leave the log as it is
-    events[i] = found[1]
+    is_whole = is_whole and is_readable
+    events[i] = is_readable and found[1]
   end
+  if job.next <= 4 or not is_whole then return bytes end
   redis.call('DEL', key)
   local pack = {}
   for i, event in ipairs(events) do
@@ -228,6 +232,7 @@ local function compact(tag, job)
       pack = {}
     end
   end
+  return bytes
 end
 
 -- A job's entry in `kept`: what `sweep` needs to forget it after its record has expired.
@@ -258,12 +263,17 @@ local function terminal(tag, job, status, code, message, now, result)
   job.prompt_tokens = job.all_prompt_tokens or own_prompt_tokens
   log_event(tag, job,
     cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
+  local log_bytes = 0  -- of one event: in the record's bytes
   if result and result ~= '' then
     redis.call('XTRIM', tag .. ':log:' .. job.id, 'MINID', (job.next - 1) .. '-0')
     redis.call('HSET', job.key, 'result', result, 'has_objects', '1')
     job.has_objects = true
   else
-    compact(tag, job)
+    log_bytes = compact(tag, job)
+  end
+  ledger.hold(tag, job, job.fixed + log_bytes + #message)
+  if job.passing == '1' then
+    redis.call('ZADD', tag .. ':stored:passing:' .. job.lane, now, job.id)
   end
   ledger.settle(tag, job, status, now)
   totals.ended(tag, job, status, now)

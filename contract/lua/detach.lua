@@ -12,6 +12,7 @@ local function detach(keys, argv)
   recount.move(tag, job, deadline)
   redis.call('HSET', job.key, 'attendance', 0, 'deadline', deadline,
     'ttl_ms', math.max(job.ttl_ms, tonumber(argv[4])))
+  redis.call('HDEL', job.key, 'passing')
   redis.call('ZREM', tag .. ':attended', job.id)
   redis.call('ZADD', tag .. ':deadlines', deadline, job.id)
   if job.owner ~= '' then

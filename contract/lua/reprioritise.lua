@@ -40,6 +40,7 @@ local function reprioritise(keys, argv)
     ledger.count(tag, job, 'running', 1)
     redis.call('HSET', job.key, 'lane', job.lane, 'predicted', -1)
   end
+  ledger.hold(tag, job)
   return {'OK'}
 end
 

@@ -12,6 +12,7 @@
 --       lane_share (share of lane_tokens that the tenant's waiting jobs may use; 0: all),
 --       stored_bytes (of the job until it is forgotten), max_tenant_bytes, max_bytes
 --       (bounds of the stored bytes of its tenant, of all tenants; 0: none),
+--       vector_bytes (of its output), is_passing (nobody reads its result once it has ended),
 --       needs_worker (refuse without a live worker), cold_ms (until a first worker is up),
 --       is_stored (the object store holds its prompt),
 --       part ('parent': a flow's job, 'child': a call of one, 'nested': both, '': neither),
@@ -22,13 +23,14 @@
 -- reply {'OK', id, {jobs ahead, tokens ahead, ms until it starts (-1: unknown)}, rates}
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
---       {'MEMORY_FULL'}          the rest of the memory is reserved for running jobs, and for the
---                                calls of flows
+--       {'MEMORY_FULL'}          what Redis holds beside jobs leaves no memory for any; the rest is
+--                                for running jobs, and for the calls of flows
 --       {'REFUSED', reason, limit, ms until a retry may succeed (-1: unknown), rates}
 --         reason  unknown_lane, no_workers, storage_full, tenant_quota, lane_full,
 --                 deadline_infeasible
 --         limit   the limit exceeded: stored_bytes, requests_per_min, tokens_per_min,
---                 concurrent_tokens, lane_share, lane_tokens, lane_wait; for unknown_lane the lanes
+--                 concurrent_tokens, lane_share, lane_tokens, lane_wait, lane_memory and
+--                 tenant_memory (_memory.lua); for unknown_lane the lanes
 --                 that the workers serve
 --       rates     {requests left, ms until full, tokens left, ms until full}
 local function known(tag, job, terms)
@@ -55,7 +57,8 @@ local function accept(tag, job, terms, argv, found, now)
     'created', now, 'attendance', terms.attendance_ms, 'cold_ms', terms.cold_ms,
     'predicted', found.wait,
     'metered', terms.tokens_per_min, 'job', argv[5],
-    'metadata', argv[7], 'has_objects', terms.is_stored and '1' or ''}
+    'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '', 'fixed', job.fixed}
+  if terms.is_passing then redis.call('HSET', job.key, 'passing', '1') end
   if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end
   if (terms.batch_price or 1) ~= 1 then
     redis.call('HSET', job.key, 'batch_price', terms.batch_price)
@@ -93,8 +96,14 @@ local function submit(keys, argv)
   job.part = terms.part
   -- A flow that has been accepted must be able to end: its calls may use the reserve.
   local is_call = job.part == 'child' or job.part == 'nested'
-  if not is_call and is_memory_full(tag) then return {'MEMORY_FULL'} end
-  local found = admission.evaluate(tag, job, terms, now)
+  job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8]
+  local room = memory.room(tag, true)
+  if not is_call and room <= 0 then return {'MEMORY_FULL'} end
+  local found = admission.evaluate(tag, job, terms, now, room)
+  local limit = found.refusal and found.refusal[2]
+  if (limit == 'lane_memory' or limit == 'tenant_memory') and memory.make_room(tag, job.lane, now) then
+    found = admission.evaluate(tag, job, terms, now, room)
+  end
   if found.refusal then
     local reason, limit, retry_ms = unpack(found.refusal)
     if found.promised then promises.book(tag, job, found.promised, now) end
@@ -107,4 +116,5 @@ local function submit(keys, argv)
   local ahead = found.ahead
   return {'OK', job.id, {ahead.jobs, ahead.tokens, found.wait}, admission.rates(found.tenant, terms)}
 end
-redis.register_function('batchway_v1_submit', submit)
+-- Its own check of the memory leaves out what clients are sending, Redis's does not.
+register('submit', submit, 'allow-oom')

@@ -143,6 +143,8 @@ class PartRun:
             "concurrent_tokens": limits.concurrent_tokens,
             "lane_share": limits.lane_share * bound,
             "lane_tokens": bound,
+            "lane_memory": 0,
+            "tenant_memory": 0,
         }.get(refused.limit)
         return most is None or (await self._broker.quote(job, submission)).cost_tokens <= most
 

@@ -98,6 +98,10 @@ class Admission(msgspec.Struct, frozen=True):
             metadata=terms.metadata,
             callback=terms.callback,
             vector_bytes=vector_bytes,
+            # A response is read again; so may be an answer whose caller has a key to return with.
+            is_passing=terms.needs_worker
+            and not terms.idempotency_key
+            and self.endpoint is not Endpoint.RESPONSES,
         )
 
 

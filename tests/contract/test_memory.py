@@ -15,7 +15,7 @@ from contract.connection import connect
 from contract.errors import BrokerFull, BrokerUnavailable
 from contract.function_types import Append
 from contract.functions import Functions
-from contract.jobs import JobStatus
+from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis, find_server
@@ -86,10 +86,18 @@ async def test_running_jobs_end_although_memory_is_full(
     first, second, *_ = await claim(functions, max_jobs=2)
     await fill(small_redis, 1.2)
 
-    late = make_job()
+    late: list[Job] = []
+
+    async def submit_seventeen() -> None:
+        for _ in range(17):  # by an older reading sixteen are accepted
+            late.append(make_job())
+            await functions.submit(late[-1], make_submission())
+
     with pytest.raises(BrokerFull):
-        await functions.submit(late, make_submission())
-    assert await functions.read(late.id, "t") is None
+        await submit_seventeen()
+    assert await functions.read(late[-1].id, "t") is None
+    for job in late[:-1]:
+        await functions.cancel(job.id, "t")
     event = tokens(0, 1, 2)
     item = Append(first.job.id, first.epoch, 1, event, 2, JobStatus.SUCCEEDED)
     assert await functions.append("w1", [item], lease_s=10.0) == [("OK", 3)]

@@ -36,6 +36,7 @@ class Audit:
     _rows: dict[str, Any] = field(default_factory=dict)
     _sound_rows: dict[str, Any] = field(default_factory=dict)  # logs that were checked before
     _ttls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _memory_used: dict[str, int] = field(default_factory=dict)  # of record and log
 
     def __post_init__(self) -> None:
         self._files = FilesAudit(self.client, self.keys)
@@ -139,10 +140,13 @@ class Audit:
                 pipe.xrange(self.keys.of("log", job_id))
                 pipe.pttl(self.keys.job(job_id))
                 pipe.pttl(self.keys.of("log", job_id))
+                pipe.memory_usage(self.keys.job(job_id), samples=0)
+                pipe.memory_usage(self.keys.of("log", job_id), samples=0)
             replies: Any = pipe.execute()
         jobs = {}
         for index, job_id in enumerate(job_ids):
-            raw, rows, job_ttl, log_ttl = replies[4 * index : 4 * index + 4]
+            raw, rows, job_ttl, log_ttl, *used = replies[6 * index : 6 * index + 6]
+            self._memory_used[job_id] = sum(filter(None, used))
             for binary in (b"job", b"metadata", b"result", b"callback"):
                 raw[binary] = raw[binary].hex().encode() if binary in raw else b""
             fields = {name.decode(): value.decode() for name, value in raw.items()}
@@ -310,14 +314,32 @@ class Audit:
         )
         stored: Any = self.client.hgetall(self.keys.of("stored", "jobs"))
         sums: Counter[str] = Counter()
+        lanes: Counter[str] = Counter()
+        lines: Counter[str] = Counter()
         for raw_id, noted in stored.items():
-            num_bytes, _, owner = noted.decode().partition(" ")
+            num_bytes, held_bytes, lane, owner = noted.decode().split()
+            lanes[lane] += int(held_bytes)
+            lines[f"{lane} {owner}"] += int(held_bytes)
+            found_job = jobs.get(raw_id.decode())
+            assert found_job is None or found_job["lane"] == lane, (
+                f"I11: stored:jobs {raw_id}: {lane}"
+            )
+            # The log of a running job may be longer than expected: it is measured at the end.
+            is_at_rest = found_job is not None and not found_job["owner"]
+            used = self._memory_used[raw_id.decode()] if is_at_rest else 0
+            assert int(held_bytes) >= used, (
+                f"I16: what counts is what Redis allocates: {raw_id} {held_bytes}, takes {used}"
+            )
             assert raw_id.decode() in found.get(owner, {}), f"I11: stored:jobs {raw_id}: {owner}"
             sums[owner] += int(num_bytes)
             sums[""] += int(num_bytes)
         held: Any = self.client.hgetall(self.keys.of("stored", "tenants"))
         counted = {tenant.decode(): int(num_bytes) for tenant, num_bytes in held.items()}
         same("I11: bytes stored", {"stored:tenants": counted}, {"stored:tenants": dict(sums)})
+        for name, wanted in (("lanes", lanes), ("lines", lines)):
+            raw: Any = self.client.hgetall(self.keys.of("stored", name))
+            there = {key.decode(): int(value) for key, value in raw.items()}
+            same("I16: bytes in Redis", {name: there}, {name: dict(wanted)})
         listed_ids = sorted(job_id for listed in found.values() for job_id in listed)
         assert sorted(raw.decode() for raw in stored) == listed_ids, "I11: bytes stored of each job"
         found_kept = {"kept": self._scores(self.keys.of("kept"))}

@@ -241,11 +241,45 @@ MUTANTS = [
         "body == terms.body_hash and 'EXISTS' or 'MISMATCH'",
         "'EXISTS'",
     ),
+    Mutant("memory is never full", "if not is_call and room <= 0 then", "if false then"),
     Mutant(
-        "memory is never full",
-        "return known == 'full'",
-        "return false",
-        seed=4,
+        "a lane takes what is another's own",
+        "borrowed = borrowed + math.max(0, bytes - own)",
+        "borrowed = borrowed + math.max(0, bytes - 2 * own)",
+        seed=3,
+    ),
+    Mutant(
+        "a tenant takes what is left",
+        "+ job.bytes > TIMES_FREE * free then",
+        "+ job.bytes > 1000 * free then",
+        seed=3,
+    ),
+    Mutant(
+        "the bytes of a job stay in its first lane",
+        "  ledger.hold(tag, job)\n  return {'OK'}",
+        "  return {'OK'}",
+    ),
+    Mutant(
+        "an ended job holds what was expected of it",
+        "ledger.hold(tag, job, job.fixed + log_bytes + #message)",
+        "ledger.hold(tag, job)",
+    ),
+    Mutant(
+        "a forgotten job holds its bytes",
+        "    memory.add(tag, noted.lane, noted.tenant, -noted.bytes)\n    redis.call('ZREM'",
+        "    redis.call('ZREM'",
+    ),
+    Mutant(
+        "results that have just come give way",
+        "now - PASSING_MS, 'BYSCORE'",
+        "now, 'BYSCORE'",
+        seed=3,
+    ),
+    Mutant(
+        "a call that became a job gives way",
+        "  redis.call('HDEL', job.key, 'passing')\n",
+        "",
+        seed=3,
     ),
     Mutant(
         "an idle tenant saves up credit", "math.max(own, lane_clock(tag, model, lane)),", "own,"

@@ -7,6 +7,7 @@ Over 300 lines: it is one table of states, which is checked against the function
 """
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ from tests.model.reference_admission import (
 )
 from tests.model.reference_fairness import MAX_BACK, MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
 from tests.model.reference_files import BatchesReference, FilesReference
+from tests.model.reference_memory import MAX_FORGOTTEN, PASSING_MS, log_bytes, need_of
 from tests.model.reference_outbox import OutboxReference
 from tests.model.reference_pools import WORKER_TTL_MS, Pool, Use
 from tests.model.reference_promises import Promises
@@ -103,6 +105,9 @@ class Record:
     code: str = ""
     message: str = ""
     result: ObjectRef | None = None
+    fixed_bytes: int = 0  # in Redis, without its log
+    held_bytes: int = 0  # that count in its lane
+    is_passing: bool = False
     log: list[LogEntry] = field(default_factory=list)
 
     @property
@@ -152,7 +157,7 @@ class Reference:
         self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self.is_restarted = False
-        self.memory_is_full = False
+        self.memory_room = math.inf
         self.wakes: list[tuple[str, str]] = []  # (model, lane) of each hint published to workers
 
     # --- callers ------------------------------------------------------------------------------
@@ -167,11 +172,15 @@ class Reference:
             return Submitted(known[0], False)
         if job.id in self.records:
             return Submitted(job.id, False)
-        if self.memory_is_full and not job.parent:
+        if self.memory_room <= 0 and not job.parent:
             raise BrokerFull(ErrorCode.MEMORY_FULL, "")
         candidate = self._candidate(job, s)
         promises = self._promises_of.setdefault(job.model, Promises())
         refused = candidate.refusal(promises)
+        is_tight = refused is not None and refused.limit in ("lane_memory", "tenant_memory")
+        if is_tight and self._make_room(job.lane):
+            candidate = self._candidate(job, s)
+            refused = candidate.refusal(promises)
         if refused is not None:
             if refused.promised_ms is not None:
                 promises.book(candidate.line, refused.promised_ms)
@@ -181,6 +190,8 @@ class Reference:
         deadline_ms = self.now_ms + int(s.deadline_s * 1000)
         record = Record(job, s, job.lane, self.now_ms, deadline_ms, candidate.cost)
         record.predicted_ms = candidate.wait_ms
+        record.fixed_bytes, record.held_bytes = candidate.need
+        record.is_passing = s.is_passing
         if s.attendance_s > 0:
             record.attended_until_ms = self.now_ms + int(s.attendance_s * 1000)
         self.records[job.id] = record
@@ -270,6 +281,7 @@ class Reference:
             return None if record is None else record.state
         record.deadline_ms = max(record.deadline_ms, self.now_ms + int(deadline_s * 1000))
         record.attended_until_ms = None
+        record.is_passing = False
         longest_s = max(record.submission.retention_s, retention_s)
         record.submission = replace(record.submission, attendance_s=0.0, retention_s=longest_s)
         return Verdict.OK
@@ -505,7 +517,10 @@ class Reference:
             if not item.fin and _passes_progress(record, item.num_tokens):
                 self._post(record, MessageKind.PROGRESS)
         if item.fin:
-            self._end(record, item.fin, item.code, item.message)
+            is_kept_elsewhere = item.result is not None
+            self._end(
+                record, item.fin, item.code, item.message, is_kept_elsewhere=is_kept_elsewhere
+            )
             record.result = item.result
         return Verdict.OK, record.next_number
 
@@ -586,11 +601,22 @@ class Reference:
         self._end(record, JobStatus.EXPIRED)
         return True
 
-    def _end(self, record: Record, status: JobStatus, code: str = "", message: str = "") -> None:
+    def _end(
+        self,
+        record: Record,
+        status: JobStatus,
+        code: str = "",
+        message: str = "",
+        *,
+        is_kept_elsewhere: bool = False,
+    ) -> None:
         _log(
             record,
             End(status, code, message, record.job.num_prompt_tokens, record.num_tokens),
         )
+        record.held_bytes = record.fixed_bytes + len(message.encode())
+        if not is_kept_elsewhere:
+            record.held_bytes += log_bytes(record.log)
         self._settle(record, status)
         self._count("requests_total", record, 1, f":{status}")
         if status is JobStatus.SUCCEEDED:
@@ -618,6 +644,19 @@ class Reference:
         if record.finished_ms is None:
             return False
         return record.finished_ms + int(record.submission.retention_s * 1000) <= self.now_ms
+
+    def _make_room(self, lane: str) -> bool:
+        """Forgets the oldest results of a lane's synchronous calls."""
+        until_ms = self.now_ms - PASSING_MS
+        old = sorted(
+            (record.finished_ms, record.job.id)
+            for record in self.records.values()
+            if record.is_passing and record.lane == lane and record.finished_ms is not None
+            if record.finished_ms <= until_ms
+        )[:MAX_FORGOTTEN]
+        for _, job_id in old:
+            self._forget(self.records[job_id])
+        return bool(old)
 
     def _forget(self, record: Record) -> None:
         del self.records[record.job.id]
@@ -820,9 +859,29 @@ class Reference:
             ahead=Ahead.of(self._loads(model), pool, lane, own, weights),
             pool=pool,
             now_ms=self.now_ms,
+            need=need_of(
+                job,
+                s,
+                num_output,
+                is_cap=not (expected or s.max_output_tokens == 0)
+                and not any(lengths.num_seen >= self._min_lengths for lengths in known),
+            ),
+            memory_room=math.inf if job.parent else self.memory_room,
+            lane_bytes=self._lane_bytes(),
+            line_bytes=sum(
+                record.held_bytes
+                for record in self.records.values()
+                if (record.lane, record.job.tenant) == (lane, tenant)
+            ),
             stored_bytes=_stored_bytes(job, s),
             all_stored_bytes=sum(t.stored_bytes for t in self._tenants.values()),
         )
+
+    def _lane_bytes(self) -> dict[str, int]:
+        held: Counter[str] = Counter()
+        for record in self.records.values():
+            held[record.lane] += record.held_bytes
+        return dict(held)
 
     def _refused(self, job: Job, candidate: Candidate, refused: Refusal) -> JobRefused:
         s = candidate.submission

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from contract.errors import ErrorCode
 from contract.function_types import Submission
 from contract.replies import UNKNOWN_MS
+from tests.model.reference_memory import Need
+from tests.model.reference_memory import refusal as memory_refusal
 from tests.model.reference_pools import LaneRates, Pool, drain_ms
 from tests.model.reference_promises import UNPROMISED_RATIO, Line, Promises
 
@@ -257,6 +259,10 @@ class Candidate:
     ahead: Ahead
     pool: Pool
     now_ms: int
+    need: Need  # of memory
+    memory_room: float  # bytes that all jobs may take
+    lane_bytes: Mapping[str, int]  # that each lane holds
+    line_bytes: int  # of them, its tenant in its lane
     stored_bytes: int  # of the job
     all_stored_bytes: int  # of all jobs that are kept
 
@@ -293,7 +299,22 @@ class Candidate:
             return Refusal(ErrorCode.NO_WORKERS)
         if 0 < self.submission.max_stored_bytes < self.all_stored_bytes + self.stored_bytes:
             return Refusal(ErrorCode.STORAGE_FULL)
-        return self._tenant_refusal() or self._lane_refusal() or self._deadline_refusal()
+        return (
+            self._tenant_refusal()
+            or self._memory_refusal()
+            or self._lane_refusal()
+            or self._deadline_refusal()
+        )
+
+    def _memory_refusal(self) -> Refusal | None:
+        found = memory_refusal(
+            self.memory_room, self.lane_bytes, self.line[0], self.line_bytes, self.need.whole
+        )
+        if found is None:
+            return None
+        limit, is_alone = found
+        code = ErrorCode.TENANT_QUOTA if limit == "tenant_memory" else ErrorCode.LANE_FULL
+        return Refusal(code, limit, UNKNOWN_MS if is_alone else UNMEASURED_MS)
 
     def _tenant_refusal(self) -> Refusal | None:
         limits = self.submission.limits

@@ -16,7 +16,7 @@ from tests.model.files_walk import FilesWalk
 from tests.model.postal_walk import PostalWalk
 from tests.model.postmen import NOBODY
 from tests.model.reference_files import END_KINDS
-from tests.model.walk import Walk
+from tests.model.walk import ROOMS, Walk
 from tests.model.whole_walk import Draws, walk
 from tests.model.world import CALLBACKS, LANES, STATES, TENANTS, WORKERS, World
 
@@ -36,6 +36,8 @@ REFUSALS = (
     "tenant_quota tokens_per_min",
     "tenant_quota concurrent_tokens",
     "tenant_quota lane_share",
+    "tenant_quota tenant_memory",
+    "lane_full lane_memory",
     "lane_full lane_tokens",
     "lane_full lane_wait",
     "deadline_infeasible",
@@ -219,9 +221,9 @@ class ProtocolMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.world.restart()
 
-    @rule(is_full=st.booleans())
-    def fill_memory(self, is_full: bool) -> None:
-        self.world.fill_memory(is_full=is_full)
+    @rule(room=st.sampled_from(ROOMS))
+    def fill_memory(self, room: int | None) -> None:
+        self.world.fill_memory(room)
 
     @rule(seconds=st.sampled_from([1, 6, 11]))
     def pass_time(self, seconds: float) -> None:

@@ -49,6 +49,7 @@ _LIMITS = {
     "append": 30,
     "cancel": 3,
     "reprioritise": 4,
+    "fill_memory": 3,
     "pass_time": 8,
     "sweep": 3,
 }
@@ -65,6 +66,8 @@ _TIMES = {
     "sweep": 14,
     "pass_time": 14,
 }
+# Bytes that jobs may take: none, those of a few, of many, any number.
+ROOMS = (0, 40_000, 120_000, 400_000, None, None)
 STAGES = (_EVERYTHING, _QUEUES, _EVERYTHING, _LIMITS, _EVERYTHING, _TIMES)
 
 
@@ -147,6 +150,7 @@ class Walk:
             is_stored=self._flip(0.2),
             is_quote=is_quote,
             weight=self._weighing.choice(self._weights),
+            is_passing=self._weighing.random() < 0.5,
             **self._terms(),
             callback=rng.choice([None, None, *CALLBACKS]),
         )
@@ -300,7 +304,7 @@ class Walk:
         self._world.restart()
 
     def _fill_memory(self) -> None:
-        self._world.fill_memory(is_full=self._flip(0.3))
+        self._world.fill_memory(self._rng.choice(ROOMS))
 
     def _pass_time(self) -> None:
         self._world.pass_time(self._rng.choice([1, 3, 6, 11]))

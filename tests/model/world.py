@@ -5,6 +5,7 @@ steps: Hypothesis, or a random walk.
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,8 +101,11 @@ class World:
         source = source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
         source = source.replace("MIN_LENGTHS = 5 ", f"MIN_LENGTHS = {MIN_LENGTHS} ")
         source = source.replace("RECOUNT_JOBS = 50 ", f"RECOUNT_JOBS = {RECOUNT_JOBS} ")
+        # The memory is as a step has set it, not as it is.
+        source = source.replace("num_trusted = 0 ", "num_trusted = 2 ^ 52 ")
         source = source.replace("RECOUNT_GAP_MS = 1000 ", "RECOUNT_GAP_MS = 0 ")
         self.client.function_load(source, replace=True)
+        self.client.set(self.keys.of("memory"), "free")
         self.async_client = connect(self.redis_url)
         self.functions = Functions(self.async_client, self.keys)
         self.audit = Audit(self.client, self.keys)
@@ -344,10 +348,10 @@ class World:
             self.client.set(self.keys.of("runid"), "another")
             self.reference.restart()
 
-    def fill_memory(self, *, is_full: bool) -> None:
-        """Sets whether memory counts as full. In a small world it never is."""
-        self.client.set(self.keys.of("memory"), "full" if is_full else "free")
-        self.reference.memory_is_full = is_full
+    def fill_memory(self, room: int | None) -> None:
+        """Sets the bytes that jobs may take; None: without a bound."""
+        self.client.set(self.keys.of("memory"), "free" if room is None else room)
+        self.reference.memory_room = math.inf if room is None else room
 
     # --- the comparison -----------------------------------------------------------------------
 

@@ -1,0 +1,275 @@
+"""The memory of Redis, divided between lanes: the sums are exact and bound what Redis allocates."""
+
+import random
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from msgspec.structs import replace
+
+from contract.callbacks import Callback, CallbackKind
+from contract.connection import connect
+from contract.errors import BrokerFull, JobRefused
+from contract.events import ChoiceDelta, TokenLogprob, Tokens
+from contract.function_types import Append, Claimed
+from contract.functions import Functions
+from contract.jobs import Job, JobStatus, SamplingParams
+from contract.keys import Keys
+from contract.library import ensure_library
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.some_calls import make_job, make_submission
+
+pytestmark = pytest.mark.anyio
+
+LANES = ("interactive", "standard", "batch", "scoring")
+MIB = 2**20
+SIZES = (8 * MIB, 14 * MIB, 64 * MIB)
+
+
+class Crowd:
+    """Tenants that submit jobs of every size to one server, a worker, and what was answered."""
+
+    def __init__(self, client: redis.asyncio.Redis, seed: int) -> None:
+        self.client = client
+        self.keys = Keys("memory")
+        self.functions = Functions(client, self.keys)
+        self.rng = random.Random(seed)
+        self.held: list[Claimed] = []
+        self.num_taken = 0
+        self.refusals: set[str] = set()
+
+    def job(self, tenant: str, lane: str) -> Job:
+        """Short or long prompts, grammars, tools, kept responses, log probabilities."""
+        rng = self.rng
+        params = SamplingParams(
+            max_tokens=rng.choice([1, 20, 4096]),
+            seed=1,
+            grammar="x" * rng.choice([0, 0, 3_000, 60_000]),
+            stop=tuple("s" * 60 for _ in range(rng.choice([0, 4]))),
+            logprobs=rng.choice([None, None, 20]),
+        )
+        return replace(
+            make_job(tenant, lane),
+            prompt_ids=tuple(range(1000, 1000 + rng.choice([1, 30, 1_000, 12_000]))),
+            params=params,
+            tools={f"tool{n}": ("a", "b") for n in range(rng.choice([0, 0, 100]))},
+            response=b"r" * rng.choice([0, 0, 10_000, 100_000]),
+        )
+
+    async def submit(self, tenant: str, lane: str, job: Job | None = None, **terms: Any) -> bool:
+        """Whether the job was accepted. Raises BrokerFull."""
+        rng = self.rng
+        job = job or self.job(tenant, lane)
+        metadata = {f"m{n}": "v" * 500 for n in range(rng.choice([0, 0, 16]))}
+        callback = Callback(kind=CallbackKind.URL, target="https://a/" + "x" * 500)
+        submission = make_submission(
+            max_output_tokens=job.params.max_tokens,
+            retention_s=600.0,
+            deadline_s=600.0,
+            metadata=metadata,
+            callback=rng.choice([None, None, callback]),
+            **terms,
+        )
+        try:
+            await self.functions.submit(job, submission)
+        except JobRefused as refused:
+            self.refusals.add(refused.limit)
+            return False
+        self.num_taken += 1
+        return True
+
+    async def work(self) -> None:
+        """Claims some jobs, gives some of them output, and ends some."""
+        rng = self.rng
+        claims = await self.functions.claim(
+            "w", "m", LANES, lease_s=600, max_jobs=rng.randrange(4), max_tokens=10**9
+        )
+        self.held += claims
+        for claimed in list(self.held):
+            if rng.random() < 0.5:
+                await self.run(claimed)
+
+    async def run(self, claimed: Claimed) -> None:
+        """To its end, with some of the output that it may have."""
+        rng, params, number = self.rng, claimed.job.params, 1
+        top = tuple((token_id, -1.5) for token_id in range(params.logprobs or 0))
+        for _ in range(rng.choice([0, 1, 40]) if params.max_tokens > 20 else 1):
+            logprobs = None if params.logprobs is None else (TokenLogprob(1, -0.5, top),)
+            delta = ChoiceDelta(0, number - 1, (1,), "word ", None, logprobs)
+            event = Tokens((delta,))
+            item = Append(claimed.job.id, claimed.epoch, number, event, 1)
+            await self.functions.append("w", [item], lease_s=600)
+            number += 1
+        end = Append(claimed.job.id, claimed.epoch, number, fin=JobStatus.SUCCEEDED)
+        await self.functions.append("w", [end], lease_s=600)
+        self.held.remove(claimed)
+
+    async def warm_up(self) -> None:
+        """Redis allocates several hundred kilobytes at the first calls, once."""
+        job = make_job("t", "batch")
+        await self.submit("t", "batch", job)
+        [claimed] = await self.functions.claim(
+            "w", "m", LANES, lease_s=600, max_jobs=1, max_tokens=10**9
+        )
+        self.held.append(claimed)
+        await self.run(claimed)
+        await self.functions.delete(job.id, "t")
+
+    async def lanes(self) -> dict[str, int]:
+        raw: Any = await self.client.hgetall(self.keys.of("stored", "lanes"))
+        return {lane.decode(): int(held) for lane, held in raw.items()}
+
+    async def check_sums(self) -> None:
+        """The bytes of lanes, and of tenants in them, are those of the jobs."""
+        noted: Any = await self.client.hgetall(self.keys.of("stored", "jobs"))
+        lanes: dict[str, int] = {}
+        lines: dict[str, int] = {}
+        for row in noted.values():
+            _, held, lane, tenant = row.decode().split()
+            lanes[lane] = lanes.get(lane, 0) + int(held)
+            lines[f"{lane} {tenant}"] = lines.get(f"{lane} {tenant}", 0) + int(held)
+        raw: Any = await self.client.hgetall(self.keys.of("stored", "lines"))
+        assert await self.lanes() == lanes
+        assert {line.decode(): int(held) for line, held in raw.items()} == lines
+
+    async def used(self) -> int:
+        """What Redis has allocated, without what its clients are sending and reading."""
+        memory: Any = await self.client.info("memory")
+        passing = memory["mem_not_counted_for_evict"] + memory["mem_clients_normal"]
+        return int(memory["used_memory"] - passing)
+
+
+@pytest.fixture(params=SIZES, ids=lambda size: f"{size // MIB} MiB")
+def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(max_memory_bytes=request.param) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
+    client = connect(server.url, command_timeout_s=10.0)
+    await ensure_library(client)
+    yield client
+    await client.aclose()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_sums_are_exact_and_bound_the_memory(
+    client: redis.asyncio.Redis, seed: int
+) -> None:
+    """For mixes of jobs that wait, run, end, move and are deleted: what is counted is never less
+    than what Redis took, and jobs never take more than four fifths of its memory."""
+    crowd = Crowd(client, seed)
+    most = (await client.info("memory"))["maxmemory"]
+    await crowd.warm_up()
+    before = await crowd.used()
+    ids: list[tuple[str, str]] = []
+    for step in range(250):
+        tenant, lane = crowd.rng.choice("tuv"), crowd.rng.choice(LANES)
+        job = crowd.job(tenant, lane)
+        if await crowd.submit(tenant, lane, job):
+            ids.append((job.id, tenant))
+        await crowd.work()
+        if ids and crowd.rng.random() < 0.3:
+            await crowd.functions.reprioritise(*crowd.rng.choice(ids), lane=crowd.rng.choice(LANES))
+        if ids and crowd.rng.random() < 0.2:
+            await crowd.functions.delete(*crowd.rng.choice(ids))
+        if step % 25 == 0:
+            await crowd.check_sums()
+            assert await crowd.used() - before <= sum((await crowd.lanes()).values()) + 200_000
+        assert await crowd.used() <= 0.8 * most + 200_000
+    for job_id, tenant in ids:
+        await crowd.functions.cancel(job_id, tenant)
+        await crowd.functions.delete(job_id, tenant)
+    assert await crowd.lanes() == {}
+    assert await client.hgetall(crowd.keys.of("stored", "lines")) == {}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_run", [False, True], ids=["waiting", "ended"])
+@pytest.mark.parametrize("flooded", [("batch",), ("batch", "standard", "scoring")])
+async def test_a_flood_leaves_room_for_other_lanes_and_tenants(
+    client: redis.asyncio.Redis, flooded: tuple[str, ...], is_run: bool
+) -> None:
+    """One tenant submits until it is refused, whether its jobs wait or have ended and are kept. No
+    job is refused because the memory is full; another tenant's calls are accepted in every lane."""
+    crowd = Crowd(client, 1)
+    num_refused = 0
+    while num_refused < 60:
+        num_refused += not await crowd.submit("flood", crowd.rng.choice(flooded))
+        if is_run:
+            for claimed in await crowd.functions.claim(
+                "w", "m", LANES, lease_s=600, max_jobs=8, max_tokens=10**9
+            ):
+                crowd.held.append(claimed)
+                await crowd.run(claimed)
+    assert crowd.refusals <= {"lane_memory", "tenant_memory"}
+    assert crowd.num_taken > 3
+    for lane in LANES:
+        for _ in range(3):
+            call = replace(make_job("victim", lane), prompt_ids=tuple(range(200)))
+            assert (await crowd.functions.submit(call, make_submission())).is_new
+    await crowd.check_sums()
+
+
+async def test_each_lane_has_a_part_of_its_own(client: redis.asyncio.Redis) -> None:
+    """Many tenants take all that is common, each its part of what the others left. Every other lane
+    still accepts jobs, up to its own part."""
+    crowd = Crowd(client, 1)
+    await crowd.warm_up()
+    for number in range(60):
+        while await crowd.submit(f"flood{number}", "batch", make_job(f"flood{number}", "batch")):
+            pass
+        if number > 10 and crowd.refusals == {"lane_memory"}:
+            break
+        crowd.refusals.clear()
+    room = int(await client.get(crowd.keys.of("memory")) or 0)
+    for lane in ("interactive", "standard", "scoring"):
+        num_taken = 0
+        while num_taken < 1000:
+            job = make_job("victim", lane)
+            try:
+                await crowd.functions.submit(job, make_submission())
+            except JobRefused:
+                break
+            num_taken += 1
+        assert (await crowd.lanes())[lane] >= 0.9 * room / 32 - 12_000
+    await crowd.check_sums()
+
+
+async def test_results_of_calls_give_way(client: redis.asyncio.Redis) -> None:
+    """A lane full of ended synchronous calls accepts the next; ended jobs are kept."""
+    crowd = Crowd(client, 1)
+    kept = make_job("t", "interactive")
+    await crowd.submit("t", "interactive", kept)
+    for _ in range(3_000):
+        job = make_job("t", "interactive")
+        if not await crowd.submit("t", "interactive", job, is_passing=True):
+            break
+        for claimed in await crowd.functions.claim(
+            "w", "m", LANES, lease_s=600, max_jobs=8, max_tokens=10**9
+        ):
+            crowd.held.append(claimed)
+            await crowd.run(claimed)
+    else:
+        pytest.skip("this memory holds them all")
+    passing = crowd.keys.of("stored", "passing", "interactive")
+    ended: Any = await client.zrange(passing, 0, -1)
+    await client.zadd(passing, dict.fromkeys(ended, 1))  # as if they had ended long ago
+    assert await crowd.submit("t", "interactive", is_passing=True)
+    assert await crowd.functions.read(kept.id, "t") is not None
+    await crowd.check_sums()
+
+
+async def test_what_is_no_job_fills_the_memory(client: redis.asyncio.Redis) -> None:
+    """Then no lane has room, and the refusal says so."""
+    crowd = Crowd(client, 1)
+    most = (await client.info("memory"))["maxmemory"]
+    share = 0
+    while await crowd.used() < 0.82 * most:
+        await client.set(f"other{share}", b"x" * int(0.02 * most))
+        share += 1
+    with pytest.raises(BrokerFull):
+        await crowd.submit("t", "batch")
