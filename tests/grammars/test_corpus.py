@@ -48,7 +48,7 @@ def test_some_schemas_that_people_send(is_strict: bool) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("is_strict", [False])
+@pytest.mark.parametrize("is_strict", [True, False])
 def test_all_schemas_that_people_send(is_strict: bool) -> None:
     """The table is in docs/decisions/structured-output.md."""
     cases = [*published(), *pydantic_types()]
@@ -185,3 +185,25 @@ def test_numbers_are_within_their_bounds(
     joined = {"allOf": [{"type": type_, **first}, {**bounds, **step_of}]}
     for schema in (apart, joined):
         outcome(Case("numbers", "", schema), True, walkers()[0], 4)
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"items": [{}, {"not": {}}]}, "items.1"),
+        ({"items": [{}], "additionalItems": {"not": {}}}, "additionalItems"),
+        (
+            {"properties": {"a": {"items": [{"contains": {"type": "null"}}]}}},
+            "properties.a.items.0",
+        ),
+        ({"unevaluatedProperties": {"not": {}}}, "unevaluatedProperties"),
+        ({"unevaluatedItems": {"if": {}}}, "unevaluatedItems"),
+        ({"prefixItems": [{}, {"not": {}}]}, "prefixItems.1"),
+        ({"oneOf": [{"type": "null"}, {"type": "string", "if": {}}]}, "oneOf.1"),
+    ],
+)
+def test_a_refusal_names_the_place_as_the_caller_wrote_it(schema: Any, path: str) -> None:
+    """Not as a later draft names it."""
+    with pytest.raises(GrammarRefused) as refused:
+        compile_grammar(Kind.JSON_SCHEMA, schema, True)
+    assert refused.value.path.startswith(path)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ _NUMBERS = {  # of a size that every reader takes
 _QUOTED = r"""{quote}([^{quote}\\\x00-\x1f]|\\['"\\nrt]){times}{quote}"""  # in Python
 
 
-class _Literals(Arguments):
+class _Literals(Arguments, ABC):
     """Arguments whose values are literals of a language."""
 
     true = false = null = ""
@@ -155,17 +156,21 @@ class _Literals(Arguments):
                 return " ".join(['"{"', *_joined(parts, self.separator), '"}"'])
         return quoted(json.dumps(value))
 
+    @abstractmethod
     def string(self, schema: Schema, path: Path) -> str:
-        raise NotImplementedError
+        """A string that the schema allows."""
 
+    @abstractmethod
     def text(self, value: str) -> str:
-        raise NotImplementedError
+        """This very string."""
 
+    @abstractmethod
     def key(self, name: str) -> str:
-        raise NotImplementedError
+        """The name of a member, and what stands before its value."""
 
+    @abstractmethod
     def any_key(self) -> str:
-        raise NotImplementedError
+        """Any name of a member, and what stands before its value."""
 
 
 class PythonArguments(_Literals):

@@ -92,13 +92,12 @@ class _Preparation:
         given = self._simplified(schema, path)
         kept: Schema = {}
         for keyword, each in given.items():
-            self._keep(kept, keyword, each, path)
+            self._keep(kept, keyword, each, path, (*path, _name_in(schema, keyword, each)))
         self._places[id(kept)] = path
         return kept
 
-    def _keep(self, kept: Schema, keyword: str, value: Any, path: Path) -> None:
-        """Takes a keyword over, with the schemas that it contains."""
-        place = (*path, keyword)
+    def _keep(self, kept: Schema, keyword: str, value: Any, path: Path, place: Path) -> None:
+        """Takes a keyword over, with the schemas that it contains. `place`: of the value."""
         if keyword in _LISTS:
             parts = [self._schema(each, (*place, str(i))) for i, each in enumerate(value)]
             name = "anyOf" if keyword == "oneOf" else keyword
@@ -233,6 +232,13 @@ def _check_forms(schema: Schema, path: Path) -> None:
                 schema[keyword] = int(each)
         if form:
             raise SchemaRefused(f"{keyword} must be {form}", path)
+
+
+def _name_in(schema: Schema, keyword: str, value: Any) -> str:
+    """The keyword of a value as the caller gave it: older drafts have other names for some."""
+    if schema.get(keyword) is value:
+        return keyword
+    return next((name for name, each in schema.items() if each is value), keyword)
 
 
 def _are_strings(value: Any) -> bool:
