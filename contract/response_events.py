@@ -156,14 +156,17 @@ class ResponseEvents:
         }
 
     def _of_delta(self, delta: ChoiceDelta) -> list[Event]:
-        events = []
+        events, calls = [], delta.tool_calls
+        if calls and self._open and self._open.call == calls[0].index:
+            events += self._more_of_call(calls[0])  # the call ends before what else there is
+            calls = calls[1:]
         if delta.reasoning:
             events += self._more("reasoning", delta.reasoning)
         self._num_reasoning_tokens += delta.num_reasoning
         self._logprobs += (delta.logprobs or ())[delta.num_reasoning :]
         if delta.text:
             events += self._more("message", delta.text)
-        for call in delta.tool_calls:
+        for call in calls:
             events += self._more_of_call(call)
         self._finish_reason = delta.finish_reason or self._finish_reason
         return events

@@ -1,10 +1,13 @@
 """POST /v1/responses with the official client: answers, streams, tools, and what is refused."""
 
 import asyncio
+import json
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -17,6 +20,8 @@ from tests.fakes import output_text
 from tests.fleet import until
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.test_structured import accepts
+from tests.workers.output.reading import split, tool_format
+from workers.output.parser import OutputParser
 
 pytestmark = pytest.mark.anyio
 
@@ -101,6 +106,36 @@ async def test_the_stream_accumulates_to_the_response(
     assert kept.output_text == "".join(
         event.delta for event in events if event.type == "response.output_text.delta"
     )
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_call_is_one_item_wherever_its_text_is_cut(
+    client: AsyncOpenAI, worker: FakeWorker, seed: int
+) -> None:
+    """An event may end a call and go on with content, or with another call."""
+    chance = random.Random(seed)
+    calls = [{"name": "add", "arguments": {"a": a}} for a in range(2)]
+    marked = "\n".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+    says = f"I add. {marked}\nDone."
+
+    def script(_: Job) -> list[Tokens]:
+        parser = OutputParser(tool_format("hermes"), None, "", {"add": ("a",)})
+        parts = [parser.push(part) for part in split(says, chance.choices(range(200), k=6))]
+        parts.append(parser.finish())
+        deltas = [
+            ChoiceDelta(0, start, (97,), part.content, tool_calls=tuple(part.tool_calls))
+            for start, part in enumerate(parts)
+        ]
+        deltas[-1] = msgspec.structs.replace(deltas[-1], finish_reason=FinishReason.TOOL_CALLS)
+        return [Tokens((delta,)) for delta in deltas]
+
+    worker.script = script
+    async with client.responses.stream(model=MODEL, input="Hi", tools=[TOOL]) as stream:
+        final = await stream.get_final_response()
+
+    found = [item.arguments for item in final.output if item.type == "function_call"]
+    assert found == ['{"a": 0}', '{"a": 1}']
+    assert final.output_text == "I add.\nDone."
 
 
 async def test_a_tool_round_trip(client: AsyncOpenAI, worker: FakeWorker) -> None:

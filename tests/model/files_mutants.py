@@ -47,7 +47,7 @@ _TEXTS = [
         "now_ms(), argv[1])",
     ),
     ("a repeated beginning brings a file's end nearer", "':objects_due', 'NX',", "':objects_due',"),
-    ("an expired file is read", "found[i] = expires > now and", "found[i] = expires > 0 and"),
+    ("an expired file is read", "return expires > now and", "return expires > 0 and"),
     ("every file is due", "due, '-inf', now_ms(),", "due, '-inf', '+inf',"),
     (
         "a batch that is added again begins anew",

@@ -402,7 +402,15 @@ MUTANTS = [
     Mutant(
         "a reservation is never over", "'reserved', 0 - ledger.reserved(job))", "'reserved', 0)"
     ),
-    Mutant("what is forgotten stays stored", "name, -bytes)", "name, 0)"),
+    Mutant("what is forgotten stays stored", "name, '-' .. noted.stored)", "name, 0)"),
+    Mutant(
+        "what is forgotten stays in its lane's memory",
+        "memory.add(tag, noted.lane, noted.tenant, -noted.bytes)\n    redis",
+        "redis",
+    ),
+    Mutant(
+        "a lane may take the memory of others", "if free < 0 then return", "if false then return"
+    ),
     Mutant(
         "no tenant stores too much",
         "terms.stored_bytes > terms.max_tenant_bytes then",
