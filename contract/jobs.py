@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     seed: int
     min_tokens: int = 0
-    expected_tokens: int = 0  # the caller's guess of a choice's length; 0: none
+    expected_tokens: int = 0  # of a choice, as far as its call tells; 0: it does not
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0

@@ -25,7 +25,7 @@ def sampling_params(
         seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
         varies_seed=body.seed is None and len(caps) > 1,
         min_tokens=min_tokens,
-        expected_tokens=min(body.expected_output_tokens or 0, max(caps)),
+        expected_tokens=_expected_tokens(body, max(caps)),
         temperature=_first(body.temperature, own.temperature, 1.0),
         top_k=max(0, int(_first(body.top_k, own.top_k, 0))),
         top_p=_first(body.top_p, own.top_p, 1.0),
@@ -52,6 +52,14 @@ def num_prompt_logprobs(body: GenerationBody) -> int | None:
     an echo."""
     echoed = body.num_logprobs if echoes(body) else None
     return max((n for n in (body.prompt_logprobs, echoed) if n is not None), default=None)
+
+
+def _expected_tokens(body: GenerationBody, most: int) -> int:
+    """The length of a choice as far as its body tells it; 0: it does not."""
+    if body.ignore_eos and not body.stop and not body.stop_token_ids:
+        return most  # nothing ends it before
+    expected = body.expected_output_tokens
+    return min(max(expected, body.min_tokens or 0), most) if expected else 0
 
 
 def _first(*values: float | None) -> float:
