@@ -26,7 +26,8 @@ from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
 from infra.options import OBJECT_STORE_VARIABLE
 from infra.readiness import in_url, reachable_host, until_ready
-from infra.running_up import RunningUp, welcome, write_note
+from infra.running_up import RunningUp, write_note
+from infra.welcome import card_of, welcome
 
 _GRACE_S = 10.0  # beyond a child's own drain budget, before it is killed
 _POLL_S = 0.1
@@ -104,7 +105,7 @@ class LocalStack:
                     give_up = partial(self._give_up, url, plan.served_model_name)
                     others = give_up if len(self._models) > 1 else None
                     group.create_task(keep_running(worker, self._console, announce, others))
-                group.create_task(self._say_when_ready())
+                group.create_task(self._say_when_ready(url))
         except ExceptionGroup as group_of_errors:
             lost = group_of_errors.subgroup(PartLost)
             if lost is None:
@@ -254,15 +255,14 @@ class LocalStack:
         pass_fds = (self._lifeline_fd, *pass_fds)
         return Child(name, line, environ, self._console, pass_fds=pass_fds)
 
-    async def _say_when_ready(self) -> None:
+    async def _say_when_ready(self, redis_url: str) -> None:
         host, port = self._options.listener.getsockname()[:2]
         has_key = bool(os.environ.get(_API_KEY_VARIABLE))
-        tell = partial(self._console.line, "batchway")
-        ready = await until_ready(
-            host, port, self._options.allowed_hosts, self._models, self._failed, tell
-        )
+        tell, allowed = partial(self._console.line, "batchway"), self._options.allowed_hosts
+        ready = await until_ready(host, port, allowed, self._models, self._failed, tell)
+        card = await card_of(redis_url, self._options.namespace, ready[0])
         with contextlib.suppress(OSError):  # a closed output
-            print(welcome(self._gateway_url, ready, has_key=has_key), flush=True)
+            print(welcome(self._gateway_url, ready, card, has_key=has_key), flush=True)
 
 
 def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int) -> dict[str, str]:

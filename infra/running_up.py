@@ -5,10 +5,8 @@ user can read and that is removed with the server.
 """
 
 import contextlib
-import json
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,30 +44,3 @@ def _noted_in(folder: str) -> list[RunningUp]:
             os.kill(up.pid, 0)
             found[up.pid] = up
     return [found[pid] for pid in sorted(found)]
-
-
-_QUESTION = "Count from 1 to 10."  # the demo model knows the answer
-
-
-def welcome(url: str, models: Sequence[str], *, has_key: bool) -> str:
-    """The text, with calls of the first model; names the variable of an API key, never the key."""
-    model = models[0]
-    messages = [{"role": "user", "content": _QUESTION}]
-    body = json.dumps({"model": model, "temperature": 0, "messages": messages})
-    header = ' -H "authorization: Bearer $BATCHWAY_API_KEY"' if has_key else ""
-    key = 'os.environ["BATCHWAY_API_KEY"]' if has_key else '"none"'
-    imports = "import openai, os" if has_key else "import openai"
-    asked = f'model="{model}", temperature=0, messages={json.dumps(messages)}'
-    served = f"model {model!r}" if len(models) == 1 else f"models {', '.join(map(repr, models))}"
-    return f"""
-batchway is ready: {url} serves the {served}
-
-  curl {url}/v1/chat/completions{header} -H 'content-type: application/json' -d '{body}'
-
-or in Python:
-
-  {imports}; client = openai.OpenAI(base_url="{url}/v1", api_key={key})
-  print(client.chat.completions.create({asked}).choices[0].message.content)
-
-Ctrl-C ends it.
-"""
