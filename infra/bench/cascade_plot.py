@@ -13,7 +13,7 @@ def draw_fit(fit: Fit, target: float, path: Path) -> None:
     """Raises OSError, and ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, 4.8), layout="constrained")
     panels: Any = figure.subplots(1, 2)
     _draw_costs(panels[0], fit, target)
     _draw_thresholds(panels[1], fit, target)
@@ -28,12 +28,8 @@ def _draw_costs(axes: Any, fit: Fit, target: float) -> None:
         label="each threshold",
     )
     first = fit.curve[-1]
-    axes.plot(100 * first.cost, 100 * first.quality, "o", color="black")
-    axes.annotate("first member alone", (100 * first.cost, 100 * first.quality), (8, -4),
-                  textcoords="offset points")  # fmt: skip
-    axes.plot(100, 100, "s", color="black")
-    axes.annotate("last member alone", (100, 100), (-8, 4), textcoords="offset points",
-                  ha="right")  # fmt: skip
+    axes.plot(100 * first.cost, 100 * first.quality, "ko", label="first member alone")
+    axes.plot(100, 100, "ks", label="last member alone")
     _draw_target(axes, target)
     if fit.chosen is not None and fit.quality_interval is not None:
         x, y = 100 * fit.chosen.cost, 100 * fit.chosen.quality
@@ -43,7 +39,7 @@ def _draw_costs(axes: Any, fit: Fit, target: float) -> None:
     axes.set(xlabel="cost, % of the last member's", ylabel="quality, % of the last member's")
     axes.margins(0.08)
     axes.grid(lw=0.4)
-    axes.legend(loc="lower right", fontsize=9)
+    _explain(axes)
 
 
 def _draw_thresholds(axes: Any, fit: Fit, target: float) -> None:
@@ -61,7 +57,12 @@ def _draw_thresholds(axes: Any, fit: Fit, target: float) -> None:
     axes.set_xticks([_nines(tick) for tick in shown], [f"{tick:g}" for tick in shown])
     axes.set(xlabel="threshold of confidence")
     axes.grid(lw=0.4)
-    axes.legend(loc="lower left", fontsize=9)
+    _explain(axes)
+
+
+def _explain(axes: Any) -> None:
+    """Below the panel, where its legend covers nothing."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
 
 
 def _nines(threshold: float) -> float:

@@ -14,6 +14,8 @@ _COLOURS = {
     Outcome.CANCELLED: "#8888a0",
     Outcome.FAILED: "#c03030",
 }
+_LEGEND_COLUMNS = 8
+_MOST_CHARS = 30  # of names side by side below the bars
 
 
 def draw_runs(runs: Sequence[LoadRun], summaries: Sequence[dict[str, Any]], path: Path) -> None:
@@ -29,16 +31,28 @@ def draw_runs(runs: Sequence[LoadRun], summaries: Sequence[dict[str, Any]], path
     timelines = parts[2].subplots(1, len(shown), squeeze=False)[0]
     for axes, index in zip(timelines, shown, strict=True):
         _draw_timeline(axes, runs[index], load_name(summaries[index]))
+    for part in parts:
+        _explain(part)
     figure.savefig(path, dpi=110)
 
 
+def _explain(part: Any) -> None:
+    """One legend below all panels of a row, so that it covers none."""
+    found = [axes.get_legend_handles_labels() for axes in part.axes]
+    handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
+    if handles:
+        columns = min(len(handles), _LEGEND_COLUMNS)
+        part.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
+
+
 def logarithmic(axes: Any, which: Literal["x", "y"]) -> None:
-    """A logarithmic axis with ticks at 1, 2, 5, 10."""
+    """A logarithmic axis with ticks at 1, 2, 5, 10; over three decades at 1, 10."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(NullFormatter())
 
@@ -60,15 +74,15 @@ def _draw_curves(panels: Any, summaries: Sequence[dict[str, Any]]) -> None:
         axes.set(title=title, xlabel="answers per second", ylabel="ms")
         if axes.lines:
             logarithmic(axes, "y")
-            axes.legend()
     bars, bottom = panels[2], [0] * len(summaries)
     names = [load_name(found) for found in summaries]
     for outcome, colour in _COLOURS.items():
         heights = [found[f"num_{outcome}"] for found in summaries]
-        bars.bar(names, heights, bottom=bottom, color=colour, label=outcome)
+        bars.bar(range(len(names)), heights, bottom=bottom, color=colour, label=outcome)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     bars.set(title="outcomes of the requests", xlabel="load", ylabel="requests")
-    bars.legend()
+    angle = {"rotation": 45, "ha": "right"} if len("".join(names)) > _MOST_CHARS else {}
+    bars.set_xticks(range(len(names)), names, **angle)
 
 
 def _draw_distributions(
@@ -85,7 +99,6 @@ def _draw_distributions(
         axes.set(title=title, xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
         if axes.lines:
             logarithmic(axes, "x")
-            axes.legend()
 
 
 def _latencies(call: Call) -> tuple[list[float], list[float], list[float]]:
@@ -107,4 +120,4 @@ def _draw_timeline(axes: Any, run: LoadRun, name: str) -> None:
         if ends:
             axes.plot(ends, [0] * len(ends), "|", ms=14, color=_COLOURS[outcome], label=outcome)
     axes.set(title=f"calls at {name}", xlabel="seconds", ylabel="calls")
-    axes.legend()
+    axes.yaxis.get_major_locator().set_params(integer=True)
