@@ -66,6 +66,7 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
         "max_tenant_bytes": s.max_tenant_stored_bytes,
         "max_bytes": s.max_stored_bytes,
         "vector_bytes": s.vector_bytes,
+        "is_counted": s.is_counted,
         "is_passing": s.is_passing,
         "needs_worker": s.needs_worker,
         "cold_ms": int(s.cold_start_s * 1000),

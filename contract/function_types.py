@@ -67,6 +67,7 @@ class Submission(msgspec.Struct, frozen=True):
     vector_bytes: int = 0  # of a prefill-only job's output
     is_passing: bool = False  # nobody reads the result once it was delivered
     call_prompt_tokens: int = 0  # of a flow's calls, more than its own prompt; an estimate
+    is_counted: bool = False  # `enter` has counted it as a request
 
 
 class QueuePosition(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from contract.function_types import (
     Submission,
     Submitted,
     Swept,
+    TenantLimits,
     Verdict,
     Wanted,
     WorkerCapacity,
@@ -56,12 +57,21 @@ class Functions:
     async def _call(self, name: str, *args: _Word, reads: bool = False) -> Any:
         return await call_function(self._client, self._tag, name, *args, reads=reads)
 
+    async def enter(self, tenant: str, limits: TenantLimits) -> None:
+        """Counts a call against its tenant's limit of requests, before anything is done for it.
+        Raises JobRefused with the time of a retry."""
+        retry_ms, rates = await self._call(
+            "enter", tenant, limits.requests_per_min, limits.tokens_per_min
+        )
+        if retry_ms:
+            raise replies.over_requests(retry_ms, replies.decode_rates(limits, rates))
+
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Submits a job. Raises JobRefused with the reason and the time of a retry; BrokerFull."""
         reply = await self._call("submit", *submit_arguments(job, submission))
         match reply:
             case [b"OK", job_id, place, rates]:
-                limits = replies.decode_rates(submission, rates)
+                limits = replies.decode_rates(submission.limits, rates)
                 return Submitted(job_id.decode(), True, replies.decode_position(place), limits)
             case [b"EXISTS", job_id]:
                 return Submitted(job_id.decode(), False)
@@ -70,7 +80,7 @@ class Functions:
             case [b"MEMORY_FULL"]:
                 raise BrokerFull(ErrorCode.MEMORY_FULL, "Redis has no memory for more jobs")
             case [b"REFUSED", reason, limit, retry_ms, rates]:
-                limits = replies.decode_rates(submission, rates)
+                limits = replies.decode_rates(submission.limits, rates)
                 raise replies.refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
 
@@ -78,7 +88,7 @@ class Functions:
         """What submit would reply; writes nothing."""
         reply = await self._call("quote", *submit_arguments(job, submission), reads=True)
         reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
-        limits = replies.decode_rates(submission, rates)
+        limits = replies.decode_rates(submission.limits, rates)
         refused = None
         if reason != b"OK":
             refused = replies.refusal(job, reason.decode(), limit.decode(), retry_ms, limits)

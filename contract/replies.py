@@ -23,8 +23,8 @@ from contract.function_types import (
     Correction,
     JobView,
     QueuePosition,
-    Submission,
     Swept,
+    TenantLimits,
     Verdict,
 )
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
@@ -181,10 +181,9 @@ def decode_position(place: Sequence[int]) -> QueuePosition:
     return QueuePosition(jobs, tokens, None if wait_ms == UNKNOWN_MS else wait_ms / 1000)
 
 
-def decode_rates(submission: Submission, rates: Sequence[int]) -> RateLimits:
+def decode_rates(limits: TenantLimits, rates: Sequence[int]) -> RateLimits:
     """Decodes {requests left, ms until full, tokens left, ms until full}."""
     requests_left, requests_ms, tokens_left, tokens_ms = rates
-    limits = submission.limits
 
     def rate(limit: int, left: int, reset_ms: int) -> RateLimit | None:
         return RateLimit(limit, left, reset_ms / 1000) if limit else None
@@ -192,6 +191,18 @@ def decode_rates(submission: Submission, rates: Sequence[int]) -> RateLimits:
     return RateLimits(
         rate(limits.requests_per_min, requests_left, requests_ms),
         rate(limits.tokens_per_min, tokens_left, tokens_ms),
+    )
+
+
+def over_requests(retry_ms: int, rates: RateLimits) -> JobRefused:
+    """The error for a call over its tenant's limit of requests."""
+    limit, retry_after_s = "requests_per_min", retry_ms / 1000
+    return JobRefused(
+        ErrorCode.TENANT_QUOTA,
+        _SENTENCES[limit],
+        limit=limit,
+        retry_after_s=retry_after_s,
+        rates=rates,
     )
 
 

@@ -133,14 +133,30 @@ function admission.rates(tenant, terms)
   return rates
 end
 
+-- ms until one more request fits into the tenant's meter; 0 where it does.
+function admission.requests_ms(tenant, terms)
+  local limit = terms.requests_per_min
+  return limit > 0 and tenant.requests + 1 > limit and meter_ms(tenant.requests, 1, limit) or 0
+end
+
+-- Adds to the tenant's meter of requests. `tenant`: its levels, which this keeps.
+function admission.count_request(tag, name, tenant, more, terms, now)
+  if terms.requests_per_min == 0 then return end
+  tenant.requests = math.max(0, tenant.requests + more)
+  local key = tag .. ':tenant:' .. name
+  redis.call('HSET', key, 'requests', tenant.requests, 'requests_ms', now)
+  redis.call('HSETNX', key, 'reserved', 0)
+  if tenant.reserved <= 0 then ledger.expire_tenant(key) end
+end
+
 local function tenant_refusal(pool, lane_rate, tenant, line_tokens, job, terms)
   if ledger.is_call(job) then return end  -- the flow was admitted with its calls
   local cost, metered = job.cost, job.cost * job.price
   if terms.max_tenant_bytes > 0 and tenant.stored + terms.stored_bytes > terms.max_tenant_bytes then
     return 'stored_bytes', UNKNOWN
   end
-  if terms.requests_per_min > 0 and tenant.requests + 1 > terms.requests_per_min then
-    return 'requests_per_min', meter_ms(tenant.requests, 1, terms.requests_per_min)
+  if admission.requests_ms(tenant, terms) > 0 then
+    return 'requests_per_min', admission.requests_ms(tenant, terms)
   end
   if terms.tokens_per_min > 0 and tenant.tokens + metered > terms.tokens_per_min then
     return 'tokens_per_min', meter_ms(tenant.tokens, metered, terms.tokens_per_min)

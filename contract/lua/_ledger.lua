@@ -63,6 +63,11 @@ function ledger.is_call(job)
   return job.part == 'child' or job.part == 'nested'
 end
 
+-- Lets the record of a tenant without reservations expire.
+function ledger.expire_tenant(key)
+  redis.call('PEXPIRE', key, TENANT_TTL_MS)
+end
+
 -- What an unfinished job reserves of its tenant's tokens.
 function ledger.reserved(job)
   return ledger.is_call(job) and 0 or job.cost
@@ -114,7 +119,7 @@ function ledger.correct(tag, key, field, value, held)
   elseif kind == 'tenant' and value > 0 then
     redis.call('PERSIST', key)
   elseif kind == 'tenant' then
-    redis.call('PEXPIRE', key, TENANT_TTL_MS)
+    ledger.expire_tenant(key)
   end
 end
 
@@ -234,7 +239,7 @@ function ledger.settle(tag, job, status, now)
   local tenant = tag .. ':tenant:' .. job.tenant
   -- 0 - 0 is 0, -0 is not: Redis 7.0 refuses it.
   if redis.call('HINCRBY', tenant, 'reserved', 0 - ledger.reserved(job)) <= 0 then
-    redis.call('PEXPIRE', tenant, TENANT_TTL_MS)
+    ledger.expire_tenant(tenant)
   end
   if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), -1) end
   if status == 'succeeded' then

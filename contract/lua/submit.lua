@@ -9,6 +9,7 @@
 --       weight (of the tenant, from now on; absent: 1),
 --       requests_per_min, tokens_per_min, concurrent_tokens (limits of the tenant; 0: none),
 --       batch_price (of a token in the lane `batch`, in the meter of tokens: 0 to 1; absent: 1),
+--       is_counted (enter has counted it as a request; absent: no),
 --       lane_share (share of lane_tokens that the tenant's waiting jobs may use; 0: all),
 --       stored_bytes (of the job until it is forgotten), max_tenant_bytes, max_bytes
 --       (bounds of the stored bytes of its tenant, of all tenants; 0: none),
@@ -75,13 +76,12 @@ local function accept(tag, job, terms, argv, found, now)
     redis.call('ZADD', tag .. ':attended', now + terms.attendance_ms, job.id)
   end
   fairness.set_weight(tag, job.tenant, job.weight)
+  admission.count_request(tag, job.tenant, tenant, 1, terms, now)
   ledger.reserve(tag, job)
   ledger.store(tag, job, terms.stored_bytes)
-  for _, what in ipairs({'requests', 'tokens'}) do
-    if terms[what .. '_per_min'] > 0 then
-      tenant[what] = tenant[what] + (what == 'tokens' and ledger.reserved(job) * job.price or 1)
-      redis.call('HSET', tag .. ':tenant:' .. job.tenant, what, tenant[what], what .. '_ms', now)
-    end
+  if terms.tokens_per_min > 0 then
+    tenant.tokens = tenant.tokens + ledger.reserved(job) * job.price
+    redis.call('HSET', tag .. ':tenant:' .. job.tenant, 'tokens', tenant.tokens, 'tokens_ms', now)
   end
   enqueue(tag, job, tenant_stream(job), record)
 end
@@ -91,6 +91,9 @@ local function submit(keys, argv)
   local job = {
     id = argv[1], key = tag .. ':job:' .. argv[1], tenant = argv[2], model = argv[3], lane = argv[4],
   }
+  if terms.is_counted then  -- it counts again where it is accepted
+    admission.count_request(tag, job.tenant, admission.tenant(tag, job.tenant, terms, now), -1, terms, now)
+  end
   local reply, idem = known(tag, job, terms)
   if reply then return reply end
   job.part = terms.part

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
+import msgspec
 from pydantic import ValidationError
 
 from contract.batches import Part, line_job_id, part_key
@@ -25,8 +26,6 @@ from gateway.flows.members import delete_whole
 from gateway.http.auth import Caller
 from gateway.http.errors import (
     ApiError,
-    GrammarBusy,
-    TemplateBusy,
     UnknownJob,
     failure_of,
     to_api_error,
@@ -37,6 +36,7 @@ from gateway.jobs.whole_answers import ended_answer
 from gateway.openai.admission import Terms
 from gateway.openai.responses.bodies import ResponseBody
 from gateway.openai.responses.jobs import prepare_response
+from gateway.turns import Busy, Owner, work_for
 
 _LANE = "batch"
 _RETENTION_S = 3_600.0  # of a line's job, beyond the window
@@ -50,7 +50,7 @@ _CUT_OFF = {
     CANCELLED: "This request was cut off: the batch was cancelled while it ran.",
     EXPIRED: "This request was cut off: the completion window expired while it ran.",
 }
-TEMPORARY = (BrokerUnavailable, PayloadUnavailable, TemplateBusy, GrammarBusy)
+TEMPORARY = (BrokerUnavailable, PayloadUnavailable, Busy)
 
 
 class PartRun:
@@ -88,9 +88,9 @@ class PartRun:
         waiting = [job_id for job_id in self._jobs if job_id not in self._refused]
         while waiting:
             states = await self._states(waiting)
-            stop_code, left = self._leased.stop_code, []
-            postponed, pause_s = list[str](), 0.0
+            left, postponed, pause_s = list[str](), list[str](), 0.0
             for job_id, state in zip(waiting, states, strict=True):
+                stop_code = self._leased.stop_code  # preparing a line may take its time
                 if state in TERMINAL_STATUSES or (state is None and stop_code):
                     continue
                 if state is None and not pause_s:
@@ -114,7 +114,13 @@ class PartRun:
         """Submits a line's job, or keeps the error of a line that cannot run. Seconds until it may
         be tried again where there is no room for it now; otherwise 0."""
         try:
-            job, submission = await self._prepared(job_id)
+            caller = await self._entered()
+        except JobRefused as exc:
+            return min(exc.retry_after_s or self._poll_s, _MAX_PAUSE_S)
+        except TEMPORARY:
+            return self._poll_s
+        try:
+            job, submission = await self._prepared(job_id, caller)
             try:
                 await self._leased.gateway.submit(job, submission)
             except JobRefused as exc:
@@ -148,11 +154,18 @@ class PartRun:
         }.get(refused.limit)
         return most is None or (await self._broker.quote(job, submission)).cost_tokens <= most
 
-    async def _prepared(self, job_id: str) -> tuple[Job, Submission]:
+    async def _entered(self) -> Caller:
+        """The batch's owner, with one more request counted. Raises JobRefused."""
+        terms = self._leased.batch.asked.terms
+        caller = Caller(terms, "")
+        work_for(Owner(terms.tenant, terms.weight, is_attended=False))
+        is_counted = await self._broker.enter(caller.tenant, caller.limits)
+        return msgspec.structs.replace(caller, is_counted=is_counted)
+
+    async def _prepared(self, job_id: str, caller: Caller) -> tuple[Job, Submission]:
         """A line's job and its submission. Raises BatchwayError, pydantic's ValidationError."""
         leased, gateway, line = self._leased, self._leased.gateway, self._jobs[job_id]
         body = call_body(line, leased.batch.asked.endpoint)
-        caller = Caller(leased.batch.asked.terms, "")
         kept_s = caller.job_retention_s(gateway.settings) if is_kept(line) else _RETENTION_S
         terms = Terms(
             job_id=job_id,

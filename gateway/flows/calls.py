@@ -18,7 +18,7 @@ from contract.jobs import Endpoint, Job, JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
 from gateway.flows.entry import prepare_any
 from gateway.http.auth import Caller
-from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, GrammarBusy, TemplateBusy, UnknownJob
+from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, UnknownJob
 from gateway.http.handlers import translated
 from gateway.openai.admission import Terms
 from gateway.openai.job_bodies import CallBody, CallJob
@@ -26,6 +26,7 @@ from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
 from gateway.redis.cursor import Reset
 from gateway.settings import GatewaySettings
+from gateway.turns import Busy
 
 _MIN_DEADLINE_S = 0.1  # of a call that begins when its flow's time is up
 _ASKED: TypeAdapter[CallJob] = TypeAdapter(Annotated[CallJob, Field(discriminator="endpoint")])
@@ -196,7 +197,7 @@ def failed(call: Call, parent_id: str, exc: BatchwayError) -> Outcome:
             code, message = exc.code, exc.message
         case PayloadLost():
             code, message = ErrorCode.PAYLOAD_LOST, "its output is lost"
-        case BrokerUnavailable() | PayloadError() | TemplateBusy() | GrammarBusy():
+        case BrokerUnavailable() | PayloadError() | Busy():
             raise exc
         case _:
             code, message = ErrorCode.ENGINE_ERROR, str(exc)

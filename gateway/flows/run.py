@@ -18,6 +18,7 @@ from gateway.http.errors import UnknownJob
 from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
+from gateway.turns import Owner, work_for
 
 log = logging.getLogger("batchway.flows")
 
@@ -66,6 +67,7 @@ class Run:
     async def run(self) -> None:
         """Until the job has ended, or is no longer held. Begins again where Redis did not answer:
         what is in the log is not written twice."""
+        work_for(Owner(self.job.tenant, self.job.weight, is_attended=False))
         while True:
             try:
                 await self._attempt()

@@ -28,6 +28,7 @@ from gateway.openai.responses import routes as responses
 from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
+from gateway.turns import Turns, take_turns
 
 _DESCRIPTION = (
     "OpenAI's shapes wherever OpenAI has one, and durable jobs. Once an API key exists, every "
@@ -55,6 +56,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tracing.open()
+        take_turns(gateway.turns)  # also of what is started here
         ending = AsyncExitStack()
         duties = [asyncio.create_task(gateway.broker.attendance.report())]
         if gateway.broker.payloads.store is not None:
@@ -77,7 +79,7 @@ def create_app(
     counted = GatewayMetrics()
     tracing = Tracing("batchway-gateway")
     gateway = Gateway(
-        settings, broker or Broker(settings), StreamDrain(), counted, GrammarCompiler()
+        settings, broker or Broker(settings), StreamDrain(), counted, GrammarCompiler(), Turns()
     )
     app = FastAPI(
         title="batchway",

@@ -13,8 +13,10 @@ from contract.function_types import TenantLimits
 from gateway.http.errors import ApiError
 from gateway.http.limits import ConcurrencyCap
 from gateway.http.revocation import watch_key
+from gateway.redis.broker import Broker
 from gateway.redis.key_ring import KeyRing
 from gateway.settings import GatewaySettings
+from gateway.turns import Owner, take_turns, work_for
 
 DEFAULT_TENANT = "default"
 
@@ -29,6 +31,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     terms: KeyTerms
     key_name: str
+    is_counted: bool = False  # this call, against its tenant's limit of requests
 
     @property
     def tenant(self) -> str:
@@ -72,15 +75,25 @@ class Caller(msgspec.Struct, frozen=True):
             raise ApiError(403, "lane_not_allowed", message, param="lane")
 
 
-Bearer = Annotated[
-    HTTPAuthorizationCredentials | None,
-    Depends(HTTPBearer(scheme_name="apiKey", auto_error=False)),
-]
+_BEARER = HTTPBearer(scheme_name="apiKey", auto_error=False)
+Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
+
+
+async def count_call(request: Request) -> None:
+    """Counts a call against its caller's limit of requests, before its body is parsed. Raises
+    ApiError, JobRefused, BrokerUnavailable."""
+    caller = await identify(request, await _BEARER(request))
+    broker: Broker = request.app.state.gateway.broker
+    is_counted = await broker.enter(caller.tenant, caller.limits)
+    request.state.caller = msgspec.structs.replace(caller, is_counted=is_counted)
 
 
 async def identify(request: Request, bearer: Bearer) -> Caller:
     """Returns the caller. Raises ApiError (401) without a valid key where one is required, and
     BrokerUnavailable if the key could only be checked in Redis."""
+    known: Caller | None = getattr(request.state, "caller", None)
+    if known is not None:
+        return known
     settings: GatewaySettings = request.app.state.settings
     ring: KeyRing = request.app.state.key_ring
     given = bearer.credentials.strip() if bearer is not None else ""
@@ -114,6 +127,8 @@ async def admit(
         headers = {"x-dropped-reason": "tenant_quota"}
         raise ApiError(429, "too_many_calls", message, headers=headers)
     calls.enter(caller.key_name)
+    take_turns(request.app.state.gateway.turns)
+    work_for(Owner(caller.tenant, caller.terms.weight))
     try:
         yield caller
     finally:

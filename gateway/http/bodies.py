@@ -14,6 +14,8 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from contract.errors import BatchwayError
+from gateway.http.auth import count_call
 from gateway.http.errors import ApiError, bad_request
 
 MAX_DEPTH = 32
@@ -35,8 +37,9 @@ class StrictRequest(Request):
     `refuse_malformed` raises them after the caller has been authenticated.
     """
 
+    is_call = False  # a call's body is parsed once it is counted against the caller's limit
     fields: dict[str, Any] | None = None  # the parsed body
-    refusal: ApiError | None = None
+    refusal: BatchwayError | None = None
 
     async def body(self) -> bytes:
         """Raises ApiError if the client disconnects."""
@@ -55,8 +58,10 @@ class StrictRequest(Request):
         if self.fields is None:
             raw = await self.body()
             try:
+                if self.is_call and self.method == "POST":
+                    await count_call(self)
                 self.fields = parse_object(raw)
-            except ApiError as error:
+            except BatchwayError as error:
                 self.refusal, self.fields = error, {}
         return self.fields
 
@@ -74,13 +79,25 @@ WellFormed = Annotated[None, Depends(refuse_malformed)]
 class StrictRoute(APIRoute):
     """A route that passes a StrictRequest to its endpoint and dependencies."""
 
+    request = StrictRequest
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            return await handle(StrictRequest(request.scope, request.receive))
+            return await handle(self.request(request.scope, request.receive))
 
         return strict
+
+
+class CallRequest(StrictRequest):
+    is_call = True
+
+
+class CallRoute(StrictRoute):
+    """A StrictRoute of calls, each of which counts against its caller's limit of requests."""
+
+    request = CallRequest
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from contract.events import End
 from contract.jobs import JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
 from gateway.http.load_headers import rate_headers, retry_after
+from gateway.turns import Busy
 
 # Error codes of parameters, besides invalid_value.
 MISSING = "missing_required_parameter"
@@ -150,14 +151,6 @@ class TemplateFailed(BatchwayError):
     """The process of the chat template died during this request, or could not start."""
 
 
-class TemplateBusy(BatchwayError):
-    """The process of the chat template is busy with earlier requests."""
-
-
-class GrammarBusy(BatchwayError):
-    """The process that compiles grammars is busy with earlier requests."""
-
-
 def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
     return ApiError(400, code, message, param=param)
 
@@ -261,12 +254,9 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return not_found("this job", "job_not_found")
         case TemplateFailed():
             return ApiError(500, "template_failed", str(exc), headers=_NO_RETRY)
-        case TemplateBusy():
-            message = "the model's chat template is kept busy by other requests"
-            return _dropped(503, "template_busy", message, _SOON_S)
-        case GrammarBusy():
-            message = "the compiler of grammars is busy with other requests"
-            return _dropped(503, "grammar_busy", message, _SOON_S)
+        case Busy():
+            message = "the gateway is busy preparing earlier calls of yours"
+            return _dropped(503, "preparing", message, exc.retry_after_s)
         case ModelUnreadable():
             message = f"{exc}, as its worker has published it: its operator must act"
             return ApiError(503, "model_unreadable", message, headers=_NO_RETRY)

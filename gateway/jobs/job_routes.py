@@ -12,7 +12,7 @@ from gateway.flows.entry import prepare_any
 from gateway.flows.members import cancel_whole, members_of
 from gateway.http import sse
 from gateway.http.auth import Caller, JobsReader, JobsWriter
-from gateway.http.bodies import StrictRoute, WellFormed
+from gateway.http.bodies import CallRoute, WellFormed
 from gateway.http.errors import ApiError, invalid_value
 from gateway.http.handlers import answers
 from gateway.jobs.callbacks import to_callback
@@ -42,7 +42,7 @@ from gateway.openai.sync_answers import (
 from gateway.openai.unsupported import ignored_header
 from gateway.settings import GatewaySettings
 
-router = APIRouter(route_class=StrictRoute, tags=["jobs"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=CallRoute, tags=["jobs"], responses=answers(401, 403, 429))
 
 AskedJob = Annotated[AnyJob, Body(discriminator="endpoint")]
 

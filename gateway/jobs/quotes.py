@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from contract.function_types import Quote
 from contract.jobs import Job
 from gateway.http.auth import Inference
-from gateway.http.bodies import StrictRoute, WellFormed
+from gateway.http.bodies import CallRoute, WellFormed
 from gateway.http.errors import to_api_error
 from gateway.http.handlers import answers
 from gateway.http.load_headers import rate_headers
@@ -18,7 +18,7 @@ from gateway.jobs.job_routes import AskedJob, prepare_job
 from gateway.jobs.streams import ThisGateway
 from gateway.openai.answer_models import EndpointPath
 
-router = APIRouter(route_class=StrictRoute, tags=["calls"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=CallRoute, tags=["calls"], responses=answers(401, 403, 429))
 
 
 class Refusal(BaseModel):

@@ -38,6 +38,7 @@ from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
 from gateway.redis.cursor import Idle, Reset
 from gateway.settings import GatewaySettings
+from gateway.turns import Turns
 
 log = logging.getLogger("batchway.gateway")
 
@@ -50,6 +51,7 @@ class Gateway(msgspec.Struct, frozen=True):
     drain: StreamDrain
     metrics: GatewayMetrics
     grammars: GrammarCompiler
+    turns: Turns
 
     @property
     def first_calls(self) -> FirstCalls:

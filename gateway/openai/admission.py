@@ -23,11 +23,14 @@ from gateway.openai.unsupported import CallFields
 from gateway.redis.broker import Broker
 from gateway.redis.known_models import model_failed
 from gateway.settings import GatewaySettings
+from gateway.turns import Turns, turn
 
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
 _PREFILL_LANE, _DEFAULT_LANE = "scoring", "standard"
 Prompts = tuple[tuple[int, ...], ...]
 _SMALL_CHARS = 4_096  # up to this length, tokenising takes less time than starting a thread
+
+_TURNS = Turns()  # of work that belongs to no gateway
 
 T = TypeVar("T")
 
@@ -98,6 +101,7 @@ class Admission(msgspec.Struct, frozen=True):
             metadata=terms.metadata,
             callback=terms.callback,
             vector_bytes=vector_bytes,
+            is_counted=terms.caller.is_counted,
             # A response is read again; so may be an answer whose caller has a key to return with.
             is_passing=terms.needs_worker
             and not terms.idempotency_key
@@ -158,5 +162,9 @@ def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
 
 
 async def tokenised(work: Callable[[], T], num_chars: int) -> T:
-    """The result of `work`, which tokenises so many characters: in a thread if they are many."""
-    return work() if num_chars <= _SMALL_CHARS else await asyncio.to_thread(work)
+    """The result of `work`, which tokenises so many characters: if they are many, in a thread, at
+    the caller's turn. Raises Busy."""
+    if num_chars <= _SMALL_CHARS:
+        return work()
+    async with turn(_TURNS):
+        return await asyncio.to_thread(work)

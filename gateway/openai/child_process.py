@@ -1,10 +1,11 @@
-"""The gateway's side of a process for untrusted input; see child.py.
+"""The gateway's side of processes for untrusted input; see child.py.
 
 A chat template or a grammar may need unlimited time or memory. In a process of its own, that fails
 one request only. Reasons and costs: docs/decisions/template-process.md.
 """
 
 import asyncio
+import hashlib
 import os
 import signal
 import socket
@@ -15,11 +16,17 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+from cachetools import TTLCache
 
 from gateway.openai.child import REPLY_HEAD, REQUEST_HEAD, Refused, Reply
+from gateway.turns import Turns, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
 TOO_LONG = "it takes too long"
+_LONG_S = 0.05  # after which another process is started for others
+_MAX_IDLE = 2
+_NUM_TRIES = 2  # of a request that ends its process
+_MAX_DEATHS, _DEATHS_S = 1024, 300.0  # requests that are remembered, and for how long
 
 
 class ChildLimits(msgspec.Struct, frozen=True):
@@ -28,112 +35,136 @@ class ChildLimits(msgspec.Struct, frozen=True):
     max_memory_bytes: int = 256 * 2**20  # of address space, with the interpreter
     cpu_s: int = 2
     wall_s: float = 8.0
-    turn_s: float = 10.0  # for requests to wait for earlier ones
+    turn_s: float = 10.0  # for requests without an owner to wait for earlier ones
 
 
 class ChildFailed(Exception):
     """The process died during this request, or could not start. The message is the reason."""
 
 
-class ChildBusy(Exception):
-    """The process is busy with earlier requests."""
-
-
 class ChildUnreadable(Exception):
     """The process cannot use its start message."""
 
 
-class ChildProcess:
-    """A process that the first request starts. It answers one request at a time, in order. A
-    request that ends it makes the next one start it again."""
+class ChildPool:
+    """Processes that do the same, of which the first request starts one. Each answers one request
+    at a time, at the turn of the request's owner (turns.py). While one takes long, a spare starts;
+    a request that ended two processes is refused for some minutes."""
 
     def __init__(self, module: str, start: Mapping[str, Any], limits: ChildLimits) -> None:
         """`start` is passed to the module's `prepare`."""
         self._module = module
         self._limits = limits
-        self._start = {
-            **start,
-            "max_memory_bytes": limits.max_memory_bytes,
-            "cpu_s": limits.cpu_s,
-        }
-        self._turn = asyncio.Lock()
-        self._child: _Child | None = None
+        self._start_message = msgspec.json.encode(
+            {**start, "max_memory_bytes": limits.max_memory_bytes, "cpu_s": limits.cpu_s}
+        )
+        self._turns = Turns(2, limits.turn_s)  # of requests without an owner
+        self._idle: list[_Child] = []
+        self._starting: asyncio.Task[None] | None = None
+        self._deaths: TTLCache[bytes, tuple[int, str]] = TTLCache(_MAX_DEATHS, _DEATHS_S)
         self._is_unreadable = False
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
-        """The process id, while the process runs."""
-        return None if self._child is None else self._child.process.pid
+        """The process id of the one that answers next, if there is one."""
+        return self._idle[-1].process.pid if self._idle else None
 
     async def ask(self, request: Any) -> str:
-        """Raises Refused, ChildFailed, ChildBusy, ChildUnreadable."""
-        try:
-            async with asyncio.timeout(self._limits.turn_s):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise ChildBusy from None
-        try:
-            return await self._answer(request)
-        finally:
-            if self._is_closed:
-                await self._end()
-            self._turn.release()
+        """Raises Refused, ChildFailed, ChildUnreadable, Busy."""
+        raw = msgspec.json.encode(request)
+        digest = hashlib.sha256(raw).digest()
+        num_deaths, reason = self._deaths.get(digest, (0, ""))
+        if num_deaths >= _NUM_TRIES:
+            raise ChildFailed(reason)
+        async with turn(self._turns):
+            timer = asyncio.get_running_loop().call_later(_LONG_S, self._start_spare)
+            try:
+                return await self._answer(raw)
+            except ChildFailed as failure:
+                self._deaths[digest] = num_deaths + 1, str(failure)
+                raise
+            finally:
+                timer.cancel()
 
     async def aclose(self) -> None:
-        """Ends the process, now or after its current request. A later request starts another one
-        for itself."""
+        """Ends the processes, now or after their current requests. A later request starts another
+        one for itself."""
         self._is_closed = True
-        if not self._turn.locked():
-            await self._end()
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
+        while self._idle:
+            await self._idle.pop().end()
 
-    async def _answer(self, request: Any) -> str:
+    async def _answer(self, raw: bytes) -> str:
+        child = await self._taken()
+        try:
+            kind, text = await self._ask(child, raw)
+        except BaseException:
+            # The reply would otherwise be taken for that of the next request.
+            await child.end()
+            raise
+        if kind not in (Reply.DONE, Reply.REFUSED):
+            await child.end()
+            raise ChildFailed("it needs too much memory")
+        if self._is_closed or len(self._idle) >= _MAX_IDLE:
+            await child.end()
+        else:
+            self._idle.append(child)
+        if kind is Reply.REFUSED:
+            raise Refused(text)
+        return text
+
+    async def _taken(self) -> "_Child":
+        """A process that is ready, from now on busy. Raises ChildFailed, ChildUnreadable."""
+        while True:
+            while self._idle:
+                child = self._idle.pop()
+                if not child.reader.at_eof():
+                    return child
+                await child.end()
+            await asyncio.shield(self._started())  # a process is not left half started
+
+    def _start_spare(self) -> None:
+        if not self._idle and not self._is_closed:
+            self._started()
+
+    def _started(self) -> asyncio.Task[None]:
+        """The start of a process."""
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._starting
+
+    async def _start(self) -> None:
+        """Starts a process, which reads its start message. Raises ChildFailed, ChildUnreadable."""
         if self._is_unreadable:
             raise ChildUnreadable
         try:
-            child = await self._running()
-            kind, text = await self._ask(child, request)
-        except BaseException:
-            # The reply would otherwise be taken for that of the next request.
-            await self._end()
-            raise
-        if kind is Reply.REFUSED:
-            raise Refused(text)
-        if kind is not Reply.DONE:
-            await self._end()
-            raise ChildFailed("it needs too much memory")
-        return text
-
-    async def _running(self) -> "_Child":
-        if self._child is not None and not self._child.reader.at_eof():
-            return self._child
-        await self._end()
-        try:
-            self._child = await _Child.start(self._module)
+            child = await _Child.start(self._module)
         except OSError as exc:
             raise ChildFailed(f"its process cannot start ({type(exc).__name__})") from exc
-        kind, _ = await self._ask(self._child, self._start)
-        if kind is not Reply.READY:
-            self._is_unreadable = True
-            raise ChildUnreadable
-        return self._child
+        try:
+            kind, _ = await self._ask(child, self._start_message)
+            if kind is not Reply.READY:
+                self._is_unreadable = True
+                raise ChildUnreadable
+        except BaseException:
+            await child.end()
+            raise
+        self._idle.append(child)
 
-    async def _ask(self, child: "_Child", request: Any) -> tuple[Reply, str]:
+    async def _ask(self, child: "_Child", raw: bytes) -> tuple[Reply, str]:
         """Raises ChildFailed."""
         try:
             async with asyncio.timeout(self._limits.wall_s):
-                return await child.ask(request)
+                return await child.ask(raw)
         except TimeoutError:
             raise ChildFailed(TOO_LONG) from None
         except (OSError, asyncio.IncompleteReadError, ValueError):
             await child.end()
             has_met_limit = child.process.returncode == -signal.SIGXCPU
             raise ChildFailed(TOO_LONG if has_met_limit else "its process ended") from None
-
-    async def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            await child.end()
 
 
 class _Child:
@@ -165,10 +196,9 @@ class _Child:
             ours.close()  # this ends the process
             raise
 
-    async def ask(self, request: Any) -> tuple[Reply, str]:
-        """The kind and text of the reply. Raises OSError, IncompleteReadError if the process ends,
-        and ValueError for a malformed reply."""
-        raw = msgspec.json.encode(request)
+    async def ask(self, raw: bytes) -> tuple[Reply, str]:
+        """The kind and text of the reply to a request, JSON. Raises OSError, IncompleteReadError if
+        the process ends, and ValueError for a malformed reply."""
         self._writer.write(REQUEST_HEAD.pack(len(raw)) + raw)
         kind, num_bytes = REPLY_HEAD.unpack(await self.reader.readexactly(REPLY_HEAD.size))
         if num_bytes > _MAX_REPLY_BYTES:

@@ -12,14 +12,13 @@ from typing import Annotated, Any, Literal, Self
 from cachetools import LRUCache
 from pydantic import Field, model_validator
 
-from gateway.http.errors import GrammarBusy, invalid_value
+from gateway.http.errors import invalid_value
 from gateway.openai import grammar_child
 from gateway.openai.child import Refused
 from gateway.openai.child_process import (
-    ChildBusy,
     ChildFailed,
     ChildLimits,
-    ChildProcess,
+    ChildPool,
     ChildUnreadable,
 )
 from gateway.openai.unsupported import StrictModel, refusal
@@ -138,15 +137,15 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Compiles constraints in a process of its own, and caches the results."""
+    """Compiles constraints in processes of their own, and caches the results."""
 
     def __init__(self, limits: ChildLimits | None = None) -> None:
         limits = limits or ChildLimits(cpu_s=1, wall_s=4.0)
-        self._process = ChildProcess(grammar_child.__name__, {}, limits)
+        self._processes = ChildPool(grammar_child.__name__, {}, limits)
         self._compiled: LRUCache[str, str] = LRUCache(_NUM_KEPT)
 
     async def compile(self, constraint: Constraint) -> str:
-        """The compiled grammar. Raises ApiError, GrammarBusy."""
+        """The compiled grammar. Raises ApiError, Busy."""
         key = json.dumps(constraint.request)
         grammar = self._compiled.get(key)
         if grammar is None:
@@ -154,19 +153,17 @@ class GrammarCompiler:
         return grammar
 
     async def aclose(self) -> None:
-        await self._process.aclose()
+        await self._processes.aclose()
 
     async def _ask(self, constraint: Constraint) -> str:
         param = constraint.param
         try:
-            return await self._process.ask(constraint.request)
+            return await self._processes.ask(constraint.request)
         except Refused as refused:
             path, message = json.loads(str(refused))
             param = f"{param}.{path}" if path else param
             raise invalid_value(param, f"{param}: {message}") from None
         except ChildFailed as failure:
             raise invalid_value(param, f"{param} cannot be compiled: {failure}") from None
-        except ChildBusy:
-            raise GrammarBusy from None
         except ChildUnreadable:
             raise RuntimeError("llguidance cannot be loaded") from None

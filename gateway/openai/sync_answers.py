@@ -18,7 +18,7 @@ from gateway.flows.entry import prepare_any
 from gateway.flows.members import MODELS_HEADER, chosen_header
 from gateway.http import sse
 from gateway.http.auth import Caller, Inference
-from gateway.http.bodies import StrictRoute, WellFormed
+from gateway.http.bodies import CallRoute, WellFormed
 from gateway.http.errors import ApiError, UnknownJob, invalid_value, to_call_error
 from gateway.http.handlers import answers
 from gateway.http.load_headers import ServerTiming, rate_headers
@@ -59,7 +59,7 @@ IdempotencyKey = Annotated[
     ),
 ]
 router = APIRouter(
-    route_class=StrictRoute,
+    route_class=CallRoute,
     tags=["calls"],
     responses={
         200: EVENTS,
@@ -136,9 +136,11 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
         )
         return await submit_job(gateway, *prepared, preference.applied() | ignored_header(body))
     _check_resumes(request, position, body, key)
-    job, submission = await prepare_any(
-        gateway.broker, gateway.grammars, gateway.settings, endpoint, body, terms
-    )
+    work = prepare_any(gateway.broker, gateway.grammars, gateway.settings, endpoint, body, terms)
+    try:
+        job, submission = await sse.unless_gone(request.receive, work)
+    except sse.ClientGone:
+        return Response(status_code=499)  # the client never sees this
     submitted_s = gateway.broker.clock()
     submitted = await gateway.submit(job, submission)
     timing.mark("admission")

@@ -1,18 +1,17 @@
-"""The gateway's side of the process that renders a model's chat templates."""
+"""The gateway's side of the processes that render a model's chat templates."""
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.http.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
+from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
 from gateway.openai import template_child
 from gateway.openai.child import Refused
 from gateway.openai.child_process import (
-    ChildBusy,
     ChildFailed,
     ChildLimits,
-    ChildProcess,
+    ChildPool,
     ChildUnreadable,
 )
 
@@ -20,7 +19,7 @@ log = logging.getLogger("batchway.gateway")
 
 
 class TemplateProcess:
-    """One model's chat templates, in a ChildProcess of their own."""
+    """One model's chat templates, in processes of their own."""
 
     def __init__(
         self,
@@ -38,12 +37,12 @@ class TemplateProcess:
             "tool_source": tool_source,
             "special_tokens": dict(special_tokens),
         }
-        self._process = ChildProcess(template_child.__name__, start, limits or ChildLimits())
+        self._processes = ChildPool(template_child.__name__, start, limits or ChildLimits())
 
     @property
     def pid(self) -> int | None:
-        """The process id, while the process runs."""
-        return self._process.pid
+        """The process id of the one that answers next, if there is one."""
+        return self._processes.pid
 
     async def render(
         self,
@@ -54,7 +53,7 @@ class TemplateProcess:
         """The prompt, up to the start of the assistant's message. `variables`: others that the
         template reads.
 
-        Raises TemplateRefused, TemplateFailed, TemplateBusy, ModelUnreadable.
+        Raises TemplateRefused, TemplateFailed, Busy, ModelUnreadable.
         """
         request = {"messages": messages, "tools": tools, "variables": variables}
         return await self._ask(request)
@@ -67,11 +66,9 @@ class TemplateProcess:
 
     async def _ask(self, request: object) -> str:
         try:
-            return await self._process.ask(request)
+            return await self._processes.ask(request)
         except Refused as refusal:
             raise TemplateRefused(str(refusal)) from None
-        except ChildBusy:
-            raise TemplateBusy from None
         except ChildUnreadable:
             log.error("chat template refused: jinja2 cannot read it model=%s", self._model)
             raise ModelUnreadable(self._model, "chat template") from None
@@ -80,5 +77,5 @@ class TemplateProcess:
             raise TemplateFailed(f"the model's chat template failed: {failure}") from failure
 
     async def aclose(self) -> None:
-        """Ends the process, now or after its current request."""
-        await self._process.aclose()
+        """Ends the processes, now or after their current requests."""
+        await self._processes.aclose()

@@ -5,7 +5,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from contract.jobs import Endpoint
-from gateway.http.bodies import StrictRoute
+from gateway.http.bodies import CallRoute
 from gateway.http.handlers import answers
 from gateway.jobs.job_objects import AcceptedJob
 from gateway.openai.answer_models import Classes, Embeddings, Ranking, Scores
@@ -13,7 +13,7 @@ from gateway.openai.sync_answers import AskedOptions, answer_call
 from gateway.openai.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 
 router = APIRouter(
-    route_class=StrictRoute,
+    route_class=CallRoute,
     tags=["calls"],
     responses={
         202: {"model": AcceptedJob, "description": "Accepted as a job"},

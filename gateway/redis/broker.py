@@ -19,7 +19,15 @@ from contract.connection import SWEEP_PAUSE_S, connect
 from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, JobRefused, WireError
 from contract.events import LogEntry
 from contract.files import Files
-from contract.function_types import JobPage, JobView, Quote, Submission, Submitted, Wanted
+from contract.function_types import (
+    JobPage,
+    JobView,
+    Quote,
+    Submission,
+    Submitted,
+    TenantLimits,
+    Wanted,
+)
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
@@ -78,6 +86,14 @@ class Broker:
     async def aclose(self) -> None:
         for part in (self.known, self._hints, self._client):
             await part.aclose()
+
+    async def enter(self, tenant: str, limits: TenantLimits) -> bool:
+        """Counts a call against its tenant's limit of requests; False: there is none. Raises
+        JobRefused."""
+        if not limits.requests_per_min:
+            return False
+        await self._call(lambda: self._functions.enter(tenant, limits))
+        return True
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Raises JobRefused, PayloadUnavailable."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import uuid
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,9 @@
 is accepted."""
 
 import asyncio
+import contextlib
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,6 +21,7 @@ from contract.starts import Starts
 from gateway.http.app import create_app
 from gateway.http.load_headers import JITTER, rate_headers, retry_after
 from gateway.lane_bounds import INTERACTIVE_TARGET_S, LaneBound, parse_lane_bounds, tokens_in
+from gateway.openai.child_process import ChildPool
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
@@ -30,6 +32,7 @@ pytestmark = pytest.mark.anyio
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 98}  # costs 100 tokens
 JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": BODY}
+JSON = {"content-type": "application/json"}
 # One worker that holds one job, drains 10 tokens a second and streams 5.
 SLOW = WorkerCapacity(tokens_per_s=10.0, stream_tokens_per_s=5.0, max_tokens=100, max_jobs=1)
 
@@ -185,6 +188,78 @@ async def test_rate_limit_headers_are_in_every_response(
         own = {"authorization": f"Bearer {'k' * 16}"}
         answer = await http.post("/v1/jobs", json=JOB, headers=own)
         assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+# Bodies that cost work before they would be refused, or that queue nothing.
+COSTLY: list[tuple[str, Any]] = [
+    ("/v1/quote", JOB),
+    ("/v1/quote", {"endpoint": "/v1/chat/completions", "body": CHAT | {"response_format": SCHEMA}}),
+    ("/v1/completions", BODY | {"guided_regex": "a{1000000}"}),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}),
+    ("/v1/responses/input_tokens", {"model": MODEL, "input": "Hi"}),
+    ("/v1/completions", BODY | {"max_tokens": -1}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), COSTLY, ids=range(len(COSTLY)))
+async def test_every_call_counts_before_anything_is_done_for_it(
+    slow_worker: FakeWorker,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    path: str,
+    body: Any,
+) -> None:
+    """Also quotes and what is refused for another reason. No process sees what is over the limit."""
+    limited = await key_of(redis_client, keys, requests_per_minute=2)
+    seconds, _ = await redis_client.time()
+    await redis_client.set(TEST_CLOCK, f"={seconds * 1000}")
+    async with gateway(make_settings(redis_server.url)) as http:
+        for _ in range(2):
+            assert (await http.post(path, json=body, headers=limited)).status_code in (200, 400)
+        with no_child_process():
+            answers = [
+                await http.post(path, json=body, headers=limited),
+                await http.post(path, content=b"{", headers={**JSON, **limited}),
+                await http.post("/v1/completions", json=BODY, headers=limited),
+            ]
+        for answer in answers:
+            assert refusal_of(answer) == (429, "tenant_quota", "tenant_quota", "30")
+
+
+async def test_a_call_that_the_queue_refuses_is_given_back(
+    slow_worker: FakeWorker,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """And one that repeats another: exactly as many jobs are accepted as the limit says."""
+    limited = await key_of(redis_client, keys, requests_per_minute=3)
+    key = {"idempotency-key": "a", **limited}
+    async with gateway(make_settings(redis_server.url, lane_bound_tokens=250)) as http:
+        for headers in (key, key, limited):
+            assert (await http.post("/v1/jobs", json=JOB, headers=headers)).status_code == 202
+        for _ in range(3):
+            answer = await http.post("/v1/jobs", json=JOB, headers=limited)
+            assert refusal_of(answer)[:2] == (429, "lane_full")
+        await slow_worker.claim()
+        assert (await http.post("/v1/jobs", json=JOB, headers=limited)).status_code == 202
+        answer = await http.post("/v1/jobs", json=JOB, headers=limited)
+        assert refusal_of(answer)[:2] == (429, "tenant_quota")
+
+
+@contextlib.contextmanager
+def no_child_process() -> Iterator[None]:
+    """No process for untrusted input is asked for anything."""
+
+    async def asked(self: ChildPool, request: Any) -> str:
+        raise AssertionError("a process was asked")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChildPool, "ask", asked)
+        yield
 
 
 @pytest.mark.parametrize("limits", [{"requests_per_minute": 2}, {"tokens_per_minute": 250}])

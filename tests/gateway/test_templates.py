@@ -16,11 +16,12 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from contract.keys import Keys
-from gateway.http.errors import ModelUnreadable, TemplateBusy, TemplateFailed, TemplateRefused
+from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
 from gateway.openai.chat_template import ChatTemplate
 from gateway.openai.child import Refused
 from gateway.openai.child_process import ChildLimits
 from gateway.openai.template_process import TemplateProcess
+from gateway.turns import Busy
 from tests.fakes import hash_tokenizer
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -217,7 +218,7 @@ async def test_the_wait_for_earlier_requests_is_limited(templates: Templates) ->
     pid = await stopped(template)
     first = asyncio.create_task(template.render(says("a")))
     await asyncio.sleep(0)  # lets the task start
-    with pytest.raises(TemplateBusy):
+    with pytest.raises(Busy):
         await template.render(says("b"))
     os.kill(pid, signal.SIGCONT)
     assert await first == "a"

@@ -32,6 +32,7 @@ from contract.function_types import (
     Submission,
     Submitted,
     Swept,
+    TenantLimits,
     Verdict,
     Wanted,
     WorkerCapacity,
@@ -44,6 +45,7 @@ from contract.replies import (
     decode_position,
     decode_rates,
     idempotency_mismatch,
+    over_requests,
     refusal,
 )
 from tests.model.reference_admission import (
@@ -162,9 +164,21 @@ class Reference:
 
     # --- callers ------------------------------------------------------------------------------
 
+    def enter(self, tenant: str, limits: TenantLimits) -> None:
+        """Raises JobRefused."""
+        known = self._tenants.setdefault(tenant, Tenant())
+        a_minute = limits.requests_per_min
+        level = known.requests.level(a_minute, self.now_ms)
+        if 0 < a_minute < level + 1:
+            retry_ms = math.ceil((level + 1 - a_minute) * 60_000 / a_minute)
+            raise over_requests(retry_ms, decode_rates(limits, known.rates(limits, self.now_ms)))
+        known.count_request(limits, 1, self.now_ms)
+
     def submit(self, job: Job, submission: Submission) -> Submitted:
         """Raises JobRefused, BrokerFull."""
         s = submission
+        if s.is_counted:
+            self._tenants[job.tenant].count_request(s.limits, -1, self.now_ms)
         known = self._keys.get((job.tenant, s.idempotency_key)) if s.idempotency_key else None
         if known is not None:
             if known[1] != s.body_hash:
@@ -201,7 +215,7 @@ class Reference:
         candidate.tenant.charge(s, record.lane, record.cost, self.now_ms)
         candidate.tenant.stored_bytes += candidate.stored_bytes
         self._enqueue(record, job.tenant)
-        rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
+        rates = decode_rates(s.limits, candidate.tenant.rates(s.limits, self.now_ms))
         return Submitted(job.id, True, _place(candidate.ahead, record.predicted_ms), rates)
 
     def quote(self, job: Job, submission: Submission) -> Quote:
@@ -212,7 +226,7 @@ class Reference:
             _place(candidate.ahead, candidate.wait_ms),
             candidate.service_ms / 1000 or None,
             candidate.cost,
-            decode_rates(submission, candidate.tenant.rates(submission, self.now_ms)),
+            decode_rates(submission.limits, candidate.tenant.rates(submission.limits, self.now_ms)),
         )
 
     def position(self, job_id: str, tenant: str) -> QueuePosition | None:
@@ -885,7 +899,7 @@ class Reference:
 
     def _refused(self, job: Job, candidate: Candidate, refused: Refusal) -> JobRefused:
         s = candidate.submission
-        rates = decode_rates(s, candidate.tenant.rates(s, self.now_ms))
+        rates = decode_rates(s.limits, candidate.tenant.rates(s.limits, self.now_ms))
         return refusal(job, refused.reason, refused.limit, refused.retry_ms, rates)
 
     def _settle(self, record: Record, status: JobStatus) -> None:

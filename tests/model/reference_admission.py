@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from contract.errors import ErrorCode
-from contract.function_types import Submission
+from contract.function_types import Submission, TenantLimits
 from contract.replies import UNKNOWN_MS
 from tests.model.reference_memory import Need
 from tests.model.reference_memory import refusal as memory_refusal
@@ -75,9 +75,8 @@ class Tenant:
     reserved: int = 0  # costs of unfinished jobs
     stored_bytes: int = 0  # of its jobs that are kept
 
-    def rates(self, submission: Submission, now_ms: int) -> list[int]:
+    def rates(self, limits: TenantLimits, now_ms: int) -> list[int]:
         """{requests left, ms until all are there again, tokens left, ms}; zeros without limit."""
-        limits = submission.limits
         rates = []
         for meter, limit in (
             (self.requests, limits.requests_per_min),
@@ -91,12 +90,16 @@ class Tenant:
     def charge(self, submission: Submission, lane: str, cost: int, now_ms: int) -> None:
         limits = submission.limits
         self.reserved += cost
-        for meter, limit, amount in (
-            (self.requests, limits.requests_per_min, 1),
-            (self.tokens, limits.tokens_per_min, cost * price(submission, lane)),
-        ):
-            if limit:
-                meter.used, meter.at_ms = meter.level(limit, now_ms) + amount, now_ms
+        self.count_request(limits, 1, now_ms)
+        meter, limit = self.tokens, limits.tokens_per_min
+        if limit:
+            used = meter.level(limit, now_ms) + cost * price(submission, lane)
+            meter.used, meter.at_ms = used, now_ms
+
+    def count_request(self, limits: TenantLimits, more: int, now_ms: int) -> None:
+        meter, limit = self.requests, limits.requests_per_min
+        if limit:
+            meter.used, meter.at_ms = max(0.0, meter.level(limit, now_ms) + more), now_ms
 
     def move(self, submission: Submission, before: str, lane: str, cost: int, now_ms: int) -> None:
         """A job goes to another lane, where its tokens may count otherwise."""

@@ -45,6 +45,7 @@ REFUSALS = (
 
 # The replies of each function. The walk must get each of them TIMES.
 REPLIES = {
+    "enter": ("None", "tenant_quota requests_per_min"),
     "submit": ("new", "known", "idempotency_mismatch", "memory_full", *REFUSALS),
     "quote": ("OK", *REFUSALS),
     "read": ("place", "nothing"),
@@ -116,6 +117,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         callback=st.sampled_from([None, *CALLBACKS]),
         body=st.sampled_from("ab"),
         is_stored=st.booleans(),
+        enters=st.booleans(),
     )
     def submit(self, **fields: Any) -> None:
         self.world.submit(**fields)

@@ -85,6 +85,7 @@ class Walk:
         )
         self._weighing = random.Random(seed)  # its own, so that weights change no other step
         self._weights = (0.5, 1.0, 4.0) if seed % 2 else (1.0,)
+        self._entering = random.Random(seed)
         self._batch_price = (1.0, 0.5, 0.3)[seed // 6 % 3]
         self._stage = STAGES[seed % len(STAGES)]
         self._measures = seed % 18 != 9  # in a third of the worlds of _LIMITS no worker does
@@ -151,6 +152,7 @@ class Walk:
             is_quote=is_quote,
             weight=self._weighing.choice(self._weights),
             is_passing=self._weighing.random() < 0.5,
+            enters=self._entering.random() < 0.3,
             **self._terms(),
             callback=rng.choice([None, None, *CALLBACKS]),
         )

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import redis
 import redis.asyncio
 from msgspec.structs import replace
@@ -159,6 +160,7 @@ class World:
         weight: float = 1.0,
         is_quote: bool = False,
         callback: Callback | None = None,
+        enters: bool = False,
         **terms: Any,
     ) -> None:
         """`cost`: prompt and output cap; `terms`: limits and bounds, as Submission has them. Some
@@ -201,6 +203,10 @@ class World:
             callback=callback,
             **terms,
         )
+        if enters:
+            if self._both("enter", tenant, submission.limits) is not None:
+                return
+            submission = msgspec.structs.replace(submission, is_counted=not is_quote)
         if is_quote:
             self._both("quote", job, submission)
             return

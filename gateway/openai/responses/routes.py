@@ -10,7 +10,7 @@ from contract.api_keys import Scope
 from gateway.flows.members import cancel_whole, delete_whole
 from gateway.http import sse
 from gateway.http.auth import Inference, JobsReader, JobsWriter
-from gateway.http.bodies import StrictRoute, WellFormed
+from gateway.http.bodies import CallRoute, WellFormed
 from gateway.http.errors import bad_request, invalid_value
 from gateway.http.handlers import answers
 from gateway.jobs.streams import AcceptingGateway, ThisGateway
@@ -27,9 +27,7 @@ from gateway.openai.responses.records import job_of_response
 from gateway.openai.responses.stored import read_response, shown_response
 from gateway.openai.sync_answers import EVENTS, IdempotencyKey, check_may_change
 
-router = APIRouter(
-    route_class=StrictRoute, tags=["responses"], responses=answers(401, 403, 404, 429)
-)
+router = APIRouter(route_class=CallRoute, tags=["responses"], responses=answers(401, 403, 404, 429))
 
 ResponseIdPath = Annotated[str, Path(json_schema_extra={"pattern": r"^resp_\d{1,4}-[0-9a-f]{32}$"})]
 
@@ -62,7 +60,11 @@ async def create_response(
     """Answers items, whole, as a stream, or in the background."""
     if body.background:
         caller.check_scope(Scope.JOBS_WRITE)
-    call = await ResponseCall.prepared(request, gateway, caller, body, key)
+    work = ResponseCall.prepared(request, gateway, caller, body, key)
+    try:
+        call = await sse.unless_gone(request.receive, work)
+    except sse.ClientGone:
+        return Response(status_code=499)  # the client never sees this
     return await call.answer()
 
 

@@ -1,0 +1,162 @@
+"""Turns for work that comes before the queue: rendering, tokenising, compiling.
+
+A few things are done at a time. Whose turn it is follows start-time fair queueing (Goyal, Vin,
+Cheng: "Start-time Fair Queuing", 1996): the owner that has had the least time for its weight. An
+owner has at most half of the places, so another one's work begins at once.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+import msgspec
+
+from contract.errors import BatchwayError
+
+NUM_PLACES = 4
+WAIT_S = 10.0
+MAX_WAITING = 256  # pieces of work of one owner
+_UNATTENDED_WEIGHT = 1 / 8  # of work whose caller does not wait, which has one place
+_MAX_IDLE = 1024  # owners whose times are remembered
+
+
+class Busy(BatchwayError):
+    """An owner's earlier work keeps its places for too long."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("earlier calls are being prepared")
+        self.retry_after_s = retry_after_s
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Whose work it is. Nobody waits for the work of batches and flows."""
+
+    tenant: str = ""
+    weight: float = 1.0
+    is_attended: bool = True
+
+
+class _Line(msgspec.Struct):
+    """An owner's work."""
+
+    share: int  # places that it may have
+    weight: float
+    start: float  # its virtual time: seconds of its work by weight
+    num_running: int = 0
+    mean_s: float = 0.0
+    waiting: deque[asyncio.Future[None]] = msgspec.field(default_factory=deque)
+
+
+class Turns:
+    """The places of one gateway. `clock`: seconds."""
+
+    def __init__(
+        self,
+        num_places: int = NUM_PLACES,
+        wait_s: float = WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_free = num_places
+        self._share = max(1, num_places // 2)
+        self._wait_s = wait_s
+        self._clock = clock
+        self._lines: dict[Owner, _Line] = {}
+        self._virtual_s = 0.0  # start of what has begun last
+
+    @asynccontextmanager
+    async def turn(self, owner: Owner) -> AsyncIterator[None]:
+        """Waits for the owner's turn, then holds a place. Raises Busy."""
+        line = self._line_of(owner)
+        if self._num_free and line.num_running < line.share and not line.waiting:
+            self._begin(line)
+        else:
+            await self._wait(line)
+        begun_s = self._clock()
+        try:
+            yield
+        finally:
+            self._end(line, self._clock() - begun_s)
+
+    def _line_of(self, owner: Owner) -> _Line:
+        line = self._lines.get(owner)
+        if line is None:
+            if len(self._lines) >= _MAX_IDLE:
+                self._forget_idle()
+            weight = owner.weight * (1.0 if owner.is_attended else _UNATTENDED_WEIGHT)
+            share = self._share if owner.is_attended else 1
+            line = self._lines[owner] = _Line(share, weight, self._virtual_s)
+        return line
+
+    def _forget_idle(self) -> None:
+        """Forgets owners without work that have no more time behind them than a new one."""
+        for owner, line in list(self._lines.items()):
+            if not line.num_running and not line.waiting and line.start <= self._virtual_s:
+                del self._lines[owner]
+
+    async def _wait(self, line: _Line) -> None:
+        """Raises Busy."""
+        if len(line.waiting) >= MAX_WAITING:
+            raise Busy(self._retry_s(line))
+        turn = asyncio.get_running_loop().create_future()
+        line.waiting.append(turn)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await turn
+        except BaseException as exc:
+            if turn.done() and not turn.cancelled():
+                self._end(line, 0.0)  # the turn came as its owner left
+            else:
+                line.waiting.remove(turn)
+            if isinstance(exc, TimeoutError):
+                raise Busy(self._retry_s(line)) from None
+            raise
+
+    def _retry_s(self, line: _Line) -> float:
+        return math.ceil(max(1.0, line.mean_s * len(line.waiting) / line.share))
+
+    def _begin(self, line: _Line) -> None:
+        self._num_free -= 1
+        line.num_running += 1
+        line.start = self._virtual_s = max(self._virtual_s, line.start)
+
+    def _end(self, line: _Line, took_s: float) -> None:
+        self._num_free += 1
+        line.num_running -= 1
+        line.start += took_s / line.weight
+        line.mean_s += (took_s - line.mean_s) / 8
+        while self._num_free:
+            ready = [
+                line
+                for line in self._lines.values()
+                if line.waiting and line.num_running < line.share
+            ]
+            if not ready:
+                return
+            first = min(ready, key=lambda line: line.start)
+            self._begin(first)
+            first.waiting.popleft().set_result(None)
+
+
+_TURNS: ContextVar[Turns | None] = ContextVar("turns", default=None)
+_OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
+
+
+def take_turns(turns: Turns) -> None:
+    """From here on this task, and those that it starts, work at these turns."""
+    _TURNS.set(turns)
+
+
+def work_for(owner: Owner) -> None:
+    """From here on this task, and those that it starts, work for this owner."""
+    _OWNER.set(owner)
+
+
+@asynccontextmanager
+async def turn(default: Turns) -> AsyncIterator[None]:
+    """A turn of this task's owner, at this task's turns or the default ones. Raises Busy."""
+    async with (_TURNS.get() or default).turn(_OWNER.get() or Owner()):
+        yield

@@ -1,0 +1,163 @@
+"""Turns of work before the queue, on a clock that only the tests move."""
+
+import asyncio
+import random
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from gateway.turns import MAX_WAITING, Busy, Owner, Turns
+
+pytestmark = pytest.mark.anyio
+
+ANN, BOB = Owner("ann"), Owner("bob")
+ANNS_BATCH = Owner("ann", is_attended=False)
+
+
+@dataclass
+class Workshop:
+    """Work that ends when the test says so."""
+
+    num_places: int = 2
+    wait_s: float = 60.0
+    now_s: float = 0.0
+    running: list[tuple[Owner, asyncio.Event]] = field(default_factory=list)
+    order: list[Owner] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(self.num_places, self.wait_s, clock=lambda: self.now_s)
+
+    async def _work(self, owner: Owner) -> None:
+        async with self.turns.turn(owner):
+            done = asyncio.Event()
+            self.running.append((owner, done))
+            self.order.append(owner)
+            await done.wait()
+
+    async def begin(self, owner: Owner, times: int = 1) -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(self._work(owner)) for _ in range(times)]
+        await settled()
+        return tasks
+
+    async def end(self, number: int = 0, took_s: float = 1.0) -> Owner:
+        """Ends the work that has run for longest, or the one of this number."""
+        self.now_s += took_s
+        owner, done = self.running.pop(number)
+        done.set()
+        await settled()
+        return owner
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_anothers_work_begins_beside_any_amount_of_ones_own() -> None:
+    work = Workshop(num_places=4)
+    tasks = await work.begin(ANN, 100)
+    assert work.order == [ANN, ANN]  # half of the places
+    tasks += await work.begin(BOB)
+    assert work.order[-1] == BOB
+    while work.running:
+        await work.end()
+    await asyncio.gather(*tasks)
+    assert len(work.order) == 101
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_owners_get_equal_times_however_long_their_work_is(seed: int) -> None:
+    """And by their weights."""
+    chance = random.Random(seed)
+    heavy = Owner("heavy", weight=chance.choice([1.0, 2.0, 4.0]))
+    work = Workshop(num_places=1)
+    tasks = await work.begin(heavy, 60) + await work.begin(BOB, 250)
+    times = {heavy: 0.0, BOB: 0.0}
+    for _ in range(60):
+        took_s = 4.0 if work.running[0][0] == heavy else 1.0
+        times[await work.end(took_s=took_s)] += took_s
+    assert times[heavy] / heavy.weight == pytest.approx(times[BOB], abs=8.0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_batch_takes_one_place_and_an_eighth_of_the_time() -> None:
+    work = Workshop(num_places=4)
+    tasks = await work.begin(ANNS_BATCH, 50)
+    assert work.order == [ANNS_BATCH]
+    tasks += await work.begin(ANN, 50) + await work.begin(BOB, 50)
+    for _ in range(40):
+        await work.end()
+    assert work.order.count(ANNS_BATCH) <= 8
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_new_owner_has_no_time_saved_up() -> None:
+    """Who comes late has no more turns than those who were there before."""
+    work = Workshop(num_places=1)
+    tasks = await work.begin(ANN, 50)
+    for _ in range(20):
+        await work.end()
+    tasks += await work.begin(BOB, 50)
+    for _ in range(20):
+        await work.end()
+    assert abs(work.order[20:].count(ANN) - work.order[20:].count(BOB)) <= 2
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_whoever_leaves_the_line_is_passed_over() -> None:
+    work = Workshop(num_places=1)
+    [first, gone, last] = await work.begin(ANN, 3)
+    gone.cancel()
+    await settled()
+    await work.end()
+    assert len(work.order) == 2
+    assert await work.end() == ANN
+    await asyncio.gather(first, last)
+
+
+async def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next() -> None:
+    work = Workshop(num_places=1)
+    [first, gone, last] = await work.begin(ANN, 3)
+    work.running.pop()[1].set()
+    while not first.done():
+        await asyncio.sleep(0)
+    gone.cancel()
+    await settled()
+    with suppress(asyncio.CancelledError):
+        await gone
+    while work.running:
+        await work.end()
+    await last
+
+
+async def test_the_wait_and_the_line_are_limited() -> None:
+    """For its own owner alone, with a time to retry that grows with the line."""
+    work = Workshop(num_places=2, wait_s=0.0)
+    running = await work.begin(ANN)
+    with pytest.raises(Busy) as refused:
+        await work._work(ANN)
+    assert refused.value.retry_after_s == 1.0
+    running += await work.begin(BOB)
+    while work.running:
+        await work.end()
+    await asyncio.gather(*running)
+
+    work = Workshop(num_places=2)
+    running = await work.begin(ANN)
+    for _ in range(8):
+        running += await work.begin(ANN)
+        await work.end(took_s=3.0)
+    running += await work.begin(ANN, MAX_WAITING)
+    with pytest.raises(Busy) as refused:
+        await work._work(ANN)
+    assert refused.value.retry_after_s > MAX_WAITING
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
