@@ -157,8 +157,8 @@ def check_lane(card: ModelCard, lane: str) -> None:
 
 def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
-        message = f"{param}: token ids must be from 0 to {card.vocab_size - 1}"
-        raise invalid_value(param, message)
+        own = f"those of the model's own tokenizer, from 0 to {card.vocab_size - 1}"
+        raise invalid_value(param, f"{param}: token ids must be {own}")
 
 
 async def tokenised(work: Callable[[], T], num_chars: int) -> T:

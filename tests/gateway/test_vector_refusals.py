@@ -114,6 +114,16 @@ async def refused(
     return error
 
 
+async def test_ids_of_another_tokenizer_are_refused_by_name(
+    serving: Serving, http: httpx.AsyncClient
+) -> None:
+    """LangChain sends OpenAI's, unless its caller knows."""
+    await serving(EMBEDDER)
+    error = await refused(http, EMBEDDINGS, {"input": [[1, 2], [9906, 1917]]})
+    own = "those of the model's own tokenizer, from 0 to 258"
+    assert error["message"] == f"input.1: token ids must be {own}"
+
+
 async def test_wrong_fields_are_refused_by_name(serving: Serving, http: httpx.AsyncClient) -> None:
     """With the index of the item in a list; then nothing of the call runs."""
     worker = await serving(EMBEDDER)
