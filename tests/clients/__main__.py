@@ -1,21 +1,35 @@
-"""Runs clients against `batchway up` on the demo model: `scripts/clients`. Exits with 1 if an
-exercise failed."""
+"""Runs clients against `batchway up --fleet`: `scripts/clients`. Exits with 1 if an exercise
+failed."""
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+from tests.clients.models import write_fleet
 from tests.clients.run import CLIENTS, ROOT, exercise, prepare, table
-from tests.infra.stack import running_demo_stack
+from tests.infra.stack import running_fleet
 
 PAGE = ROOT / "docs/clients.md"
 HEAD = """\
 # Clients
 
-What was tried, end to end, against `batchway up` on the demo model, by `scripts/clients`, which \
-also writes this page. Each client runs in an environment of its own. What the server or the demo \
-model cannot do is refused with an error that names it; nothing is silently left out.
+What was tried, end to end, against `batchway up --fleet`, by `scripts/clients`, which also \
+writes this page. Each client runs in an environment of its own. What the server cannot do is \
+refused with an error that names it; nothing is silently left out.
+
+The models are the demo model, a random embedder and a random reranker, and one that reasons and \
+calls tools as Qwen3 does, with Qwen3's tokenizer and chat template: its answers are made up, and \
+written through the same engine process, parsers and masks. On it, an answer must not hold the \
+reasoning, which comes apart, in `reasoning_content`.
+
+- **LangChain**: `OpenAIEmbeddings` needs `check_embedding_ctx_length=False`. Otherwise it sends \
+token ids of OpenAI's tokenizer in place of texts. Ids beyond the model's vocabulary are refused; \
+the others stand for other texts, which no server can tell.
+- **LiteLLM**: `infinity/` reads documents in a form of its own, so it needs \
+`return_documents=False`, and it drops `max_tokens_per_doc`, as `jina_ai/` does; `hosted_vllm/` \
+and `cohere/` do neither.
 
 """
 
@@ -26,7 +40,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
     results = {}
-    with running_demo_stack() as stack:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_fleet(write_fleet(Path(folder))) as stack,
+    ):
         for name in options.names or CLIENTS:
             prepare(CLIENTS[name])
             started_s = time.monotonic()
@@ -34,7 +51,7 @@ def main() -> int:
             print(f"{name}: {time.monotonic() - started_s:.0f} s", flush=True)
             for line in results[name]:
                 if line["error"]:
-                    print(f"  {line['name']}: {line['error']}", flush=True)
+                    print(f"  {line['name']} ({line['model']}): {line['error']}", flush=True)
     if options.write:
         Path(PAGE).write_text(HEAD + table(results))
     return int(any(line["error"] for lines in results.values() for line in lines))

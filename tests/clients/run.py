@@ -1,5 +1,5 @@
 """Runs real clients, each in its own environment, against a server. Each program in `programs`
-prints a line of JSON for each exercise."""
+prints a line of JSON for each exercise, on the demo model and on one that reasons."""
 
 import json
 import os
@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = Path(os.environ.get("BATCHWAY_CLIENTS", ROOT / ".clients"))
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 300.0  # for one client, mostly for imports
+DEMO, THINKER = "demo", "thinker"  # of the models, those that write text
 _READY = "ready-for-clients"
 _OPENAI_NODE = "openai@7.57.0"
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -22,11 +23,13 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True)
 class Client:
-    """`environment` names a folder of ENVIRONMENTS; "" means this project's own."""
+    """`environment` names a folder of ENVIRONMENTS; "" means this project's own. `models`: those
+    on which the program runs, each of which has exercises."""
 
     title: str
     program: str
     environment: str
+    models: tuple[str, ...] = (DEMO, THINKER)
 
     @property
     def folder(self) -> Path:
@@ -80,21 +83,29 @@ CLIENTS = {
     "openai-agents": Client("openai-agents", "openai_agents_client.py", "openai-agents"),
     "dspy": Client("DSPy", "dspy_client.py", "dspy"),
     "llm": Client("`llm`", "llm_client.py", "llm"),
-    "lm-eval": Client("lm-eval", "lm_eval_client.py", "lm-eval"),
-    "guidellm": Client("guidellm", "guidellm_client.py", "guidellm"),
-    "vllm": Client("`vllm bench serve`", "vllm_client.py", "vllm"),
+    "cohere": Client("cohere", "cohere_client.py", "cohere", (DEMO,)),
+    "lm-eval": Client("lm-eval", "lm_eval_client.py", "lm-eval", (DEMO,)),
+    "guidellm": Client("guidellm", "guidellm_client.py", "guidellm", (DEMO,)),
+    "vllm": Client("`vllm bench serve`", "vllm_client.py", "vllm", (DEMO,)),
 }
 
 
 def exercise(client: Client, url: str) -> list[dict[str, Any]]:
-    """The results: `version`, `name`, `works` (otherwise a rejection is expected) and `error`,
-    '' on success. If a program ends early or runs longer than LIMIT_S, a line named `the whole`
-    is added."""
+    """The results: `model`, `version`, `name`, `works` (otherwise a rejection is expected) and
+    `error`, '' on success. If a program ends early or runs longer than LIMIT_S, a line named
+    `the whole` is added."""
+    return [
+        {"model": model, **line} for model in client.models for line in _run(client, url, model)
+    ]
+
+
+def _run(client: Client, url: str, model: str) -> list[dict[str, Any]]:
     environ = (
         os.environ
         | dict.fromkeys(_OFFLINE, "1")
         | {
             "CLIENTS_URL": url,
+            "CLIENTS_MODEL": model,
             "CLIENTS_NODE": str(ENVIRONMENTS / "openai-node"),
             "CLIENTS_TOKENIZER": str(ROOT / "infra/demo_model"),
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -124,15 +135,20 @@ def _failed(error: str) -> dict[str, Any]:
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """One row for each client, in Markdown."""
     lines = [
-        "| client | version | works | refused by name |",
-        "|---|---|---|---|",
+        "| client | version | works | works on a model that reasons | refused by name |",
+        "|---|---|---|---|---|",
     ]
     for name, lined in results.items():
-        good = [line for line in lined if not line["error"]]
-        works = ", ".join(line["name"] for line in good if line["works"])
-        refused = ", ".join(line["name"] for line in good if not line["works"])
-        failed = "; ".join(f"**fails: {line['name']}**" for line in lined if line["error"])
-        shown = "; ".join(filter(None, (works, failed)))
+        refused = ", ".join(line["name"] for line in lined if not (line["works"] or line["error"]))
+        shown = " | ".join(_shown(lined, model) for model in (DEMO, THINKER))
         version = lined[0]["version"]
         lines.append(f"| {CLIENTS[name].title} | {version} | {shown} | {refused} |")
     return "\n".join(lines) + "\n"
+
+
+def _shown(lined: Sequence[Mapping[str, Any]], model: str) -> str:
+    """What works, and what fails, in the run on a model."""
+    of_model = [line for line in lined if line["model"] == model]
+    works = ", ".join(line["name"] for line in of_model if line["works"] and not line["error"])
+    failed = [f"**fails: {line['name']}**" for line in of_model if line["error"]]
+    return "; ".join(filter(None, (works, *failed)))

@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import to_builtins
 from tokenizers import Tokenizer
 
+from contract.jobs import SamplingParams
 from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from workers.engine.grammar import StepMasks
 from workers.engine.limits import DEFAULT_STEP_TOKENS
@@ -195,11 +196,16 @@ class ScriptedModel:
         mask[banned] = True
         return mask
 
+    def text_of(self, prompt: str, params: SamplingParams) -> str:
+        """What it says to a prompt."""
+        del params
+        named = _NAMED.findall(prompt)
+        return (self._folder / SAYS / named[-1]).read_text(encoding="utf-8") if named else "Hello."
+
     def _read(self, sequence: Sequence) -> "_Told":
         ids = sequence.token_ids[: sequence.num_prompt]
         prompt = self._vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
-        named, says = _NAMED.findall(prompt), self._folder / SAYS
-        text = (says / named[-1]).read_text(encoding="utf-8") if named else "Hello."
+        says, text = self._folder / SAYS, self.text_of(prompt, sequence.params)
         if _PARAMS in text:
             fields = to_builtins(sequence.params).items()
             shown = {name: value for name, value in fields if name not in ("grammar", "seed")}

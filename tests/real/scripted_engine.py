@@ -17,7 +17,11 @@ from workers.model import loader
 from workers.model.loaded import Loaded
 
 
-def load_scripted_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
+def load_scripted_model(
+    options: EngineOptions,
+    progress: Callable[[str], None],
+    kind: type[ScriptedModel] = ScriptedModel,
+) -> LoadedModel:
     """Raises ModelRefused."""
     folder = Path(options.model_path)
 
@@ -29,7 +33,7 @@ def load_scripted_model(options: EngineOptions, progress: Callable[[str], None])
         ending_id = tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos)
         assert ending_id is not None
         vocabulary = Vocabulary(tokenizer, ending_id)
-        return ScriptedModel(folder, vocabulary, loaded.eos_token_ids, loaded.max_model_len)
+        return kind(folder, vocabulary, loaded.eos_token_ids, loaded.max_model_len)
 
     with mock.patch.object(loader, "_runner", runner):
         return loader.load_model(options, progress)

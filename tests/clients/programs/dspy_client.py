@@ -3,7 +3,19 @@
 import importlib.metadata
 
 import dspy
-from exercises import BASE_URL, KEY, MODEL, QUESTION, RESPONSE_FORMAT, SUM, fits, main, says, works
+from exercises import (
+    BASE_URL,
+    KEY,
+    MODEL,
+    QUESTION,
+    RESPONSE_FORMAT,
+    SUM,
+    fits,
+    main,
+    says,
+    works,
+    works_on_demo,
+)
 
 OPTIONS = {"api_base": BASE_URL, "api_key": KEY, "temperature": 0.0, "cache": False}
 chat = dspy.LM(f"openai/{MODEL}", num_retries=0, **OPTIONS)
@@ -20,12 +32,12 @@ def whole():
     says(first(chat(messages=[{"role": "user", "content": QUESTION}])))
 
 
-@works("completion")
+@works_on_demo("completion")
 def completion():
     assert isinstance(first(text("1, 2, 3,")), str)
 
 
-@works("Predict (request taken; the demo model follows no format)")
+@works_on_demo("Predict (request taken; the demo model follows no format)")
 def predict():
     with dspy.context(lm=chat, adapter=dspy.ChatAdapter(use_json_adapter_fallback=False)):
         try:

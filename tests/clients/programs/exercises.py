@@ -4,11 +4,13 @@ has the client and nothing of this project."""
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 URL = os.environ.get("CLIENTS_URL", "")
 BASE_URL = f"{URL}/v1"
-MODEL = "demo"
+MODEL = os.environ.get("CLIENTS_MODEL", "demo")
+REASONS = MODEL != "demo"
+EMBEDDER, RERANKER = "embedder", "reranker"
 QUESTION, ANSWER = "Count from 1 to 5.", "1, 2, 3, 4, 5"
 KEY = "no-key-is-asked-for"
 SUM, TOTAL = "What is 27 + 58?", 85  # within RESPONSE_FORMAT
@@ -37,40 +39,61 @@ TOOL = {
         },
     },
 }
-NOT_YET = ("not supported", "only text parts", "there is no /v1/", "does not answer")
+DOCUMENTS = ["one", "two three", "four " * 30]
+NOT_YET = (
+    *("not supported", "only text parts", "there is no /v1/", "there is no /v2/"),
+    "token ids must be",
+)
 _MAX_CHARS = 600
 
 exercises: dict[str, tuple[Callable[[], object], bool]] = {}
 
 
 def works(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """An exercise that must succeed. It raises if not."""
+    """An exercise that must succeed, on each model. It raises if not."""
+    return _noted(name, is_supported=True)
 
-    def note(exercise: Callable[[], object]) -> Callable[[], object]:
-        exercises[name] = exercise, True
-        return exercise
 
-    return note
+def works_on_demo(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """On the demo model alone, or on one for vectors."""
+    return _noted(name, is_supported=True, is_meant=not REASONS)
+
+
+def works_reasoning(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """On the model that reasons alone."""
+    return _noted(name, is_supported=True, is_meant=REASONS)
 
 
 def refused(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
     """An exercise that the server must reject as unsupported."""
+    return _noted(name, is_supported=False, is_meant=not REASONS)
 
+
+def _noted(
+    name: str, *, is_supported: bool, is_meant: bool = True
+) -> Callable[[Callable[[], object]], Callable[[], object]]:
     def note(exercise: Callable[[], object]) -> Callable[[], object]:
-        exercises[name] = exercise, False
+        if is_meant:
+            exercises[name] = exercise, is_supported
         return exercise
 
     return note
 
 
 def says(text: object) -> None:
-    """Raises unless the answer is right."""
+    """Raises unless the answer is right, and nothing else."""
     assert str(text).strip() == ANSWER, text
 
 
 def fits(text: str) -> None:
     """Raises unless the answer to SUM is right and matches the schema."""
     assert json.loads(text) == {"value": TOTAL}, text
+
+
+def ranks(indexes: Iterable[int]) -> None:
+    """Raises unless each document has a place."""
+    found = list(indexes)
+    assert sorted(found) == list(range(len(DOCUMENTS))), found
 
 
 def error_of(kind: type[Exception], ask: Callable[[], object]) -> Exception:

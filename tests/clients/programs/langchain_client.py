@@ -3,9 +3,11 @@
 import asyncio
 import importlib.metadata
 
+import tiktoken
 from exercises import (
     ARGUMENTS,
     BASE_URL,
+    EMBEDDER,
     KEY,
     LONG_SUM,
     LONG_TOTAL,
@@ -14,12 +16,14 @@ from exercises import (
     SUM,
     TOTAL,
     main,
+    refused,
     says,
     works,
+    works_on_demo,
 )
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
 OPTIONS = {"base_url": BASE_URL, "api_key": KEY, "model": MODEL, "temperature": 0}
@@ -54,17 +58,17 @@ def batch():
         says(answer.content)
 
 
-@works("completion")
+@works_on_demo("completion")
 def completion():
     assert llm.invoke("1, 2, 3,").startswith(" 4")
 
 
-@works("completion stream")
+@works_on_demo("completion stream")
 def completion_stream():
     assert "".join(llm.stream("1, 2, 3,")).startswith(" 4")
 
 
-@works("batch of completions")
+@works_on_demo("batch of completions")
 def completions():
     assert [text[:2] for text in llm.batch(["1, 2, 3,", "4, 5, 6,"])] == [" 4", " 7"]
 
@@ -101,6 +105,31 @@ def structured():
 def structured_call():
     answer = chat.with_structured_output(Sum, method="function_calling").invoke(SUM)
     assert isinstance(answer, Sum), answer  # a forced call of a tool that the model does not know
+
+
+def embed(**options):
+    embedder = OpenAIEmbeddings(
+        base_url=BASE_URL, api_key=KEY, model=EMBEDDER, max_retries=0, **options
+    )
+    one, other = embedder.embed_documents(["A text.", "Another."])
+    assert len(one) == len(other) > 1
+    assert embedder.embed_query("A text.") == one
+
+
+@works_on_demo("embeddings with `check_embedding_ctx_length=False`")
+def embeddings():
+    embed(check_embedding_ctx_length=False)
+
+
+@refused("embeddings without `check_embedding_ctx_length=False`")
+def foreign_ids():
+    # By default the client sends ids of OpenAI's tokenizer. Its file is on the Internet.
+    pieces = {bytes([byte]): 50_000 + byte for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "cl100k_base", pat_str=r"\S+|\s+", mergeable_ranks=pieces, special_tokens={}
+    )
+    tiktoken.get_encoding = lambda _: encoding
+    embed()
 
 
 main(importlib.metadata.version("langchain-openai"))

@@ -14,25 +14,37 @@ import openai
 from exercises import (
     ARGUMENTS,
     BASE_URL,
+    DOCUMENTS,
+    EMBEDDER,
     KEY,
     LONG_SUM,
     MODEL,
     QUESTION,
+    RERANKER,
     RESPONSE_FORMAT,
     SUM,
     TOOL,
+    URL,
     fits,
     main,
+    ranks,
     says,
     works,
+    works_on_demo,
+    works_reasoning,
 )
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
+PROXY_KEY = "sk-no-key-is-asked-for-by-the-server-behind"
 CONFIG = f"""\
 model_list:
   - model_name: {MODEL}
     litellm_params: {{model: openai/{MODEL}, api_base: {BASE_URL}, api_key: {KEY}, max_retries: 0}}
-general_settings: {{master_key: sk-no-key-is-asked-for-by-the-server-behind}}
+  - model_name: {EMBEDDER}
+    litellm_params: {{model: openai/{EMBEDDER}, api_base: {BASE_URL}, api_key: {KEY}}}
+  - model_name: {RERANKER}
+    litellm_params: {{model: hosted_vllm/{RERANKER}, api_base: {URL}, api_key: {KEY}}}
+general_settings: {{master_key: {PROXY_KEY}}}
 """
 START_S = 120
 
@@ -65,13 +77,13 @@ def stream():
     says("".join(c.choices[0].delta.content or "" for c in chat(stream=True) if c.choices))
 
 
-@works("completion")
+@works_on_demo("completion")
 def completion():
     answer = client.completions.create(model=MODEL, prompt="1, 2, 3,", max_tokens=5)
     assert answer.choices[0].text
 
 
-@works("errors")
+@works_on_demo("errors")
 def too_long():
     try:
         chat([{"role": "user", "content": "a" * 5_000}])
@@ -94,6 +106,25 @@ def tools():
     assert json.loads(call.function.arguments) == ARGUMENTS, call
 
 
+@works_reasoning("reasoning apart")
+def reasoning():
+    message = chat().choices[0].message
+    says(message.content)
+    assert message.reasoning_content
+
+
+@works_on_demo("embeddings")
+def embeddings():
+    assert len(client.embeddings.create(model=EMBEDDER, input=["a", "b"]).data) == 2
+
+
+@works_on_demo("rerank")
+def rerank():
+    body = {"model": RERANKER, "query": QUESTION, "documents": DOCUMENTS}
+    answer = client.post("/rerank", cast_to=httpx.Response, body=body)
+    ranks(result["index"] for result in answer.json()["results"])
+
+
 def chat(messages=MESSAGES, **options):
     return client.chat.completions.create(model=MODEL, messages=messages, temperature=0, **options)
 
@@ -112,7 +143,7 @@ with tempfile.TemporaryDirectory() as folder:
         await_ready(proxy, f"http://127.0.0.1:{port}")
         client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1",
-            api_key="sk-no-key-is-asked-for-by-the-server-behind",
+            api_key=PROXY_KEY,
             max_retries=0,
         )
         main(importlib.metadata.version("litellm"))

@@ -7,19 +7,25 @@ import litellm
 from exercises import (
     ARGUMENTS,
     BASE_URL,
+    DOCUMENTS,
+    EMBEDDER,
     KEY,
     LONG_SUM,
     LONG_TOTAL,
     MODEL,
     QUESTION,
+    RERANKER,
     RESPONSE_FORMAT,
     SUM,
     TOOL,
+    URL,
     fits,
     main,
-    refused,
+    ranks,
     says,
     works,
+    works_on_demo,
+    works_reasoning,
 )
 
 SERVER = {"api_base": BASE_URL, "api_key": KEY, "num_retries": 0}
@@ -52,7 +58,7 @@ def batch():
         says(answer.choices[0].message.content)
 
 
-@works("completion")
+@works_on_demo("completion")
 def completion():
     answer = litellm.text_completion(
         model=f"text-completion-openai/{MODEL}", prompt="1, 2, 3,", max_tokens=5, **SERVER
@@ -60,7 +66,7 @@ def completion():
     assert answer.choices[0].text
 
 
-@works("ContextWindowExceededError")
+@works_on_demo("ContextWindowExceededError")
 def too_long():
     try:
         chat([{"role": "user", "content": "a" * 5_000}])
@@ -69,7 +75,7 @@ def too_long():
     raise AssertionError("no error")
 
 
-@works("NotFoundError")
+@works_on_demo("NotFoundError")
 def no_model():
     try:
         litellm.completion(model="openai/dem", messages=MESSAGES, **SERVER)
@@ -95,9 +101,56 @@ def structured():
     fits(chat(asked, response_format=RESPONSE_FORMAT).choices[0].message.content)
 
 
-@refused("embeddings")
+@works_reasoning("reasoning apart")
+def reasoning():
+    message = chat().choices[0].message
+    says(message.content)
+    assert message.reasoning_content
+
+
+@works_on_demo("embeddings")
 def embeddings():
-    litellm.embedding(model=f"openai/{MODEL}", input=["a"], **SERVER)
+    answer = litellm.embedding(model=f"openai/{EMBEDDER}", input=["a", "b"], **SERVER)
+    assert len(answer.data) == 2, answer
+
+
+def rerank(provider, **options):
+    answer = litellm.rerank(
+        model=f"{provider}/{RERANKER}",
+        query=QUESTION,
+        documents=DOCUMENTS,
+        api_base=URL,
+        api_key=KEY,
+        **options,
+    )
+    ranks(result["index"] for result in answer.results)
+    return answer
+
+
+@works_on_demo("rerank, as `hosted_vllm/`, `cohere/` and `jina_ai/`")
+def rerank_with_documents():
+    for provider in ("hosted_vllm", "cohere", "jina_ai"):
+        for result in rerank(provider).results:
+            assert result["document"]["text"] == DOCUMENTS[result["index"]], (provider, result)
+
+
+@works_on_demo("rerank, as `infinity/` with `return_documents=False`")
+def rerank_infinity():
+    rerank("infinity", return_documents=False)
+
+
+@works_on_demo("rerank of cut documents")
+def rerank_cut():
+    whole = scores(rerank("hosted_vllm"))
+    for provider in ("hosted_vllm", "cohere"):
+        cut = scores(rerank(provider, max_tokens_per_doc=5))
+        assert cut[0] == whole[0], (provider, cut)  # a short one
+        assert cut[2] != whole[2], (provider, cut)
+    assert scores(rerank("hosted_vllm", truncate_prompt_tokens=30))[2] != whole[2]
+
+
+def scores(answer):
+    return {result["index"]: result["relevance_score"] for result in answer.results}
 
 
 main(importlib.metadata.version("litellm"))

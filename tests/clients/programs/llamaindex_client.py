@@ -2,9 +2,22 @@
 
 import importlib.metadata
 
-from exercises import BASE_URL, KEY, LONG_SUM, LONG_TOTAL, MODEL, QUESTION, main, says, works
+from exercises import (
+    BASE_URL,
+    EMBEDDER,
+    KEY,
+    LONG_SUM,
+    LONG_TOTAL,
+    MODEL,
+    QUESTION,
+    main,
+    says,
+    works,
+    works_on_demo,
+)
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 
 OPTIONS = {"api_base": BASE_URL, "api_key": KEY, "model": MODEL, "temperature": 0, "max_retries": 0}
@@ -23,12 +36,12 @@ def stream():
     says("".join(part.delta or "" for part in chat.stream_chat(MESSAGES)))
 
 
-@works("completion")
+@works_on_demo("completion")
 def completion():
     assert text.complete("1, 2, 3,").text.startswith(" 4")
 
 
-@works("completion stream")
+@works_on_demo("completion stream")
 def completion_stream():
     assert "".join(part.delta or "" for part in text.stream_complete("1, 2, 3,")).startswith(" 4")
 
@@ -44,6 +57,15 @@ def tools():
     tool = FunctionTool.from_defaults(fn=add)
     answer = able.predict_and_call([tool], user_msg=LONG_SUM)
     assert int(answer.response) == LONG_TOTAL, answer
+
+
+@works_on_demo("embeddings")
+def embeddings():
+    embedder = OpenAILikeEmbedding(
+        model_name=EMBEDDER, api_base=BASE_URL, api_key=KEY, max_retries=0
+    )
+    one, other = embedder.get_text_embedding_batch(["A text.", "Another."])
+    assert len(one) == len(other) > 1
 
 
 main(importlib.metadata.version("llama-index-llms-openai-like"))

@@ -8,7 +8,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from exercises import BASE_URL, KEY, MODEL, QUESTION, SCHEMA, SUM, fits, main, says, works
+from exercises import (
+    BASE_URL,
+    KEY,
+    MODEL,
+    QUESTION,
+    SCHEMA,
+    SUM,
+    fits,
+    main,
+    says,
+    works,
+    works_on_demo,
+)
 
 MODELS = f"""\
 - model_id: {MODEL}
@@ -40,7 +52,7 @@ def stream():
     says(run("-m", MODEL, "-o", "temperature", "0", QUESTION))
 
 
-@works("completion")
+@works_on_demo("completion")
 def completion():
     assert run("-m", f"{MODEL}-text", "-o", "max_tokens", "5", "1, 2, 3,").strip()
 

@@ -5,7 +5,7 @@ import time
 from functools import partial
 
 import openai
-from exercises import BASE_URL, KEY, MODEL, QUESTION, error_of, refused, says, works
+from exercises import BASE_URL, KEY, MODEL, QUESTION, error_of, refused, says, works_on_demo
 
 client = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
 URL = "/v1/chat/completions"
@@ -47,7 +47,7 @@ def results(file_id):
     return [json.loads(each) for each in client.files.content(file_id).iter_lines()]
 
 
-@works("files with pages and expiry")
+@works_on_demo("files with pages and expiry")
 def files():
     stored = [upload(f"{number}\n".encode(), expires_after=EXPIRES) for number in range(3)]
     assert stored[0].expires_at == stored[0].created_at + HOUR_S
@@ -63,7 +63,7 @@ def files():
             error_of(openai.NotFoundError, partial(ask, file.id))
 
 
-@works("batch with output and error file")
+@works_on_demo("batch with output and error file")
 def batch():
     lines = [*map(line, range(3)), line(3, temperature=9)]
     started = start(lines, metadata={"run": "1"}, output_expires_after=EXPIRES)
@@ -83,7 +83,7 @@ def batch():
     assert listed[:2] == [other.id, ended.id]
 
 
-@works("batch of a bad file")
+@works_on_demo("batch of a bad file")
 def bad_batch():
     failed = reached(start([line(0), line(0), line(1, model="other"), line(2, stream=True)]))
     assert failed.status == "failed"
@@ -94,7 +94,7 @@ def bad_batch():
     ]
 
 
-@works("cancelled batch")
+@works_on_demo("cancelled batch")
 def cancelled_batch():
     lines = list(map(line, range(NUM_MANY)))
     running = reached(start(lines), "in_progress")

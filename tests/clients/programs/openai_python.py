@@ -9,6 +9,7 @@ from exercises import (
     ANSWER,
     ARGUMENTS,
     BASE_URL,
+    EMBEDDER,
     KEY,
     LONG_SUM,
     LONG_TOTAL,
@@ -24,6 +25,8 @@ from exercises import (
     refused,
     says,
     works,
+    works_on_demo,
+    works_reasoning,
 )
 from pydantic import BaseModel, Field
 
@@ -69,13 +72,13 @@ def asynchronous():
     says(asyncio.run(ask()))
 
 
-@works("completion")
+@works_on_demo("completion")
 def completion():
     answer = client.completions.create(model=MODEL, prompt="1, 2, 3,", temperature=0, max_tokens=5)
     assert answer.choices[0].text.startswith(" 4"), answer
 
 
-@works("completion stream")
+@works_on_demo("completion stream")
 def completion_stream():
     chunks = client.completions.create(model=MODEL, prompt="1, 2, 3,", max_tokens=5, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks)
@@ -121,11 +124,11 @@ def ignored():
 
 @works("models")
 def models():
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert MODEL in [model.id for model in client.models.list()]
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-@works("errors")
+@works_on_demo("errors")
 def errors():
     wrong = error_of(
         openai.NotFoundError,
@@ -260,9 +263,44 @@ def conversations():
     ask(conversation="conv_1")
 
 
-@refused("embeddings")
+@works_on_demo("embeddings")
 def embeddings():
-    client.embeddings.create(model=MODEL, input=ANSWER)
+    one, other = client.embeddings.create(model=EMBEDDER, input=[QUESTION, ANSWER]).data
+    assert len(one.embedding) == len(other.embedding) > 1
+    assert one.embedding != other.embedding
+
+
+@works_reasoning("reasoning apart, with its tokens")
+def reasoning():
+    answer = chat()
+    message, usage = answer.choices[0].message, answer.usage
+    says(message.content)
+    assert message.reasoning_content
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+    chunks = list(chat(stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    says("".join(delta.content or "" for delta in deltas))
+    streamed = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert streamed == message.reasoning_content
+    assert chunks[-1].usage == usage
+
+
+@works_reasoning("reasoning switched off")
+def no_reasoning():
+    answer = chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    message = answer.choices[0].message
+    says(message.content)
+    assert not getattr(message, "reasoning_content", None), message
+
+
+@works_reasoning("response with its reasoning")
+def response_reasoning():
+    answer = ask()
+    thought, message = answer.output
+    assert (thought.type, message.type) == ("reasoning", "message")
+    assert thought.content[0].text
+    assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+    says(answer.output_text)
 
 
 main(openai.__version__)

@@ -15,6 +15,7 @@ from exercises import (
     main,
     says,
     works,
+    works_reasoning,
 )
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput
@@ -73,6 +74,13 @@ def structured_call():
 def structured():
     able = Agent(model, output_type=NativeOutput(Sum), model_settings={"temperature": 0})
     assert able.run_sync(SUM).output == Sum(value=TOTAL)
+
+
+@works_reasoning("reasoning apart")
+def reasoning():
+    answer = agent.run_sync(QUESTION)
+    says(answer.output)
+    assert any(part.part_kind == "thinking" for part in answer.all_messages()[-1].parts)
 
 
 main(importlib.metadata.version("pydantic-ai-slim"))
