@@ -3,7 +3,7 @@ because validating long lists of numbers would take longer than building them.""
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 EndpointPath = Literal[
     "/v1/chat/completions",
@@ -17,7 +17,13 @@ EndpointPath = Literal[
 FinishReason = Literal["stop", "length", "tool_calls"] | None
 
 
-class OutputDetails(BaseModel):
+class Shown(BaseModel):
+    """What only the document shows is not built before it is asked for."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class OutputDetails(Shown):
     reasoning_tokens: int
 
 
@@ -27,7 +33,7 @@ CutTokens = Annotated[
 ]
 
 
-class Usage(BaseModel):
+class Usage(Shown):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -38,18 +44,18 @@ class ChatUsage(Usage):
     completion_tokens_details: OutputDetails
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Shown):
     name: str
     arguments: str = Field(description="JSON, as the model wrote it")
 
 
-class ToolCall(BaseModel):
+class ToolCall(Shown):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Shown):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -57,7 +63,7 @@ class ChatMessage(BaseModel):
     tool_calls: list[ToolCall] = []
 
 
-class PromptTokenLogprob(BaseModel):
+class PromptTokenLogprob(Shown):
     logprob: float
     rank: int | None
     decoded_token: str
@@ -66,7 +72,7 @@ class PromptTokenLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 
 
-class ChatTokenLogprob(BaseModel):
+class ChatTokenLogprob(Shown):
     token: str
     bytes: list[int]
     logprob: float
@@ -76,12 +82,12 @@ class ChatTokenLogprobs(ChatTokenLogprob):
     top_logprobs: list[ChatTokenLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Shown):
     content: list[ChatTokenLogprobs]
     refusal: None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Shown):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -89,7 +95,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] = Field(default=[], description="with return_token_ids")
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Shown):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -101,14 +107,14 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class TextLogprobs(BaseModel):
+class TextLogprobs(Shown):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
 
-class TextChoice(BaseModel):
+class TextChoice(Shown):
     index: int
     text: str
     logprobs: TextLogprobs | None
@@ -117,7 +123,7 @@ class TextChoice(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class TextCompletion(BaseModel):
+class TextCompletion(Shown):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -128,19 +134,19 @@ class TextCompletion(BaseModel):
     prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
 
 
-class PromptUsage(BaseModel):
+class PromptUsage(Shown):
     prompt_tokens: int
     total_tokens: int
     truncated_tokens: CutTokens = None
 
 
-class Embedding(BaseModel):
+class Embedding(Shown):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str = Field(description="base64: float32, little-endian")
 
 
-class Embeddings(BaseModel):
+class Embeddings(Shown):
     id: str
     object: Literal["list"]
     created: int
@@ -149,30 +155,30 @@ class Embeddings(BaseModel):
     usage: PromptUsage
 
 
-class RankedText(BaseModel):
+class RankedText(Shown):
     text: str
 
 
-class RankedDocument(BaseModel):
+class RankedDocument(Shown):
     index: int
     document: RankedText | None = Field(default=None, description="with return_documents")
     relevance_score: float
 
 
-class Ranking(BaseModel):
+class Ranking(Shown):
     id: str
     model: str
     usage: PromptUsage
     results: list[RankedDocument]
 
 
-class Score(BaseModel):
+class Score(Shown):
     index: int
     object: Literal["score"]
     score: float
 
 
-class Scores(BaseModel):
+class Scores(Shown):
     id: str
     object: Literal["list"]
     created: int
@@ -181,14 +187,14 @@ class Scores(BaseModel):
     usage: PromptUsage
 
 
-class Class(BaseModel):
+class Class(Shown):
     index: int
     label: str
     probs: list[float]
     num_classes: int
 
 
-class Classes(BaseModel):
+class Classes(Shown):
     id: str
     object: Literal["list"]
     created: int
