@@ -327,10 +327,14 @@ class InlineExecutor(Executor):
         return future
 
 
+# What compiles, and what makes masks.
+INLINE = (InlineExecutor(), InlineExecutor())
+
+
 @functools.cache
 def hash_grammars() -> Grammars:
     """Grammars of the hash model's tokenizer."""
-    return Grammars(hash_tokenizer().tokenizer_json, VOCAB_SIZE, {EOS_ID}, InlineExecutor())
+    return Grammars(hash_tokenizer().tokenizer_json, VOCAB_SIZE, {EOS_ID}, *INLINE)
 
 
 def encode_text(text: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from contract.output_formats import ReasoningFormat, ToolFormat
 from gateway.openai.grammar_rules.frames import Reasoning
 from gateway.openai.grammars import Around
 from gateway.openai.tokens import ModelTokenizer
-from tests.fakes import EOS_ID, VOCAB_SIZE, InlineExecutor, hash_tokenizer
+from tests.fakes import EOS_ID, INLINE, VOCAB_SIZE, hash_tokenizer
 from workers.engine.grammar import Grammars
 
 # Some are special, some are not, and some do not look like marks at all.
@@ -88,4 +88,4 @@ class MarkedModel:
 @functools.cache
 def grammars_of(tokenizer_json: str, vocab_size: int) -> Grammars:
     assert vocab_size > VOCAB_SIZE
-    return Grammars(tokenizer_json, vocab_size, {EOS_ID}, InlineExecutor())
+    return Grammars(tokenizer_json, vocab_size, {EOS_ID}, *INLINE)

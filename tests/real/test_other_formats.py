@@ -15,7 +15,7 @@ import pytest
 from contract.jobs import Endpoint, FinishReason, Job
 from gateway.openai.chat_template import ChatTemplate
 from gateway.openai.child import Refused
-from tests.fakes import InlineExecutor
+from tests.fakes import INLINE
 from tests.real.conversations import HARD, WEATHER, answer, call, user
 from tests.real.made_up import MARK, Marks, write_made_up_folder
 from tests.real.model_folder import say
@@ -70,7 +70,7 @@ class MadeUpModel:
         vocabulary = Vocabulary(self._tokenizer, ending_id)
         model = ScriptedModel(self._folder, vocabulary, frozenset({ending_id}), 32_768)
         loaded = LoadedScriptedModel(model, model.max_model_len, size, (ending_id,), self.files)
-        grammars = Grammars(self.files.tokenizer_json, size, {ending_id}, InlineExecutor())
+        grammars = Grammars(self.files.tokenizer_json, size, {ending_id}, *INLINE)
         options = EngineOptions(model_path="made-up", max_num_batched_tokens=8192)
         return Workers(loaded, options, grammars=grammars)
 

@@ -6,23 +6,29 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 
 from contract.jobs import FinishReason
-from workers.engine.grammar import GrammarFailed, Grammars, Matcher, StepMasks
+from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher, StepMasks
 from workers.engine.model import Chunk, Sample
 from workers.engine.report import Output, StepReport
 from workers.engine.request import ErrorCode, RequestRefused
 from workers.engine.sequence import Sequence
 
-# How often a finished grammar is looked for while the engine has nothing else to do.
+# How often a finished grammar or mask is looked for while the engine has nothing else to do.
 POLL_S = 0.002
+# How long the rows of a step that have been computed wait for the masks of others.
+_PATIENCE_S = 0.01
 
 
 class Constraints:
     """Compiles the grammars of jobs beside the engine's steps; masks and forces their tokens."""
 
-    def __init__(self, grammars: Grammars | None, max_model_len: int) -> None:
-        """Without `grammars`, constrained jobs are refused."""
+    def __init__(
+        self, grammars: Grammars | None, max_model_len: int, *, skips_late: bool = False
+    ) -> None:
+        """Without `grammars`, constrained jobs are refused. `skips_late`: a row whose mask is late
+        skips the step."""
         self._grammars = grammars
         self._max_model_len = max_model_len
+        self._patience_s = _PATIENCE_S if skips_late else None
         self._compiling: dict[str, tuple[list[Sequence], Future[list[Matcher]]]] = {}
 
     @property
@@ -39,10 +45,14 @@ class Constraints:
             message = "this model cannot constrain its output to a grammar"
             raise RequestRefused(ErrorCode.BAD_PARAMETER, message)
         outputs = [s.token_ids[s.num_prompt :] for s in sequences]
-        self._compiling[job_id] = sequences, self._grammars.start_matchers(grammar, outputs)
+        found = self._grammars.start_matchers(grammar, outputs, sequences[0].tenant)
+        self._compiling[job_id] = sequences, found
 
     def forget(self, job_id: str) -> None:
-        self._compiling.pop(job_id, None)
+        """Its compilation never begins, or its result is dropped."""
+        _, found = self._compiling.pop(job_id, (None, None))
+        if found is not None:
+            found.cancel()
 
     def compiled(self) -> Iterator[tuple[str, GrammarFailed | None]]:
         """Jobs whose grammars are compiled, or failed to; each is returned once."""
@@ -60,13 +70,19 @@ class Constraints:
         """Starts to compute the masks of a step; None where no row is constrained."""
         if self._grammars is None:
             return None
-        constrained = [c for c in chunks if c.samples and c.sequence.matcher is not None]
+        constrained = [
+            (c, c.sequence.matcher) for c in chunks if c.samples and c.sequence.matcher is not None
+        ]
         if not constrained:
             return None
-        matchers = [c.sequence.matcher for c in constrained if c.sequence.matcher is not None]
-        drafts = [c.token_ids[c.num_known :] for c in constrained]
-        forbidden = self._grammars.start_masks(matchers, drafts)
-        return StepMasks([s for c in constrained for s in c.sampled], forbidden)
+        self._grammars.start_masks({m: c.token_ids[c.num_known :] for c, m in constrained})
+        masks = {
+            sequence: Mask(matcher.mask.found, matcher.mask.row + number)
+            for chunk, matcher in constrained
+            if matcher.mask is not None
+            for number, sequence in enumerate(chunk.sampled)
+        }
+        return StepMasks(masks, self._patience_s)
 
     def take(self, sequence: Sequence, sample: Sample, report: StepReport) -> None:
         """Appends a sampled token and those that its grammar, if any, forces after it. Raises

@@ -7,7 +7,7 @@ Over 300 lines: jobs, their sequences and what is reported of them change togeth
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -72,7 +72,11 @@ class Engine:
         self._ended_early: list[Sequence] = []
         self._next_arrival = 0
         # The scheduler does not know the jobs that wait for their grammars.
-        self._constraints = Constraints(grammars, model.max_model_len)
+        # A model with a state for each sequence would compute a late row's from its start again.
+        self._constraints = Constraints(
+            grammars, model.max_model_len, skips_late=model.shares_blocks
+        )
+        self._is_idle = False  # all that runs waits for masks
 
     @property
     def has_work(self) -> bool:
@@ -84,9 +88,9 @@ class Engine:
         when a strategy's wait or a job's deadline is over. None: not before something is added.
         """
         now_s = self._clock_s()
-        if self._ended_early or self._batches.num_let_in:
+        if self._ended_early or (self._batches.num_let_in and not self._is_idle):
             return now_s
-        poll_s = now_s + POLL_S if self._constraints.is_compiling else None
+        poll_s = now_s + POLL_S if self._constraints.is_compiling or self._is_idle else None
         wakes_s = (self._batches.wake_s(now_s), self._deadlines.next_s, poll_s)
         return min((wake_s for wake_s in wakes_s if wake_s is not None), default=None)
 
@@ -200,11 +204,16 @@ class Engine:
             if announce is not None:
                 announce(chunks)
             start_s = self._clock_s()
-            rows = self._model.run(chunks, padding, self._constraints.start_masks(chunks))
+            masks = self._constraints.start_masks(chunks)
+            rows = self._model.run(chunks, padding, masks)
             end_s = self._clock_s()
             report.step_s = end_s - start_s
+            late = set() if masks is None else masks.late_of(chunks)
+            if late:
+                self._scheduler.hold(plan, late)
             report.num_recomputed_tokens = self._scheduler.settle(plan, padding, report.step_s)
-            self._apply(chunks, rows, report, end_s)
+            self._apply(chunks, rows, late, report, end_s)
+        self._is_idle = not chunks and self._scheduler.num_held > 0
         self._count(plan, report)
         report.num_padding_tokens = num_tokens_of(padding)
         return report
@@ -331,13 +340,25 @@ class Engine:
         report.failed.append(JobError(sequence.job_id, sequence.epoch, code, message))
         self._drop(sequence.job_id)
 
-    def _apply(self, chunks: list[Chunk], rows: Seq[Row], report: StepReport, now_s: float) -> None:
-        """Takes the model's results. A failed row fails its whole job."""
+    def _apply(
+        self,
+        chunks: list[Chunk],
+        rows: Seq[Row],
+        late: Collection[Sequence],
+        report: StepReport,
+        now_s: float,
+    ) -> None:
+        """Takes the model's results. A failed row fails its whole job; what was drawn for a late
+        one is dropped."""
         append, failed = report.outputs.append, report.failed
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
             if failed and not self._holds(sequence):
                 continue  # another choice of its job has failed in this step
+            if sequence in late and isinstance(row, Sample | Drawn):
+                if isinstance(row, Sample) and row.prompt_logprobs is not None:
+                    report.prompt_logprobs.append((sequence, row.prompt_logprobs))
+                continue
             if isinstance(row, Sample):
                 assert chunk.samples, "who has not reached the last token yields none"
                 if sequence.matcher is not None:

@@ -3,11 +3,19 @@
 A grammar is llguidance's serialised form (JSON), as gateways make it from a JSON schema, a regular
 expression or Lark. A Matcher depends on the grammar and the tokens consumed alone, so a resumed
 choice, whose logged tokens are consumed again, goes on as it would have.
+
+Compilations and masks have threads of their own, in which tenants take turns.
 """
 
-from collections.abc import Collection
+import os
+import sys
+import threading
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from cachetools import LRUCache
@@ -15,8 +23,16 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from contract.jobs import GRAMMAR_LIMITS
 from workers.engine.request import ErrorCode
+from workers.engine.turns import Turns
+
+if TYPE_CHECKING:  # both name this module
+    from workers.engine.model import Chunk
+    from workers.engine.sequence import Sequence
 
 _NUM_KEPT = 24  # compiled grammars, each of up to about 70 MB
+_NUM_THREADS = 2  # for each kind of work, so that a tenant with much of it leaves one to others
+# A compilation yields to the engine's step where both want the same core.
+_NICENESS = 10
 _MISMATCH = "doesn't satisfy the grammar"  # in an error of the library
 
 
@@ -33,13 +49,28 @@ class LimitReached(GrammarFailed):
     code = ErrorCode.BAD_PARAMETER
 
 
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The tokens that a choice may not take in its state, while they are computed and afterwards:
+    bool, shape (num_rows, vocab_size), where those after its draft follow `row`."""
+
+    found: Future[np.ndarray]
+    row: int
+
+
 class Matcher:
     """Where one choice stands in its grammar."""
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: Collection[int]
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        eos_token_ids: Collection[int],
+        tenant: str = "",
     ) -> None:
         self.state = matcher
+        self.tenant = tenant
+        self.mask: Mask | None = None  # kept until a token is taken; the state rests meanwhile
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
 
@@ -48,8 +79,15 @@ class Matcher:
         """Whether the output is whole and nothing can follow."""
         return self.state.is_stopped() and not self.state.is_error()
 
+    @property
+    def is_masking(self) -> bool:
+        """Whether its mask is still being computed."""
+        return self.mask is not None and not self.mask.found.done()
+
     def consume(self, token_id: int) -> None:
         """Takes a token that was sampled. Raises GrammarFailed for one that cannot follow."""
+        assert not self.is_masking
+        self.mask = None
         # In its error state the library allows the end of the output, and takes it.
         if self.state.is_error() or not self.state.consume_token(token_id):
             if _MISMATCH in self.state.get_error():
@@ -84,20 +122,31 @@ class Matcher:
 class StepMasks:
     """The tokens that the constrained rows of one step may not take."""
 
-    def __init__(self, sequences: Seq[object], forbidden: Future[np.ndarray]) -> None:
-        self._row_of = {sequence: row for row, sequence in enumerate(sequences)}
-        self._forbidden = forbidden
+    def __init__(self, masks: Mapping["Sequence", Mask], patience_s: float | None = None) -> None:
+        """`masks` by sequence. After `patience_s` a step goes on without those that it lacks."""
+        self._masks = masks
+        self._patience_s = patience_s
+        self._late: set[Sequence] = set()
 
-    def constrains(self, sequence: object) -> bool:
+    def constrains(self, sequence: "Sequence") -> bool:
         """Whether there is a mask for it. Does not wait."""
-        return sequence in self._row_of
+        return sequence in self._masks
 
-    def of(self, sequences: Seq[object]) -> tuple[list[int], np.ndarray]:
+    def late_of(self, chunks: Seq["Chunk"]) -> set["Sequence"]:
+        """The sequences of the step whose masks it lacked."""
+        late = self._late
+        return {c.sequence for c in chunks if not late.isdisjoint(c.sampled)} if late else set()
+
+    def of(self, sequences: Seq["Sequence"]) -> tuple[list[int], np.ndarray]:
         """Waits for the masks. Which of `sequences` are constrained, as indices, and the tokens
-        that each of those may not take: bool, shape (number of indices, vocab_size)."""
-        found = [(i, self._row_of[s]) for i, s in enumerate(sequences) if s in self._row_of]
-        rows = [row for _, row in found]
-        return [index for index, _ in found], self._forbidden.result()[rows]
+        that each of those may not take: bool, shape (number of indices, vocab_size). Late ones are
+        not among them; what is drawn for those has no meaning."""
+        masks = {i: self._masks[s] for i, s in enumerate(sequences) if s in self._masks}
+        found, _ = wait({mask.found for mask in masks.values()}, self._patience_s)
+        ready = {index: mask for index, mask in masks.items() if mask.found in found}
+        self._late |= {sequences[index] for index in masks.keys() - ready.keys()}
+        rows = [mask.found.result()[mask.row] for mask in ready.values()]
+        return list(ready), np.stack(rows) if rows else np.empty((0, 0), dtype=bool)
 
 
 class Grammars:
@@ -108,11 +157,11 @@ class Grammars:
         tokenizer_json: str,
         vocab_size: int,
         eos_token_ids: Collection[int],
-        executor: Executor | None = None,
+        compiler: Executor | None = None,
+        masker: Executor | None = None,
     ) -> None:
-        """`executor` runs what must not delay a step; by default two threads: one that compiles
-        and one for masks may run at a time. Raises GrammarFailed for a tokenizer that llguidance
-        cannot read."""
+        """The executors run what must not delay a step; by default each has threads of its own.
+        Raises GrammarFailed for a tokenizer that llguidance cannot read."""
         self.vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         try:
@@ -123,32 +172,61 @@ class Grammars:
             raise GrammarFailed("the model's tokenizer has no form for grammars") from error
         self._limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._compiled: LRUCache[str, LLMatcher] = LRUCache(_NUM_KEPT)
-        self._executor = executor or ThreadPoolExecutor(2, "grammar")
-        self._mask_threads = LLExecutor()
+        self._lock = threading.Lock()  # of what is compiled
+        self._compilations = Turns(
+            compiler or ThreadPoolExecutor(_NUM_THREADS, "compile", initializer=_give_way)
+        )
+        self._masks = Turns(masker or ThreadPoolExecutor(_NUM_THREADS, "mask"))
+        self._num_at_once = max(1, 4 * (os.cpu_count() or 1) // 5)
+        self._mask_threads = LLExecutor(self._num_at_once)
 
-    def start_matchers(self, grammar: str, outputs: Seq[Seq[int]]) -> Future[list[Matcher]]:
+    def start_matchers(
+        self, grammar: str, outputs: Seq[Seq[int]], tenant: str = ""
+    ) -> Future[list[Matcher]]:
         """The states of several choices, computed beside the engine's steps; see `matcher`."""
-        return self._executor.submit(
-            lambda: [self.matcher(grammar, output_ids) for output_ids in outputs]
+        # What is compiled does not wait for what others compile.
+        turns = self._compilations if self._kept(grammar) is None else self._masks
+        return turns.submit(
+            tenant, lambda: [self.matcher(grammar, output_ids, tenant) for output_ids in outputs]
         )
 
-    def start_masks(self, matchers: Seq[Matcher], drafts: Seq[Seq[int]] = ()) -> Future[np.ndarray]:
-        """`forbidden`, computed beside the forward."""
-        return self._executor.submit(self.forbidden, matchers, drafts)
+    def start_masks(self, drafts: Mapping[Matcher, Seq[int]]) -> None:
+        """Starts `forbidden` for each matcher with its draft, beside the forward. One that was late
+        for an earlier step has its mask, and no draft."""
+        by_tenant: dict[str, list[Matcher]] = {}
+        for matcher, draft in drafts.items():
+            if matcher.mask is None:
+                by_tenant.setdefault(matcher.tenant, []).append(matcher)
+            else:
+                assert not draft
+        for tenant, matchers in by_tenant.items():
+            for first in range(0, len(matchers), self._num_at_once):
+                part = matchers[first : first + self._num_at_once]
+                own = [drafts[matcher] for matcher in part]
+                found = self._masks.submit(tenant, partial(self.forbidden, part, own))
+                row = 0
+                for matcher, draft in zip(part, own, strict=True):
+                    matcher.mask = Mask(found, row)
+                    row += 1 + len(draft)
 
-    def matcher(self, grammar: str, output_ids: Seq[int] = ()) -> Matcher:
+    def matcher(self, grammar: str, output_ids: Seq[int] = (), tenant: str = "") -> Matcher:
         """A new choice's state after `output_ids`. Takes up to a second for a large grammar, and
         releases the interpreter's lock meanwhile. Raises GrammarFailed."""
-        compiled = self._compiled.get(grammar)
+        compiled = self._kept(grammar)
         if compiled is None:
             compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
             if compiled.is_error():
                 raise GrammarFailed("the grammar cannot be compiled for this model")
-            self._compiled[grammar] = compiled
-        matcher = Matcher(compiled.deep_copy(), self._tokenizer, self._eos_token_ids)
+            with self._lock:
+                self._compiled[grammar] = compiled
+        matcher = Matcher(compiled.deep_copy(), self._tokenizer, self._eos_token_ids, tenant)
         for token_id in output_ids:
             matcher.consume(token_id)
         return matcher
+
+    def _kept(self, grammar: str) -> LLMatcher | None:
+        with self._lock:
+            return self._compiled.get(grammar)
 
     def forbidden(self, matchers: Seq[Matcher], drafts: Seq[Seq[int]] = ()) -> np.ndarray:
         """Which tokens cannot follow: bool, shape (num_rows, vocab_size). Each matcher has a row
@@ -176,3 +254,9 @@ class Grammars:
         width = min(self.vocab_size, self._tokenizer.vocab_size)
         np.equal(bits[:, :width], 0, out=forbidden[:, :width])
         return forbidden
+
+
+def _give_way() -> None:
+    """Lowers the priority of the thread that calls it, where threads have one of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -97,9 +97,11 @@ class Running:
         sequence.lane = lane
         self.add(sequence)
 
-    def streams(self) -> Streams:
-        """The current streams."""
+    def streams(self, held: Collection[Sequence] = ()) -> Streams:
+        """The current streams, without the `held` ones."""
         streams = [s for s in self.sequences if len(s.token_ids) == s.num_computed + 1]
+        if held:
+            streams = [s for s in streams if s not in held]
         num_kv = sum([s.num_computed for s in streams]) + len(streams)
         num_by_account = {account: len(running) for account, running in self.by_account.items()}
         if len(streams) < len(self.sequences):

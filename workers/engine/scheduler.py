@@ -57,6 +57,7 @@ class Scheduler:
             0,
         )  # change counters of running and waiting sequences at that time
         self._was_refused = False  # whether the last step lacked room for a sequence
+        self._held: set[Sequence] = set()  # running, but late for their next step
         self._uncounted = NOTHING  # chunks of the last step, for the cost model
         self._waiting = WaitingQueue(self._lanes, policy)
         self._admission = AdmissionCheck(
@@ -70,6 +71,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running.sequences)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     @property
     def num_waiting(self) -> int:
@@ -100,6 +105,7 @@ class Scheduler:
         """Removes a sequence that has ended or was stopped, and frees its blocks."""
         self.blocks.release(sequence)
         self._running.discard(sequence)
+        self._held.discard(sequence)
         self._waiting.discard(sequence)
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
@@ -123,6 +129,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.blocks.release(sequence)
         self._running.discard(sequence)
+        self._held.discard(sequence)
         self._waiting.add(sequence)
         self._waiting.let_in(sequence, now_s)
 
@@ -136,6 +143,7 @@ class Scheduler:
 
         `num_reserved` tokens of the budget are reserved for padding.
         """
+        self._held = {sequence for sequence in self._held if sequence.is_held}
         plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved, now_s)
         plan.is_full = not self._may_enter()
         if not self._put_streams(plan):
@@ -161,6 +169,14 @@ class Scheduler:
             self.cost.observe([*singles, *padding], step_s, others)
         return self._books.settle(plan)
 
+    def hold(self, plan: StepPlan, late: Collection[Sequence]) -> None:
+        """Before `settle`: the step drew no token for these, whose masks were late. They take part
+        in no step until they have them."""
+        plan.put_off(late)
+        self._held |= set(late)
+        for sequence in late:
+            self.blocks.shrink(sequence)
+
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Accounts for the drafted tokens of a step that were right, after `settle`, and frees the
         blocks of those that were not."""
@@ -184,7 +200,7 @@ class Scheduler:
         all others get as much time as they.
         """
         plan = StepPlan(self.cost, num_tokens)
-        plan.streams = streams = self._running.streams()
+        plan.streams = streams = self._running.streams(self._held)
         if streams.sequences and self._limits.prefill_share is not None:
             num_prefill = int(self._limits.prefill_share * plan.num_tokens_left)
             plan.num_prefill_left = max(1, num_prefill)
@@ -225,7 +241,7 @@ class Scheduler:
         step.
         """
         streams = plan.streams.sequences
-        is_all = plan.is_full and len(streams) == self.num_running
+        is_all = plan.is_full and len(streams) + len(self._held) == self.num_running
         most = plan.num_on_offer if is_all else int(_SMALL_SHARE * plan.num_on_offer)
         has_time = plan.streams_s <= plan.seconds_left
         if len(streams) > most or not has_time or not self.blocks.grow_streams(streams):
@@ -239,7 +255,8 @@ class Scheduler:
         """
         others: list[Sequence] = []
         if len(plan.chunks) < self.num_running:
-            others = [s for s in self._running.sequences if s not in plan.chunks]
+            taken = plan.chunks.keys() | self._held
+            others = [s for s in self._running.sequences if s not in taken]
         order = Order(others, self._waiting, self._lanes, self._policy, now_s)
         overdue = order.walk(until=self._lanes.first_priority)
         plan.is_full = not self._serve(plan, order, overdue, UNLIMITED, now_s)

@@ -87,6 +87,11 @@ class Sequence:
         asks = self.params.prompt_logprobs is not None
         return asks and self.num_output == 0 and self.choice_of_prompt == 0
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it lacks the mask that a step was too early for."""
+        return self.matcher is not None and self.matcher.is_masking
+
     def with_draft(self, token_ids: Seq[int]) -> "Sequence":
         """A copy as it would be with these tokens, in the same blocks."""
         return replace(self, token_ids=[*self.token_ids, *token_ids])

@@ -130,6 +130,8 @@ def _drafts(plan: StepPlan, blocks: BlockManager, seconds: float) -> Iterator[_D
         cost_s = b + c * num_kv + d * sequence.num_computed
         if cost_s >= seconds_each or sequence not in plan.chunks:
             continue
+        if sequence.matcher is not None and sequence.matcher.mask is not None:
+            continue  # that mask is of its next token alone
         if sequence.lookup is None:
             sequence.lookup = PromptLookup()
         sequence.lookup.read(sequence)

@@ -1,7 +1,7 @@
 """One step under construction: its chunks and the remaining tokens and time."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -131,6 +131,16 @@ class StepPlan:
             self.streams = self.streams.without((sequence,))
         self._book(sequence, self.num_planned(sequence), -1)
         self.chunks.pop(sequence, None)
+
+    def put_off(self, late: Collection[Sequence]) -> None:
+        """After the step was computed: no token was drawn for these, so their last known ones count
+        as not computed."""
+        if self._are_streams_first:
+            self.streams = self.streams.without([s for s in self.streams.sequences if s in late])
+        for sequence in late:
+            chunk = self.chunks.pop(sequence)
+            if chunk.num_known > 1:
+                self.chunks[sequence] = Chunk(sequence, chunk.start, chunk.num_known - 1, False)
 
     def lift_limits(self) -> None:
         """Drops all limits but the token budget: a slow step is better than none."""

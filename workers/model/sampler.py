@@ -65,6 +65,8 @@ def _mask(logits: Tensor, sequences: Seq[Sequence], masks: StepMasks | None) -> 
     if masks is None:
         return logits
     rows, forbidden = masks.of(sequences)
+    if not rows:
+        return logits
     index = to_device(np.array(rows), logits.device)
     mask = to_device(forbidden, logits.device)
     return logits.index_put((index,), logits[index].masked_fill_(mask, float("-inf")))

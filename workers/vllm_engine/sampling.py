@@ -145,11 +145,11 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not inst
         return sequence
 
     def _masks(self, sequences: list[Sequence]) -> StepMasks | None:
-        constrained = [(s, s.matcher) for s in sequences if s.matcher is not None]
+        constrained = {s: s.matcher for s in sequences if s.matcher is not None}
         if not constrained or self._grammars is None:
             return None
-        forbidden = self._grammars.start_masks([matcher for _, matcher in constrained])
-        return StepMasks([sequence for sequence, _ in constrained], forbidden)
+        self._grammars.start_masks(dict.fromkeys(constrained.values(), ()))
+        return StepMasks({s: m.mask for s, m in constrained.items() if m.mask is not None})
 
     def _sequence(self, params: VllmParams, prompt_ids: list[int] | None) -> Sequence | None:
         encoded = (params.extra_args or {}).get(EXTRA)
