@@ -99,13 +99,7 @@ class StrictModel(BaseModel):
     rejected, but for IGNORED.
     """
 
-    model_config = ConfigDict(
-        extra="ignore",
-        strict=True,
-        frozen=True,
-        hide_input_in_errors=True,
-        defer_build=True,  # FastAPI builds what its routes need: a faster start of functions
-    )
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, hide_input_in_errors=True)
 
     unasked: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> values without effect
     # Fields of which validators take texts out of objects -> the known names of those objects.
