@@ -139,7 +139,7 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, lined in results.items():
-        refused = ", ".join(line["name"] for line in lined if not (line["works"] or line["error"]))
+        refused = "; ".join(line["name"] for line in lined if not (line["works"] or line["error"]))
         shown = " | ".join(_shown(lined, model) for model in (DEMO, THINKER))
         version = lined[0]["version"]
         lines.append(f"| {CLIENTS[name].title} | {version} | {shown} | {refused} |")
@@ -149,6 +149,6 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def _shown(lined: Sequence[Mapping[str, Any]], model: str) -> str:
     """What works, and what fails, in the run on a model."""
     of_model = [line for line in lined if line["model"] == model]
-    works = ", ".join(line["name"] for line in of_model if line["works"] and not line["error"])
+    works = [line["name"] for line in of_model if line["works"] and not line["error"]]
     failed = [f"**fails: {line['name']}**" for line in of_model if line["error"]]
-    return "; ".join(filter(None, (works, *failed)))
+    return "; ".join([*works, *failed])
