@@ -17,6 +17,7 @@ from gateway.aws.environment import load_settings
 from gateway.aws.job_requests import JobRequest, answer_job, answer_messages
 from gateway.http.app import create_app
 from gateway.jobs.patience import TIME_LEFT
+from gateway.memory import give_back_memory
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
@@ -45,6 +46,7 @@ def handler(event: dict[str, Any], context: Any) -> dict[str, Any]:
     """The entry point of ApiFunction."""
     global _function
     if _function is None:
+        give_back_memory()
         _function = Function(load_settings())
     return _function(event, context)
 

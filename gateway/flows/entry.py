@@ -26,7 +26,7 @@ from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.openai.admission import Admission, Terms, admit, tokenised
 from gateway.openai.answers import needs_tokenizer
 from gateway.openai.calls import prepare_admitted, prepare_call
-from gateway.openai.generation import prompts_of
+from gateway.openai.generation import count_prompts
 from gateway.openai.job_bodies import CallBody
 from gateway.openai.schemas import ChatBody, CompletionBody
 from gateway.openai.structured import GrammarCompiler
@@ -142,12 +142,11 @@ def _counts_tokens(when: Condition) -> bool:
 async def _count_tokens(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> int:
     """Of all prompts; of calls for vectors without the model's instructions."""
     if isinstance(body, ChatBody | CompletionBody):
-        prompts, _ = await prompts_of(tokenizer, card, body)
-        return sum(map(len, prompts))
+        return await count_prompts(tokenizer, card, body)
     given = _inputs(body)
     return await tokenised(
         lambda: sum(
-            len(tokenizer.encode_text(each)) if isinstance(each, str) else len(each)
+            tokenizer.count(each, adds_special_tokens=True) if isinstance(each, str) else len(each)
             for each in given
         ),
         sum(len(each) for each in given if isinstance(each, str)),

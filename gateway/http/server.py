@@ -12,6 +12,7 @@ from gateway.http.app import create_app
 from gateway.http.connections import ConnectionConfig
 from gateway.http.listener import bind, is_loopback
 from gateway.http.uvicorn_compat import StoppingServer
+from gateway.memory import give_back_memory
 from gateway.settings import GatewaySettings
 
 _MAX_FILES = 65_536  # mostly connections
@@ -66,6 +67,7 @@ def serve(
     if on_bound is not None:
         on_bound(*listener.getsockname()[:2])
     allow_many_files()
+    give_back_memory()
     asyncio.run(build_server(settings).serve(sockets=[listener]))
 
 

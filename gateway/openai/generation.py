@@ -17,13 +17,14 @@ from gateway.http.errors import (
     invalid_value,
 )
 from gateway.openai.admission import Admission, Prompts, check_ids, tokenised
+from gateway.openai.long_texts import Over
 from gateway.openai.past_calls import Rendered, one_call_each
 from gateway.openai.reasoning import BUDGET, reasoning_of
 from gateway.openai.sampling import echoes, num_prompt_logprobs, sampling_params
 from gateway.openai.schemas import MAX_CHOICES, ChatBody, GenerationBody
 from gateway.openai.structured import Constraint, GrammarCompiler
 from gateway.openai.template_variables import template_variables
-from gateway.openai.tokens import ModelTokenizer, NoRoom
+from gateway.openai.tokens import Cut, ModelTokenizer, NoRoom, TooLong
 from gateway.openai.truncation import no_room
 from gateway.settings import GatewaySettings
 
@@ -120,28 +121,37 @@ async def prompts_of(
 ) -> tuple[Prompts, int | None]:
     """The token ids of each prompt, and how many were cut off, if that was asked for. A chat is one
     prompt."""
-    given: Sequence[str | tuple[int, ...]]
-    if isinstance(body, ChatBody):
-        given, encode = [await _rendered(tokenizer, card, body)], tokenizer.encode_chat
-    else:
-        given, encode = body.prompt, tokenizer.encode_text
-    cut = body.cut(card, room=_room_of_prompts(card, body), cuts_left=True)
+    given, cut = await _given(tokenizer, card, body)
+    is_chat = isinstance(body, ChatBody)
+    most = card.context_length if cut is None else cut.max_tokens
 
     def encoded(each: str | tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        whole = encode(each) if isinstance(each, str) else each
-        if cut is None or len(whole) <= cut.max_tokens:
+        if not isinstance(each, str):
+            ids = list(each) if cut is None else tokenizer.cut_ids(each, cut)
+            return tuple(ids), len(each) - len(ids)
+        [whole] = tokenizer.encode_each([each], most, adds_special_tokens=not is_chat)
+        if not isinstance(whole, Over):
             return tuple(whole), 0
-        if isinstance(each, str) and not isinstance(body, ChatBody):
-            ids = tokenizer.cut_text(each, cut)
-        else:
-            ids = tokenizer.cut_ids(whole, cut)
-        return tuple(ids), len(whole) - len(ids)
+        if cut is None:
+            raise TooLong(0, whole)
+        ids = tokenizer.cut_chat(each, cut) if is_chat else tokenizer.cut_text(each, cut)
+        num_tokens = whole.num_tokens
+        if not whole.is_exact:
+            num_tokens = tokenizer.count(each, adds_special_tokens=not is_chat)
+        return tuple(ids), num_tokens - len(ids)
 
-    num_chars = sum(len(each) for each in given if isinstance(each, str))
+    found = list[tuple[tuple[int, ...], int]]()
+
+    def encode() -> None:
+        found.extend(map(encoded, given))
+
     try:
-        found = await tokenised(lambda: [encoded(each) for each in given], num_chars)
+        await tokenised(encode, _num_chars(given))
     except NoRoom:
         raise no_room("prompt") from None
+    except TooLong as exc:
+        _, num_output = _given_max_tokens(body)
+        raise _over_context(card, exc.over, num_output or 0, _name_of(body, len(found))) from None
     for number, (prompt_ids, _) in enumerate(found):
         param = _name_of(body, number)
         if not prompt_ids:
@@ -149,6 +159,35 @@ async def prompts_of(
         check_ids(param, prompt_ids, card)
     num_cut = None if cut is None else sum(num for _, num in found)
     return tuple(ids for ids, _ in found), num_cut
+
+
+async def count_prompts(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> int:
+    """The tokens of all prompts, also of those that are too long; about, where they are long."""
+    given, cut = await _given(tokenizer, card, body)
+
+    def count() -> int:
+        adds = not isinstance(body, ChatBody)
+        numbers = (
+            tokenizer.count(each, adds_special_tokens=adds) if isinstance(each, str) else len(each)
+            for each in given
+        )
+        return sum(num if cut is None else min(num, cut.max_tokens) for num in numbers)
+
+    return await tokenised(count, _num_chars(given))
+
+
+async def _given(
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
+) -> tuple[Sequence[str | tuple[int, ...]], Cut | None]:
+    """The prompts, and how they are cut."""
+    cut = body.cut(card, room=_room_of_prompts(card, body), cuts_left=True)
+    if isinstance(body, ChatBody):
+        return [await _rendered(tokenizer, card, body)], cut
+    return body.prompt, cut
+
+
+def _num_chars(given: Sequence[str | tuple[int, ...]]) -> int:
+    return sum(len(each) for each in given if isinstance(each, str))
 
 
 def _room_of_prompts(card: ModelCard, body: GenerationBody) -> int:
@@ -208,7 +247,7 @@ def _max_tokens(
     room = card.context_length - num_prompt
     name, given = _given_max_tokens(body)
     if room < 1:
-        raise _over_context(card, num_prompt, given or 0, param)
+        raise _over_context(card, Over(num_prompt), given or 0, param)
     if given == 0:
         return 1  # the minimum that an engine computes; it is not shown
     if given is None:
@@ -216,18 +255,19 @@ def _max_tokens(
         return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
     if given > room:
         if not settings.clip_max_tokens:
-            raise _over_context(card, num_prompt, given, param)
+            raise _over_context(card, Over(num_prompt), given, param)
         given = room
     if given > settings.max_output_tokens:
         raise invalid_value(name, f"{name} may be at most {settings.max_output_tokens} here")
     return given
 
 
-def _over_context(card: ModelCard, num_prompt: int, num_output: int, param: str) -> ApiError:
+def _over_context(card: ModelCard, prompt: Over, num_output: int, param: str) -> ApiError:
     """In OpenAI's words, by which clients recognise the error."""
+    in_all = Over(prompt.num_tokens + num_output, prompt.is_exact)
     message = (
         f"This model's maximum context length is {card.context_length} tokens. However, you "
-        f"requested {num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in "
+        f"requested {in_all} tokens ({prompt} in the {param}, {num_output} in "
         f"the completion). Please reduce the length of the {param} or completion."
     )
     return bad_request(CONTEXT_EXCEEDED, message, param)

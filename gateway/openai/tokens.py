@@ -1,17 +1,31 @@
-"""A model's tokenizer and chat template, as workers published them."""
+"""A model's tokenizer and chat template, as workers published them.
 
-from collections.abc import Iterable, Sequence
+Over 300 lines: all that is done with one tokenizer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE
+from gateway.openai.long_texts import (
+    PIECE_CHARS,
+    Over,
+    about_tokens,
+    least_tokens,
+    part_with,
+)
 from gateway.openai.template_process import TemplateProcess
 from gateway.openai.text_stream import TextStream
 
 _END_TOKENS = 64  # of a prompt, which may begin the reasoning
+
+
+T = TypeVar("T")
+Given = TypeVar("Given", str, tuple[str, str])
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -24,6 +38,15 @@ class Cut(msgspec.Struct, frozen=True):
 
 class NoRoom(Exception):
     """Nothing of a text is left beside special tokens and the text that is kept."""
+
+
+class TooLong(Exception):
+    """The text or pair of this number has too many tokens."""
+
+    def __init__(self, number: int, over: Over) -> None:
+        super().__init__(number)
+        self.number = number
+        self.over = over
 
 
 class ModelTokenizer:
@@ -62,22 +85,55 @@ class ModelTokenizer:
         if self.template is not None:
             await self.template.aclose()
 
-    def encode_chat(self, text: str) -> list[int]:
-        """Encodes a rendered chat, which contains its special tokens."""
-        return self.encode_texts([text], adds_special_tokens=False)[0]
-
     def encode_text(self, text: str) -> list[int]:
         return self.encode_texts([text])[0]
 
     def encode_texts(
         self, texts: Sequence[str], *, adds_special_tokens: bool = True
     ) -> list[list[int]]:
-        return [found.ids for found in self._encode(texts, adds_special_tokens)]
+        """All of any length: only for texts that are known to be short."""
+        encoded = self.encode_each(texts, None, adds_special_tokens=adds_special_tokens)
+        return [ids for ids in encoded if not isinstance(ids, Over)]
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
-        """Token ids of each pair with the special tokens around them, and how many of them belong
-        to the first text."""
-        return [(found.ids, found.type_ids.count(0)) for found in self._encode(pairs, True)]
+    def encode_each(
+        self, texts: Sequence[str], most: int | None, *, adds_special_tokens: bool = True
+    ) -> Iterator[list[int] | Over]:
+        """The token ids of each text in turn, unless it has more than `most`. Rendered chats
+        contain their special tokens."""
+        return self._each(texts, most, adds_special_tokens, lambda found: found.ids)
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], most: int | None = None
+    ) -> Iterator[tuple[list[int], int] | Over]:
+        """The same of pairs, with the special tokens around them, and how many ids belong to the
+        first text."""
+        return self._each(pairs, most, True, lambda found: (found.ids, found.type_ids.count(0)))
+
+    def _each(
+        self, given: Sequence[Given], most: int | None, adds: bool, taken: Callable[[Any], T]
+    ) -> Iterator[T | Over]:
+        for part in _slices(given):
+            if most is not None and (num_tokens := self._least_tokens(part[0], most)) > most:
+                yield Over(num_tokens, is_exact=False)
+                continue
+            yield from [
+                taken(found) if most is None or len(found) <= most else Over(len(found))
+                for found in self._encode(part, adds)
+            ]
+
+    def _least_tokens(self, given: str | tuple[str, str], most: int) -> int:
+        """So many tokens a long text or pair has at least."""
+        texts = (given,) if isinstance(given, str) else given
+        if sum(map(len, texts)) <= PIECE_CHARS:
+            return 0
+        return sum(least_tokens(self._tokenizer, text, most) for text in texts)
+
+    def count(self, text: str, most: int = 0, *, adds_special_tokens: bool = False) -> int:
+        """How many tokens a text has; about, where it is long and has more than `most`."""
+        if self._least_tokens(text, most) > most:
+            num_special = self._tokenizer.num_special_tokens_to_add(False)
+            return about_tokens(self._tokenizer, text) + num_special * adds_special_tokens
+        return len(self._encode([text], adds_special_tokens)[0])
 
     def cut_ids(self, token_ids: Sequence[int], cut: Cut) -> list[int]:
         """A prompt as tokens; where its end is kept, so is the token with which all prompts
@@ -88,50 +144,77 @@ class ModelTokenizer:
         begin = ids[: int(ids[0] == self._bos_id)]
         return begin[: cut.max_tokens] + ids[len(ids) - cut.max_tokens + len(begin) :]
 
+    def cut_chat(self, text: str, cut: Cut) -> list[int]:
+        """The same of a rendered chat that has more tokens."""
+        most = cut.max_tokens
+        _, begin = part_with(self._tokenizer, text, most)
+        _, end = part_with(self._tokenizer, text, most, of_end=True)
+        return self.cut_ids(begin.ids[:most] + end.ids[-most:], cut)
+
     def cut_text(self, text: str, cut: Cut, kept: str = "") -> list[int]:
         """The token ids of `kept` and `text`, of which tokens are cut off. Raises NoRoom."""
         room = cut.max_tokens - self._tokenizer.num_special_tokens_to_add(False)
-        ids: list[int] = self._tokenizer.post_process(
-            self._shortened(kept + text, room, kept, cut.keeps_end)
-        ).ids
-        return ids
+        return self._framed(self._shortened(kept + text, room, kept, cut.keeps_end))[0]
 
     def cut_pair(self, pair: tuple[str, str], cut: Cut, kept: str = "") -> tuple[list[int], int]:
         """The same of a pair, whose longer text loses the most, as in transformers; and how many
         tokens belong to the first text. Raises NoRoom."""
         texts = kept + pair[0], pair[1]
         room = cut.max_tokens - self._tokenizer.num_special_tokens_to_add(True)
-        first, second = (len(found.ids) for found in self._encode(texts, False))
+        first, second = (self.count(text, room) for text in texts)
         if first + second > room:
             shorter = min(first, second, room // 2)
             first, second = sorted((shorter, room - shorter), reverse=first > second)
-        found = self._tokenizer.post_process(
+        return self._framed(
             self._shortened(texts[0], first, kept, cut.keeps_end),
             self._shortened(texts[1], second, "", cut.keeps_end),
         )
-        return found.ids, found.type_ids.count(0)
 
-    def _shortened(self, text: str, room: int, kept: str, keeps_end: bool) -> Any:
-        """The encoding of a text, which begins with `kept`, without special tokens, of at most so
+    def _shortened(self, text: str, room: int, kept: str, keeps_end: bool) -> list[int]:
+        """The token ids of a text, which begins with `kept`, without special ones, and at most so
         many. Raises NoRoom."""
-        found, end = self._encode([text] * 2, False)
-        if len(found.ids) <= room:
-            return found
-        num_kept = len(self._encode([kept], False)[0].ids) if kept else 0
+        # Not `Encoding.truncate`, which keeps what it cuts off: `merge` multiplies that.
+        ids: list[int] = part_with(self._tokenizer, text, room + 1)[1].ids
+        if len(ids) <= room:
+            return ids
+        num_kept = len(self._encode([kept], False)[0]) if kept else 0
         if room <= num_kept:
             raise NoRoom
         if not keeps_end:
-            found.truncate(room)
-            return found
-        found.truncate(num_kept)
-        end.truncate(room - num_kept, direction="left")
-        return found.merge([found, end], False)
+            return ids[:room]
+        end: list[int] = part_with(self._tokenizer, text, room, of_end=True)[1].ids
+        return ids[:num_kept] + end[num_kept - room :]
+
+    def _framed(self, *texts: list[int]) -> tuple[list[int], int]:
+        """The token ids of a text or a pair with the special ones around them, and how many of them
+        belong to the first text."""
+        ids, num_first = list[int](), 0
+        for number, token_id, type_id in self._frames[len(texts)]:
+            part = [token_id] if number is None else texts[number]
+            ids += part
+            num_first += len(part) if type_id == 0 else 0
+        return ids, num_first
+
+    @cached_property
+    def _frames(self) -> Mapping[int, Sequence[tuple[int | None, int, int]]]:
+        """Where special tokens stand around one text or two: their ids, or the number of a text;
+        and the type of each."""
+        frames = {}
+        for number, found in enumerate(
+            [*self._encode(["a0."], True), *self._encode([("a0.", "a0.")], True)], 1
+        ):
+            each = zip(found.sequence_ids, found.ids, found.type_ids, strict=True)
+            one_each = {
+                (place if text is None else -text - 1): (text, token_id, type_id)
+                for place, (text, token_id, type_id) in enumerate(each)
+            }
+            frames[number] = list(one_each.values())
+        return frames
 
     def shorten(self, text: str, max_tokens: int, *, keeps_end: bool = False) -> str:
         """The part of a text that has at most so many tokens, without special ones."""
         while True:
-            # Not `_encode`, which gives no places in the text.
-            [found] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            text, found = part_with(self._tokenizer, text, max_tokens + 1, of_end=keeps_end)
             if len(found.ids) <= max_tokens:
                 return text
             first, last = found.offsets[-max_tokens], found.offsets[max_tokens - 1]
@@ -174,9 +257,23 @@ class ModelTokenizer:
             return bytes.fromhex(token[3:5])  # byte fallback
         return token.replace("\u2581", " ").encode()
 
-    def _encode(self, given: Sequence[str | tuple[str, str]], adds_special_tokens: bool) -> Any:
+    def _encode(self, given: Sequence[Given], adds_special_tokens: bool) -> Any:
         # `encode` keeps the GIL: in a thread, too, a long text would stop the event loop.
         return self._tokenizer.encode_batch_fast(given, add_special_tokens=adds_special_tokens)
+
+
+def _slices(given: Sequence[Given]) -> Iterator[list[Given]]:
+    """The texts or pairs, so many at a time as are not long together; a long one is alone."""
+    part, num_chars = list[Given](), 0
+    for each in given:
+        size = len(each) if isinstance(each, str) else sum(map(len, each))
+        if part and num_chars + size > PIECE_CHARS:
+            yield part
+            part, num_chars = [], 0
+        part.append(each)
+        num_chars += size
+    if part:
+        yield part
 
 
 def _ranges(token_ids: Iterable[int]) -> list[list[int]]:

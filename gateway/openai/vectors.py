@@ -16,8 +16,9 @@ from gateway.http.errors import (
     invalid_value,
 )
 from gateway.openai.admission import Admission, Prompts, check_ids, tokenised
+from gateway.openai.long_texts import Over
 from gateway.openai.text_pairs import joined_pairs, rendered_pairs
-from gateway.openai.tokens import Cut, ModelTokenizer, NoRoom
+from gateway.openai.tokens import Cut, ModelTokenizer, NoRoom, TooLong
 from gateway.openai.truncation import no_room
 from gateway.openai.vector_bodies import (
     EmbeddingsBody,
@@ -51,13 +52,12 @@ async def prepare_vectors(admission: Admission, body: VectorBody) -> tuple[Job, 
     cut, shown = body.cut_texts(card), body
     body, num_cut = await _with_short_documents(tokenizer, body)
     if isinstance(body, InputBody) and not body.pairs:
-        asked = await _inputs(tokenizer, can, body, cut)
+        asked = await _inputs(tokenizer, card, body, cut)
     elif can.kind == "embedding":
         assert not isinstance(body, InputBody), "no embedding of a pair can be asked for"
-        asked = await _queries_and_documents(tokenizer, can, body, cut)
+        asked = await _queries_and_documents(tokenizer, card, body, cut)
     else:
-        asked = await _pairs(tokenizer, can, card.name, body, cut)
-        await _check_first_text(tokenizer, card, asked, body)
+        asked = await _pairs(tokenizer, card, body, cut)
     _check_prompts(card, asked)
     pooling = asked.pooling
     if isinstance(shown, RerankBody):
@@ -86,10 +86,7 @@ async def _with_short_documents(
 
     def shortened() -> tuple[list[str], int]:
         found = [tokenizer.shorten(text, most) for text in texts]
-        before, after = (
-            sum(map(len, tokenizer.encode_texts(each, adds_special_tokens=False)))
-            for each in (texts, found)
-        )
+        before, after = (sum(map(tokenizer.count, each)) for each in (texts, found))
         return found, before - after
 
     found, num_cut = await tokenised(shortened, sum(map(len, texts)))
@@ -97,9 +94,11 @@ async def _with_short_documents(
 
 
 async def _inputs(
-    tokenizer: ModelTokenizer, can: PoolingCard, body: InputBody, cut: Cut | None
+    tokenizer: ModelTokenizer, card: ModelCard, body: InputBody, cut: Cut | None
 ) -> _Asked:
     """A prompt of each input; an instruction precedes texts, not token ids."""
+    can = card.pooling
+    assert can is not None
     instruction, pooling = _default_instruction(can), Pooling()
     if isinstance(body, EmbeddingsBody):
         _check_dimensions(can, body.dimensions)
@@ -115,28 +114,31 @@ async def _inputs(
         raise invalid_value("input", message)
     names = _names("input", len(body.prompts))
     given = [(instruction, each) for each in body.prompts]
-    return _Asked(names, *await _encoded(tokenizer, names, given, cut), pooling)
+    return _Asked(names, *await _encoded(tokenizer, card, names, given, cut), pooling)
 
 
 async def _queries_and_documents(
-    tokenizer: ModelTokenizer, can: PoolingCard, body: RerankBody | ScoreBody, cut: Cut | None
+    tokenizer: ModelTokenizer, card: ModelCard, body: RerankBody | ScoreBody, cut: Cut | None
 ) -> _Asked:
     """A prompt of each text: first the queries, then the documents."""
+    can = card.pooling
+    assert can is not None
     (first, queries), (second, documents) = _sides(body)
     of_queries, of_documents = _instruction(can, "query"), _instruction(can, "document")
     texts = [(of_queries, text) for text in queries] + [(of_documents, text) for text in documents]
     names = _names(first, len(queries)) + _names(second, len(documents))
     pooling = Pooling(num_queries=len(queries))
-    return _Asked(names, *await _encoded(tokenizer, names, texts, cut), pooling)
+    return _Asked(names, *await _encoded(tokenizer, card, names, texts, cut), pooling)
 
 
 async def _pairs(
-    tokenizer: ModelTokenizer, can: PoolingCard, model: str, body: VectorBody, cut: Cut | None
+    tokenizer: ModelTokenizer, card: ModelCard, body: VectorBody, cut: Cut | None
 ) -> _Asked:
     """A prompt of each pair, named as its second text."""
-    (first, queries), (second, documents) = _sides(body)
-    if len(queries) == 1:
-        queries *= len(documents)
+    can = card.pooling
+    assert can is not None
+    (first, firsts), (second, documents) = _sides(body)
+    queries = firsts * (len(documents) if len(firsts) == 1 else 1)
     instruction = _default_instruction(can)
     pairs = list(zip(queries, documents, strict=True))
     num_chars = sum(len(instruction) + len(query) + len(text) for query, text in pairs)
@@ -147,40 +149,32 @@ async def _pairs(
         )
         raise invalid_value(second, message)
     names = _names(second, len(documents))
-    if not can.renders_pairs:
-        pooled = await tokenised(
-            lambda: joined_pairs(tokenizer, names, instruction, pairs, cut), num_chars
-        )
-        prompts, num_cut, first_parts = pooled
-        return _Asked(names, prompts, num_cut, Pooling(first_parts=first_parts))
-    if tokenizer.template is None:
-        raise invalid_value("model", f"the model {model!r} has no chat template for pairs")
+    if can.renders_pairs and tokenizer.template is None:
+        raise invalid_value("model", f"the model {card.name!r} has no chat template for pairs")
+    most = card.context_length
     try:
-        return _Asked(
-            names, *await rendered_pairs(tokenizer, tokenizer.template, instruction, pairs, cut)
+        if can.renders_pairs:
+            assert tokenizer.template is not None
+            rendered = rendered_pairs(tokenizer, tokenizer.template, instruction, pairs, most, cut)
+            return _Asked(names, *await rendered)
+        prompts, num_cut, first_parts = await tokenised(
+            lambda: joined_pairs(tokenizer, names, instruction, pairs, most, cut), num_chars
         )
     except TemplateRefused as exc:
         raise invalid_value(second, str(exc)) from None
-
-
-async def _check_first_text(
-    tokenizer: ModelTokenizer, card: ModelCard, asked: _Asked, body: VectorBody
-) -> None:
-    """Raises ApiError if the first text of the first pair that is too long is so by itself."""
-    (first, texts), _ = _sides(body)
-    lengths = map(len, asked.prompts)
-    number = next((i for i, length in enumerate(lengths) if length > card.context_length), None)
-    if number is None or card.pooling is None:
-        return
-    number = min(number, len(texts) - 1)  # one text may be in all pairs
-    text = _default_instruction(card.pooling) + texts[number]
-    ids = await tokenised(lambda: tokenizer.encode_text(text), len(text))
-    if len(ids) > card.context_length:
-        raise _too_long(_names(first, len(texts))[number], len(ids), card)
+    except TooLong as exc:
+        number = min(exc.number, len(firsts) - 1)  # one text may be in all pairs
+        text = instruction + firsts[number]
+        alone = await tokenised(lambda: list(tokenizer.encode_each([text], most)), len(text))
+        if isinstance(alone[0], Over):  # by itself
+            raise _too_long(_names(first, len(firsts))[number], alone[0], card) from None
+        raise _too_long(names[exc.number], exc.over, card) from None
+    return _Asked(names, prompts, num_cut, Pooling(first_parts=first_parts))
 
 
 async def _encoded(
     tokenizer: ModelTokenizer,
+    card: ModelCard,
     names: Sequence[str],
     given: Sequence[tuple[str, str | tuple[int, ...]]],
     cut: Cut | None,
@@ -188,20 +182,28 @@ async def _encoded(
     """The token ids of each text after its instruction, and how many were cut off; token ids are
     whole prompts. Raises ApiError."""
     texts = [instruction + each for instruction, each in given if isinstance(each, str)]
+    most = card.context_length if cut is None else cut.max_tokens
 
     def encoded() -> tuple[Prompts, int]:
-        found = iter(tokenizer.encode_texts(texts))
+        found = tokenizer.encode_each(texts, most)
         prompts, num_cut = list[tuple[int, ...]](), 0
         for name, (instruction, each) in zip(names, given, strict=True):
-            ids = tuple(next(found)) if isinstance(each, str) else each
-            if cut is not None and len(ids) > cut.max_tokens:
+            whole: Sequence[int] | Over = each if not isinstance(each, str) else next(found)
+            if not isinstance(whole, Over) and len(whole) > most:
+                whole = Over(len(whole))
+            if isinstance(whole, Over):
+                if cut is None:
+                    raise _too_long(name, whole, card)
                 try:
                     kept = _cut(tokenizer, instruction, each, cut)
                 except NoRoom:
                     raise no_room(name) from None
-                num_cut += len(ids) - len(kept)
-                ids = tuple(kept)
-            prompts.append(ids)
+                num_tokens = whole.num_tokens
+                if isinstance(each, str) and not whole.is_exact:
+                    num_tokens = tokenizer.count(instruction + each, adds_special_tokens=True)
+                num_cut += num_tokens - len(kept)
+                whole = kept
+            prompts.append(tuple(whole))
         return tuple(prompts), num_cut
 
     return await tokenised(encoded, sum(map(len, texts)))
@@ -258,18 +260,16 @@ def _check_dimensions(can: PoolingCard, dimensions: int | None) -> None:
 
 
 def _check_prompts(card: ModelCard, asked: _Asked) -> None:
-    """Raises ApiError for a prompt without tokens, with unknown ones, or over the context."""
+    """Raises ApiError for a prompt without tokens, or with unknown ones."""
     for name, prompt_ids in zip(asked.names, asked.prompts, strict=True):
         if not prompt_ids:
             raise invalid_value(name, f"{name} has no tokens")
         check_ids(name, prompt_ids, card)
-        if len(prompt_ids) > card.context_length:
-            raise _too_long(name, len(prompt_ids), card)
 
 
-def _too_long(name: str, num_tokens: int, card: ModelCard) -> ApiError:
+def _too_long(name: str, over: Over, card: ModelCard) -> ApiError:
     message = (
         f"This model's maximum context length is {card.context_length} tokens. However, {name} has "
-        f"{num_tokens} tokens. Please reduce its length."
+        f"{over} tokens. Please reduce its length."
     )
     return bad_request(CONTEXT_EXCEEDED, message, name)

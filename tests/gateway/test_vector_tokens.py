@@ -28,10 +28,11 @@ def tokenizer() -> ModelTokenizer:
     "encode",
     [
         lambda tokenizer: tokenizer.encode_text(LONG),
-        lambda tokenizer: tokenizer.encode_chat(LONG),
-        lambda tokenizer: tokenizer.encode_pairs([("a", LONG)]),
+        lambda tokenizer: list(tokenizer.encode_pairs([("a", LONG)])),
+        lambda tokenizer: list(tokenizer.encode_each([LONG], 900_000)),
+        lambda tokenizer: tokenizer.count(LONG),
     ],
-    ids=["text", "chat", "pair"],
+    ids=["text", "pair", "limited", "count"],
 )
 async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(
     tokenizer: ModelTokenizer, encode: Callable[[ModelTokenizer], object]
@@ -59,6 +60,7 @@ def test_texts_and_pairs_have_the_ids_that_they_have_alone(tokenizer: ModelToken
     texts, pairs = ["", "a", "größer 漢字", "<eos> b"], [("a", "größer"), ("b" * 99, "")]
 
     assert tokenizer.encode_texts(texts) == [alone.encode(text).ids for text in texts]
-    assert tokenizer.encode_chat("a<eos>") == alone.encode("a<eos>", add_special_tokens=False).ids
+    [chat] = tokenizer.encode_texts(["a<eos>"], adds_special_tokens=False)
+    assert chat == alone.encode("a<eos>", add_special_tokens=False).ids
     encodings = [alone.encode(*pair) for pair in pairs]
-    assert tokenizer.encode_pairs(pairs) == [(e.ids, e.type_ids.count(0)) for e in encodings]
+    assert list(tokenizer.encode_pairs(pairs)) == [(e.ids, e.type_ids.count(0)) for e in encodings]

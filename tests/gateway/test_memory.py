@@ -1,0 +1,113 @@
+"""How much memory calls of megabytes take: a bound that their length does not decide."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.functions import Functions
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.gateway.fake_worker import FakeWorker, publish_model
+from tests.gateway.vector_worker import (
+    CARDS,
+    EMBEDDER,
+    RERANKER,
+    TEMPLATED,
+    publish_vector_model,
+    vector_worker,
+)
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+LONG = "what a long text " * 230_000  # 3.9 MB
+MANY = ["what a text " * 160] * 500
+MAX_PEAK_MB = 250  # without a bound, one call took 632
+MAX_KEPT_MB = 45
+
+
+@pytest.fixture
+def process(redis_server: EmbeddedRedis) -> Iterator[tuple[int, str]]:
+    """A gateway's process id and URL."""
+    command = [sys.executable, "-m", "infra", "gateway", "--port=0", "--namespace=test"]
+    environment = os.environ | {"REDIS_URL": redis_server.url}
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+    ) as child:
+        assert child.stderr is not None
+        found = (re.search(r"listening on (\S+) port (\d+)", line) for line in child.stderr)
+        host, port = next(each.groups() for each in found if each)
+        yield child.pid, f"http://{host}:{port}"
+        child.kill()
+
+
+def memory_mb(pid: int, name: str) -> float:
+    """`VmRSS`, or `VmHWM`: the most that it ever was."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    [size] = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(size) / 1024
+
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "embeddings": ("/v1/embeddings", {"model": EMBEDDER, "input": LONG}),
+    "embeddings of many": ("/v1/embeddings", {"model": EMBEDDER, "input": MANY}),
+    "rerank": ("/v1/rerank", {"model": RERANKER, "query": "q", "documents": [LONG]}),
+    "rerank of many": ("/v1/rerank", {"model": RERANKER, "query": "q", "documents": MANY}),
+    "rendered": ("/v1/rerank", {"model": TEMPLATED, "query": "q", "documents": [LONG]}),
+    "score": ("/v1/score", {"model": RERANKER, "text_1": LONG, "text_2": "a"}),
+    "completion": ("/v1/completions", {"model": "hash", "prompt": LONG}),
+    "chat": (
+        "/v1/chat/completions",
+        {"model": "hash", "messages": [{"role": "user", "content": LONG}]},
+    ),
+}
+
+
+async def test_calls_of_megabytes_give_their_memory_back(
+    process: tuple[int, str],
+    redis_client: redis.asyncio.Redis,
+    functions: Functions,
+    keys: Keys,
+) -> None:
+    """Refused ones, and quotes of those that are cut: two at a time, and again."""
+    pid, url = process
+    await publish_model(redis_client, keys)
+    workers = [FakeWorker(functions)]
+    for name in CARDS:
+        await publish_vector_model(redis_client, keys, name)
+        workers.append(vector_worker(functions, name))
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def post(path: str, body: object, text: str = LONG) -> int:
+            content = json.dumps(body).replace(LONG, text).encode()
+            answer = await http.post(
+                path, content=content, headers={"content-type": "application/json"}
+            )
+            return answer.status_code
+
+        for worker in workers:
+            await worker.beat()
+        for path, body in CALLS.values():  # loads tokenizers, starts template processes
+            assert await post(path, body, "ab" * 9_000) == 400
+        start_mb = memory_mb(pid, "VmRSS")
+        found = {}
+        for name, (path, body) in CALLS.items():
+            cut = {"endpoint": path, "body": body | {"truncate_prompt_tokens": 32}}
+            for _ in range(2):
+                assert {*await asyncio.gather(post(path, body), post(path, body))} == {400}, name
+                assert await post("/v1/quote", cut) == 200, name
+            found[name] = memory_mb(pid, "VmHWM"), memory_mb(pid, "VmRSS")
+        assert memory_mb(pid, "VmHWM") < MAX_PEAK_MB, (start_mb, found)
+        assert memory_mb(pid, "VmRSS") < start_mb + MAX_KEPT_MB, (start_mb, found)
