@@ -72,7 +72,10 @@ class ChildPool:
 
     async def ask(self, request: Any) -> str:
         """Raises Refused, ChildFailed, ChildUnreadable, Busy."""
-        raw = msgspec.json.encode(request)
+        try:
+            raw = msgspec.json.encode(request)
+        except UnicodeEncodeError:
+            raise ChildFailed("it has half of a surrogate pair") from None
         digest = hashlib.sha256(raw).digest()
         num_deaths, reason = self._deaths.get(digest, (0, ""))
         if num_deaths >= _NUM_TRIES:

@@ -137,29 +137,25 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Compiles constraints in processes of their own, and caches the results."""
+    """Compiles constraints in processes of their own, and caches the results and the refusals."""
 
     def __init__(self, limits: ChildLimits | None = None) -> None:
         limits = limits or ChildLimits(cpu_s=1, wall_s=4.0)
         self._processes = ChildPool(grammar_child.__name__, {}, limits)
         self._compiled: LRUCache[str, str] = LRUCache(_NUM_KEPT)
+        self._refused: LRUCache[str, str] = LRUCache(_NUM_KEPT)
 
     async def compile(self, constraint: Constraint) -> str:
         """The compiled grammar. Raises ApiError, Busy."""
-        key = json.dumps(constraint.request)
-        grammar = self._compiled.get(key)
-        if grammar is None:
-            grammar = self._compiled[key] = await self._ask(constraint)
-        return grammar
-
-    async def aclose(self) -> None:
-        await self._processes.aclose()
-
-    async def _ask(self, constraint: Constraint) -> str:
-        param = constraint.param
+        key, param = json.dumps(constraint.request), constraint.param
+        if (grammar := self._compiled.get(key)) is not None:
+            return grammar
         try:
-            return await self._processes.ask(constraint.request)
+            if (reason := self._refused.get(key)) is not None:
+                raise Refused(reason)
+            self._compiled[key] = grammar = await self._processes.ask(constraint.request)
         except Refused as refused:
+            self._refused[key] = str(refused)
             path, message = json.loads(str(refused))
             param = f"{param}.{path}" if path else param
             raise invalid_value(param, f"{param}: {message}") from None
@@ -167,3 +163,7 @@ class GrammarCompiler:
             raise invalid_value(param, f"{param} cannot be compiled: {failure}") from None
         except ChildUnreadable:
             raise RuntimeError("llguidance cannot be loaded") from None
+        return grammar
+
+    async def aclose(self) -> None:
+        await self._processes.aclose()
