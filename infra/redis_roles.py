@@ -46,7 +46,8 @@ _API_KEYS = "api_keys api_key key_pepper"
 
 _READING_FUNCTIONS = "read list quote outbox_dead snapshot"
 _GATEWAY_FUNCTIONS = (
-    "enter submit cancel delete detach reprioritise attend sweep outbox_replay " + _READING_FUNCTIONS
+    "enter submit cancel delete detach reprioritise attend sweep outbox_replay "
+    + _READING_FUNCTIONS
 )
 _FILE_FUNCTIONS = (
     "file_add file_begin file_drop file_read batch_add batch_cancel batch_save batch_take "

@@ -2,6 +2,8 @@
 
 Each method raises BrokerUnavailable, at once if Redis failed a moment ago. The first call opens the
 first connection, so a gateway can start while Redis is down.
+
+Over 300 lines: one short method for each operation.
 """
 
 import asyncio

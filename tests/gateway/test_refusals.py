@@ -212,7 +212,7 @@ async def test_every_call_counts_before_anything_is_done_for_it(
     path: str,
     body: Any,
 ) -> None:
-    """Also quotes and what is refused for another reason. No process sees what is over the limit."""
+    """Also quotes and what is refused otherwise. No process sees what is over the limit."""
     limited = await key_of(redis_client, keys, requests_per_minute=2)
     seconds, _ = await redis_client.time()
     await redis_client.set(TEST_CLOCK, f"={seconds * 1000}")

@@ -126,8 +126,7 @@ async def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next() -> None:
     work = Workshop(num_places=1)
     [first, gone, last] = await work.begin(ANN, 3)
     work.running.pop()[1].set()
-    while not first.done():
-        await asyncio.sleep(0)
+    await first
     gone.cancel()
     await settled()
     with suppress(asyncio.CancelledError):
