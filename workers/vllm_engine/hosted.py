@@ -2,6 +2,8 @@
 
 vLLM schedules, computes and counts blocks. Requests, endings and deadlines stay here: each choice
 is a request of its own, and a `Sequence` says what of it is known.
+
+Over 300 lines: what vLLM runs and what waits for its grammar are stopped and reported alike.
 """
 
 import time
@@ -15,6 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from contract.jobs import FinishReason
+from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import Deadlines, EngineLimits
@@ -43,7 +46,6 @@ class HostedEngine:
     ) -> None:
         """`has_plugin`: vLLM runs `SeededSampling`, else its own sampler alone. Without `grammars`,
         constrained jobs are refused."""
-        self._grammars = grammars
         self._arguments_of = with_plugin if has_plugin else without_plugin
         self._llm = llm
         self._stats = stats
@@ -51,11 +53,13 @@ class HostedEngine:
         self._eos_token_ids = eos_token_ids
         self._clock_s = clock_s
         self._max_model_len: int = llm.vllm_config.model_config.max_model_len
+        self._constraints = Constraints(grammars, self._max_model_len)
         cache = llm.vllm_config.cache_config
         self.num_blocks: int = cache.num_gpu_blocks or 1
         self.block_size: int = cache.block_size
         self._sequences: dict[str, Sequence] = {}  # by vLLM's request id
-        self._epochs: dict[str, int] = {}  # of the jobs that run
+        self._compiling: dict[str, list[Sequence]] = {}  # by job, unknown to vLLM as yet
+        self._epochs: dict[str, int] = {}  # of the jobs that run, or wait for their grammars
         self._choices: dict[str, dict[int, str]] = {}  # request ids by job and choice
         self._deadlines = Deadlines()
         self._ended_early: list[Sequence] = []
@@ -78,7 +82,8 @@ class HostedEngine:
     def next_wake_s(self) -> float | None:
         if self._sequences or self._ended_early:
             return self._clock_s()
-        return self._deadlines.next_s
+        poll_s = self._clock_s() + POLL_S if self._compiling else None
+        return min((s for s in (self._deadlines.next_s, poll_s) if s is not None), default=None)
 
     def add(self, request: Request) -> None:
         """As `Engine.add`. Raises RequestRefused."""
@@ -92,16 +97,13 @@ class HostedEngine:
             num_kv_tokens=self.num_blocks * self.block_size,
         )
         sequences = request.sequences(self._eos_token_ids, self._next_arrival)
-        if request.params.grammar:
-            self._constrain(request.params.grammar, sequences)
-        for sequence in sequences:
-            self._next_arrival += 1
-            sequence.added_s = self._clock_s()
-            sequence.finish_reason = sequence.end_reason(self._max_model_len)
-            if sequence.finish_reason is not None:
-                self._ended_early.append(sequence)
-            else:
-                self._start(sequence)
+        self._next_arrival += len(sequences)
+        if request.params.grammar and sequences:
+            self._constraints.compile(request.job_id, request.params.grammar, sequences)
+            self._compiling[request.job_id] = list(sequences)
+            self._epochs[request.job_id] = request.epoch
+        else:
+            self._enter(sequences)
         if request.deadline_s is not None and request.job_id in self._epochs:
             self._deadlines.add(request.deadline_s, request.job_id, request.epoch, self._epochs)
 
@@ -115,6 +117,12 @@ class HostedEngine:
         """As `Engine.stop_choice`."""
         if self._epochs.get(job_id) != epoch:
             return
+        if job_id in self._compiling:
+            left = [s for s in self._compiling[job_id] if s.choice != choice]
+            self._compiling[job_id] = left
+            if not left:
+                self._drop(job_id)
+            return
         request_id = self._choices[job_id].get(choice)
         if request_id is not None:
             self._forget(request_id)
@@ -127,9 +135,9 @@ class HostedEngine:
         the lane it came with."""
         if self._epochs.get(job_id) != epoch:
             return
-        for request_id in self._choices[job_id].values():
-            self._sequences[request_id].lane = lane
-            self._sequences[request_id].deadline_s = deadline_s
+        for sequence in self._sequences_of(job_id):
+            sequence.lane = lane
+            sequence.deadline_s = deadline_s
         if deadline_s is not None:
             self._deadlines.add(deadline_s, job_id, epoch, self._epochs)
 
@@ -139,6 +147,7 @@ class HostedEngine:
         self._ended_early = []
         start_s = self._clock_s()
         self._expire(start_s, report)
+        self._enter_compiled(report)
         if self._sequences:
             if self._has_new and announce is not None:
                 announce([Chunk(s, 0, 1, samples=True) for s in self._sequences.values()])
@@ -154,18 +163,27 @@ class HostedEngine:
         self._stats.take(report, self.num_blocks)
         return report
 
-    def _constrain(self, grammar: str, sequences: Seq[Sequence]) -> None:
-        """Gives each choice a matcher, which tells where its output is whole. Raises
-        RequestRefused."""
-        if self._grammars is None:
-            message = "this model cannot constrain its output to a grammar"
-            raise RequestRefused(ErrorCode.BAD_PARAMETER, message)
-        try:
-            for sequence in sequences:
-                output_ids = sequence.token_ids[sequence.num_prompt :]
-                sequence.matcher = self._grammars.matcher(grammar, output_ids)
-        except GrammarFailed as exc:
-            raise RequestRefused(ErrorCode.BAD_PARAMETER, str(exc)) from exc
+    def _enter_compiled(self, report: StepReport) -> None:
+        for job_id, failure in self._constraints.compiled():
+            sequences, epoch = self._compiling.pop(job_id), self._epochs.pop(job_id)
+            code, message = ErrorCode.BAD_PARAMETER, str(failure)
+            if failure is None:
+                try:
+                    self._enter(sequences)
+                    continue
+                except RequestRefused as refusal:
+                    code, message = refusal.code, refusal.message
+            report.failed.append(JobError(job_id, epoch, code, message))
+
+    def _enter(self, sequences: Seq[Sequence]) -> None:
+        """Hands them to vLLM; one that is complete ends at once. Raises RequestRefused."""
+        for sequence in sequences:
+            sequence.added_s = self._clock_s()
+            sequence.finish_reason = sequence.end_reason(self._max_model_len)
+            if sequence.finish_reason is not None:
+                self._ended_early.append(sequence)
+            else:
+                self._start(sequence)
 
     def _start(self, sequence: Sequence) -> None:
         params = sequence.params
@@ -254,13 +272,20 @@ class HostedEngine:
         for deadline_s, job_id, epoch in self._deadlines.take_passed(now_s):
             if self._epochs.get(job_id) != epoch:
                 continue
-            held = [self._sequences[i] for i in self._choices[job_id].values()]
-            if all(s.deadline_s == deadline_s for s in held):
+            if all(s.deadline_s == deadline_s for s in self._sequences_of(job_id)):
                 message = "the deadline passed before the job had ended"
                 report.failed.append(JobError(job_id, epoch, ErrorCode.DEADLINE, message))
                 self._drop(job_id)
 
+    def _sequences_of(self, job_id: str) -> list[Sequence]:
+        if job_id in self._compiling:
+            return self._compiling[job_id]
+        return [self._sequences[request_id] for request_id in self._choices[job_id].values()]
+
     def _drop(self, job_id: str) -> None:
+        if self._compiling.pop(job_id, None) is not None:
+            self._constraints.forget(job_id)
+            del self._epochs[job_id]
         request_ids = list(self._choices.get(job_id, {}).values())
         for request_id in request_ids:
             self._forget(request_id)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from bench.grammar import slow_grammar
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason
 from contract.model_cards import Capabilities
@@ -118,6 +119,25 @@ async def test_a_grammar_that_does_not_compile_fails_only_its_job(engine: Engine
     assert len(found["free", 0]) == NUM_TOKENS
     failed = {m.job_id: m.code for m in engine.received if isinstance(m, JobFailed)}
     assert failed == {"bad": "bad_parameter"}
+
+
+async def test_a_job_is_stopped_while_its_grammar_is_compiled(engine: Engine) -> None:
+    """The whole job, or its only choice. vLLM never sees it."""
+    params: dict[str, Any] = {"grammar": slow_grammar(1), "ignore_eos": False}
+    engine.client.send([job("stopped", **params), job("choice", **params)])
+    engine.client.send([StopJob("stopped", 1), StopChoice("choice", 1, 0)])
+
+    found = await engine.run(job("free", temperature=0.0))
+
+    assert len(found["free", 0]) == NUM_TOKENS
+    reported = [m for m in engine.received if isinstance(m, TokenOut | ChoiceEnded | JobFailed)]
+    assert {m.job_id for m in reported} == {"free"}
+    assert {
+        m.num_running + m.num_waiting for m in engine.received if isinstance(m, EngineLoad)
+    } <= {
+        0,
+        1,
+    }
 
 
 async def test_every_token_has_log_probabilities_of_the_model(engine: Engine) -> None:
