@@ -3,16 +3,21 @@
 First the masks of a step alone, for 32 choices and a vocabulary of 150,000 tokens; then the engine
 with 32 free and with 32 constrained choices, in turns, on model M of bench.models, saved in the
 folder. The constrained ones write a JSON string that is longer than the output, so that all have as
-many tokens and none is forced.
+many tokens and none is forced. Last the gaps between the tokens of a plain stream, whose
+neighbour is constrained: alone, and while the engine compiles eight grammars of another tenant that
+take about a second each.
 """
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
+from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.models import SIZES, make_model
@@ -29,6 +34,8 @@ from workers.model.loader import load_model
 NUM_CHOICES = 32
 NUM_TOKENS = 128
 VOCAB_SIZE = 150_000
+NUM_COMPILED = 8
+NUM_PATTERNS = 300  # of a grammar that is slow to compile
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -83,15 +90,7 @@ def time_masks(seed: int = 0) -> list[float]:
 def tokens_per_s(engine: Engine, grammar: str) -> float:
     """Throughput of 32 choices that start together; a grammar of '' means unconstrained."""
     for number in range(NUM_CHOICES):
-        params = SamplingParams(
-            max_tokens=NUM_TOKENS,
-            seed=number,
-            temperature=0.0,
-            ignore_eos=not grammar,
-            grammar=grammar,
-        )
-        prompt_ids = tuple(4 + (7919 * number + 31 * i) % 200 for i in range(16))
-        engine.add(Request(str(number), 1, "", "", (prompt_ids,), params, ((),), (False,)))
+        add_choice(engine, number, grammar)
     num_tokens, started_s = 0, time.perf_counter()
     while engine.has_work:
         report = engine.step()
@@ -99,6 +98,44 @@ def tokens_per_s(engine: Engine, grammar: str) -> float:
         num_tokens += len(report.outputs)
     engine.evict_cache()
     return num_tokens / (time.perf_counter() - started_s)
+
+
+def p99(values: Seq[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
+
+
+def add_choice(engine: Engine, number: int, grammar: str, tenant: str = "") -> None:
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS,
+        seed=number,
+        temperature=0.0,
+        ignore_eos=not grammar,
+        grammar=grammar,
+    )
+    prompt_ids = tuple(4 + (7919 * number + 31 * i) % 200 for i in range(16))
+    engine.add(Request(str(number), 1, tenant, "", (prompt_ids,), params, ((),), (False,)))
+
+
+def slow_grammar(number: int) -> str:
+    names = [f"^k{number}_{i}_[a-z]+$" for i in range(NUM_PATTERNS)]
+    schema = {"type": "object", "patternProperties": {name: {"type": "null"} for name in names}}
+    return LLMatcher.grammar_from_json_schema(schema | {"additionalProperties": False})
+
+
+def gaps_ms(engine: Engine, grammar: str, compiled: Seq[str] = ()) -> list[float]:
+    """Between the tokens of a plain stream, beside a constrained one and compilations."""
+    add_choice(engine, 0, "")
+    add_choice(engine, 1, grammar, "constrained")
+    for number, slow in enumerate(compiled, start=2):
+        add_choice(engine, number, slow, "slow")
+    times_s: list[float] = []
+    while len(times_s) < NUM_TOKENS:
+        if any(output.sequence.job_id == "0" for output in engine.step().outputs):
+            times_s.append(time.perf_counter())
+    for number in range(2 + len(compiled)):
+        engine.stop_job(str(number), 1)
+    engine.evict_cache()
+    return [1000 * (end - start) for start, end in itertools.pairwise(times_s)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=SIZES, default="M")
     parser.add_argument("--json", metavar="FILE", help="also write the figures; -: print them")
     arguments = parser.parse_args(argv)
-    masks_ms = sorted(1000 * one for one in time_masks())
+    masks_ms = [1000 * one for one in time_masks()]
     folder = arguments.folder / arguments.size
     if not (folder / "config.json").exists():
         make_model(arguments.size, folder)
@@ -125,13 +162,24 @@ def main(argv: list[str] | None = None) -> int:
         for grammar, found in rates.items():
             found.append(tokens_per_s(engine, grammar))
     free, bound = (statistics.median(found[1:]) for found in rates.values())  # the first warms up
+    gaps: dict[str, list[float]] = {"alone": [], "beside": []}
+    for number in range(arguments.rounds):
+        numbers = range(number * NUM_COMPILED, (number + 1) * NUM_COMPILED)
+        gaps["alone"] += gaps_ms(engine, constrained)
+        gaps["beside"] += gaps_ms(engine, constrained, [slow_grammar(one) for one in numbers])
     figures = {
         "mask_p50_ms": statistics.median(masks_ms),
-        "mask_p99_ms": masks_ms[int(0.99 * len(masks_ms))],
+        "mask_p99_ms": p99(masks_ms),
         "free_tokens_per_s": free,
         "constrained_tokens_per_s": bound,
         "ratio": bound / free,
     }
+    for name, found in gaps.items():
+        figures |= {
+            f"gap_{name}_p50_ms": statistics.median(found),
+            f"gap_{name}_p99_ms": p99(found),
+            f"gap_{name}_max_ms": max(found),
+        }
     rows = [[name, f"{value:.2f}"] for name, value in figures.items()]
     write(figures, table([["figure", "value"], *rows]), arguments.json)
     return 0
