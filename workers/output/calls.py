@@ -4,28 +4,17 @@ Each syntax has a module or class of its own for what stands between the marks.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import regex
 
 from contract.output_formats import ToolFormat
+from workers.output.call_reader import CallReader
 from workers.output.growing_text import GrowingText, Reading
 from workers.output.json_calls import JsonCall, ObjectCall
 from workers.output.literal_calls import GemmaCall, PythonCalls
 from workers.output.message import Message
 from workers.output.patterns import compiled, is_mark, loose, pieces_of
 from workers.output.tag_calls import TagCall
-
-
-class CallReader(Protocol):
-    """What stands between the marks of a call. `head`: a pattern of its beginning."""
-
-    head: str
-
-    def read(self) -> Reading[bool]:
-        """Reads a call. False: it is none; the text is marked, unless part of it was a call."""
-        ...
-
 
 _Tools = Mapping[str, tuple[str, ...]]
 _SYNTAXES: dict[str, Callable[[ToolFormat, _Tools, GrowingText, Message], CallReader]] = {

@@ -1,10 +1,10 @@
 """Calls whose arguments are JSON: objects with a name, or a name before the arguments."""
 
 import json
-from collections.abc import Mapping
 from typing import Literal
 
 from contract.output_formats import ToolFormat
+from workers.output.call_reader import CallReader
 from workers.output.growing_text import GrowingText, Reading
 from workers.output.json_text import as_object, read_json, read_string
 from workers.output.message import Message
@@ -56,20 +56,12 @@ def _unquoted(text: str) -> str:
     return ""
 
 
-class JsonCall:
+class JsonCall(CallReader):
     """NAME middle {…}"""
 
-    def __init__(
-        self,
-        format_: ToolFormat,
-        tools: Mapping[str, tuple[str, ...]],
-        text: GrowingText,
-        message: Message,
-    ) -> None:
-        self._text, self._message = text, message
+    def _prepare(self, format_: ToolFormat) -> None:
         middle = loose(format_.middle)
         self.head = rf"\s*{NAME}\s*(?:{middle}|(?=\{{))"
-        self._head = compiled(self.head)
         ends = "|".join(pieces_of(format_.close) + pieces_of(format_.end))
         self._nothing = compiled(rf"\s*(?={ends})") if ends else None
 
@@ -87,21 +79,12 @@ class JsonCall:
         return read != "none"
 
 
-class ObjectCall:
+class ObjectCall(CallReader):
     """{"name": NAME, "arguments": {…}}, with keys in any order, and others."""
 
     head = r"\s*\{"
 
-    def __init__(
-        self,
-        format_: ToolFormat,
-        tools: Mapping[str, tuple[str, ...]],
-        text: GrowingText,
-        message: Message,
-    ) -> None:
-        self._text, self._message = text, message
-        self._head = compiled(self.head)
-        self._offered = tools if format_.is_bare else None
+    def _prepare(self, format_: ToolFormat) -> None:
         self._name_key = format_.name_key
         self._arguments_keys = {format_.arguments_key, "arguments", "parameters"}
 
@@ -140,7 +123,7 @@ class ObjectCall:
         given = "{}" if arguments in ("", "null") else as_object(arguments)
         if given is None and arguments.startswith('"'):
             given = as_object(json.loads(arguments))
-        is_data = not arguments and has_other and self._offered is not None
+        is_data = not arguments and has_other and self._is_bare
         if given is None or is_data:
             return False
         self._text.since_mark()
@@ -173,6 +156,3 @@ class ObjectCall:
     def _read_value(self) -> Reading[str]:
         parts: list[str] = []
         return "".join(parts) if (yield from read_json(self._text, parts.append)) else ""
-
-    def _is_offered(self, name: str) -> bool:
-        return self._offered is None or name in self._offered

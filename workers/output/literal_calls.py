@@ -1,11 +1,8 @@
 """Calls that are written as in Python, or as Gemma 4 does."""
 
-from collections.abc import Mapping
-
-from contract.output_formats import ToolFormat
-from workers.output.growing_text import GrowingText, Reading
+from workers.output.call_reader import CallReader
+from workers.output.growing_text import Reading
 from workers.output.json_text import GEMMA, dumped, read_json
-from workers.output.message import Message
 from workers.output.patterns import NAME, compiled
 from workers.output.python_text import read_literal
 
@@ -16,21 +13,10 @@ _NEXT = compiled(r"\s*,")
 _LIST_END = compiled(r"\s*\]")
 
 
-class PythonCalls:
+class PythonCalls(CallReader):
     """[NAME(key=value, …), …]"""
 
     head = r"\s*\["
-
-    def __init__(
-        self,
-        format_: ToolFormat,
-        tools: Mapping[str, tuple[str, ...]],
-        text: GrowingText,
-        message: Message,
-    ) -> None:
-        self._text, self._message = text, message
-        self._head = compiled(self.head)
-        self._offered = tools if format_.is_bare else None
 
     def read(self) -> Reading[bool]:
         """The whole list. False: it is none, or its last call is none."""
@@ -46,7 +32,7 @@ class PythonCalls:
 
     def _read_call(self) -> Reading[bool]:
         call = yield from self._text.match(_CALL)
-        if call is None or (self._offered is not None and call["name"] not in self._offered):
+        if call is None or not self._is_offered(call["name"]):
             return False
         if (yield from self._text.match(_END)) is not None:
             self._text.since_mark()
@@ -74,20 +60,10 @@ class PythonCalls:
         return True
 
 
-class GemmaCall:
+class GemmaCall(CallReader):
     """NAME{key:value,…}"""
 
     head = rf"\s*{NAME}\s*(?=\{{)"
-
-    def __init__(
-        self,
-        format_: ToolFormat,
-        tools: Mapping[str, tuple[str, ...]],
-        text: GrowingText,
-        message: Message,
-    ) -> None:
-        self._text, self._message = text, message
-        self._head = compiled(self.head)
 
     def read(self) -> Reading[bool]:
         head = yield from self._text.match(self._head)

@@ -1,12 +1,12 @@
 """Calls whose arguments stand between tags, each on its own. Values of strings are as they are."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import regex
 
 from contract.output_formats import ToolFormat
-from workers.output.growing_text import GrowingText, Reading
+from workers.output.call_reader import CallReader
+from workers.output.growing_text import Reading
 from workers.output.json_text import dumped, escaped
 from workers.output.message import Message
 from workers.output.patterns import NAME, compiled, loose, pieces_of
@@ -46,17 +46,10 @@ class _Value:
             self.message.argue(f'"{escaped(value)}' if isinstance(value, str) else dumped(value))
 
 
-class TagCall:
+class TagCall(CallReader):
     """NAME middle (key_open KEY key_close VALUE value_close)*"""
 
-    def __init__(
-        self,
-        format_: ToolFormat,
-        tools: Mapping[str, tuple[str, ...]],
-        text: GrowingText,
-        message: Message,
-    ) -> None:
-        self._text, self._message, self._tools = text, message, tools
+    def _prepare(self, format_: ToolFormat) -> None:
         self._has_cdata = format_.has_cdata
         key_open, key_close = loose(format_.key_open), loose(format_.key_close)
         space = format_.key_close[len(format_.key_close.rstrip()) :]
@@ -67,7 +60,6 @@ class TagCall:
         ending = pieces_of(format_.end)
         follows = "|".join([key_open, *closing, *ending])
         self.head = rf"\s*{NAME}\s*{loose(format_.middle)}\s*(?={follows})"
-        self._head = compiled(self.head)
         self._closing = [
             *(compiled(rf"\s*{piece}") for piece in closing),
             *(compiled(rf"\s*(?={piece})") for piece in ending),
