@@ -87,6 +87,12 @@ def bad_line(chance: random.Random, number: int, url: Url) -> bytes:
     return json.dumps(line(custom_id, url, **fields)).encode()
 
 
+async def forget(client: AsyncOpenAI, file_id: str | None) -> None:
+    """A tenant's files have a limit."""
+    if file_id is not None:
+        await client.files.delete(file_id)
+
+
 async def test_every_batch_ends_and_answers_its_good_lines(
     client: AsyncOpenAI, worker: FakeWorker
 ) -> None:
@@ -103,11 +109,14 @@ async def test_every_batch_ends_and_answers_its_good_lines(
         batch = await start(client, b"\n".join(lines), url)
         batch = await reached(client, batch, *outcomes)
         outcomes[batch.status] += 1
+        await forget(client, batch.input_file_id)
         if batch.status == "failed":
             assert batch.errors is not None
             return
         answered = await results(client, batch.output_file_id)
         refused = await results(client, batch.error_file_id)
+        await forget(client, batch.output_file_id)
+        await forget(client, batch.error_file_id)
         assert len(answered) + len(refused) == sum(bool(each.strip()) for each in lines)
         assert {"good-0", "good-1"} <= {each["custom_id"] for each in answered}
         for each in refused:
