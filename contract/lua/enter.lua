@@ -12,4 +12,4 @@ local function enter(keys, argv)
   return {retry_ms, admission.rates(tenant, limits)}
 end
 
-register('enter', enter)
+register('enter', enter, 'allow-oom')
