@@ -79,13 +79,13 @@ async def prepare_any(
         tokens_per_min=terms.caller.limits.tokens_per_min,
     )
     own = NumTokens(job.num_prompt_tokens, submission.max_output_tokens)
-    reservation = Reservation(cards, settings, call.body)
-    all_calls = reservation.estimate(card.name, own)
+    reservation = Reservation(cards, settings, call.body, broker.known.step_templates)
+    all_calls = await reservation.estimate(card.name, own)
     expected = own._replace(output=job.params.expected_tokens * job.num_choices)
     if isinstance(definition, Pipeline):  # whose steps ask for what they want
         expected = NumTokens(0, 0)
     elif expected.output:  # the caller expects that of each call
-        expected = reservation.estimate(card.name, expected)
+        expected = await reservation.estimate(card.name, expected)
     params = replace(job.params, grammar="", expected_tokens=-(-expected.output // job.num_choices))
     # Its calls tell what was cut off their prompts.
     job = replace(job, flow=call, params=params, num_cut_tokens=None)

@@ -19,6 +19,8 @@ from gateway.flows.conditions import Facts, choose_target
 from gateway.flows.confidence import confidence
 from gateway.flows.entry import draw_of, text_of
 from gateway.flows.execution import Execution, Output
+from gateway.flows.step_child import TemplateFault
+from gateway.flows.step_templates import StepTemplates
 from gateway.openai.job_bodies import CallBody
 from gateway.openai.schemas import MAX_CHOICES_IN_ALL, CompletionBody
 
@@ -39,9 +41,9 @@ def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
             return _pipeline(execution, definition)
 
 
-def first_calls(parent: Job) -> list[Call]:
+async def first_calls(parent: Job, templates: StepTemplates) -> list[Call]:
     """The calls with which a flow may begin: of a cascade the first that can take the call, of an
-    ensemble all of them. Raises MemberFailed."""
+    ensemble all of them. Raises MemberFailed, Busy."""
     assert parent.flow is not None
     match parent.flow.flow.definition:
         case Route() as definition:
@@ -51,7 +53,7 @@ def first_calls(parent: Job) -> list[Call]:
         case Ensemble() as definition:
             return _of_members(parent, definition)
         case Pipeline() as definition:
-            return [_step(parent, definition, 0, {INPUT: body_of(parent)})]
+            return [await _step(templates, parent, definition, 0, {INPUT: body_of(parent)})]
 
 
 def _endpoint(parent: Job) -> Endpoint:
@@ -250,15 +252,18 @@ async def _ensemble(execution: Execution, ensemble: Ensemble) -> AsyncGenerator[
 # --- pipeline ---------------------------------------------------------------------------------
 
 
-def _step(parent: Job, pipeline: Pipeline, index: int, values: Mapping[str, Any]) -> Call:
-    """Raises MemberFailed."""
-    # Only here: most gateways render no templates of their own, and a cold start need not wait.
-    from gateway.flows.templates import TemplateFault, render
-
+async def _step(
+    templates: StepTemplates,
+    parent: Job,
+    pipeline: Pipeline,
+    index: int,
+    values: Mapping[str, Any],
+) -> Call:
+    """Raises MemberFailed, Busy."""
     step = pipeline.steps[index]
     endpoint = Endpoint(step.endpoint)
     try:
-        body = render(step, values)
+        body = await templates.render(step, values)
     except TemplateFault as fault:
         message = f"{step.model}: {fault}"
         raise MemberFailed(ErrorCode.BAD_PARAMETER, message) from None
@@ -268,11 +273,12 @@ def _step(parent: Job, pipeline: Pipeline, index: int, values: Mapping[str, Any]
 async def _pipeline(execution: Execution, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:
     *earlier, last = range(len(pipeline.steps))
     parent, stages = execution.parent, execution.stages
+    templates = execution.calls.broker.known.step_templates
     values: dict[str, Any] = {INPUT: body_of(parent)}
     staging = stages.staged_job(parent.tenant, parent.weight) if stages else nullcontext()
     with staging as staged_job:
         for index in earlier:
-            call = _step(parent, pipeline, index, values)
+            call = await _step(templates, parent, pipeline, index, values)
             yield execution.log_begun(call)
             if staged_job is not None:
                 await staged_job.wait_turn(index, execution.calls.lane)
@@ -282,7 +288,7 @@ async def _pipeline(execution: Execution, pipeline: Pipeline) -> AsyncGenerator[
             if not outcome.has_succeeded:
                 raise MemberFailed.of(outcome)
             values[call.name] = await answer_of(execution.calls.broker, outcome)
-        call = _step(parent, pipeline, last, values)
+        call = await _step(templates, parent, pipeline, last, values)
         yield execution.log_begun(call)
         if staged_job is not None:
             await staged_job.wait_turn(last, execution.calls.lane)

@@ -47,7 +47,7 @@ class FirstCalls:
             deadline_s=self._broker.clock() + submission.deadline_s,
         )
         try:
-            first = first_calls(job)
+            first = await first_calls(job, self._broker.known.step_templates)
         except MemberFailed as exc:
             raise bad_request("invalid_value", exc.message) from None
         assert job.flow is not None

@@ -1,4 +1,7 @@
-"""A pipeline step's body, made of templates over the caller's body and earlier answers."""
+"""A pipeline step's body, made of templates over the caller's body and earlier answers.
+
+Rendering runs in its own process (step_child.py): see step_templates.py.
+"""
 
 import json
 import math
@@ -12,10 +15,7 @@ from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.flows import Step
-
-
-class TemplateFault(Exception):
-    """A step's body cannot be made. The message names the step and the place, not the values."""
+from gateway.flows.step_child import TemplateFault as TemplateFault
 
 
 def render(step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +52,8 @@ def _mapped(value: object, place: str, change: Callable[[str], object]) -> objec
         return value
     try:
         return change(value)
+    except MemoryError:
+        raise  # ends the process
     except jinja2.TemplateError as exc:
         raise TemplateFault(f"{place}: {exc.message}") from exc
     except Exception as exc:  # for example of a filter with a wrong argument; it may quote a value

@@ -16,6 +16,7 @@ from contract.fleet_snapshot import FleetSnapshot
 from contract.functions import Functions
 from contract.model_cards import ModelCard
 from contract.model_failures import ModelFailure
+from gateway.flows.step_templates import StepTemplates
 from gateway.http.errors import ModelUnreadable
 from gateway.openai.tokens import ModelTokenizer
 from gateway.redis.guarded_redis import GuardedRedis
@@ -49,6 +50,7 @@ class KnownModels:
         self._tokenizers: LRUCache[str, ModelTokenizer] = LRUCache(MAX_TOKENIZERS)
         # one at a time, because loading takes several times the tokenizer's size
         self._loading = asyncio.Lock()
+        self.step_templates = StepTemplates()
         self._refused: dict[str, float] = {}  # hash of a tokenizer -> when to try it again
         self._spoiled: frozenset[str] = frozenset()  # models with unreadable state
 
@@ -60,7 +62,8 @@ class KnownModels:
         return len(self._catalogue.unreadable | refused | self._spoiled)
 
     async def aclose(self) -> None:
-        """Ends the processes of chat templates."""
+        """Ends the processes of templates."""
+        await self.step_templates.aclose()
         for tokenizer in self._tokenizers.values():
             await tokenizer.aclose()
 
