@@ -178,6 +178,37 @@ async def test_the_next_request_has_a_new_process(templates: Templates) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_spare_is_ready_before_a_process_is_killed(templates: Templates) -> None:
+    template = templates.of(MOODY)
+    assert await template.render(says("a")) == "a"
+    first = template.pid
+    failing = asyncio.create_task(template.render(says("loop")))
+    while template.pid in (None, first):
+        assert not failing.done()
+        await asyncio.sleep(0.01)
+    spare = template.pid
+    with pytest.raises(TemplateFailed, match="too long"):
+        await failing
+    assert template.pid == spare
+    assert await template.render(says("b")) == "b"
+
+
+@pytest.mark.anyio
+async def test_what_has_ended_two_processes_is_refused(templates: Templates) -> None:
+    """For the same reason, without a third; other requests are rendered."""
+    template = templates.of(MOODY)
+    for _ in range(2):
+        with pytest.raises(TemplateFailed, match="too much memory"):
+            await template.render(says("fill"))
+    assert await template.render(says("a")) == "a"
+    pid = template.pid
+    with pytest.raises(TemplateFailed, match="too much memory"):
+        await template.render(says("fill"))
+    assert template.pid == pid
+    assert await template.render(says("b")) == "b"
+
+
+@pytest.mark.anyio
 async def test_a_dead_process_is_replaced(templates: Templates) -> None:
     """If its end is known when the next request arrives."""
     template = templates.of("{{ messages[0].content }}")
