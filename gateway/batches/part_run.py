@@ -6,6 +6,7 @@ Nothing of a part is recorded before all of its lines have ended and its objects
 
 import asyncio
 import contextlib
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, cast
@@ -28,6 +29,7 @@ from gateway.http.errors import (
     ApiError,
     UnknownJob,
     failure_of,
+    internal_error,
     to_api_error,
 )
 from gateway.http.handlers import translated
@@ -37,6 +39,8 @@ from gateway.openai.admission import Terms
 from gateway.openai.responses.bodies import ResponseBody
 from gateway.openai.responses.jobs import prepare_response
 from gateway.turns import Busy, Owner, work_for
+
+log = logging.getLogger("batchway.gateway")
 
 _LANE = "batch"
 _RETENTION_S = 3_600.0  # of a line's job, beyond the window
@@ -136,7 +140,14 @@ class PartRun:
             return self._poll_s
         except BatchwayError as exc:
             self._refused[job_id] = to_api_error(exc)
+        except Exception as exc:  # otherwise the batch would meet it for ever
+            self._refused[job_id] = self._unexpected(exc)
         return 0.0
+
+    def _unexpected(self, exc: Exception) -> ApiError:
+        batch_id = self._leased.batch.id
+        log.error("batch_id=%s has a line that failed: %s", batch_id, type(exc).__name__)
+        return internal_error()
 
     async def _may_fit(self, job: Job, submission: Submission, refused: JobRefused) -> bool:
         """Whether other jobs leave room for a refused one later: alone it is within the limit.
@@ -253,6 +264,8 @@ class PartRun:
                 raise
             except BatchwayError as exc:
                 failure = to_api_error(exc)
+            except Exception as exc:
+                failure = self._unexpected(exc)
         if failure is None:
             response = {"status_code": 200, "request_id": job_id, "body": body}
             return {"response": response, "error": None}

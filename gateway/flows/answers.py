@@ -39,7 +39,7 @@ def answers_of(outcome: Outcome) -> list[str]:
 
 
 def _plain_call(name: str, arguments: str) -> str:
-    with suppress(msgspec.DecodeError):
+    with suppress(msgspec.DecodeError, RecursionError):
         arguments = msgspec.json.encode(msgspec.json.decode(arguments), order="sorted").decode()
     return f"{name}({arguments})"
 

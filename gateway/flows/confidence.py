@@ -27,7 +27,7 @@ def confidence(kind: Confidence, logprobs: Sequence[float], text: str) -> float:
 
 def _field(name: str, text: str) -> float:
     value: object = None
-    with suppress(msgspec.DecodeError):
+    with suppress(msgspec.DecodeError, RecursionError):
         answer = msgspec.json.decode(text)
         value = answer.get(name) if isinstance(answer, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:

@@ -103,11 +103,7 @@ class CallRoute(StrictRoute):
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Raises ApiError if `raw` is not a valid JSON object."""
     try:
-        if depth_of(raw) > MAX_DEPTH:
-            raise _Refused(f"nested deeper than {MAX_DEPTH} levels")
-        value = _DECODER.decode(raw.decode("utf-8"))
-        if _SURROGATE.search(raw):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        value = parse_json(raw)
     except _Refused as exc:
         raise bad_request("invalid_json", f"the body is not valid: {exc}") from None
     except UnicodeError:
@@ -115,10 +111,20 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as exc:
         message = f"the body is not valid JSON (line {exc.lineno}, column {exc.colno})"
         raise bad_request("invalid_json", message) from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise bad_request("invalid_json", "the body is not valid JSON") from None
     if not isinstance(value, dict):
         raise bad_request("invalid_json", "the body must be a JSON object")
+    return value
+
+
+def parse_json(raw: bytes) -> Any:
+    """JSON of a body, or of a string in a body. Raises ValueError."""
+    if depth_of(raw) > MAX_DEPTH:
+        raise _Refused(f"nested deeper than {MAX_DEPTH} levels")
+    value = _DECODER.decode(raw.decode("utf-8"))
+    if _SURROGATE.search(raw):
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
 
 

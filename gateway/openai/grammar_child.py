@@ -15,6 +15,10 @@ def prepare(start: Any) -> Callable[[Any], str]:
             return compile_grammar(**request | {"kind": Kind(request["kind"])})
         except GrammarRefused as refusal:
             raise Refused(json.dumps([refusal.path, str(refusal)])) from None
+        except MemoryError:
+            raise
+        except Exception:  # of a keyword with a value that no schema has, as an enum of 1.5
+            raise Refused(json.dumps(["", "it is not a valid schema"])) from None
 
     return compile_request
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from cachetools import LRUCache
 from pydantic import Field, model_validator
 
+from gateway.http.bodies import parse_json
 from gateway.http.errors import invalid_value
 from gateway.openai import grammar_child
 from gateway.openai.child import Refused
@@ -117,8 +118,8 @@ def _parsed(prefix: str, name: str, value: Any) -> Any:
     if name != "json" or not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return parse_json(value.encode())
+    except ValueError:
         raise invalid_value(prefix + name, f"{prefix}{name} is not JSON") from None
 
 

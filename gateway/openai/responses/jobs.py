@@ -6,7 +6,7 @@ from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
 from contract.response_records import encode_record
 from gateway.flows.entry import prepare_any
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, invalid_value
 from gateway.jobs.streams import Gateway
 from gateway.openai.admission import Terms
 from gateway.openai.responses.bodies import ResponseBody, renamed
@@ -30,5 +30,8 @@ async def prepare_response(
         )
     except ApiError as exc:
         raise renamed(exc) from None
-    record = record_of(job, body, items)
-    return msgspec.structs.replace(job, response=encode_record(record)), submission
+    try:
+        record = encode_record(record_of(job, body, items))
+    except OverflowError:  # of an integer over 64 bits, which only schemas may have
+        raise invalid_value("tools", "tools: a number is out of range") from None
+    return msgspec.structs.replace(job, response=record), submission
