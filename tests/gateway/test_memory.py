@@ -81,7 +81,7 @@ async def test_calls_of_megabytes_give_their_memory_back(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """Refused ones, and quotes of those that are cut: two at a time, and again."""
+    """Refused ones, two at a time, and quotes of those that are cut."""
     pid, url = process
     await publish_model(redis_client, keys)
     workers = [FakeWorker(functions)]
@@ -107,7 +107,7 @@ async def test_calls_of_megabytes_give_their_memory_back(
             cut = {"endpoint": path, "body": body | {"truncate_prompt_tokens": 32}}
             for _ in range(2):
                 assert {*await asyncio.gather(post(path, body), post(path, body))} == {400}, name
-                assert await post("/v1/quote", cut) == 200, name
+            assert await post("/v1/quote", cut) == 200, name
             found[name] = memory_mb(pid, "VmHWM"), memory_mb(pid, "VmRSS")
         assert memory_mb(pid, "VmHWM") < MAX_PEAK_MB, (start_mb, found)
         assert memory_mb(pid, "VmRSS") < start_mb + MAX_KEPT_MB, (start_mb, found)
