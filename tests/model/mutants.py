@@ -389,7 +389,13 @@ MUTANTS = [
         seed=15,
     ),
     Mutant("every lane has the price of one", "lane == 'batch' and tonumber", "tonumber", seed=15),
-    Mutant("a meter knows no prices", "(job) * job.price or 1)", "(job) or 1)", seed=15),
+    Mutant(
+        "a call that enters is not counted",
+        "if retry_ms == 0 then admission",
+        "if false then admission",
+    ),
+    Mutant("a call that entered counts twice", "if terms.is_counted then", "if false then"),
+    Mutant("a meter knows no prices", "(job) * job.price", "(job)", seed=15),
     Mutant(
         "a limit knows no prices", "job.cost, job.cost * job.price", "job.cost, job.cost", seed=15
     ),
