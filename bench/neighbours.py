@@ -3,8 +3,6 @@
 Serves the demo model and a reranker (Linux). The attacker's key has five requests a minute. Each
 attack is sent over some connections at a total rate; a victim makes plain and structured calls one
 after another, and a third tenant reads a stream whose gaps are measured. Turns alone stand between.
-
-Over 300 lines: attacks, callers and their table are used nowhere else.
 """
 
 import argparse
@@ -12,11 +10,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import httpx
 import redis.asyncio
 from transformers import BertConfig, BertForSequenceClassification
 
+from bench.hostile_calls import ATTACKS, CHAT, RERANKER, chat, slow_schema, structured
 from bench.models import save_tokenizer
 from bench.pipe import running_server
 from contract.api_keys import ApiKeys, KeyTerms
@@ -32,60 +30,10 @@ from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from infra.tables import markdown_table, percentile, write
 
-_CHAT = "/v1/chat/completions"
-_RERANKER = "reranker"
-_DOCUMENT_BYTES = 3_900_000
 _BATCH_LINES = 300
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-def _chat(text: str, **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": text}]
-    return {"model": "demo", "messages": messages, "max_tokens": 16, **fields}
-
-
-def _structured(schema: Any, name: str = "x") -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-
-
-def _slow_schema(number: int) -> dict[str, Any]:
-    """An object that takes about a second to compile, and that nobody has compiled before."""
-    chance = random.Random(number)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    patterns = {
-        f"^{''.join(chance.choices(letters, k=6))}.*{chance.choice(letters)}$": {"type": "string"}
-        for _ in range(150)
-    }
-    return {"type": "object", "patternProperties": patterns}
-
-
-def _past_call(arguments: str) -> dict[str, Any]:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    body = _chat("Hi")
-    body["messages"] += [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "x"},
-    ]
-    return body
-
-
-# By name: the path and the body of the call of a number.
-ATTACKS: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
-    "a surrogate in arguments": lambda _: (_CHAT, _past_call('{"a":"\\ud800"}')),
-    "deep arguments": lambda _: (_CHAT, _past_call('{"a":' + "[" * 964 + "]" * 964 + "}")),
-    "slow schemas": lambda n: (_CHAT, _chat("Hi", response_format=_structured(_slow_schema(n)))),
-    "quotes of slow schemas": lambda n: (
-        "/v1/quote",
-        {
-            "endpoint": _CHAT,
-            "body": _chat("Hi", response_format=_structured(_slow_schema(n))),
-        },
-    ),
-    "long documents": lambda _: (
-        "/v1/rerank",
-        {"model": _RERANKER, "query": "a", "documents": ["word " * (_DOCUMENT_BYTES // 5)]},
-    ),
-}
 BATCHES = "three batches of slow schemas"
 
 
@@ -122,12 +70,13 @@ class Client:
     def __init__(self, url: str, key: str, num_connections: int = 4) -> None:
         limits = httpx.Limits(max_connections=num_connections)
         headers = {"authorization": f"Bearer {key}"}
+        self.url, self.key = url, key
         self.http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=120)
 
     async def ttft_s(self, body: dict[str, Any]) -> float | None:
         """Until the first event of a stream with output; None: refused."""
         sent_s = time.monotonic()
-        async with self.http.stream("POST", _CHAT, json={**body, "stream": True}) as answer:
+        async with self.http.stream("POST", CHAT, json={**body, "stream": True}) as answer:
             first_s = None
             async for line in answer.aiter_lines():
                 if first_s is None and line.startswith("data:") and '"content"' in line:
@@ -137,8 +86,8 @@ class Client:
     async def gaps(self, found: list[float]) -> None:
         """Of streams, one after another, until cancelled."""
         while True:
-            body = _chat("Count to 200.", max_tokens=400, ignore_eos=True, stream=True)
-            async with self.http.stream("POST", _CHAT, json=body) as answer:
+            body = chat("Count to 200.", max_tokens=400, ignore_eos=True, stream=True)
+            async with self.http.stream("POST", CHAT, json=body) as answer:
                 last_s = None
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
@@ -149,10 +98,14 @@ class Client:
 
 
 async def measure(turn: Turn, clients: dict[str, Client], seconds: float) -> Turn:
+    started = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_background(clients["reader"].gaps(turn.gaps_s)))
         if turn.attack:
-            await stack.enter_async_context(_background(_attack(turn, clients["attacker"])))
+            await stack.enter_async_context(
+                _background(_attack(turn, clients["attacker"], started))
+            )
+            await started.wait()
             await asyncio.sleep(1.0)
         end_s = time.monotonic() + seconds
         for number in itertools.count():
@@ -160,8 +113,8 @@ async def measure(turn: Turn, clients: dict[str, Client], seconds: float) -> Tur
                 return turn
             schema = {**_SCHEMA, "title": f"{turn.attack}{turn.rate_per_s}{number}"}
             calls = (
-                (turn.plain_s, _chat(f"What is {number} + 2?")),
-                (turn.structured_s, _chat("Hi", response_format=_structured(schema))),
+                (turn.plain_s, chat(f"What is {number} + 2?")),
+                (turn.structured_s, chat("Hi", response_format=structured(schema))),
             )
             for found, body in calls:
                 first_s = await clients["victim"].ttft_s(body)
@@ -183,44 +136,43 @@ async def _background(work: Any) -> AsyncIterator[None]:
             await task
 
 
-async def _attack(turn: Turn, client: Client) -> None:
-    """Until cancelled: each connection sends at its part of the rate, and waits for each answer."""
+async def _attack(turn: Turn, client: Client, started: asyncio.Event) -> None:
+    """Until cancelled, by a process of its own, which must not delay what is measured here."""
     if turn.attack == BATCHES:
-        await _run_batches(client)
+        await _run_batches(client, started)
         return
-    numbers = itertools.count()
+    options = [turn.attack, f"{turn.num_connections}", f"{turn.rate_per_s}", client.url, client.key]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.hostile_calls", *options),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    started.set()
+    try:
+        await process.wait()
+    finally:
+        process.terminate()
+        turn.attacks = json.loads(await process.stdout.read() or "{}")
+        await process.wait()
 
-    async def one() -> None:
-        while True:
-            begun_s = time.monotonic()
-            path, body = ATTACKS[turn.attack](next(numbers) if "slow" in turn.attack else 0)
-            with contextlib.suppress(httpx.HTTPError):
-                answer = await client.http.post(path, json=body)
-                status = f"{answer.status_code}"
-                turn.attacks[status] = turn.attacks.get(status, 0) + 1
-            rest_s = turn.num_connections / turn.rate_per_s - (time.monotonic() - begun_s)
-            await asyncio.sleep(max(0.0, rest_s))
 
-    await asyncio.gather(*(one() for _ in range(turn.num_connections)))
-
-
-async def _run_batches(client: Client) -> None:
+async def _run_batches(client: Client, started: asyncio.Event) -> None:
     """Three at once; cancelled with this task."""
     batch_ids = []
     for number in range(3):
         lines = []
         for line in range(_BATCH_LINES):
-            body = _chat(
-                "Hi", response_format=_structured(_slow_schema(_BATCH_LINES * number + line))
-            )
+            body = chat("Hi", response_format=structured(slow_schema(_BATCH_LINES * number + line)))
             lines.append(
-                json.dumps({"custom_id": f"{line}", "method": "POST", "url": _CHAT, "body": body})
+                json.dumps({"custom_id": f"{line}", "method": "POST", "url": CHAT, "body": body})
             )
         form: Any = {"file": ("in.jsonl", "\n".join(lines).encode()), "purpose": (None, "batch")}
         file_id = (await client.http.post("/v1/files", files=form)).raise_for_status().json()["id"]
-        batch = {"input_file_id": file_id, "endpoint": _CHAT, "completion_window": "24h"}
+        batch = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
         made = await client.http.post("/v1/batches", json=batch)
         batch_ids.append(made.raise_for_status().json()["id"])
+    started.set()
     try:
         await asyncio.Event().wait()
     finally:
@@ -286,10 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the figures; -: print them")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temp, EmbeddedRedis() as server:
-        folder = make_reranker(Path(temp) / _RERANKER)
+        folder = make_reranker(Path(temp) / RERANKER)
         models = [
             {"model": "demo", "served_model_name": "demo", "threads": 1},
-            {"model": str(folder), "served_model_name": _RERANKER, "threads": 1},
+            {"model": str(folder), "served_model_name": RERANKER, "threads": 1},
         ]
         fleet = Path(temp) / "fleet.yaml"
         fleet.write_text(json.dumps({"models": models}))  # YAML too

@@ -2,7 +2,8 @@
 
 A few things are done at a time. Whose turn it is follows start-time fair queueing (Goyal, Vin,
 Cheng: "Start-time Fair Queuing", 1996): the owner that has had the least time for its weight. An
-owner has at most half of the places, so another one's work begins at once.
+owner has at most half of the places, so another one's work begins at once. Long bodies have places
+of their own, because a slow client holds one for as long as it sends.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from contract.errors import BatchwayError
 
 NUM_PLACES = 4
 WAIT_S = 10.0
+NUM_UPLOADS, UPLOADS_EACH = 16, 4  # long bodies that are read at a time: of all, of one owner
 MAX_WAITING = 256  # pieces of work of one owner
 _UNATTENDED_WEIGHT = 1 / 8  # of work whose caller does not wait, which has one place
 _MAX_IDLE = 1024  # owners whose times are remembered
@@ -52,16 +54,18 @@ class _Line(msgspec.Struct):
 
 
 class Turns:
-    """The places of one gateway. `clock`: seconds."""
+    """The places of one gateway, of which an owner may have `share` at a time; 0: half. `clock`:
+    seconds."""
 
     def __init__(
         self,
         num_places: int = NUM_PLACES,
+        share: int = 0,
         wait_s: float = WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_free = num_places
-        self._share = max(1, num_places // 2)
+        self._share = share or max(1, num_places // 2)
         self._wait_s = wait_s
         self._clock = clock
         self._lines: dict[Owner, _Line] = {}
@@ -71,7 +75,7 @@ class Turns:
     async def turn(self, owner: Owner) -> AsyncIterator[None]:
         """Waits for the owner's turn, then holds a place. Raises Busy."""
         line = self._line_of(owner)
-        if self._num_free and line.num_running < line.share and not line.waiting:
+        if self.is_free(owner):
             self._begin(line)
         else:
             await self._wait(line)
@@ -80,6 +84,11 @@ class Turns:
             yield
         finally:
             self._end(line, self._clock() - begun_s)
+
+    def is_free(self, owner: Owner) -> bool:
+        """Whether the owner's turn would come at once."""
+        line = self._line_of(owner)
+        return bool(self._num_free) and line.num_running < line.share and not line.waiting
 
     def _line_of(self, owner: Owner) -> _Line:
         line = self._lines.get(owner)

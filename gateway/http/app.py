@@ -28,7 +28,7 @@ from gateway.openai.responses import routes as responses
 from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
-from gateway.turns import Turns, take_turns
+from gateway.turns import NUM_UPLOADS, UPLOADS_EACH, Turns, take_turns
 
 _DESCRIPTION = (
     "OpenAI's shapes wherever OpenAI has one, and durable jobs. Once an API key exists, every "
@@ -79,7 +79,13 @@ def create_app(
     counted = GatewayMetrics()
     tracing = Tracing("batchway-gateway")
     gateway = Gateway(
-        settings, broker or Broker(settings), StreamDrain(), counted, GrammarCompiler(), Turns()
+        settings,
+        broker or Broker(settings),
+        StreamDrain(),
+        counted,
+        GrammarCompiler(),
+        Turns(),
+        Turns(NUM_UPLOADS, UPLOADS_EACH),
     )
     app = FastAPI(
         title="batchway",

@@ -38,6 +38,11 @@ class Caller(msgspec.Struct, frozen=True):
         return self.terms.tenant
 
     @property
+    def owner(self) -> Owner:
+        """Of work that is done for the call before its job is queued."""
+        return Owner(self.tenant, self.terms.weight)
+
+    @property
     def limits(self) -> TenantLimits:
         terms = self.terms
         return TenantLimits(
@@ -80,9 +85,10 @@ Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 
 
 async def count_call(request: Request) -> None:
-    """Counts a call against its caller's limit of requests, before its body is parsed. Raises
+    """Counts a call against its caller's limit of requests, before its body is read. Raises
     ApiError, JobRefused, BrokerUnavailable."""
     caller = await identify(request, await _BEARER(request))
+    request.state.caller = caller
     broker: Broker = request.app.state.gateway.broker
     is_counted = await broker.enter(caller.tenant, caller.limits)
     request.state.caller = msgspec.structs.replace(caller, is_counted=is_counted)
@@ -128,7 +134,7 @@ async def admit(
         raise ApiError(429, "too_many_calls", message, headers=headers)
     calls.enter(caller.key_name)
     take_turns(request.app.state.gateway.turns)
-    work_for(Owner(caller.tenant, caller.terms.weight))
+    work_for(caller.owner)
     try:
         yield caller
     finally:

@@ -9,16 +9,19 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from contract.errors import BatchwayError
-from gateway.http.auth import count_call
+from gateway.http.auth import Caller, count_call
 from gateway.http.errors import ApiError, bad_request
+from gateway.turns import Busy, Owner, Turns
 
 MAX_DEPTH = 32
+_SHORT_BYTES = 64 * 1024
 
 # Also matches an unterminated string; scanning again would be quadratic.
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -37,9 +40,10 @@ class StrictRequest(Request):
     `refuse_malformed` raises them after the caller has been authenticated.
     """
 
-    is_call = False  # a call's body is parsed once it is counted against the caller's limit
+    is_call = False  # a call's body is read once it is counted against the caller's limit
     fields: dict[str, Any] | None = None  # the parsed body
     refusal: BatchwayError | None = None
+    _has_entered = False
 
     async def body(self) -> bytes:
         """Raises ApiError if the client disconnects."""
@@ -49,20 +53,44 @@ class StrictRequest(Request):
             message = "the content-type must be application/json"
             self.refusal = ApiError(415, "unsupported_media_type", message)
             return b""
+        if self.is_call and self.method == "POST" and not self._has_entered:
+            self._has_entered = True
+            try:
+                await count_call(self)
+            except BatchwayError as error:
+                self.refusal = error
+        length = self.headers.get("content-length", "")
         try:
-            return await super().body()
+            if hasattr(self, "_body") or (length.isdigit() and int(length) <= _SHORT_BYTES):
+                return await super().body()
+            return await self._long_body()
+        except Busy as error:
+            self.refusal = error
+            return b""
         except ClientDisconnect:
             raise ApiError(499, "client_closed_request", "the caller has left") from None
 
+    async def _long_body(self) -> bytes:
+        """Read at the caller's turn. Of one that is refused, one at a time is read, because a
+        client that is cut off while it sends may not read why; the connections of others close."""
+        caller: Caller | None = getattr(self.state, "caller", None)
+        owner = caller.owner if caller is not None else Owner()
+        uploads: Turns = self.app.state.gateway.uploads
+        if self.refusal is not None:
+            owner = msgspec.structs.replace(owner, is_attended=False)
+            if not uploads.is_free(owner):
+                return b""
+        async with uploads.turn(owner):
+            return await super().body()
+
     async def json(self) -> dict[str, Any]:
         if self.fields is None:
-            raw = await self.body()
+            raw, self.fields = await self.body(), {}
             try:
-                if self.is_call and self.method == "POST":
-                    await count_call(self)
-                self.fields = parse_object(raw)
-            except BatchwayError as error:
-                self.refusal, self.fields = error, {}
+                if self.refusal is None:
+                    self.fields = parse_object(raw)
+            except ApiError as error:
+                self.refusal = error
         return self.fields
 
 

@@ -51,7 +51,8 @@ class Gateway(msgspec.Struct, frozen=True):
     drain: StreamDrain
     metrics: GatewayMetrics
     grammars: GrammarCompiler
-    turns: Turns
+    turns: Turns  # of work before the queue
+    uploads: Turns  # of long bodies
 
     @property
     def first_calls(self) -> FirstCalls:

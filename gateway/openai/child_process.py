@@ -23,7 +23,8 @@ from gateway.turns import Turns, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
 TOO_LONG = "it takes too long"
-_LONG_S = 0.05  # after which another process is started for others
+_LONG_S = 0.05  # after which a process gives way, and another is started for others
+_NICENESS = 10
 _MAX_IDLE = 2
 _NUM_TRIES = 2  # of a request that ends its process
 _MAX_DEATHS, _DEATHS_S = 1024, 300.0  # requests that are remembered, and for how long
@@ -58,7 +59,7 @@ class ChildPool:
         self._start_message = msgspec.json.encode(
             {**start, "max_memory_bytes": limits.max_memory_bytes, "cpu_s": limits.cpu_s}
         )
-        self._turns = Turns(2, limits.turn_s)  # of requests without an owner
+        self._turns = Turns(2, wait_s=limits.turn_s)  # of requests without an owner
         self._idle: list[_Child] = []
         self._starting: asyncio.Task[None] | None = None
         self._deaths: TTLCache[bytes, tuple[int, str]] = TTLCache(_MAX_DEATHS, _DEATHS_S)
@@ -81,14 +82,11 @@ class ChildPool:
         if num_deaths >= _NUM_TRIES:
             raise ChildFailed(reason)
         async with turn(self._turns):
-            timer = asyncio.get_running_loop().call_later(_LONG_S, self._start_spare)
             try:
                 return await self._answer(raw)
             except ChildFailed as failure:
                 self._deaths[digest] = num_deaths + 1, str(failure)
                 raise
-            finally:
-                timer.cancel()
 
     async def aclose(self) -> None:
         """Ends the processes, now or after their current requests. A later request starts another
@@ -101,16 +99,19 @@ class ChildPool:
 
     async def _answer(self, raw: bytes) -> str:
         child = await self._taken()
+        timer = asyncio.get_running_loop().call_later(_LONG_S, self._let_wait, child)
         try:
             kind, text = await self._ask(child, raw)
         except BaseException:
             # The reply would otherwise be taken for that of the next request.
             await child.end()
             raise
+        finally:
+            timer.cancel()
         if kind not in (Reply.DONE, Reply.REFUSED):
             await child.end()
             raise ChildFailed("it needs too much memory")
-        if self._is_closed or len(self._idle) >= _MAX_IDLE:
+        if self._is_closed or child.has_given_way or len(self._idle) >= _MAX_IDLE:
             await child.end()
         else:
             self._idle.append(child)
@@ -128,7 +129,9 @@ class ChildPool:
                 await child.end()
             await asyncio.shield(self._started())  # a process is not left half started
 
-    def _start_spare(self) -> None:
+    def _let_wait(self, child: "_Child") -> None:
+        """A request that takes long gives way to others, which a spare will answer."""
+        child.give_way()
         if not self._idle and not self._is_closed:
             self._started()
 
@@ -178,6 +181,7 @@ class _Child:
         self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.process = process
+        self.has_given_way = False  # for good: a lowered priority cannot be raised again
         self.reader = reader
         self._writer = writer
 
@@ -207,6 +211,12 @@ class _Child:
         if num_bytes > _MAX_REPLY_BYTES:
             raise ValueError("the reply is too long")
         return Reply(kind), (await self.reader.readexactly(num_bytes)).decode()
+
+    def give_way(self) -> None:
+        """Lowers the priority of the process."""
+        self.has_given_way = True
+        with suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, _NICENESS)
 
     async def end(self) -> None:
         if self.process.returncode is None:

@@ -26,7 +26,7 @@ class Workshop:
     order: list[Owner] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.num_places, self.wait_s, clock=lambda: self.now_s)
+        self.turns = Turns(self.num_places, wait_s=self.wait_s, clock=lambda: self.now_s)
 
     async def _work(self, owner: Owner) -> None:
         async with self.turns.turn(owner):
