@@ -3,6 +3,7 @@ is accepted."""
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -248,6 +249,42 @@ async def test_a_call_that_the_queue_refuses_is_given_back(
         assert (await http.post("/v1/jobs", json=JOB, headers=limited)).status_code == 202
         answer = await http.post("/v1/jobs", json=JOB, headers=limited)
         assert refusal_of(answer)[:2] == (429, "tenant_quota")
+
+
+async def test_a_long_body_of_a_refused_call_is_not_read(
+    slow_worker: FakeWorker,
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """But for one at a time, whose caller may still be sending."""
+    limited = await key_of(redis_client, keys, requests_per_minute=1)
+    long = json.dumps(BODY | {"prompt": "a" * 1_000_000}).encode()
+    async with gateway(make_settings(redis_server.url)) as http:
+        await http.post("/v1/completions", json=BODY | {"max_tokens": -1}, headers=limited)
+        num_read = 0
+
+        async def content(until: asyncio.Event) -> AsyncIterator[bytes]:
+            nonlocal num_read
+            num_read += 1
+            await until.wait()
+            yield long
+
+        sent = asyncio.Event()
+        headers = {**JSON, **limited, "content-length": str(len(long))}
+        calls = [
+            asyncio.create_task(
+                http.post("/v1/completions", content=content(sent), headers=headers)
+            )
+            for _ in range(5)
+        ]
+        pending = set(calls)
+        while len(pending) > 1:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        assert num_read == 1
+        sent.set()
+        for call in calls:
+            assert refusal_of(await call)[:2] == (429, "tenant_quota")
 
 
 @contextlib.contextmanager
