@@ -118,7 +118,7 @@ class Turns:
         except BaseException as exc:
             if turn.done() and not turn.cancelled():
                 self._end(line, 0.0)  # the turn came as its owner left
-            else:
+            elif turn in line.waiting:
                 line.waiting.remove(turn)
             if isinstance(exc, TimeoutError):
                 raise Busy(self._retry_s(line)) from None
@@ -146,8 +146,10 @@ class Turns:
             if not ready:
                 return
             first = min(ready, key=lambda line: line.start)
-            self._begin(first)
-            first.waiting.popleft().set_result(None)
+            turn = first.waiting.popleft()
+            if not turn.cancelled():  # its owner may just have left
+                self._begin(first)
+                turn.set_result(None)
 
 
 _TURNS: ContextVar[Turns | None] = ContextVar("turns", default=None)

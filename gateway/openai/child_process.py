@@ -82,8 +82,9 @@ class ChildPool:
         if num_deaths >= _NUM_TRIES:
             raise ChildFailed(reason)
         async with turn(self._turns):
+            child = await self._taken()
             try:
-                return await self._answer(raw)
+                return await self._answer(child, raw)
             except ChildFailed as failure:
                 self._deaths[digest] = num_deaths + 1, str(failure)
                 raise
@@ -97,8 +98,7 @@ class ChildPool:
         while self._idle:
             await self._idle.pop().end()
 
-    async def _answer(self, raw: bytes) -> str:
-        child = await self._taken()
+    async def _answer(self, child: "_Child", raw: bytes) -> str:
         timer = asyncio.get_running_loop().call_later(_LONG_S, self._let_wait, child)
         try:
             kind, text = await self._ask(child, raw)

@@ -209,6 +209,19 @@ async def test_what_has_ended_two_processes_is_refused(templates: Templates) -> 
 
 
 @pytest.mark.anyio
+async def test_a_process_that_cannot_start_is_no_fault_of_its_request(
+    templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = templates.of(MOODY)
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.openai.child_process.sys.executable", "/nowhere/python")
+        for _ in range(2):
+            with pytest.raises(TemplateFailed, match="cannot start"):
+                await template.render(says("a"))
+    assert await template.render(says("a")) == "a"
+
+
+@pytest.mark.anyio
 async def test_a_dead_process_is_replaced(templates: Templates) -> None:
     """If its end is known when the next request arrives."""
     template = templates.of("{{ messages[0].content }}")

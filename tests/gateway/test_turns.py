@@ -122,6 +122,25 @@ async def test_whoever_leaves_the_line_is_passed_over() -> None:
     await asyncio.gather(first, last)
 
 
+@pytest.mark.parametrize("num_gone", [1, 2])
+async def test_an_owner_that_leaves_as_its_turn_comes_takes_none(num_gone: int) -> None:
+    """The place goes to the next one, or stays free."""
+    work = Workshop(num_places=1)
+    first, *waiting = await work.begin(ANN, 3)
+    work.running.pop()[1].set()
+    await asyncio.sleep(0)  # `first` ends in the next round of the loop
+    for task in waiting[:num_gone]:
+        task.cancel()
+    await settled()
+    await first
+    waiting += await work.begin(BOB)
+    while work.running:
+        await work.end()
+    assert work.order[-1] == BOB
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [isinstance(each, asyncio.CancelledError) for each in results].count(True) == num_gone
+
+
 async def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next() -> None:
     work = Workshop(num_places=1)
     [first, gone, last] = await work.begin(ANN, 3)
