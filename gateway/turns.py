@@ -27,7 +27,7 @@ _MAX_IDLE = 1024  # owners whose times are remembered
 
 
 class Busy(BatchwayError):
-    """An owner's earlier work keeps its places for too long."""
+    """An owner's earlier work keeps its places for too long, or the machine does other work."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("earlier calls are being prepared")

@@ -19,10 +19,9 @@ import msgspec
 from cachetools import TTLCache
 
 from gateway.openai.child import REPLY_HEAD, REQUEST_HEAD, Refused, Reply
-from gateway.turns import Turns, turn
+from gateway.turns import Busy, Turns, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
-TOO_LONG = "it takes too long"
 _LONG_S = 0.05  # after which a process gives way, and another is started for others
 _NICENESS = 10
 _MAX_IDLE = 2
@@ -31,7 +30,8 @@ _MAX_DEATHS, _DEATHS_S = 1024, 300.0  # requests that are remembered, and for ho
 
 
 class ChildLimits(msgspec.Struct, frozen=True):
-    """Limits of a process. `cpu_s` and `wall_s` apply to each request, and to the start."""
+    """Limits of a process. `cpu_s` and `wall_s` apply to each request, and to the start. The first
+    is the request's own; without it, the second shows that the machine is busy."""
 
     max_memory_bytes: int = 256 * 2**20  # of address space, with the interpreter
     cpu_s: int = 2
@@ -120,7 +120,7 @@ class ChildPool:
         return text
 
     async def _taken(self) -> "_Child":
-        """A process that is ready, from now on busy. Raises ChildFailed, ChildUnreadable."""
+        """A process that is ready, from now on busy. Raises ChildFailed, ChildUnreadable, Busy."""
         while True:
             while self._idle:
                 child = self._idle.pop()
@@ -143,7 +143,8 @@ class ChildPool:
         return self._starting
 
     async def _start(self) -> None:
-        """Starts a process, which reads its start message. Raises ChildFailed, ChildUnreadable."""
+        """Starts a process, which reads its start message. Raises ChildFailed, ChildUnreadable,
+        Busy."""
         if self._is_unreadable:
             raise ChildUnreadable
         try:
@@ -161,16 +162,16 @@ class ChildPool:
         self._idle.append(child)
 
     async def _ask(self, child: "_Child", raw: bytes) -> tuple[Reply, str]:
-        """Raises ChildFailed."""
+        """Raises ChildFailed, Busy."""
         try:
             async with asyncio.timeout(self._limits.wall_s):
                 return await child.ask(raw)
         except TimeoutError:
-            raise ChildFailed(TOO_LONG) from None
+            raise Busy(self._limits.wall_s) from None
         except (OSError, asyncio.IncompleteReadError, ValueError):
             await child.end()
             has_met_limit = child.process.returncode == -signal.SIGXCPU
-            raise ChildFailed(TOO_LONG if has_met_limit else "its process ended") from None
+            raise ChildFailed("it takes too long" if has_met_limit else "its process ended") from None
 
 
 class _Child:

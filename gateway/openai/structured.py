@@ -141,7 +141,7 @@ class GrammarCompiler:
     """Compiles constraints in processes of their own, and caches the results and the refusals."""
 
     def __init__(self, limits: ChildLimits | None = None) -> None:
-        limits = limits or ChildLimits(cpu_s=1, wall_s=4.0)
+        limits = limits or ChildLimits(cpu_s=1)
         self._processes = ChildPool(grammar_child.__name__, {}, limits)
         self._compiled: LRUCache[str, str] = LRUCache(_NUM_KEPT)
         self._refused: LRUCache[str, str] = LRUCache(_NUM_KEPT)

@@ -239,7 +239,7 @@ async def test_a_dead_process_is_replaced(templates: Templates) -> None:
 async def stopped(template: TemplateProcess) -> int:
     """A template's process that is stopped."""
     while template.pid is None:
-        with contextlib.suppress(TemplateFailed):  # its start may take longer than its limit
+        with contextlib.suppress(Busy):  # its start may take longer than its limit
             await template.render(MESSAGES)
     os.kill(template.pid, signal.SIGSTOP)
     return template.pid
@@ -247,12 +247,14 @@ async def stopped(template: TemplateProcess) -> int:
 
 @pytest.mark.anyio
 async def test_a_template_that_hangs_is_killed_by_the_clock(templates: Templates) -> None:
-    """A process that uses no CPU time never reaches its CPU limit."""
+    """A process that uses no CPU time never reaches its CPU limit. It gets none on a busy machine,
+    which is not the fault of the request: it is not refused later."""
     template = templates.of(MOODY, replace(LIMITS, wall_s=0.8))
-    pid = await stopped(template)
-    with pytest.raises(TemplateFailed, match="too long"):
-        await template.render(MESSAGES)
-    await until_gone(pid)
+    for _ in range(3):
+        pid = await stopped(template)
+        with pytest.raises(Busy):
+            await template.render(MESSAGES)
+        await until_gone(pid)
 
 
 @pytest.mark.anyio
