@@ -10,7 +10,7 @@ from infra.option_values import host_and_port, integer, lengths, number
 
 _ATTENTIONS = ("auto", "torch", "triton")
 _STEPS = ("auto", "direct", "ahead", "graphs")
-_QUANTIZATIONS = ("none", "int8", "fp8")
+_QUANTIZATIONS = ("none", "int8")
 
 
 _ENGINES = ("own", "vllm")
@@ -116,8 +116,8 @@ def add_quantization_option(group: argparse._ActionsContainer) -> None:
         "--quantization",
         choices=_QUANTIZATIONS,
         default="none",
-        help="weights of linear layers take a byte each; int8: on a CPU; fp8: on a GPU of compute "
-        "capability 9 or more; answers may differ (default: none)",
+        help="int8: weights of linear layers take a byte each, on a CPU; answers may differ "
+        "(default: none)",
     )
 
 

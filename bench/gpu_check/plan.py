@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench.gpu_check.checks import kernel_checks
 from bench.gpu_check.comparison import Transformers
@@ -18,8 +19,8 @@ from bench.gpu_check.decoding import (
     warm_up,
 )
 from bench.gpu_check.device_profile import profile_steps
-from bench.gpu_check.float8 import check_products, has_float8, time_products
 from bench.gpu_check.machine import Machine, measure_roofs
+from bench.gpu_check.over_http import measure_http
 from bench.gpu_check.results import Results
 from bench.gpu_check.sampling import KINDS, time_sampling
 from bench.gpu_check.sanitizer import check_memory
@@ -50,13 +51,6 @@ def _kernels(stage: Stage) -> None:
     stage.results.put("roofs", dataclasses.asdict(roofs))
     for name, check in kernel_checks(stage.machine):
         stage.results.check(name, check)
-    if has_float8(stage.machine):
-        shape = stage.sizes.decoding
-        stage.results.put("shape", shape.name)
-        stage.results.check("float8 products", partial(check_products, stage.machine, shape))
-        for n in stage.sizes.streams:
-            compute = partial(time_products, stage.machine, shape, n)
-            stage.results.measure("float8", str(n), compute)
 
 
 def _decoding(stage: Stage) -> None:
@@ -83,6 +77,14 @@ def _decoding(stage: Stage) -> None:
     stage.repeat("closed", "ours", partial(time_closed, served, sizes))
 
 
+def _http(stage: Stage) -> None:
+    results = stage.results
+    results.put("shape", stage.sizes.decoding.name)
+    results.put("num_in", stage.sizes.num_in)
+    results.put("num_out", stage.sizes.num_out)
+    measure_http(stage.machine, stage.sizes, results)
+
+
 def _strategies(stage: Stage) -> None:
     sizes, results = stage.sizes, stage.results
     served = _serve(stage, sizes.strategies)
@@ -97,9 +99,13 @@ def _transformers(stage: Stage) -> None:
     """With the device to itself: two such models do not fit."""
     sizes, results = stage.sizes, stage.results
     model = Transformers(sizes.decoding, stage.machine)
-    if (outputs := _checked(stage.folder)) is not None:
+    if outputs := _figure(stage.folder, "decoding", "checked"):
         prompts = [r.prompt_token_ids for r in at_once(sizes.decoding, sizes.checked, 0).requests]
         results.check("engine's tokens", lambda: model.check(prompts, outputs))
+    if killed := _figure(stage.folder, "http", "killed tokens"):
+        n = sizes.checked[0]
+        prompts = _figure(stage.folder, "http", "killed prompts")[:n]
+        results.check("tokens around the kill", lambda: model.check(prompts, killed[:n]))
     # Its first run is not counted: it compiles and records.
     for number in range(sizes.num_repeats + 1):
         group = "closed" if number else "warm-up"
@@ -121,19 +127,17 @@ def _serve(stage: Stage, shape: Shape) -> Served:
     return served
 
 
-def _checked(folder: Path) -> list[list[int]] | None:
-    """The engine's tokens of an earlier stage."""
-    path = folder / "decoding.json"
-    if not path.exists():
-        return None
-    found: list[list[int]] | None = json.loads(path.read_text()).get("checked")
-    return found
+def _figure(folder: Path, stage: str, name: str) -> Any:
+    """What an earlier stage has put; None if it has not."""
+    path = folder / f"{stage}.json"
+    return json.loads(path.read_text()).get(name) if path.exists() else None
 
 
 PLAN: dict[str, Callable[[Stage], None]] = {
     "kernels": _kernels,
     "decoding": _decoding,
-    "strategies": _strategies,
+    "http": _http,
     "transformers": _transformers,
+    "strategies": _strategies,
     "sanitizer": _sanitizer,
 }

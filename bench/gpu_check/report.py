@@ -37,9 +37,10 @@ def report(stages: Mapping[str, Figures]) -> str:
             _prefill(figures, roofs, theirs),
             _sampling(figures),
         ]
+    if "http" in stages:
+        parts.append(_http(stages["http"], stages.get("decoding", {})))
     if "strategies" in stages:
         parts.append(_strategies(stages["strategies"]))
-    parts.append(_float8(stages.get("kernels", {})))
     parts.append(_check_lines(stages))
     if "decoding" in stages:
         parts += [
@@ -92,6 +93,30 @@ def _decoding(figures: Figures, roofs: Figures | None) -> str:
     return _table(figures, rows) if groups else ""
 
 
+def _http(figures: Figures, decoding: Figures) -> str:
+    """`batchway up` beside the engine alone."""
+    groups = _group(figures, "http")
+    rows = [["over HTTP", *(_streams(n) for n, _ in groups)]]
+    alone = dict(_group(decoding, "decoding"))
+
+    def row(name: str, cells: Sequence[str]) -> None:
+        rows.append([name, *cells])
+
+    every = [runs for _, runs in groups]
+    row("output tokens/s", [_spread([r["tokens_per_s"] for r in runs]) for runs in every])
+    if all(n in alone for n, _ in groups):
+        rates = [
+            [statistics.median(r["tokens_per_s"] for r in runs) for runs in (served, alone[n])]
+            for n, served in groups
+        ]
+        row("share of the engine's", [f"{served / engine:.0%}" for served, engine in rates])
+    row("first token, ms, median request", [_latency(runs, "first_token_s") for runs in every])
+    row("between pieces, ms, p99", [_latency(runs, "between_tokens_s", "p99") for runs in every])
+    samples = [[s for run in runs for s in run["utilisation"]] for runs in every]
+    row("GPU's utilisation, median", [f"{statistics.median(s):.0f}%" if s else "" for s in samples])
+    return _table(figures, rows) if groups else ""
+
+
 def _prefill(figures: Figures, roofs: Figures | None, theirs: Figures) -> str:
     rows = [["throughput", "tokens/s", ""]]
     for _, runs in _group(figures, "prefill"):
@@ -134,20 +159,12 @@ def _strategies(figures: Figures) -> str:
     return _table(figures, rows) if groups else ""
 
 
-def _float8(figures: Figures) -> str:
-    rows = [["a layer's products", "bfloat16, ms", "fp8, ms", "bfloat16 of fp8"]]
-    for streams, [run] in _group(figures, "float8"):
-        plain_ms, small_ms = run["bfloat16_s"] * 1e3, run["fp8_s"] * 1e3
-        times = f"{plain_ms / small_ms:.2f} times"
-        rows.append([_streams(streams), f"{plain_ms:.3f}", f"{small_ms:.3f}", times])
-    return _table(figures, rows) if len(rows) > 1 else ""
-
-
 def _check_lines(stages: Mapping[str, Figures]) -> str:
     checks = list(_checks(stages))
     lines = [f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed."]
     lines += [f"- {c['name']} FAILED: {c['detail']}" for c in checks if not c["passed"]]
-    lines += [f"- {c['name']}: {c['detail']}" for c in checks if c["name"] == "engine's tokens"]
+    told = ("engine's tokens", "a killed worker", "tokens around the kill")
+    lines += [f"- {c['name']}: {c['detail']}" for c in checks if c["name"] in told]
     if state := stages.get("sanitizer", {}).get("state"):
         lines.append(f"- compute-sanitizer: {state}")
     return "\n".join(lines)

@@ -170,8 +170,8 @@ class ChildPool:
             raise Busy(self._limits.wall_s) from None
         except (OSError, asyncio.IncompleteReadError, ValueError):
             await child.end()
-            has_met_limit = child.process.returncode == -signal.SIGXCPU
-            raise ChildFailed("it takes too long" if has_met_limit else "its process ended") from None
+            is_long = child.process.returncode == -signal.SIGXCPU
+            raise ChildFailed("it takes too long" if is_long else "its process ended") from None
 
 
 class _Child:

@@ -71,7 +71,8 @@ def bare_python(tmp_path: Path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
     installed = Path(str(importlib.metadata.distribution("torch").locate_file("")))
-    for name in needs_of((*wheels.PRESENT, *wheels.CARRIED, *ON_A_CPU)) - {"__pycache__"}:
+    carried = [Requirement(text).name for text in wheels.carried()]
+    for name in needs_of((*wheels.PRESENT, *carried, *ON_A_CPU)) - {"__pycache__"}:
         if (installed / name).exists():
             (packages / name).symlink_to(installed / name)
     return folder / "bin" / "python3"
@@ -98,21 +99,23 @@ def test_the_whole_check_runs_where_only_wheels_can_be_carried(
     for figures in stages.values():
         assert (figures["skipped"], figures["failed"]) == ([], [])
     names = {check["name"].split(":")[0] for check in stages["kernels"]["checks"]}
-    kernels = {"attention", "norm", "gate", "rotation and cache", "sampling"}
-    assert names == {*kernels, "float8 products"}
-    assert list(stages["kernels"]["float8"]) == [str(n) for n in SMALL.streams]
+    assert names == {"attention", "norm", "gate", "rotation and cache", "sampling"}
     decoding = stages["decoding"]
     for streams in map(str, SMALL.streams):
         assert decoding["decoding"][streams][0]["tokens_per_s"] > 0
         assert 0 <= decoding["host gap"][streams][0]["share"] < 1
         assert decoding["profile"][streams][0]["kernels"]
     assert list(stages["strategies"]["strategies"]) == ["continuous", "dynamic", "static"]
-    [check] = stages["transformers"]["checks"]
-    assert (check["name"], check["passed"]) == ("engine's tokens", True)
+    [check] = stages["http"]["checks"]
+    assert (check["name"], check["passed"]) == ("a killed worker", True)
+    for streams in map(str, SMALL.streams):
+        assert stages["http"]["http"][streams][0]["tokens_per_s"] > 0
+    held = [check["name"] for check in stages["transformers"]["checks"] if check["passed"]]
+    assert held == ["engine's tokens", "tokens around the kill"]
     assert stages["transformers"]["closed"]["transformers"][0] > 0
     assert stages["sanitizer"]["state"] == "no GPU"
     assert ran.stdout.strip() == (out / "report.md").read_text().strip()
-    wanted = ("prefill", "host gap", "sampling", "continuous beside it", "bfloat16 of fp8")
+    wanted = ("prefill", "host gap", "sampling", "continuous beside it", "transformers' continuous")
     assert all(word in ran.stdout for word in wanted)
 
 
@@ -321,14 +324,18 @@ def test_compute_sanitizers_errors_fail_a_check(
 def test_what_is_carried_is_unpacked_for_the_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wheel is an archive of what it installs."""
-    with zipfile.ZipFile(tmp_path / "msgspec-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("msgspec/__init__.py", "")
+    """A wheel is an archive of what it installs. What this Python has stays as it is."""
+    for name in ("lacking", "msgspec"):
+        with zipfile.ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            program = zipfile.ZipInfo(f"{name}/program")
+            program.external_attr = 0o755 << 16
+            wheel.writestr(program, "")
     monkeypatch.setattr(wheels, "FOLDER", tmp_path)
 
     wheels.unpack(tmp_path / "site")
 
-    assert (tmp_path / "site" / "msgspec" / "__init__.py").exists()
+    assert os.access(tmp_path / "site" / "lacking" / "program", os.X_OK)
+    assert not (tmp_path / "site" / "msgspec").exists()
 
 
 def test_a_python_that_lacks_something_is_told_what(monkeypatch: pytest.MonkeyPatch) -> None:

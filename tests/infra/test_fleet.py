@@ -200,13 +200,12 @@ def test_weights_over_their_share_are_refused_with_figures(
     tmp_path: Path, small_machine: None
 ) -> None:
     """By the headers of their files: the demo model's 1,018,240 weights need 4 bytes each on a
-    processor, 2 as bfloat16, 1 as int8 or fp8."""
+    processor, 2 as bfloat16, 1 as int8."""
     for share, fields, fits in (
         (4 * NUM_DEMO / 1e7 + 0.001, "", True),
         (4 * NUM_DEMO / 1e7 - 0.001, "", False),
         (2 * NUM_DEMO / 1e7 + 0.001, ", dtype: bfloat16", True),
         (1 * NUM_DEMO / 1e7 + 0.001, ", quantization: int8", True),
-        (1 * NUM_DEMO / 1e7 + 0.001, ", quantization: fp8", True),
     ):
         entries = read(tmp_path, f"models: [{{model: demo, memory_share: {share}{fields}}}]")
         if fits:

@@ -59,7 +59,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model_path: str
     revision: str | None = None  # of a model of the Hub: a branch, tag or commit
     dtype: str = "auto"  # auto, float32, bfloat16 or float16
-    quantization: str = "none"  # none, int8 or fp8: of the linear layers' weights
+    quantization: str = "none"  # none or int8, on a CPU: of the linear layers' weights
     device: str = "auto"  # auto, cpu or cuda
     kv_memory_bytes: int | None = None
     memory_share: float | None = None  # of its device, for weights and KV; None: what is free

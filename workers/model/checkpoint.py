@@ -197,7 +197,7 @@ def _check_kind(model_path: str, config: PretrainedConfig, *, pools: bool) -> No
         raise ModelRefused(
             f"the weights of {model_path} are quantised ({method}), which batchway's own engine "
             f"does not read: {'serve it by --engine vllm on a GPU, or ' if is_known else ''}take "
-            "the checkpoint in bfloat16 (--quantization makes weights smaller while they load)"
+            "the checkpoint in bfloat16 (on a CPU --quantization int8 makes it smaller at load)"
         )
 
 

@@ -47,7 +47,7 @@ class Loaded:
             torch.cuda.empty_cache()
         self.decoder = self.read()
         if self.options.quantization != "none":
-            progress(quantize(self.decoder, self.options.quantization))
+            progress(quantize(self.decoder))
 
     @property
     def block_size(self) -> int:

@@ -21,7 +21,6 @@ from workers.model.backend import Backend
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
 from workers.model.cores import available_cores
 from workers.model.files import Files
-from workers.model.float8 import exact_inputs
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import check_steps
@@ -32,7 +31,7 @@ from workers.model.pooling.folder import PoolingFolder, read_folder
 from workers.model.pooling.loading import Place, default_step_tokens, load_runner
 from workers.model.pooling.runner import PoolingRunner
 from workers.model.products import Processor
-from workers.model.quantization import check_products, check_quantization
+from workers.model.quantization import check_quantization
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
@@ -95,14 +94,13 @@ def load_model(
     device = _device(options.device)
     check_steps(options.steps, device)
     dtype = _dtype(options.dtype, device, config)
-    check_quantization(options.quantization, device, dtype)
+    check_quantization(options.quantization, device)
     _check_share(options, device, dtype)
     progress(f"loading {path} as {_name(dtype)} on {device}")
     max_model_len = _max_model_len(options, config)
 
     def read() -> nn.Module:
-        is_whole = options.quantization == "none"
-        decoder = load_decoder(path, config, dtype, device, revision, in_one_block=is_whole)
+        decoder = load_decoder(path, config, dtype, device, revision)
         if num_fixed := fix_rope(decoder, max_model_len):
             progress(f"fixed {num_fixed} rotary embedding(s) for {max_model_len} tokens")
         return decoder
@@ -192,7 +190,6 @@ def _runner(
     else:
         return _paged(paged, backend, loaded, progress)
     use_own_attention(loaded.decoder)
-    check_products(loaded.decoder)
     runner = _sequential_runner(loaded)
     progress(f"served one sequence at a time: {reason}; {runner.continues}")
     return runner
@@ -210,8 +207,7 @@ def _paged(
 
 def _sequential_runner(loaded: Loaded) -> SequentialRunner:
     """Raises ModelRefused."""
-    with exact_inputs():
-        continues = choose_continuation(loaded.decoder, loaded.config, loaded.device)
+    continues = choose_continuation(loaded.decoder, loaded.config, loaded.device)
     shape = StateShape(0, 0)
     if continues is not Continues.NEVER:
         shape = measure_state(loaded.decoder, loaded.config, loaded.device)

@@ -11,7 +11,6 @@ from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.model import ModelRefused
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend, choose_backend
-from workers.model.float8 import exact_inputs
 from workers.model.gpu.self_test import SelfTestFailed, check_attention
 from workers.model.huge_pages import touch, use_huge_pages
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
@@ -20,7 +19,7 @@ from workers.model.memory import Card
 from workers.model.probe import check_parity, probe_layers
 from workers.model.products import Products
 from workers.model.proof import difference, find_wrong, record, streamline
-from workers.model.quantization import check_products, num_weight_bytes
+from workers.model.quantization import num_weight_bytes
 from workers.model.runner import ModelRunner
 from workers.model.surgery.surgeon import ATTENTION, Operation, Surgeon
 from workers.model.warming import warm_up
@@ -39,9 +38,7 @@ _READY_PER_WEIGHT = 8
 def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
     """Raises CannotShareBatch if the model cannot be paged, ModelRefused if it cannot run."""
     weight_bytes = num_weight_bytes(loaded.decoder, "cpu")
-    with exact_inputs():
-        runner, backend = _right_runner(loaded, progress)
-    check_products(loaded.decoder)
+    runner, backend = _right_runner(loaded, progress)
     if (card := loaded.measured) is not None:
         _fill(runner, loaded, card, progress)
     if loaded.options.fused and weight_bytes >= _LEAST_HUGE_BYTES:

@@ -1,11 +1,10 @@
-"""Weights of one byte: each output of a linear layer is a row of small numbers and one scale.
+"""Weights of one byte: each output of a linear layer is a row of integers and one scale.
 
 Activations, sums and the KV cache keep their types. This module computes with torch, converting a
-layer's int8 weights at each use; faster kernels for CPUs are in `native`. The product of float8
-weights, for GPUs, is in `float8`.
+layer's weights at each use; faster kernels are in `native`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,18 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.engine.model import ModelRefused
-from workers.model.float8 import (
-    FLOAT8,
-    check_float8,
-    exact_product,
-    fits,
-    float8_product,
-    float8_rows,
-    rounds_inputs,
-    wrong_product,
-)
 
-QUANTIZATIONS = ("none", "int8", "fp8")
+QUANTIZATIONS = ("none", "int8")
 _LARGEST = 127  # -128 would have no positive counterpart
 # If linear layers hold a smaller share of the weights, quantizing saves little.
 _LEAST_SHARE = 0.5
@@ -42,8 +31,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """values (out, in), int8 in -127 … 127 or float8, scales float32 (out,); `dtype` is that of
-    the inputs."""
+    """values int8 (out, in) in -127 … 127, scales float32 (out,); `dtype` is that of the inputs."""
 
     values: Tensor
     scales: Tensor
@@ -63,14 +51,7 @@ class QuantizedWeight:
 
     def widened(self) -> Tensor:
         """(out, in) of `dtype`."""
-        values = self.values.to(self.dtype) if self.values.dtype == FLOAT8 else self.values
-        return (values * self.scales[:, None]).to(self.dtype)
-
-
-def rounded_to_float8(weight: Tensor) -> QuantizedWeight:
-    """Quantizes weight (out, in), finite, to float8."""
-    values, scales = float8_rows(weight.detach())
-    return QuantizedWeight(values, scales[:, 0], weight.dtype)
+        return (self.values * self.scales[:, None]).to(self.dtype)
 
 
 def rounded(weight: Tensor) -> QuantizedWeight:
@@ -103,10 +84,6 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor, before: Norm | None = None) -> Tensor:
         x = x if before is None else before(x)
-        if self.values.dtype == FLOAT8:
-            product = float8_product if rounds_inputs() else exact_product
-            out = product(x, self.values, self.scales)
-            return out if self.bias is None else out + self.bias
         if self.dtype == torch.float16:  # unscaled sums might overflow
             return F.linear(x, self.weight, self.bias)
         # Integers up to 127 are exact in bfloat16; scaled ones are not.
@@ -118,62 +95,39 @@ class QuantizedLinear(nn.Module):
         return to + self.forward(x)
 
 
-def check_quantization(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    capability_of: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
-) -> None:
+def check_quantization(name: str, device: torch.device) -> None:
     """Raises ModelRefused for an unknown name, or one that is slow on the device."""
     if name not in QUANTIZATIONS:
         raise ModelRefused(f"quantization {name} is not one of {', '.join(QUANTIZATIONS)}")
     if name == "int8" and device.type != "cpu":
         raise ModelRefused(
             "quantization int8 is for CPUs: a GPU would convert the weights at each call, which "
-            "takes longer than bfloat16 weights; use fp8 on a device of compute capability 9 or "
-            "more, else none"
+            "takes longer than bfloat16 weights; use quantization none"
         )
-    if name == "fp8":
-        check_float8(dtype, capability_of(device) if device.type == "cuda" else None)
 
 
-def quantize(decoder: nn.Module, name: str = "int8") -> str:
-    """Replaces the linear layers one at a time, and describes the result. `name`: int8 or fp8.
-    Keeps embeddings, also one that shares its weight with the head. Raises ModelRefused."""
+def quantize(decoder: nn.Module) -> str:
+    """Replaces the linear layers one at a time, and describes the result. Keeps embeddings, also
+    one that shares its weight with the head. Raises ModelRefused."""
     linears = {path: module for path, module in decoder.named_modules() if _is_linear(module)}
-    if name == "fp8":
-        linears = {path: linear for path, linear in linears.items() if fits(linear)}
     share = _num_weights(linears.values()) / max(1, _num_weights(decoder.modules()))
     if share < _LEAST_SHARE:
-        sizes = " of sizes that are multiples of 16" if name == "fp8" else ""
         raise ModelRefused(
-            f"quantization {name} is for linear layers{sizes}, and {type(decoder).__name__} keeps "
+            f"quantization int8 is for linear layers, and {type(decoder).__name__} keeps "
             f"{1 - share:.0%} of its matrices elsewhere"
         )
     num_linears, bytes_before, bytes_after = len(linears), 0, 0
     while linears:
         path, linear = linears.popitem()
         if not linear.weight.isfinite().all():
-            raise ModelRefused(f"quantization {name}: not all weights of {path} are finite numbers")
-        weight = rounded_to_float8(linear.weight) if name == "fp8" else rounded(linear.weight)
+            raise ModelRefused(f"quantization int8: not all weights of {path} are finite numbers")
+        weight = rounded(linear.weight)
         bytes_before, bytes_after = bytes_before + linear.weight.nbytes, bytes_after + weight.nbytes
         decoder.set_submodule(path, QuantizedLinear(weight, linear.bias))
     return (
-        f"weights of {num_linears} linear layers are {name}: {bytes_after / 2**20:.1f} MiB "
+        f"weights of {num_linears} linear layers are int8: {bytes_after / 2**20:.1f} MiB "
         f"where they were {bytes_before / 2**20:.1f}"
     )
-
-
-def check_products(decoder: nn.Module) -> None:
-    """The products of one float8 layer of each shape. Raises ModelRefused where they are wrong."""
-    small = (module for module in decoder.modules() if isinstance(module, QuantizedLinear))
-    shapes = {(m.in_features, m.out_features): m for m in small if m.values.dtype == FLOAT8}
-    for (num_in, num_out), linear in shapes.items():
-        if reason := wrong_product(linear.values, linear.scales):
-            raise ModelRefused(
-                f"quantization fp8: the product with {num_in} inputs and {num_out} outputs fails "
-                f"here: {reason}; use quantization none"
-            )
 
 
 def num_weight_bytes(decoder: nn.Module, device_type: str) -> int:

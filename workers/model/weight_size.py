@@ -19,6 +19,6 @@ def least_weight_bytes(model_path: str, dtype: str, quantization: str, *, on_gpu
     except (OSError, NotASafetensorsRepoError, SafetensorsParsingError):
         return 0  # the loader says what is wrong
     num_parameters = sum(metadata.parameter_count.values())
-    if quantization in ("int8", "fp8"):
+    if quantization == "int8":
         return num_parameters
     return num_parameters * _BYTES.get(dtype, 2 if on_gpu else 4)

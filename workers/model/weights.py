@@ -34,16 +34,11 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     revision: str = DEFAULT_REVISION,
-    *,
-    in_one_block: bool = True,
 ) -> nn.Module:
-    """The frozen decoder, with our attention if the family supports it. `in_one_block`: a GPU's
-    memory may be taken at once, of which no part is given back. Raises ModelRefused."""
+    """The frozen decoder, with our attention if the family supports it. Raises ModelRefused."""
     register_attention()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    arguments = {"config": config, "dtype": dtype, "revision": revision}
-    if in_one_block:
-        arguments |= _placement(device)
+    arguments = {"config": config, "dtype": dtype, "revision": revision, **_placement(device)}
     try:
         decoder = _read(path, arguments | {"attn_implementation": ATTENTION_NAME})
     except _OwnAttentionTable:

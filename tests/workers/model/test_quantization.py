@@ -23,6 +23,7 @@ from workers.model.loader import LoadedModel, ModelRefused, load_model
 from workers.model.products import Processor, Product
 from workers.model.quantization import (
     QuantizedLinear,
+    check_quantization,
     num_weight_bytes,
     quantize,
     rounded,
@@ -139,13 +140,23 @@ def test_a_decoder_of_other_layers_is_refused(family: str, tmp_path: Path) -> No
 def test_unknown_types_and_non_finite_weights_are_refused(tmp_path: Path) -> None:
     """Each in one sentence, before a job is accepted."""
     folder = save_tiny_model("llama", tmp_path)
-    with pytest.raises(ModelRefused, match="quantization int4 is not one of none, int8"):
-        load(folder, quantization="int4")
+    with pytest.raises(ModelRefused, match=r"quantization fp8 is not one of none, int8$"):
+        load(folder, quantization="fp8")
 
     decoder = make_model("llama").requires_grad_(False)
     decoder.model.layers[1].mlp.up_proj.weight[3, 5] = float("inf")
     with pytest.raises(ModelRefused, match=r"not all weights of model\.layers\.1\.mlp\.up_proj"):
         quantize(decoder)
+
+
+def test_int8_is_refused_on_a_gpu() -> None:
+    """There it would be slower than bfloat16. Other values are taken."""
+    gpu = torch.device("cuda")
+    with pytest.raises(ModelRefused, match=r"int8 is for CPUs: .* use quantization none$"):
+        check_quantization("int8", gpu)
+
+    check_quantization("none", gpu)
+    check_quantization("int8", torch.device("cpu"))
 
 
 def test_int8_leaves_a_quarter_of_the_bytes_and_logs_it(tmp_path: Path) -> None:

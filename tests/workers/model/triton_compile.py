@@ -25,7 +25,7 @@ from tests.workers.model.test_triton_attention import Case, random_tensors
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.rows import RowsStep
 from workers.model.attention.triton_attention import TritonAttention
-from workers.model.gpu.kernels import TritonKernels, draw_rows, round_rows, scale_rows
+from workers.model.gpu.kernels import TritonKernels, draw_rows
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -83,9 +83,6 @@ def compile_all(capability: int, layers: list[Layer]) -> dict[str, list[tuple[in
     for dtype in {layer.dtype for layer in layers}:
         _compute_beside(TritonKernels(dtype), dtype)
         _draw(dtype)
-        if capability >= 90:
-            round_rows(torch.randn(2, 4096).to(dtype))
-            scale_rows(torch.randn(2, 4096).to(dtype), torch.ones(2, 1), torch.ones(4096))
     return {name: list(variants.values()) for name, variants in found.items()}
 
 

@@ -22,9 +22,9 @@ from workers.engine.model import Chunk, Padding, Row, Sample
 from workers.engine.sequence import Sequence
 from workers.model.answers import answer_chunks
 from workers.model.gpu.decode import PrepareRows, RowsDecoder
-from workers.model.gpu.drawing import OPEN, can_draw, draw, wishes_of
+from workers.model.gpu.drawing import can_draw, draw, wishes_of
 from workers.model.gpu.graphs import Record, sizes_up_to
-from workers.model.gpu.request_state import TOKEN, HostCopy, RequestState
+from workers.model.gpu.request_state import OPEN, TOKEN, HostCopy, RequestState
 from workers.model.runner import ModelRunner
 from workers.model.staging import to_device
 

@@ -14,6 +14,7 @@ from workers.engine.sequence import Sequence
 from workers.model.gpu.request_state import (
     MIN_P,
     NOISE,
+    OPEN,
     OUTPUT_SHIFT,
     POSITION,
     TEMPERATURE,
@@ -25,8 +26,6 @@ from workers.model.noise import gumbel, row_keys_at, uniform
 from workers.model.penalties import asks_for_change
 from workers.model.sampler import LOWEST_TEMPERATURE
 from workers.model.thresholds import find_allowed
-
-OPEN = -1  # instead of a token id: the row's logits are not finite numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,15 @@ import triton
 from torch import Tensor
 
 from workers.model.attention.triton_attention import can_attend
-from workers.model.float8 import FLOAT8, LARGEST, LEAST_SCALE
-from workers.model.gpu.drawing import OPEN
+from workers.model.gpu.request_state import OPEN
 from workers.model.gpu.sampling_kernels import draw_tiles, find_lowest, join_draws
-from workers.model.gpu.triton_kernels import (
-    gate_silu,
-    normalise,
-    round_to_float8,
-    scale_both,
-    turn_and_keep,
-)
+from workers.model.gpu.triton_kernels import gate_silu, normalise, turn_and_keep
 from workers.model.kernels import likeliest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GATE_TILE = 1024
 _DRAW_TILE = 4096
 _SEARCH_TILE = 8192
-_ROUND_TILE = 4096
-_SCALE_TILE = 1024
 
 
 class TritonKernels:
@@ -103,31 +94,6 @@ class TritonKernels:
 
     def _check(self, *tensors: Tensor) -> None:
         assert all(tensor.dtype == self.dtype for tensor in tensors)
-
-
-def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """matrix (n, in), any float type -> values float8 (n, in), scales float32 (n, 1)."""
-    matrix = matrix.contiguous()
-    num_rows, dim = matrix.shape
-    values = torch.empty_like(matrix, dtype=FLOAT8)
-    scales = matrix.new_empty(num_rows, 1, dtype=torch.float32)
-    tile = min(_ROUND_TILE, triton.next_power_of_2(dim))
-    round_to_float8[(num_rows,)](
-        matrix, values, scales, LARGEST, LEAST_SCALE, DIM=dim, TILE=tile, num_warps=8
-    )
-    return values, scales
-
-
-def scale_rows(matrix: Tensor, row_scales: Tensor, scales: Tensor) -> Tensor:
-    """matrix (n, out), contiguous, row_scales float32 (n, 1), scales float32 (out,) -> the matrix,
-    overwritten by itself times both."""
-    num_rows, dim = matrix.shape
-    assert matrix.is_contiguous()
-    tile = min(_SCALE_TILE, triton.next_power_of_2(dim))
-    scale_both[(num_rows, triton.cdiv(dim, tile))](
-        matrix, row_scales, scales, DIM=dim, TILE=tile, num_warps=4
-    )
-    return matrix
 
 
 def draw_rows(logits: Tensor, cells: Tensor, rows: Tensor, *, is_limited: bool) -> Tensor:

@@ -43,6 +43,7 @@ class HostCopy:
 TOKEN, POSITION, OUTPUT_SHIFT, NOISE, TOP_K, TEMPERATURE, TOP_P, MIN_P, NUM_FIELDS = range(9)
 _UNKNOWN = -1  # known only to the device: not a valid token id or position
 OWN = -1  # a place has its row's token and position
+OPEN = -1  # instead of a token id: the row's logits are not finite numbers
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The Triton kernels for norms, gates, rotary embedding with the cache write, and float8 products.
+"""The Triton kernels for norms, gates and rotary embedding with the cache write.
 
 All compute in float32 and round once.
 """
@@ -95,41 +95,3 @@ def turn_and_keep(
     tl.store(target + HALF + halves, high.to(kind), mask=is_half)
     if REST_PAD > 0:
         tl.store(target + dims, rest.to(kind), mask=dims < DIM)
-
-
-@triton.jit
-def round_to_float8(
-    matrix,
-    out,
-    scales,
-    LARGEST: tl.constexpr,  # of out's type
-    LEAST_SCALE: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Grid (num_rows,): matrix (num_rows, DIM) -> out, float8, and scales float32 (num_rows,), so
-    that out * scales is the matrix and its largest number in each row is LARGEST."""
-    row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, TILE)
-    largest = tl.zeros((TILE,), tl.float32)
-    for first in range(0, DIM, TILE):
-        found = tl.load(matrix + row * DIM + first + dims, mask=first + dims < DIM, other=0.0)
-        largest = tl.maximum(largest, tl.abs(found.to(tl.float32)))
-    scale = tl.maximum(tl.max(largest, 0) / LARGEST, LEAST_SCALE)
-    tl.store(scales + row, scale)
-    for first in range(0, DIM, TILE):
-        is_inside = first + dims < DIM
-        found = tl.load(matrix + row * DIM + first + dims, mask=is_inside, other=0.0)
-        small = (found.to(tl.float32) / scale).to(out.dtype.element_ty)
-        tl.store(out + row * DIM + first + dims, small, mask=is_inside)
-
-
-@triton.jit
-def scale_both(matrix, row_scales, scales, DIM: tl.constexpr, TILE: tl.constexpr):
-    """Grid (num_rows, tiles): matrix (num_rows, DIM), in place, times row_scales (num_rows,) and
-    scales (DIM,)."""
-    row, dims = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    place = matrix + row * DIM + dims
-    found = tl.load(place, mask=dims < DIM, other=0.0).to(tl.float32)
-    factor = tl.load(row_scales + row) * tl.load(scales + dims, mask=dims < DIM, other=0.0)
-    tl.store(place, (found * factor).to(matrix.dtype.element_ty), mask=dims < DIM)
