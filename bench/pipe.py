@@ -120,10 +120,13 @@ def running_server(arguments: Sequence[str]) -> Iterator[Server]:
     assert process.stdout is not None
     # Its logs are read to their end: a full pipe would stop it.
     reader = threading.Thread(target=deque, args=(process.stdout, 0), daemon=True)
+    ready = ""
     try:
-        ready = next((line for line in process.stdout if _READY in line), None)
-        if ready is None:
-            raise RuntimeError("`batchway up` ended before it was ready")
+        for ready in process.stdout:
+            if _READY in ready:
+                break
+        else:
+            raise RuntimeError(f"`batchway up` ended before it was ready: {ready.strip()}")
         reader.start()
         yield Server(ready.split(_READY)[1].split()[0], process.pid)
     finally:

@@ -19,6 +19,7 @@ class Sizes:
     prefill: tuple[int, int]  # prompts, tokens of each
     closed: tuple[int, int, int]  # requests, prompt tokens, output tokens, beside transformers
     checked: tuple[int, int, int]  # the same, of the tokens held against transformers'
+    killed: tuple[int, int, int]  # the same, of the streams whose worker is killed
     num_requests: int  # of the strategies
     lengths: tuple[int, int]  # of their prompts and outputs, log-uniform
     batch_size: int  # of static and dynamic batches
@@ -35,6 +36,7 @@ FULL = Sizes(
     prefill=(16, 2048),
     closed=(128, 512, 128),
     checked=(4, 512, 32),
+    killed=(32, 128, 1024),
     num_requests=256,
     lengths=(16, 512),
     batch_size=32,
@@ -50,6 +52,7 @@ SMALL = Sizes(
     prefill=(2, 6),
     closed=(2, 8, 3),
     checked=(2, 9, 4),
+    killed=(2, 6, 400),
     num_requests=3,
     lengths=(2, 5),
     batch_size=2,

@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".wheels"
-CARRIED = ("cachetools", "llguidance", "msgspec")
 PRESENT = ("torch", "transformers", "triton")
+_EXTRAS = ("gateway", "callbacks", "embedded-redis")  # what `batchway up` needs besides
 # pip compares the platform's name exactly, so all of glibc's versions are named.
 _GLIBC = range(17, 40)
 
@@ -36,15 +38,29 @@ def lacking() -> list[str]:
     return found
 
 
+def carried() -> list[str]:
+    """The project's requirements that are carried, with what they need in turn."""
+    project = _project()
+    extras = project["optional-dependencies"]
+    every = [*project["dependencies"], *(text for name in _EXTRAS for text in extras[name])]
+    return [text.partition(";")[0].strip() for text in every]
+
+
 def missing() -> list[str]:
     """Those of the carried packages that this Python does not have itself."""
-    return [name for name in CARRIED if importlib.util.find_spec(name) is None]
+    return [name for name in map(_name, carried()) if not _has(name)]
 
 
 def unpack(target: Path) -> None:
-    """Unpacks the wheels; they were downloaded for one version of Python."""
+    """Unpacks those wheels whose packages this Python does not have; they were downloaded for one
+    version of it."""
     for wheel in sorted(FOLDER.glob("*.whl")):
-        shutil.unpack_archive(wheel, target, "zip")
+        if _has(wheel.name.partition("-")[0]):
+            continue
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.infolist():
+                path = Path(archive.extract(member, target))
+                path.chmod(path.stat().st_mode | (member.external_attr >> 16) & 0o111)
 
 
 def download(python_version: str, folder: Path = FOLDER) -> int:
@@ -53,10 +69,10 @@ def download(python_version: str, folder: Path = FOLDER) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     platforms = [f"--platform=manylinux_2_{n}_{platform.machine()}" for n in reversed(_GLIBC)]
     command = [
-        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"),
         *("--implementation=cp", f"--python-version={python_version}", f"--dest={folder}"),
         *(*platforms, f"--platform=manylinux2014_{platform.machine()}"),
-        *(_requirement(name) for name in CARRIED),
+        *carried(),
     ]
     return subprocess.run(command).returncode  # noqa: S603  # our own arguments
 
@@ -69,12 +85,27 @@ def minimum(name: str) -> str:
 
 
 def _requirement(name: str) -> str:
-    """The project's requirement, for example "torch>=2.11,<3"."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    every: list[str] = [*project["dependencies"], *extras["worker"], *extras["dev"]]
-    texts = [text.partition(";")[0].strip() for text in every]
-    return next(text for text in texts if re.split(r"[<>=\[]", text)[0] == name)
+    """The project's requirement of a worker's or developer's package, as "torch>=2.11,<3"."""
+    extras = _project()["optional-dependencies"]
+    every: list[str] = [*extras["worker"], *extras["dev"]]
+    return next(text.partition(";")[0].strip() for text in every if _name(text) == name)
+
+
+def _project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def _name(requirement: str) -> str:
+    return re.sub(r"[<>=\[;].*", "", requirement)
+
+
+def _has(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _numbers(version: str) -> tuple[int, ...]:

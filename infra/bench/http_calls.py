@@ -29,7 +29,7 @@ class Outcome(enum.StrEnum):
 @dataclass(slots=True)
 class Call:
     """Times are seconds from the start of the run; `arrival_s` is the due time. `chunk_times_s` has
-    one entry per piece of output."""
+    one entry per piece of output; `token_ids` is empty where the server does not return them."""
 
     number: int
     num_prompt_tokens: int
@@ -41,6 +41,7 @@ class Call:
     status: int = 0
     num_output_tokens: int = 0
     chunk_times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float | None:
@@ -155,6 +156,7 @@ class _Stream:
             if text or token_ids:
                 self.call.chunk_times_s.append(self.now_s())
                 self.call.num_output_tokens += len(token_ids) if token_ids else 1
+                self.call.token_ids += token_ids or ()
             self.is_finished |= choice.get("finish_reason") is not None
 
 
