@@ -77,6 +77,7 @@ MUTANTS = [
         "the epoch is no fence",
         "job.owner ~= incarnation or job.epoch ~= tonumber(epoch)",
         "job.owner ~= incarnation",
+        seed=1,
     ),
     Mutant(
         "the owner is no fence",
@@ -88,6 +89,7 @@ MUTANTS = [
         "a repeated event is appended again",
         "if item.number < job.next then return 'OK', job.next end",
         "",
+        seed=6,
     ),
     Mutant(
         "a gap is closed silently", "if item.number > job.next then return 'GAP', job.next end", ""
@@ -96,6 +98,7 @@ MUTANTS = [
         "the output cap is off by one",
         "num_tokens > job.max_tokens",
         "num_tokens > job.max_tokens + 1",
+        seed=1,
     ),
     Mutant(
         "an append does not renew the lease",
@@ -107,18 +110,19 @@ MUTANTS = [
         "an append of one that goes on does not renew the lease",
         "      renewed[#renewed + 1] = id\n",
         "",
-        seed=17,
+        seed=20,
     ),
     Mutant(
         "one that goes on may leave a gap, and say all again",
         "known_epoch or tonumber(number) ~= next_number then",
         "known_epoch then",
+        seed=7,
     ),
     Mutant(
         "one that goes on may do so past its deadline",
         "  if now >= deadline or tokens > max_tokens then return nil end",
         "  if tokens > max_tokens then return nil end",
-        seed=39,
+        seed=62,
     ),
     Mutant(
         "one that goes on has no cap",
@@ -156,6 +160,7 @@ MUTANTS = [
         "a moved job keeps its old lane and deadline",
         "  running.write_back(tag, job)\n  if argv[4] ~= ''",
         "  if argv[4] ~= ''",
+        seed=7,
     ),
     Mutant(
         "a caller reads progress from the record alone",
@@ -172,7 +177,7 @@ MUTANTS = [
         "a heartbeat does not renew leases",
         "      redis.call('ZADD', tag .. ':leases', now + lease_ms, argv[i])\n",
         "",
-        seed=9,
+        seed=27,
     ),
     Mutant(
         "a claim grants no lease",
@@ -186,6 +191,7 @@ MUTANTS = [
         "an expired job is handed out",
         "    terminal(tag, job, 'expired', '', '', now)\n    return nil\n",
         "",
+        seed=3,
     ),
     Mutant(
         "a job that ends keeps its lease",
@@ -225,7 +231,9 @@ MUTANTS = [
         "a log that is kept elsewhere loses its end", "'MINID', (job.next - 1)", "'MINID', job.next"
     ),
     Mutant("a drain counts as an attempt", "'attempt', job.attempt - 1", "'attempt', job.attempt"),
-    Mutant("errors are tried for ever", "job.attempt >= job.max_attempts", "job.attempt > 1000"),
+    Mutant(
+        "errors are tried for ever", "job.attempt >= job.max_attempts", "job.attempt > 1000", seed=2
+    ),
     Mutant(
         "the second lapse is as the first",
         "is_suspect = job.lapses > 0 and",
@@ -240,8 +248,9 @@ MUTANTS = [
         "a key accepts another body",
         "body == terms.body_hash and 'EXISTS' or 'MISMATCH'",
         "'EXISTS'",
+        seed=3,
     ),
-    Mutant("memory is never full", "if not is_call and room <= 0 then", "if false then"),
+    Mutant("memory is never full", "if not is_call and room <= 0 then", "if false then", seed=3),
     Mutant(
         "a lane takes what is another's own",
         "borrowed = borrowed + math.max(0, bytes - own)",
@@ -252,17 +261,19 @@ MUTANTS = [
         "a tenant takes what is left",
         "+ job.bytes > TIMES_FREE * free then",
         "+ job.bytes > 1000 * free then",
-        seed=3,
+        seed=4,
     ),
     Mutant(
         "the bytes of a job stay in its first lane",
         "  ledger.hold(tag, job)\n  return {'OK'}",
         "  return {'OK'}",
+        seed=3,
     ),
     Mutant(
         "an ended job holds what was expected of it",
         "ledger.hold(tag, job, job.fixed + log_bytes + #message)",
         "ledger.hold(tag, job)",
+        seed=4,
     ),
     Mutant(
         "a forgotten job holds its bytes",
@@ -279,43 +290,53 @@ MUTANTS = [
         "a call that became a job gives way",
         "  redis.call('HDEL', job.key, 'passing')\n",
         "",
-        seed=3,
+        seed=40,
     ),
     Mutant(
-        "an idle tenant saves up credit", "math.max(own, lane_clock(tag, model, lane)),", "own,"
+        "an idle tenant saves up credit",
+        "math.max(own, lane_clock(tag, model, lane)),",
+        "own,",
+        seed=1,
     ),
     Mutant(
         "an empty line forgets a debt",
         "if own > now then redis.call('ZADD', idle, own, tenant) end",
         "",
+        seed=1,
     ),
     Mutant(
         "service is not charged",
         "'ZINCRBY', active, job.cost / fairness.weight(tag, job.tenant), job.tenant)",
         "'ZINCRBY', active, 0, job.tenant)",
+        seed=1,
     ),
     Mutant(
         "service is charged alike to all weights",
         "job.cost / fairness.weight(tag, job.tenant)",
         "job.cost",
+        seed=1,
     ),
     Mutant(
         "service is given back alike to all weights",
         "  tokens = tokens / fairness.weight(tag, tenant)\n",
         "",
+        seed=3,
     ),
     Mutant(
         "a tenant keeps its first weight",
         "  fairness.set_weight(tag, job.tenant, job.weight)\n",
         "  if fairness.weight(tag, job.tenant) == 1 then\n"
         "    fairness.set_weight(tag, job.tenant, job.weight)\n  end\n",
+        seed=1,
     ),
-    Mutant("as much of each weight goes before", "sum + readable_weight(weights[i])", "sum + 1"),
+    Mutant(
+        "as much of each weight goes before", "sum + readable_weight(weights[i])", "sum + 1", seed=1
+    ),
     Mutant(
         "what was given back gets no place of another tenant",
         "  if found then\n    for _, id in ipairs(passed)",
         "  if false then\n    for _, id in ipairs(passed)",
-        seed=6,
+        seed=19,
     ),
     Mutant(
         "unused service is not given back",
@@ -341,9 +362,9 @@ MUTANTS = [
         "'passed', 0)",
         seed=13,
     ),
-    Mutant("no lane has a deficit", "if deficit > 0 then", "if false then"),
+    Mutant("no lane has a deficit", "if deficit > 0 then", "if false then", seed=1),
     Mutant("a lane takes places that are kept", "if lane.slots > num_filled then", "if true then"),
-    Mutant("nobody gets a place of another tenant", "if room > 0 then", "if false then"),
+    Mutant("nobody gets a place of another tenant", "if room > 0 then", "if false then", seed=1),
     Mutant(
         "a tenant takes more than its share",
         "if slots + 1 > math.floor(fair.slots * weight / sum) then return 0 end",
@@ -356,7 +377,10 @@ MUTANTS = [
         seed=37,
     ),
     Mutant(
-        "a share has no bound in tokens", "math.floor(fair.tokens * weight / sum) - tokens", "ANY"
+        "a share has no bound in tokens",
+        "math.floor(fair.tokens * weight / sum) - tokens",
+        "ANY",
+        seed=1,
     ),
     Mutant(
         "what a claim hands out is not held", "held.slots + choices, held.tokens + cost", "0, 0"
@@ -367,9 +391,11 @@ MUTANTS = [
         "if lane.num_taken",
         seed=7,
     ),
-    Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1"),
-    Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room"),
-    Mutant("a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens"),
+    Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1", seed=1),
+    Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room", seed=1),
+    Mutant(
+        "a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens", seed=1
+    ),
     Mutant(
         "jobs for a deficit go before all others",
         "lane.num_taken < lane.max_deficit_slots and ",
@@ -378,32 +404,38 @@ MUTANTS = [
     ),
     Mutant("every lane has the room of the first", "words[3] or argv[5]", "argv[5]"),
     Mutant(
-        "a share is not used up", "if lane.name == name then deficit = deficit - tokens end", ""
+        "a share is not used up",
+        "if lane.name == name then deficit = deficit - tokens end",
+        "",
+        seed=7,
     ),
-    Mutant("a job out of turn hides those before it", "if found.is_first then", "if true then"),
-    Mutant("a refund is kept", "(used - ledger.reserved(job)) * price", "0"),
+    Mutant(
+        "a job out of turn hides those before it", "if found.is_first then", "if true then", seed=1
+    ),
+    Mutant("a refund is kept", "(used - ledger.reserved(job)) * price", "0", seed=21),
     Mutant(
         "a refund has no price",
         "(used - ledger.reserved(job)) * price",
         "used - ledger.reserved(job)",
-        seed=15,
+        seed=45,
     ),
-    Mutant("every lane has the price of one", "lane == 'batch' and tonumber", "tonumber", seed=15),
+    Mutant("every lane has the price of one", "lane == 'batch' and tonumber", "tonumber", seed=8),
     Mutant(
         "a call that enters is not counted",
         "if retry_ms == 0 then admission",
         "if false then admission",
+        seed=10,
     ),
-    Mutant("a call that entered counts twice", "if terms.is_counted then", "if false then"),
-    Mutant("a meter knows no prices", "(job) * job.price", "(job)", seed=15),
+    Mutant("a call that entered counts twice", "if terms.is_counted then", "if false then", seed=5),
+    Mutant("a meter knows no prices", "(job) * job.price", "(job)", seed=9),
     Mutant(
-        "a limit knows no prices", "job.cost, job.cost * job.price", "job.cost, job.cost", seed=15
+        "a limit knows no prices", "job.cost, job.cost * job.price", "job.cost, job.cost", seed=45
     ),
     Mutant(
         "a job keeps its price in another lane",
         "local more = ledger.price(lane, text) - ledger.price(job.lane, text)",
         "local more = 0",
-        seed=15,
+        seed=27,
     ),
     Mutant(
         "a reservation is never over", "'reserved', 0 - ledger.reserved(job))", "'reserved', 0)"
@@ -415,15 +447,21 @@ MUTANTS = [
         "redis",
     ),
     Mutant(
-        "a lane may take the memory of others", "if free < 0 then return", "if false then return"
+        "a lane may take the memory of others",
+        "if free < 0 then return",
+        "if false then return",
+        seed=3,
     ),
     Mutant(
         "no tenant stores too much",
         "terms.stored_bytes > terms.max_tenant_bytes then",
         "false then",
+        seed=3,
     ),
-    Mutant("storage is never full", "terms.stored_bytes > terms.max_bytes then", "false then"),
-    Mutant("a meter does not leak", "math.max(0, now - at) * limit / 60000", "0"),
+    Mutant(
+        "storage is never full", "terms.stored_bytes > terms.max_bytes then", "false then", seed=3
+    ),
+    Mutant("a meter does not leak", "math.max(0, now - at) * limit / 60000", "0", seed=4),
     Mutant(
         "no tenant is too greedy",
         "tenant.reserved + cost > concurrent then",
@@ -440,16 +478,24 @@ MUTANTS = [
         "is_before = is_before and name ~= job.lane",
         "is_before = false",
     ),
-    Mutant("what others are guaranteed is counted on", "pool.rate * (1 - kept)", "pool.rate"),
+    Mutant(
+        "what others are guaranteed is counted on", "pool.rate * (1 - kept)", "pool.rate", seed=30
+    ),
     Mutant(
         "a lane without work keeps its share from others",
         "elseif name ~= job.lane and load.queued_jobs > 0 then",
         "elseif name ~= job.lane then",
+        seed=5,
     ),
     Mutant("urgent lanes count as needing nothing more", "(1 - kept) - used,", "(1 - kept),"),
     Mutant("use is never over", "if passed > 1 then return 0, 0 end", ""),
-    Mutant("use has no yesterday", "return 0, tonumber(tokens) end", "return 0, 0 end"),
-    Mutant("a lane's own share is no help", "  if ahead.rates.own > 0 then\n", "  if false then\n"),
+    Mutant("use has no yesterday", "return 0, tonumber(tokens) end", "return 0, 0 end", seed=2),
+    Mutant(
+        "a lane's own share is no help",
+        "  if ahead.rates.own > 0 then\n",
+        "  if false then\n",
+        seed=3,
+    ),
     Mutant(
         "a lane's bound drains as if it were alone",
         "= lane_refusal(pool, lane_rate, ahead, wait",
@@ -465,6 +511,7 @@ MUTANTS = [
         "jobs of a lane with a share that began together end one by one",
         "pools.drain_ms(pool.rate, ahead.own_young_tokens)))",
         "0))",
+        seed=3,
     ),
     Mutant(
         "jobs of less urgent lanes keep their places",
@@ -493,6 +540,7 @@ MUTANTS = [
         "the dead count as live",
         "model, now - WORKER_TTL_MS, '+inf')\n  pool.rate",
         "model, '-inf', '+inf')\n  pool.rate",
+        seed=2,
     ),
     Mutant("no deadline is beyond reach", "wait ~= UNKNOWN and late_ms > 0", "false"),
     Mutant(
@@ -500,7 +548,7 @@ MUTANTS = [
         "  gains.done = gains.done + done\n  if recount",
         "  if recount",
     ),
-    Mutant("outputs teach nothing", "gap * (gap > 0 and 0.2 or 0.02)", "0"),
+    Mutant("outputs teach nothing", "gap * (gap > 0 and 0.2 or 0.02)", "0", seed=1),
     Mutant(
         "no grace after a restart",
         "  if not before then return false end\n",
@@ -508,7 +556,10 @@ MUTANTS = [
         seed=8,
     ),
     Mutant(
-        "a suspect has company", "redis.call('SCARD', tag .. ':alone:' .. model) >= quota", "false"
+        "a suspect has company",
+        "redis.call('SCARD', tag .. ':alone:' .. model) >= quota",
+        "false",
+        seed=5,
     ),
     Mutant(
         "an order to drain needs no worker",
@@ -516,7 +567,10 @@ MUTANTS = [
         "if true then\n      redis.call('HSET', worker, 'order'",
     ),
     Mutant(
-        "a draining worker counts as one that takes jobs", "if argv[4] == 'up' then", "if true then"
+        "a draining worker counts as one that takes jobs",
+        "if argv[4] == 'up' then",
+        "if true then",
+        seed=3,
     ),
     Mutant("the hash forgets the past", "sha1hex(hash .. event)", "sha1hex(event)"),
     Mutant(
@@ -529,13 +583,13 @@ MUTANTS = [
         "all refused callers get the same retry time",
         "    if found.promised then promises.book(tag, job, found.promised, now) end\n",
         "",
-        seed=5,
+        seed=3,
     ),
     Mutant(
         "a retry time ignores the lines before it",
         "at, lines = at + lines * gap_ms, lines + 1 end",
         "at, lines = at, 1 end",
-        seed=5,
+        seed=3,
     ),
     Mutant(
         "a line gets the same retry time again",
@@ -543,18 +597,18 @@ MUTANTS = [
         "if own > now then at = at",
         seed=15,
     ),
-    Mutant("a past promise counts", "key, '(' .. now, '+inf'", "key, 0, '+inf'"),
+    Mutant("a past promise counts", "key, '(' .. now, '+inf'", "key, 0, '+inf'", seed=3),
     Mutant(
         "promises outlive the overload",
         "  if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end\n",
         "",
-        seed=3,
+        seed=6,
     ),
     Mutant(
         "all of the drain rate is promised",
         "UNPROMISED_RATIO * job.cost",
         "job.cost",
-        seed=5,
+        seed=3,
     ),
     Mutant(
         "limits per minute are booked as promises", "and not METERS[limit] then", "then", seed=33
@@ -604,6 +658,7 @@ MUTANTS = [
         "a first output does not change the sums of a count",
         "  if recount.includes(tag, job.deadline) then gains.counted",
         "  if false then gains.counted",
+        seed=1,
     ),
     Mutant(
         "a count leaves out jobs with the deadline of the last that it took",
