@@ -18,8 +18,9 @@ from tests.infra.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
-# LONG_COUNT has some 890 tokens.
-FAR_FROM_THE_END = 600
+# 15,200 tokens: on a busy machine a test may see a job seconds after its first token.
+LONG_JOB = {**LONG_COUNT, "n": 8, "ignore_eos": True, "max_tokens": 1900}
+FAR_FROM_THE_END = 10_000
 
 
 async def job_object(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
@@ -69,7 +70,7 @@ async def test_a_cancel_stops_the_engine_and_ends_the_events(
     """The last event is `cancelled`, the output so far can be read, no token follows, and the
     blocks are free."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-        submission = {"endpoint": "/v1/chat/completions", "body": LONG_COUNT}
+        submission = {"endpoint": "/v1/chat/completions", "body": LONG_JOB}
         submitted = await http.post("/v1/jobs", json=submission)
         assert submitted.status_code == 202
         job_id = submitted.json()["id"]
@@ -96,7 +97,7 @@ async def test_a_disconnected_caller_cancels_its_job(
 ) -> None:
     """Long before the end of the output; the blocks are free."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-        body = {**LONG_COUNT, "stream": is_stream}
+        body = {**LONG_JOB, "stream": is_stream}
         request = http.build_request("POST", "/v1/chat/completions", json=body)
         call = asyncio.create_task(http.send(request, stream=is_stream))
         await until(lambda: bool(running_jobs(redis_view)))
