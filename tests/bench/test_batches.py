@@ -19,6 +19,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"--model={model}", "--dtype=float32", "--prompt-tokens=4", "--output-tokens=2"]
 
 
+@pytest.mark.long
 def test_peaks_and_speed_of_two_sizes(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,7 +48,7 @@ def test_some_schemas_that_people_send(is_strict: bool) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("is_strict", [pytest.param(True, marks=pytest.mark.long), False])
 def test_all_schemas_that_people_send(is_strict: bool) -> None:
     """The table is in docs/decisions/structured-output.md."""
     cases = [*published(), *pydantic_types()]

@@ -1,4 +1,4 @@
-"""Two workers of a scripted model behind a real gateway, and its callers."""
+"""Workers of a scripted model behind a real gateway, and its callers."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,6 @@ from tests.fleet import WorkerProcess
 from tests.real.families import Family
 from tests.real.model_folder import say, write_model_folder
 
-NUM_WORKERS = 2
 _START_S = 240.0  # on a busy machine
 
 
@@ -30,12 +29,12 @@ class Server:
 
     def start(self) -> None:
         write_model_folder(self.family, self.folder)
-        self.refill()
+        self.have(1)
 
-    def refill(self) -> None:
-        """Starts workers in the place of those that were killed, and waits until they are ready."""
+    def have(self, num_workers: int) -> None:
+        """Starts workers until so many live, and waits until they are ready."""
         self._workers = [worker for worker in self._workers if worker.is_alive]
-        while len(self._workers) < NUM_WORKERS:
+        while len(self._workers) < num_workers:
             self._workers.append(self._worker())
         until_true(self._is_ready)
 
@@ -57,7 +56,7 @@ class Server:
     def _is_ready(self) -> bool:
         assert self.num_alive, "no worker could start"
         workers = httpx.get(f"{self.url}/readyz").json().get("workers", {})
-        return bool(workers.get(self.family.name, 0) >= NUM_WORKERS)
+        return bool(workers.get(self.family.name, 0) >= len(self._workers))
 
     def close(self) -> None:
         self.client.close()
