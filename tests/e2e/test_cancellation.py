@@ -161,9 +161,10 @@ async def test_after_two_hundred_cancels_only_the_last_job_runs(
         body = {**LONG_COUNT, "stream": True, "stop": ["200"]}
         async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
             assert answer.status_code == 200
-            lines = answer.aiter_lines()
-            for _ in range(num_lines):
-                await anext(lines)
+            async for _ in answer.aiter_lines():  # on a busy machine there may be fewer
+                num_lines -= 1
+                if num_lines <= 0:
+                    break
 
     async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
         for _ in range(10):
