@@ -166,6 +166,11 @@ def work_for(owner: Owner) -> None:
     _OWNER.set(owner)
 
 
+def is_attended() -> bool:
+    """Whether a caller waits for the work of this task."""
+    return (_OWNER.get() or Owner()).is_attended
+
+
 @asynccontextmanager
 async def turn(default: Turns) -> AsyncIterator[None]:
     """A turn of this task's owner, at this task's turns or the default ones. Raises Busy."""

@@ -19,12 +19,12 @@ import msgspec
 from cachetools import TTLCache
 
 from gateway.openai.child import REPLY_HEAD, REQUEST_HEAD, Refused, Reply
-from gateway.turns import Busy, Turns, turn
+from gateway.turns import Busy, Turns, is_attended, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
 _LONG_S = 0.05  # after which a process gives way, and another is started for others
 _NICENESS = 10
-_MAX_IDLE = 2
+_MAX_IDLE, _MAX_GIVEN_WAY = 2, 1
 _NUM_TRIES = 2  # of a request that ends its process
 _MAX_DEATHS, _DEATHS_S = 1024, 300.0  # requests that are remembered, and for how long
 
@@ -49,8 +49,9 @@ class ChildUnreadable(Exception):
 
 class ChildPool:
     """Processes that do the same, of which the first request starts one. Each answers one request
-    at a time, at the turn of the request's owner (turns.py). While one takes long, a spare starts;
-    a request that ended two processes is refused for some minutes."""
+    at a time, at the turn of the request's owner (turns.py). While one takes long, a spare starts,
+    and later it does what nobody waits for. A request that ended two processes is refused for some
+    minutes."""
 
     def __init__(self, module: str, start: Mapping[str, Any], limits: ChildLimits) -> None:
         """`start` is passed to the module's `prepare`."""
@@ -61,6 +62,7 @@ class ChildPool:
         )
         self._turns = Turns(2, wait_s=limits.turn_s)  # of requests without an owner
         self._idle: list[_Child] = []
+        self._given_way: list[_Child] = []  # idle, too
         self._starting: asyncio.Task[None] | None = None
         self._deaths: TTLCache[bytes, tuple[int, str]] = TTLCache(_MAX_DEATHS, _DEATHS_S)
         self._is_unreadable = False
@@ -95,8 +97,9 @@ class ChildPool:
         self._is_closed = True
         if self._starting is not None:
             await asyncio.wait([self._starting])
-        while self._idle:
-            await self._idle.pop().end()
+        for idle in (self._idle, self._given_way):
+            while idle:
+                await idle.pop().end()
 
     async def _answer(self, child: "_Child", raw: bytes) -> str:
         timer = asyncio.get_running_loop().call_later(_LONG_S, self._let_wait, child)
@@ -111,10 +114,13 @@ class ChildPool:
         if kind not in (Reply.DONE, Reply.REFUSED):
             await child.end()
             raise ChildFailed("it needs too much memory")
-        if self._is_closed or child.has_given_way or len(self._idle) >= _MAX_IDLE:
+        idle, most = self._idle, _MAX_IDLE
+        if child.has_given_way:
+            idle, most = self._given_way, _MAX_GIVEN_WAY
+        if self._is_closed or len(idle) >= most:
             await child.end()
         else:
-            self._idle.append(child)
+            idle.append(child)
         if kind is Reply.REFUSED:
             raise Refused(text)
         return text
@@ -122,8 +128,8 @@ class ChildPool:
     async def _taken(self) -> "_Child":
         """A process that is ready, from now on busy. Raises ChildFailed, ChildUnreadable, Busy."""
         while True:
-            while self._idle:
-                child = self._idle.pop()
+            while idle := (not is_attended() and self._given_way) or self._idle:
+                child = idle.pop()
                 if not child.reader.at_eof():
                     return child
                 await child.end()

@@ -21,7 +21,7 @@ from gateway.openai.chat_template import ChatTemplate
 from gateway.openai.child import Refused
 from gateway.openai.child_process import ChildLimits
 from gateway.openai.template_process import TemplateProcess
-from gateway.turns import Busy
+from gateway.turns import Busy, Owner, work_for
 from tests.fakes import hash_tokenizer
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -191,6 +191,34 @@ async def test_a_spare_is_ready_before_a_process_is_killed(templates: Templates)
         await failing
     assert template.pid == spare
     assert await template.render(says("b")) == "b"
+
+
+@pytest.mark.anyio
+async def test_what_nobody_waits_for_is_done_by_the_process_that_gave_way(
+    templates: Templates,
+) -> None:
+    """So that a batch of slow lines does not start a process for each of them."""
+    template = templates.of(MOODY)
+    slow = await stopped(template)
+    first = asyncio.create_task(template.render(says("a")))
+    while template.pid in (None, slow):
+        assert not first.done()
+        await asyncio.sleep(0.01)
+    os.kill(slow, signal.SIGCONT)
+    assert await first == "a"
+    spare = template.pid
+    assert spare is not None
+    os.kill(spare, signal.SIGSTOP)
+    attended = asyncio.create_task(template.render(says("b")))
+    await asyncio.sleep(0)  # lets the task start
+
+    work_for(Owner(is_attended=False))
+    for text in ("c", "d"):
+        assert await template.render(says(text)) == text
+
+    assert not attended.done()
+    os.kill(spare, signal.SIGCONT)
+    assert await attended == "b"
 
 
 @pytest.mark.anyio
