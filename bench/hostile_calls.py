@@ -82,7 +82,8 @@ async def _send(name: str, num_connections: int, rate_per_s: int, url: str, key:
     requests = [_request(name, number, host, key) for number in range(_NUM_REQUESTS)]
     turns = itertools.cycle(requests)
 
-    async def one() -> None:
+    async def one(number: int) -> None:
+        await asyncio.sleep(number / rate_per_s)  # the rate is even, not a burst of all at once
         while True:
             reader, writer = await asyncio.open_connection(host, port)
             try:
@@ -105,7 +106,7 @@ async def _send(name: str, num_connections: int, rate_per_s: int, url: str, key:
 
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    sending = [asyncio.create_task(one()) for _ in range(num_connections)]
+    sending = [asyncio.create_task(one(number)) for number in range(num_connections)]
     print("attacking", flush=True)
     await ended.wait()
     for task in sending:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import socket
@@ -68,7 +69,11 @@ def serve(
         on_bound(*listener.getsockname()[:2])
     allow_many_files()
     give_back_memory()
-    asyncio.run(build_server(settings).serve(sockets=[listener]))
+    server = build_server(settings)
+    # The modules' 100,000 permanent objects would make a collection take as long as a step.
+    gc.collect()
+    gc.freeze()
+    asyncio.run(server.serve(sockets=[listener]))
 
 
 def allow_many_files() -> None:

@@ -49,7 +49,7 @@ class ChildUnreadable(Exception):
 
 class ChildPool:
     """Processes that do the same, of which the first request starts one. Each answers one request
-    at a time, at the turn of the request's owner (turns.py). While one takes long, a spare starts,
+    at a time, at the turn of the request's owner (turns.py). Where one takes long, spares start,
     and later it does what nobody waits for. A request that ended two processes is refused for some
     minutes."""
 
@@ -136,10 +136,18 @@ class ChildPool:
             await asyncio.shield(self._started())  # a process is not left half started
 
     def _let_wait(self, child: "_Child") -> None:
-        """A request that takes long gives way to others, which a spare will answer."""
+        """A request that takes long gives way to others, which spares will answer: one may take
+        long, too."""
         child.give_way()
-        if not self._idle and not self._is_closed:
-            self._started()
+        self._keep_spares()
+
+    def _keep_spares(self) -> None:
+        def go_on(start: asyncio.Task[None]) -> None:
+            if not start.cancelled() and start.exception() is None:
+                self._keep_spares()
+
+        if len(self._idle) < _MAX_IDLE and not self._is_closed:
+            self._started().add_done_callback(go_on)
 
     def _started(self) -> asyncio.Task[None]:
         """The start of a process."""
