@@ -54,7 +54,10 @@ def prepare(client: Client) -> None:
         return
     folder = client.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if client.environment == "vllm" and (given := os.environ.get("BATCHWAY_VLLM")):
+    if client.environment == "vllm":
+        if (given := os.environ.get("BATCHWAY_VLLM")) is None:
+            subprocess.run([ROOT / "scripts" / "setup-vllm"], check=True)
+            given = str(ROOT / ".venv-vllm")
         folder.unlink(missing_ok=True)
         folder.symlink_to(Path(given).resolve())
     else:
