@@ -20,7 +20,6 @@ from infra.bench.load import Load, run_load
 from infra.bench.workloads import Workload, WorkloadRequest, log_uniform_workload
 from infra.tables import markdown_table
 
-_TIMEOUT_S = 600.0
 _SIZE = "S"
 
 
@@ -58,9 +57,7 @@ async def _measure(
     """Each run measures each model alone and all together; the first run is not counted."""
     rows = [["run", *(f"{name} alone, s" for name in names), "sum, s", "together, s", "ratio"]]
     ratios = []
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    url = f"{server.url}/v1"
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits) as client:
+    async with server.client() as client:
         for run in range(options.runs + 1):
             num_requests = options.requests if run else 4
             loads = {name: _draw(num_requests, f"{name} {run}") for name in names}

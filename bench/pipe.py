@@ -104,6 +104,11 @@ class Server:
     url: str
     pid: int
 
+    def client(self, timeout_s: float = _TIMEOUT_S) -> httpx.AsyncClient:
+        """Of its API, with as many connections as calls."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(base_url=f"{self.url}/v1", timeout=timeout_s, limits=limits)
+
 
 @contextlib.contextmanager
 def running_server(arguments: Sequence[str]) -> Iterator[Server]:
@@ -143,8 +148,7 @@ def running_server(arguments: Sequence[str]) -> Iterator[Server]:
 
 async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -> Comparison:
     """Alternates both, each round with new prompts; the first round is not counted."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    client = httpx.AsyncClient(base_url=f"{server.url}/v1", timeout=_TIMEOUT_S, limits=limits)
+    client = server.client()
     seeds = itertools.count(1)
 
     def draw(num_requests: int, num_prompt: int, num_output: int) -> Workload:

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.results import Finding, Results
 from bench.gpu_check.served import at_once
@@ -35,8 +33,8 @@ _SAMPLE_MS = 200
 
 
 def measure_http(machine: Machine, sizes: Sizes, results: Results) -> None:
-    """Saves random weights of the shape, serves them, and calls. `killed`: the prompts and the
-    tokens of the streams whose worker died."""
+    """Saves random weights of the shape, serves them, and calls. `killed prompts` and
+    `killed tokens` are those of the streams whose worker died."""
     with tempfile.TemporaryDirectory() as folder:
         _save(machine, sizes, Path(folder))
         arguments = [f"--model={folder}", f"--served-model-name={_MODEL}"]
@@ -77,11 +75,7 @@ class _Calls:
         return asyncio.run(self._run(workload))
 
     async def _run(self, workload: Workload) -> LoadRun:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        base_url = f"{self.server.url}/v1"
-        async with httpx.AsyncClient(
-            base_url=base_url, timeout=_TIMEOUT_S, limits=limits
-        ) as client:
+        async with self.server.client(_TIMEOUT_S) as client:
             load = Load(workload, is_open=False, max_concurrency=len(workload.requests))
             return await run_load(Caller(client, _MODEL), load)
 
