@@ -87,7 +87,7 @@ async def _send(name: str, num_connections: int, rate_per_s: int, url: str, key:
         while True:
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                while True:
+                while not reader.at_eof():  # after a refusal of a long body
                     await asked(reader, writer)
             except (OSError, asyncio.IncompleteReadError):
                 statuses["closed"] = statuses.get("closed", 0) + 1

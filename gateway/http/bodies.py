@@ -71,16 +71,12 @@ class StrictRequest(Request):
             raise ApiError(499, "client_closed_request", "the caller has left") from None
 
     async def _long_body(self) -> bytes:
-        """Read at the caller's turn. Of one that is refused, one at a time is read, because a
-        client that is cut off while it sends may not read why; the connections of others close."""
-        caller: Caller | None = getattr(self.state, "caller", None)
-        owner = caller.owner if caller is not None else Owner()
-        uploads: Turns = self.app.state.gateway.uploads
+        """Read at the caller's turn, unless the call is refused."""
         if self.refusal is not None:
-            owner = msgspec.structs.replace(owner, is_attended=False)
-            if not uploads.is_free(owner):
-                return b""
-        async with uploads.turn(owner):
+            return b""
+        caller: Caller | None = getattr(self.state, "caller", None)
+        uploads: Turns = self.app.state.gateway.uploads
+        async with uploads.turn(caller.owner if caller is not None else Owner()):
             return await super().body()
 
     async def json(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError
-from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, is_upload
+from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, header, is_upload
 from gateway.http.targets import plain_target
 from gateway.http.uvicorn_compat import HttpProtocol
 
@@ -25,6 +25,9 @@ log = logging.getLogger("batchway.gateway")
 
 _STATE_KEY = "connection"  # key in the ASGI state of a request
 _LINGER_S = 1.0  # time for a refused client to read the refusal
+_REST_S = 10.0  # time for a client to send the rest of a body that nobody reads
+_REST_BYTES_PER_S = 100_000_000  # of all such bodies; beyond it clients are cut off
+_SHORT_BYTES = 64 * 1024  # a body whose rest is read, so that the connection can be used again
 _IPV6_PREFIX_BITS = 64  # providers give each customer a network of this size
 
 
@@ -54,6 +57,15 @@ class ConnectionConfig(uvicorn.Config):
         self.idle_s = idle_s
         self.head_s = head_s
         self.addresses = ConcurrencyCap(max_per_address)
+        self._num_dropped, self._dropped_at = 0.0, 0.0
+
+    def can_drop(self, num_bytes: int) -> bool:
+        """Whether clients whose answers are sent may send this much more now. Counts it."""
+        now = asyncio.get_running_loop().time()
+        freed = (now - self._dropped_at) * _REST_BYTES_PER_S
+        self._num_dropped = max(0.0, self._num_dropped - freed) + num_bytes
+        self._dropped_at = now
+        return self._num_dropped <= _REST_BYTES_PER_S
 
 
 class Connection(HttpProtocol):
@@ -66,6 +78,7 @@ class Connection(HttpProtocol):
         self._bounds = config
         self._counted_as: str | None = None  # None: refused, or without an address
         self._is_refused = False
+        self._is_dropping = False
         self._is_in_head = False
         self._num_requests = 0  # requests that the application is handling
         self._deadline: asyncio.TimerHandle | None = None
@@ -93,6 +106,10 @@ class Connection(HttpProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        if self._is_dropping:
+            if not self._bounds.can_drop(len(data)):
+                self._transport.abort()
+            return
         if self.awaits_request:
             data = data.lstrip(b"\r\n")  # RFC 9112, section 2.2
             if not data:
@@ -111,12 +128,25 @@ class Connection(HttpProtocol):
         self._num_requests += 1
         self._cancel_deadline()
 
-    def request_ended(self) -> None:
-        """The application has returned. The next request may have started already."""
+    def request_ended(self, is_long: bool) -> None:
+        """The application has returned. The next request may have started already. `is_long`: the
+        request's body is."""
         self._num_requests -= 1
-        if not self._num_requests:
-            self._is_in_head = False
+        if self._num_requests:
+            return
+        self._is_in_head = False
+        if is_long and self.awaits_body:
+            self._drop_rest()
+        else:
             self._close_after(self._bounds.idle_s)
+
+    def _drop_rest(self) -> None:
+        """Drops what arrives, and closes the connection when the client does, or after a while. A
+        client that is cut off while it sends may never read its answer."""
+        self._is_dropping = True
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._close_after(_REST_S)
 
     def _close_after(self, delay_s: float) -> None:
         self._cancel_deadline()
@@ -174,7 +204,7 @@ class RequestGuard:
             # uvicorn would answer 500, or close the connection in the middle of an answer
             _log_without_text(exc)
         finally:
-            connection.request_ended()
+            connection.request_ended(_has_long_body(scope))
 
 
 class _InTime:
@@ -205,6 +235,13 @@ def _log_without_text(exc: Exception) -> None:
     """uvicorn and asyncio would log the exception's text, which may quote a request's body."""
     frame = traceback.extract_tb(exc.__traceback__)[-1]
     log.error("unexpected %s (%s:%d)", type(exc).__name__, frame.filename, frame.lineno)
+
+
+def _has_long_body(scope: Scope) -> bool:
+    length = header(scope, b"content-length")
+    if length is None:
+        return header(scope, b"transfer-encoding") is not None
+    return int(length) > _SHORT_BYTES
 
 
 def _is_ambiguous(scope: Scope) -> bool:

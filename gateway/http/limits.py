@@ -2,9 +2,7 @@
 which is decoded here. `connections.RequestGuard` limits the time of a body.
 """
 
-import asyncio
 import re
-from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,8 +12,6 @@ from gateway.settings import GatewaySettings, variable
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_HEADER_BYTES = 16 * 1024
-_DISCARD_TIMES = 8  # of the allowed length, at most
-_DISCARD_S = 1.0
 _UPLOAD = "/v1/files"
 _FORM_BYTES = 64 * 1024  # of an upload around the file
 
@@ -43,7 +39,7 @@ class RequestLimits:
             self._check_head(scope)
             encoding = header(scope, b"content-encoding") or b""
             body = Body(receive, *self._bounds[is_upload(scope)], encoding.decode("latin-1"))
-            await body.check_announced(scope)
+            body.check_announced(scope)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -73,15 +69,11 @@ class Body:
         self._num_bytes = 0
         self._is_complete = False
 
-    async def check_announced(self, scope: Scope) -> None:
+    def check_announced(self, scope: Scope) -> None:
         """Checks the Content-Length, before any byte is read."""
         length = header(scope, b"content-length")
-        if length is None or not length.isdigit() or int(length) <= self._max_bytes:
-            return
-        asks_first = header(scope, b"expect") is not None  # the client waits for `100 Continue`
-        if int(length) <= _DISCARD_TIMES * self._max_bytes and not asks_first:
-            await self._discard()
-        raise self._too_long()
+        if length is not None and length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_long()
 
     async def receive(self) -> Message:
         """The next ASGI message."""
@@ -98,26 +90,13 @@ class Body:
                 raise TooMuch
             return {**message, "body": self._decoder.decode(data, is_last=self._is_complete)}
         except TooMuch:
-            if not self._is_complete:
-                await self._discard()
             raise self._too_long() from None
-
-    async def _discard(self) -> None:
-        """Reads a little more than is allowed: a client that is cut off while it sends never reads
-        its 413."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_S):
-                while self._num_bytes <= _DISCARD_TIMES * self._max_bytes:
-                    message = await self._receive()
-                    self._num_bytes += len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        return
 
     def _too_long(self) -> ApiError:
         message = (
             f"the body has more than {self._max_bytes} bytes, the limit that {self._setting} sets"
         )
-        return ApiError(413, "body_too_large", message, headers={"connection": "close"})
+        return ApiError(413, "body_too_large", message)
 
 
 def is_upload(scope: Scope) -> bool:

@@ -5,8 +5,8 @@ client, and does not tell an application that it will stop. So two of its classe
 
 - `H11Protocol`, the class behind `http="h11"`. connections.py overrides methods that
 `asyncio.Protocol` documents, and the constructor, which uvicorn calls with keyword arguments. Its
-attribute `conn`, the connection of h11, tells whether a request may begin: h11 refuses the empty
-lines that old clients send before one.
+attribute `conn`, the connection of h11, tells whether a request may begin, because h11 refuses the
+empty lines that old clients send before one, and whether its body is still arriving.
 
 - `Server.shutdown`, which uvicorn awaits before it asks connections to end.
 """
@@ -20,11 +20,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's protocol, which also tells whether the next byte is the first of a request."""
+    """uvicorn's protocol, which also tells where in a request the next byte belongs."""
 
     @property
     def awaits_request(self) -> bool:
+        """Whether it is the first of a request."""
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+
+    @property
+    def awaits_body(self) -> bool:
+        """Whether it belongs to a request's body."""
+        return self.conn.their_state is h11.SEND_BODY
 
 
 class StoppingServer(uvicorn.Server):

@@ -6,6 +6,7 @@ import logging
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from gateway.http import connections
 from gateway.http.limits import MAX_HEADER_BYTES
 from tests.gateway.bare_connection import LAST, REFUSED, answer, bodies, connected, echo, streaming
 
@@ -135,6 +136,51 @@ async def test_a_long_body_does_not_count_as_head() -> None:
             await client.send(b"y" * 1000)
         (received,) = bodies(await client.part())
     assert len(received) == len(b"POST /a ") + 100_000
+
+
+@pytest.mark.parametrize("head", [POST + b"content-length: 9000000\r\n", CHUNKED])
+async def test_the_rest_of_a_long_body_that_nobody_reads_is_dropped(head: bytes) -> None:
+    """The client can send it all, and reads its answer. The connection ends."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, b"no", [(b"content-length", b"2")])
+
+    async with connected(app) as client:
+        await client.send(head + b"\r\n")
+        for _ in range(90):
+            await client.send(b"y" * 100_000)  # would be no chunk, if it were read
+        assert bodies(await client.rest()) == [b"no"]
+
+
+async def test_more_than_so_many_bytes_a_second_are_not_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that sends on is cut off, because reading takes time from others."""
+    monkeypatch.setattr(connections, "_REST_BYTES_PER_S", 1_000_000)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, b"no", [(b"content-length", b"2")])
+
+    async with connected(app) as client:
+        await client.send(POST + b"content-length: 9000000\r\n\r\n")
+        assert bodies(await client.part()) == [b"no"]
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(900):
+                await client.send(b"y" * 100_000)
+
+
+async def test_after_a_short_body_that_nobody_reads_comes_the_next_request() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/a":
+            await answer(send, b"no", [(b"content-length", b"2")])
+        else:
+            await echo(scope, receive, send)
+
+    async with connected(app) as client:
+        await client.send(POST + b"content-length: 4\r\n\r\n")
+        assert bodies(await client.part()) == [b"no"]
+        await client.send(b"long" + LAST)
+        assert bodies(await client.rest()) == [b"GET /last "]
 
 
 async def test_a_bad_pipelined_request_does_not_interrupt_a_stream() -> None:

@@ -53,23 +53,27 @@ async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> No
         dir(HttpProtocol)
     )
     assert ours == {
-        *("_bounds", "_counted_as", "_is_refused", "_is_in_head", "_num_requests", "_deadline")
+        *("_bounds", "_counted_as", "_is_refused", "_is_in_head", "_num_requests", "_deadline"),
+        "_is_dropping",
     }
     assert overridden <= set(dir(asyncio.Protocol))
 
 
-async def test_the_protocol_tells_whether_a_request_may_begin() -> None:
+async def test_the_protocol_tells_where_in_a_request_it_is() -> None:
     """Otherwise the first bytes of a body could be taken for the empty lines before a request."""
     async with connected(echo) as client:
         protocol = client.protocol
         assert protocol.awaits_request
         await client.send(b"POST / HTTP/1.1\r\nhost: x\r\n")
         assert not protocol.awaits_request
+        assert not protocol.awaits_body
         await client.send(b"content-length: 2\r\n\r\n")
         assert not protocol.awaits_request
+        assert protocol.awaits_body
         await client.send(b"\r\n")
         await client.part()
         assert protocol.awaits_request
+        assert not protocol.awaits_body
 
 
 async def test_the_server_calls_on_stop_before_it_waits_for_requests() -> None:
