@@ -204,6 +204,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.prompt_list or (self.prompt_ids,) * self.num_prompts
 
     @property
+    def needs_tokenizer(self) -> bool:
+        """Whether its answers contain texts of tokens, which the log has as ids only."""
+        return self.echo or self.params.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def has_objects(self) -> bool:
         """Whether parts of it are in the object store."""
         return self.stored_prompt is not None or self.stored_response is not None

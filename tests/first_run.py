@@ -75,6 +75,7 @@ class FirstRun:
         [wheel] = dist.glob("*.whl")
         run(*pip, "install", torch)
         run(*pip, "install", f"{wheel}[serve]")
+        run(str(venv / "bin" / "python"), "-I", str(self.clone / "scripts" / "installation.py"))
         self._try_out([str(venv / "bin" / "batchway"), "up", "--port=0"])
 
     def _try_out(self, command: Sequence[str]) -> list[str]:

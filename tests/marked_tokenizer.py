@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import ReasoningFormat, ToolFormat
-from gateway.openai.grammar_rules.frames import Reasoning
-from gateway.openai.grammars import Around
-from gateway.openai.tokens import ModelTokenizer
+from gateway.grammars.compiled import Around
+from gateway.grammars.rules.frames import Reasoning
+from gateway.models.tokens import ModelTokenizer
 from tests.fakes import EOS_ID, INLINE, VOCAB_SIZE, hash_tokenizer
 from workers.engine.grammar import Grammars
 

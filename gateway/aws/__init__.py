@@ -1,1 +1,1 @@
-"""The gateway on AWS Lambda. The app itself is `gateway.http.app`."""
+"""The gateway on AWS Lambda. The app itself is `gateway.app`."""

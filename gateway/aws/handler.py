@@ -13,10 +13,10 @@ from typing import Any
 
 from mangum import Mangum
 
+from gateway.app import create_app
 from gateway.aws.environment import load_settings
 from gateway.aws.job_requests import JobRequest, answer_job, answer_messages
-from gateway.http.app import create_app
-from gateway.jobs.patience import TIME_LEFT
+from gateway.follow.patience import TIME_LEFT
 from gateway.memory import give_back_memory
 from gateway.settings import GatewaySettings
 

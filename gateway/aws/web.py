@@ -7,7 +7,7 @@ import logging
 import os
 
 from gateway.aws.environment import load_settings
-from gateway.http.server import serve
+from gateway.server import serve
 
 DEFAULT_PORT = 8080
 

@@ -1,1 +1,1 @@
-"""OpenAI's Files API over the object store."""
+"""Stored files: their contents, ranges and quota."""

@@ -1,7 +1,7 @@
 """The quota of a tenant: the bytes of its files. Refusals for a tenant's limits."""
 
 from gateway.http.errors import ApiError
-from gateway.jobs.streams import Gateway
+from gateway.state import Gateway
 
 
 async def check_quota(gateway: Gateway, tenant: str) -> None:

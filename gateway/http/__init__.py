@@ -1,1 +1,1 @@
-"""HTTP: the app, its server, middleware, limits, errors, health and metrics."""
+"""HTTP below the routes: connections, limits, errors, events, middleware."""

@@ -1,27 +1,13 @@
-"""Parses JSON bodies strictly: rejects whatever other parsers might read differently.
-
-FastAPI reads each body through `StrictRequest`; pydantic models validate the result.
-"""
+"""Parses JSON bodies strictly: rejects whatever other parsers might read differently."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from fastapi import Depends, Request
-from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
-
-from contract.errors import BatchwayError
-from gateway.http.auth import Caller, count_call
-from gateway.http.errors import ApiError, bad_request
-from gateway.turns import Busy, Owner, Turns
+from gateway.http.errors import bad_request
 
 MAX_DEPTH = 32
-_SHORT_BYTES = 64 * 1024
 
 # Also matches an unterminated string; scanning again would be quadratic.
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -31,97 +17,6 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 class _Refused(ValueError):
     """JSON that is rejected. The message contains nothing of the body."""
-
-
-class StrictRequest(Request):
-    """A request whose body must be one JSON object.
-
-    FastAPI reads the body of an endpoint before it runs any dependency. Errors are kept, and
-    `refuse_malformed` raises them after the caller has been authenticated.
-    """
-
-    is_call = False  # a call's body is read once it is counted against the caller's limit
-    fields: dict[str, Any] | None = None  # the parsed body
-    refusal: BatchwayError | None = None
-    _has_entered = False
-
-    async def body(self) -> bytes:
-        """Raises ApiError if the client disconnects."""
-        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
-            # This also blocks cross-site posts without a CORS preflight.
-            message = "the content-type must be application/json"
-            self.refusal = ApiError(415, "unsupported_media_type", message)
-            return b""
-        if self.is_call and self.method == "POST" and not self._has_entered:
-            self._has_entered = True
-            try:
-                await count_call(self)
-            except BatchwayError as error:
-                self.refusal = error
-        length = self.headers.get("content-length", "")
-        try:
-            if hasattr(self, "_body") or (length.isdigit() and int(length) <= _SHORT_BYTES):
-                return await super().body()
-            return await self._long_body()
-        except Busy as error:
-            self.refusal = error
-            return b""
-        except ClientDisconnect:
-            raise ApiError(499, "client_closed_request", "the caller has left") from None
-
-    async def _long_body(self) -> bytes:
-        """Read at the caller's turn, unless the call is refused."""
-        if self.refusal is not None:
-            return b""
-        caller: Caller | None = getattr(self.state, "caller", None)
-        uploads: Turns = self.app.state.gateway.uploads
-        async with uploads.turn(caller.owner if caller is not None else Owner()):
-            return await super().body()
-
-    async def json(self) -> dict[str, Any]:
-        if self.fields is None:
-            raw, self.fields = await self.body(), {}
-            try:
-                if self.refusal is None:
-                    self.fields = parse_object(raw)
-            except ApiError as error:
-                self.refusal = error
-        return self.fields
-
-
-async def refuse_malformed(request: Request) -> None:
-    """Raises ApiError if the body is not a valid JSON object."""
-    if isinstance(request, StrictRequest) and request.refusal is not None:
-        raise request.refusal
-
-
-# Place this after the caller's argument, so that authentication errors come first.
-WellFormed = Annotated[None, Depends(refuse_malformed)]
-
-
-class StrictRoute(APIRoute):
-    """A route that passes a StrictRequest to its endpoint and dependencies."""
-
-    request = StrictRequest
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def strict(request: Request) -> Response:
-            return await handle(self.request(request.scope, request.receive))
-
-        return strict
-
-
-class CallRequest(StrictRequest):
-    is_call = True
-
-
-class CallRoute(StrictRoute):
-    """A StrictRoute of calls, each of which counts against its caller's limit of requests."""
-
-    request = CallRequest
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

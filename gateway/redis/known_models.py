@@ -16,9 +16,8 @@ from contract.fleet_snapshot import FleetSnapshot
 from contract.functions import Functions
 from contract.model_cards import ModelCard
 from contract.model_failures import ModelFailure
-from gateway.flows.step_templates import StepTemplates
 from gateway.http.errors import ModelUnreadable
-from gateway.openai.tokens import ModelTokenizer
+from gateway.models.tokens import ModelTokenizer
 from gateway.redis.guarded_redis import GuardedRedis
 
 log = logging.getLogger("batchway.gateway")
@@ -50,7 +49,6 @@ class KnownModels:
         self._tokenizers: LRUCache[str, ModelTokenizer] = LRUCache(MAX_TOKENIZERS)
         # one at a time, because loading takes several times the tokenizer's size
         self._loading = asyncio.Lock()
-        self.step_templates = StepTemplates()
         self._refused: dict[str, float] = {}  # hash of a tokenizer -> when to try it again
         self._spoiled: frozenset[str] = frozenset()  # models with unreadable state
 
@@ -63,7 +61,6 @@ class KnownModels:
 
     async def aclose(self) -> None:
         """Ends the processes of templates."""
-        await self.step_templates.aclose()
         for tokenizer in self._tokenizers.values():
             await tokenizer.aclose()
 

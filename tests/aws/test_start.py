@@ -41,7 +41,7 @@ def cold() -> Any:
 
 def test_a_cold_start_imports_only_what_every_call_needs(cold: Any) -> None:
     """Not tokenizers, templates, the Prometheus page or AWS clients."""
-    assert "gateway.http.app" in cold["loaded"]
+    assert "gateway.app" in cold["loaded"]
     assert not sorted(HEAVY.intersection(cold["loaded"]))
 
 

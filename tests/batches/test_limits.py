@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.batches import MAX_OPEN
 from contract.keys import Keys
-from gateway.batches.feeder import MAX_BATCHES
+from gateway.runners.batches.feeder import MAX_BATCHES
 from infra.embedded_redis import EmbeddedRedis
 from tests.batches.test_batches import (
     COMPLETIONS,

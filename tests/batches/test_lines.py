@@ -15,8 +15,8 @@ from contract.connection import end_tasks
 from contract.files import content_key, new_file_id
 from contract.jobs import Endpoint
 from contract.payloads.directory import DirectoryStore
-from gateway.batches.lines import Validation
 from gateway.files.contents import lines
+from gateway.runners.batches.lines import Validation
 from tests.batches.test_batches import COMPLETIONS, jsonl, line
 
 pytestmark = pytest.mark.anyio

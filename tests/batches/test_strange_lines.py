@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.batches import part_run
-from gateway.flows import entry
 from gateway.http.bodies import parse_object
 from gateway.http.errors import ApiError
+from gateway.prepare import calls
+from gateway.runners.batches import part_run
 from tests.batches.test_batches import CHAT, ended, jsonl, line, results, start
 from tests.gateway.fake_worker import FakeWorker, says
 from tests.gateway.strings_in_strings import chats
@@ -60,11 +60,11 @@ async def test_an_unexpected_error_is_that_of_its_line(
     """The batch does not meet it again and again."""
 
     async def prepare(*args: Any) -> Any:
-        if args[4].prompt == ("deep",):
+        if args[2].prompt == ("deep",):
             raise RecursionError
-        return await entry.prepare_any(*args)
+        return await calls.prepare_call(*args)
 
-    monkeypatch.setattr(part_run, "prepare_any", prepare)
+    monkeypatch.setattr(part_run, "prepare_call", prepare)
 
     batch = await ended(client, await start(client, jsonl([line("deep"), line("flat")])))
 

@@ -12,7 +12,7 @@ import pytest
 
 from bench.pipeline import Run, Server, measure, questions, report, write_models
 from contract.flows import Pipeline
-from gateway.flows.definitions import load_flows
+from gateway.runners.flows.definitions import load_flows
 
 pytestmark = pytest.mark.anyio
 

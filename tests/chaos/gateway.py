@@ -2,8 +2,8 @@
 
 import sys
 
-from gateway.batches import lease
-from gateway.flows import worker
+from gateway.runners.batches import lease
+from gateway.runners.flows import worker
 from infra.cli import main
 from tests.chaos.mistakes import plant_in_gateway
 from tests.chaos.seats import LEASE_S

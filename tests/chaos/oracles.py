@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import httpx
 
 from contract.jobs import Job, SamplingParams
-from gateway.openai.grammars import Kind, compile_grammar
+from gateway.grammars.compiled import Kind, compile_grammar
 from infra.demo_model import demo_model_path
 from tests.chaos.ledger import Output
 from tests.fakes import HashModelOptions, encode_text, expected_output

@@ -9,7 +9,7 @@ import pytest
 
 from contract import yaml_files
 from contract.yaml_files import MAX_BYTES, MAX_DEPTH, MAX_NODES, YamlFault, load_file
-from gateway.flows.definitions import FlowError, load_flows
+from gateway.runners.flows.definitions import FlowError, load_flows
 from infra.fleet import read_fleet
 from infra.parser import build_parser
 from infra.preconditions import UsageError

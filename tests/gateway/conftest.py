@@ -13,7 +13,7 @@ from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
 from gateway.http.listener import bind
-from gateway.http.server import build_server
+from gateway.server import build_server
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until

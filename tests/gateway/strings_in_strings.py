@@ -19,7 +19,7 @@ from contract import library
 from contract.connection import connect
 from contract.keys import Keys
 from contract.library import ensure_library
-from gateway.http.app import create_app
+from gateway.app import create_app
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import library_with_test_clock
 from tests.gateway.conftest import make_settings

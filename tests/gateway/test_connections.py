@@ -165,8 +165,7 @@ async def test_more_than_so_many_bytes_a_second_are_not_dropped(
         await client.send(POST + b"content-length: 9000000\r\n\r\n")
         assert bodies(await client.part()) == [b"no"]
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            for _ in range(900):
-                await client.send(b"y" * 100_000)
+            await client.send(b"y" * 9_000_000)
 
 
 async def test_after_a_short_body_that_nobody_reads_comes_the_next_request() -> None:

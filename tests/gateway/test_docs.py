@@ -7,15 +7,22 @@ import pytest
 from fastapi.routing import APIRoute
 
 from contract.errors import ErrorCode
-from gateway.http import health
-from gateway.http.app import create_app
+from gateway.app import create_app
 from gateway.http.errors import STATUS_BY_CODE
-from gateway.jobs import job_lists, job_routes, objects, quotes
-from gateway.openai import models, sync_answers, vector_routes
-from gateway.openai.responses import routes as responses
-from gateway.openai.responses.bodies import UNSUPPORTED_OF_RESPONSES
-from gateway.openai.unsupported import IGNORED, UNSUPPORTED
-from gateway.openai.vector_bodies import UNSUPPORTED_OF_VECTORS
+from gateway.prepare.responses.bodies import UNSUPPORTED_OF_RESPONSES
+from gateway.prepare.unsupported import IGNORED, UNSUPPORTED
+from gateway.prepare.vector_bodies import UNSUPPORTED_OF_VECTORS
+from gateway.routes import (
+    chat,
+    health,
+    job_lists,
+    jobs,
+    models,
+    objects,
+    quotes,
+    responses,
+    vectors,
+)
 from gateway.settings import GatewaySettings, variable
 from infra.options import GATEWAY_DRAIN_S
 
@@ -45,8 +52,8 @@ def test_every_code_of_the_gateway_is_documented() -> None:
 def test_every_route_is_documented() -> None:
     """Method and path."""
     text = (DOCS / "api.md").read_text()
-    calls = (sync_answers, vector_routes, responses)
-    modules = (*calls, health, job_lists, job_routes, models, objects, quotes)
+    calls = (chat, vectors, responses)
+    modules = (*calls, health, job_lists, jobs, models, objects, quotes)
     for router in (module.router for module in modules):
         for route in router.routes:
             assert isinstance(route, APIRoute)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.http.app import create_app
+from gateway.app import create_app
 from gateway.http.encodings import Decoder, TooMuch
 from gateway.http.errors import ApiError
 from gateway.settings import GatewaySettings

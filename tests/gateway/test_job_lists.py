@@ -13,7 +13,7 @@ from contract.function_types import Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
-from gateway.http.app import create_app
+from gateway.app import create_app
 from gateway.settings import GatewaySettings
 from tests.clock import TEST_CLOCK
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model

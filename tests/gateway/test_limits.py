@@ -11,10 +11,10 @@ from fastapi import Body, FastAPI, HTTPException, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.app import create_app
-from gateway.http.auth import Caller, identify
-from gateway.http.bodies import StrictRoute
+from gateway.app import create_app
 from gateway.http.sse import EventStream, sse_response
+from gateway.prepare.auth import Caller, identify
+from gateway.routes.requests import StrictRoute
 from gateway.settings import GatewaySettings
 from tests.gateway.bare_connection import connected
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from gateway.openai import long_texts, tokens
-from gateway.openai.long_texts import Over
-from gateway.openai.tokens import Cut, ModelTokenizer
+from gateway.models import long_texts, tokens
+from gateway.models.long_texts import Over
+from gateway.models.tokens import Cut, ModelTokenizer
 from tests.fakes import hash_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,9 +26,9 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, new_job_id
 from contract.keys import Keys
 from contract.library import ensure_library
-from gateway.http.app import create_app
-from gateway.openai.job_bodies import AnyJob, CallBody, JobChange
-from gateway.openai.responses.bodies import ResponseBody
+from gateway.app import create_app
+from gateway.prepare.job_bodies import AnyJob, CallBody, JobChange
+from gateway.prepare.responses.bodies import ResponseBody
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http.bodies import MAX_DEPTH
-from gateway.openai.past_calls import (
+from gateway.prepare.past_calls import (
     UNREADABLE,
     arguments_object,
     fitting_id,

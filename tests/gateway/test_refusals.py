@@ -19,10 +19,10 @@ from contract.fitness import max_memory
 from contract.function_types import WorkerCapacity
 from contract.keys import Keys
 from contract.starts import Starts
-from gateway.http.app import create_app
+from gateway.app import create_app
+from gateway.child_process import ChildPool
 from gateway.http.load_headers import JITTER, rate_headers, retry_after
 from gateway.lane_bounds import INTERACTIVE_TARGET_S, LaneBound, parse_lane_bounds, tokens_in
-from gateway.openai.child_process import ChildPool
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK

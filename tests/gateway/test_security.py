@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.http.app import create_app
+from gateway.app import create_app
 from gateway.http.listener import UnsafeBinding, bind
-from gateway.http.server import serve
+from gateway.server import serve
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
@@ -163,8 +163,8 @@ def test_a_gateway_needs_no_torch_and_no_worker() -> None:
 import sys
 for name in ("torch", "transformers", "numpy", "workers"):
     sys.modules[name] = None
-from gateway.http.app import create_app
-from gateway.http.server import build_server
+from gateway.app import create_app
+from gateway.server import build_server
 from gateway.settings import GatewaySettings
 build_server(GatewaySettings(redis_url="redis://127.0.0.1:1"))
 """

@@ -11,7 +11,7 @@ import pytest
 
 from contract.connection import end_tasks
 from gateway.http.connections import network_of
-from gateway.http.server import allow_many_files
+from gateway.server import allow_many_files
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker

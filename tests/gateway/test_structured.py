@@ -5,9 +5,9 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.child_process import ChildLimits
+from gateway.grammars.compiler import Constraint, GrammarCompiler
 from gateway.http.errors import ApiError
-from gateway.openai.child_process import ChildLimits
-from gateway.openai.structured import Constraint, GrammarCompiler
 from tests.fakes import encode_text, hash_grammars
 from tests.gateway.fake_worker import MODEL, FakeWorker
 

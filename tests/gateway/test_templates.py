@@ -16,11 +16,11 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from contract.keys import Keys
+from gateway.child import Refused
+from gateway.child_process import ChildLimits
 from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
-from gateway.openai.chat_template import ChatTemplate
-from gateway.openai.child import Refused
-from gateway.openai.child_process import ChildLimits
-from gateway.openai.template_process import TemplateProcess
+from gateway.models.chat_template import ChatTemplate
+from gateway.models.template_process import TemplateProcess
 from gateway.turns import Busy, Owner, work_for
 from tests.fakes import hash_tokenizer
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
@@ -241,7 +241,7 @@ async def test_a_process_that_cannot_start_is_no_fault_of_its_request(
 ) -> None:
     template = templates.of(MOODY)
     with monkeypatch.context() as patch:
-        patch.setattr("gateway.openai.child_process.sys.executable", "/nowhere/python")
+        patch.setattr("gateway.child_process.sys.executable", "/nowhere/python")
         for _ in range(2):
             with pytest.raises(TemplateFailed, match="cannot start"):
                 await template.render(says("a"))
@@ -370,8 +370,8 @@ def environment_and_files(pid: int | None) -> tuple[list[bytes], set[str]]:
 
 _KILLED_GATEWAY = """
 import asyncio, os, signal
-from gateway.openai.child_process import ChildLimits
-from gateway.openai.template_process import TemplateProcess
+from gateway.child_process import ChildLimits
+from gateway.models.template_process import TemplateProcess
 
 async def main():
     idle, busy = [TemplateProcess("m", {source!r}, {{}}, ChildLimits(cpu_s=1)) for _ in range(2)]

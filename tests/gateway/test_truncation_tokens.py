@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from contract.model_cards import TokenizerFiles
-from gateway.openai.tokens import Cut, ModelTokenizer, NoRoom
+from gateway.models.tokens import Cut, ModelTokenizer, NoRoom
 from tests.fakes import BOS_ID, hash_tokenizer
 from tests.gateway.vector_worker import vector_files
 

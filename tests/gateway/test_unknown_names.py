@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gateway.openai.responses.bodies import ResponseBody
-from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.openai.unsupported import IGNORED, CallFields, ignored_header
-from gateway.openai.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
+from gateway.prepare.responses.bodies import ResponseBody
+from gateway.prepare.schemas import ChatBody, CompletionBody
+from gateway.prepare.unsupported import IGNORED, CallFields, ignored_header
+from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.openai.admission import tokenised
-from gateway.openai.tokens import ModelTokenizer
+from gateway.models.tokens import ModelTokenizer
+from gateway.prepare.admission import tokenised
 from tests.gateway.vector_worker import vector_files
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ import referencing.exceptions
 from jsonschema.validators import validator_for  # type: ignore[import-untyped]
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.openai.grammars import GrammarRefused, Kind, compile_grammar
+from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
 from tests.fakes import EOS_ID, hash_grammars, output_text
 from tests.grammars.corpus import Case
 from workers.engine.grammar import Grammars

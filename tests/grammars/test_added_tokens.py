@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.grammars import Kind, compile_grammar
+from gateway.grammars.compiled import Kind, compile_grammar
 from tests.grammars.walks import draw, judge
 from tests.marked_tokenizer import ORDINARY, SPECIAL, MarkedModel
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.grammars import GrammarRefused, Kind, compile_grammar
+from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
 from tests.grammars.corpus import Case, published, pydantic_types, suite
 from tests.grammars.schema_walks import outcome, walkers
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from contract.output_formats import ReasoningFormat
-from gateway.openai.grammars import Kind, compile_grammar
+from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import EOS_ID
 from tests.grammars.walks import draw, judge
 from tests.marked_tokenizer import MarkedModel

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.grammars import GrammarRefused, Kind, compile_grammar
+from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
 from tests.fakes import encode_text, hash_grammars
 from tests.grammars.corpus import suite
 from workers.engine.grammar import GrammarFailed, Matcher

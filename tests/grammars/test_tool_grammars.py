@@ -11,8 +11,8 @@ import pytest
 
 from contract.events import ToolCallDelta
 from contract.output_formats import ToolFormat
-from gateway.openai.grammar_rules.parameter_types import string_parameters
-from gateway.openai.grammars import GrammarRefused, Kind, compile_grammar
+from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
+from gateway.grammars.rules.parameter_types import string_parameters
 from tests.grammars.walks import draw, judge
 from tests.marked_tokenizer import MarkedModel
 from workers.output.parser import OutputParser

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from contract.events import ToolCallDelta
-from gateway.openai.chat_template import ChatTemplate
+from gateway.models.chat_template import ChatTemplate
 from tests.real.cases import Answer, Case, cases_of
 from tests.real.conversations import CONVERSATIONS
 from tests.real.families import GPT_OSS

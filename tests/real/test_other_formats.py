@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from contract.jobs import Endpoint, FinishReason, Job
-from gateway.openai.chat_template import ChatTemplate
-from gateway.openai.child import Refused
+from gateway.child import Refused
+from gateway.models.chat_template import ChatTemplate
 from tests.fakes import INLINE
 from tests.real.conversations import HARD, WEATHER, answer, call, user
 from tests.real.made_up import MARK, Marks, write_made_up_folder

@@ -8,8 +8,8 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.openai.chat_template import ChatTemplate
-from gateway.openai.child import Refused
+from gateway.child import Refused
+from gateway.models.chat_template import ChatTemplate
 from tests.real.conversations import CONVERSATIONS, SPECIAL_TOKENS, Conversation
 from tests.real.parts import NUM_TEMPLATES, needs_parts, template, template_names
 from workers.model.output_formats import find_calls, find_reasoning, why_unknown

@@ -10,7 +10,7 @@ import pytest
 from contract.events import ChoiceDelta
 from contract.jobs import Endpoint, FinishReason, Job
 from contract.output_formats import ReasoningFormat, ToolFormat
-from gateway.openai.grammars import Kind, compile_grammar
+from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import (
     VOCAB_SIZE,
     HashModel,

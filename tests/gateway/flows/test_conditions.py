@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from contract.api_keys import KeyTerms
 from contract.flows import Condition, Route, Rule, Target
-from gateway.flows import entry
-from gateway.flows.conditions import (
+from gateway.http.errors import ApiError
+from gateway.prepare import calls as entry
+from gateway.prepare.admission import Terms
+from gateway.prepare.auth import Caller
+from gateway.prepare.conditions import (
     MAX_TEXT_CHARS,
     Facts,
     check_languages,
     choose_target,
     needs_label,
 )
-from gateway.http.auth import Caller
-from gateway.http.errors import ApiError
-from gateway.openai.admission import Terms
-from gateway.openai.schemas import ChatBody
+from gateway.prepare.schemas import ChatBody
 
 FACTS = Facts(
     num_prompt_tokens=20, text="Where is my invoice?", tenant="acme", metadata={"tier": "gold"}

@@ -7,7 +7,7 @@ import pytest
 
 from contract.flows import MAX_CALLS, Cascade, Confidence, Member, Pipeline
 from contract.jobs import Endpoint
-from gateway.flows.definitions import FlowError, load_flows
+from gateway.runners.flows.definitions import FlowError, load_flows
 from tests.gateway.flows.model_files import write
 
 ROUTE: dict[str, Any] = {"route": {"otherwise": [{"model": "small"}]}}

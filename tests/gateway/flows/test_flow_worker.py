@@ -10,11 +10,11 @@ from contract.function_types import Claimed
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from gateway.flows.publisher import Publisher
-from gateway.flows.run import Run
-from gateway.flows.worker import FlowWorker
-from gateway.openai.structured import GrammarCompiler
 from gateway.redis.broker import Broker
+from gateway.runners.flows.publisher import Publisher
+from gateway.runners.flows.run import Run
+from gateway.runners.flows.worker import FlowWorker
+from gateway.state import Gateway
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import claim, make_job, make_submission, pass_time
 from tests.contract.test_flow_jobs import make_parent
@@ -136,7 +136,7 @@ async def test_a_run_that_begins_again_has_the_deadline_that_its_job_has_now(
     settings = make_settings(redis_server.url)
     broker = Broker(settings, clock=lambda: 0.0)
     publisher = Publisher(functions, "w1", 10.0)
-    run = Run(broker, GrammarCompiler(), settings, publisher, claimed, None)
+    run = Run(Gateway(settings, broker), publisher, claimed, None)
     await run._read_log()
     before_s = run._calls.deadline_s
     await functions.reprioritise(job.id, "t", deadline_s=600.0)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.flows.stage_queues import StagedJob, StageQueues
+from gateway.runners.flows.stage_queues import StagedJob, StageQueues
 
 pytestmark = pytest.mark.anyio
 

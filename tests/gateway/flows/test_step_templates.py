@@ -14,9 +14,9 @@ import pytest
 
 from contract.flows import Step
 from contract.jobs import Endpoint
-from gateway.flows.step_child import TemplateFault
-from gateway.flows.step_templates import StepTemplates
-from gateway.openai.child_process import ChildLimits
+from gateway.child_process import ChildLimits
+from gateway.models.step_child import TemplateFault
+from gateway.models.step_templates import StepTemplates
 from tests.gateway.flows.conftest import FLOWS, chat
 
 pytestmark = pytest.mark.anyio

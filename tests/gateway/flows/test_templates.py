@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from contract.flows import Step
 from contract.jobs import Endpoint
-from gateway.flows.templates import TemplateFault, check_templates, render
+from gateway.models.step_bodies import TemplateFault, check_templates, render
 
 VALUES: dict[str, Any] = {
     "input": {"messages": [{"content": "Which?"}], "documents": ["one", "two"], "top": 2},

@@ -6,7 +6,7 @@ import random
 import httpx
 import pytest
 
-from gateway.http.app import create_app
+from gateway.app import create_app
 from gateway.settings import GatewaySettings
 from tests.gateway.mutations.campaign import run_mutations
 from tests.gateway.mutations.drawing import Request, draw, request_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from contract.jobs import FinishReason, SamplingParams
-from gateway.openai.grammars import Kind, compile_grammar
+from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
 from workers.engine.engine import Engine
 from workers.engine.lanes import DEFAULT_LANES, Lane

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.grammars import GrammarRefused, Kind, compile_grammar
+from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
 from tests.fakes import EOS_ID, VOCAB_SIZE, hash_tokenizer
 from tests.workers.engine.harness import GRAMMAR, Harness, Sizes, job, oracle
 from workers.engine.constraints import Constraints

@@ -15,7 +15,7 @@ from bench.grammar import slow_grammar
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason
 from contract.model_cards import Capabilities
-from gateway.openai.grammars import Kind, compile_grammar
+from gateway.grammars.compiled import Kind, compile_grammar
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
 from tests.workers.vllm_engine.driven import (
     NUM_TOKENS,

@@ -1,0 +1,112 @@
+"""The gateway as a FastAPI app. It can start without Redis and serves as soon as Redis answers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
+
+from contract.connection import end_tasks
+from contract.telemetry.tracing import Tracing
+from gateway.http.embedded_metrics import EmbeddedMetrics
+from gateway.http.errors import SYSTEM_RANDOM
+from gateway.http.handlers import add_handlers, answers
+from gateway.http.limits import ConcurrencyCap, RequestLimits
+from gateway.http.middleware import RequestObserver
+from gateway.prepare.revocation import RevocationGuard
+from gateway.redis.broker import Broker
+from gateway.routes import (
+    batches,
+    chat,
+    dead_letters,
+    files,
+    health,
+    job_lists,
+    jobs,
+    metrics,
+    models,
+    objects,
+    quotes,
+    responses,
+    vectors,
+)
+from gateway.runners.batches.feeder import Feeder
+from gateway.settings import GatewaySettings
+from gateway.state import Gateway
+from gateway.turns import take_turns
+
+_DESCRIPTION = (
+    "OpenAI's shapes wherever OpenAI has one, and durable jobs. Once an API key exists, every "
+    "`/v1` route wants it. `docs/api.md` says more of each field, event and error code."
+)
+# FastAPI's telemetry would record invalid inputs and messages of exceptions.
+_NO_TELEMETRY = TelemetryConfig(
+    tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
+)
+_CALLS = (chat, vectors, responses)
+_JOBS = (dead_letters, jobs, job_lists, quotes, objects)
+_ROUTERS = [m.router for m in (*_CALLS, *_JOBS, files, batches, models, health, metrics)]
+
+
+def create_app(
+    settings: GatewaySettings,
+    broker: Broker | None = None,
+    *,
+    draw: Callable[[], float] = SYSTEM_RANDOM.random,
+) -> FastAPI:
+    """Creates the app. The caller closes a `broker` that it passes. `draw` returns random numbers
+    from 0 to 1, for the jitter of Retry-After."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tracing.open()
+        take_turns(gateway.turns)  # also of what is started here
+        ending = AsyncExitStack()
+        duties = [asyncio.create_task(gateway.broker.attendance.report())]
+        if gateway.broker.payloads.store is not None:
+            duties.append(asyncio.create_task(Feeder(gateway).run()))
+        if settings.models:
+            # Only here, because it needs YAML, which a gateway without flows need not have.
+            from gateway.runners.flows.service import FlowService
+
+            flows = FlowService(gateway)
+            ending.push_async_callback(flows.aclose)
+            duties.append(asyncio.create_task(flows.serve()))
+        yield
+        await end_tasks(*duties)
+        await ending.aclose()
+        await gateway.grammars.aclose()
+        await gateway.step_templates.aclose()
+        if broker is None:
+            await gateway.broker.aclose()
+        await asyncio.to_thread(tracing.close)
+
+    tracing = Tracing("batchway-gateway")
+    gateway = Gateway(settings, broker or Broker(settings))
+    app = FastAPI(
+        title="batchway",
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        separate_input_output_schemas=False,
+        telemetry=_NO_TELEMETRY,
+        responses=answers(400, 408, 410, 413, 422, 431, 500, 503),
+    )
+    app.state.settings = settings
+    app.state.gateway = gateway
+    app.state.key_ring = gateway.broker.key_ring
+    app.state.calls_of_keys = ConcurrencyCap(settings.max_calls_per_key)
+    for router in _ROUTERS:
+        app.include_router(router)
+    paths = sorted({route.path for router in _ROUTERS for route in router.routes})
+    add_handlers(app, draw, [path for path in paths if "{" not in path])
+    # The middleware that is added last is the outermost.
+    app.add_middleware(RevocationGuard, key_ring=gateway.broker.key_ring)
+    app.add_middleware(RequestLimits, settings=settings)
+    app.add_middleware(RequestObserver, metrics=gateway.metrics, tracing=tracing)
+    if settings.embedded_metrics:
+        app.add_middleware(EmbeddedMetrics, metrics=gateway.metrics)
+    return app

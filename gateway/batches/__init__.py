@@ -1,1 +1,0 @@
-"""OpenAI's Batch API: its routes, and the feeder that runs batches."""

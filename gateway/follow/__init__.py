@@ -1,0 +1,1 @@
+"""From a job's log to its answer, whole or as a stream."""

@@ -1,0 +1,302 @@
+"""Turns log events into OpenAI's responses: whole ones, and chunks of streams.
+
+Over 300 lines: a whole answer and its chunks have the same fields, and are read side by side.
+
+A chunk depends only on its event, except for text offsets and data of the prompt, so a stream
+resumed at any event continues with the same bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from contract.events import (
+    ChoiceDelta,
+    LogEntry,
+    Members,
+    Prompt,
+    TokenLogprob,
+    Tokens,
+    ToolCallDelta,
+)
+from contract.jobs import Endpoint, FinishReason, Job, cut_tokens
+from gateway.follow.logprobs import chat_logprobs, completion_logprobs
+from gateway.follow.prompts import PromptPart
+from gateway.follow.tool_calls import delta_of, whole_calls
+from gateway.models.text_stream import TextStream
+from gateway.models.tokens import ModelTokenizer
+
+
+def usage(
+    job: Job, num_prompt_tokens: int, num_output_tokens: int, num_reasoning: int | None = None
+) -> dict[str, Any]:
+    """`num_reasoning`: of the output, the tokens of a chat's reasoning."""
+    if not job.shows_output:
+        num_output_tokens = 0
+    shown: dict[str, Any] = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+        **cut_tokens(job),
+    }
+    if num_reasoning is not None and job.endpoint is Endpoint.CHAT:
+        shown["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return shown
+
+
+def _head(job: Job, *, is_chunk: bool) -> dict[str, Any]:
+    if job.endpoint is Endpoint.CHAT:
+        prefix, kind = "chatcmpl-", "chat.completion.chunk" if is_chunk else "chat.completion"
+    else:
+        prefix, kind = "cmpl-", "text_completion"
+    return {
+        "id": prefix + job.id.removeprefix("job-"),
+        "object": kind,
+        "created": job.created_s,
+        "model": job.named_model,
+        "system_fingerprint": None,
+    }
+
+
+def _shown(job: Job, delta: ChoiceDelta) -> ChoiceDelta:
+    """The delta; without its output if the caller asked for the echo alone."""
+    if job.shows_output:
+        return delta
+    finish_reason = FinishReason.LENGTH if delta.finish_reason else None
+    logprobs = None if delta.logprobs is None else ()
+    return ChoiceDelta(delta.choice, delta.start, (), "", finish_reason, logprobs)
+
+
+class Chunks:
+    """The chunks of one stream. `tokenizer` is required if the job needs one.
+
+    `includes_usage` adds `usage` to each chunk: null, or the usage so far with `repeats_usage`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: ModelTokenizer | None,
+        *,
+        includes_usage: bool = False,
+        repeats_usage: bool = False,
+    ) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._head = _head(job, is_chunk=True)
+        self._includes_usage = includes_usage
+        self._repeats_usage = repeats_usage
+        self._num_tokens: dict[int, int] = {}  # by choice
+        self._num_reasoning = 0  # of them
+        self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
+        self._streams: dict[int, TextStream] = {}
+
+    def reset(self) -> None:
+        for prompt in self._prompts:
+            prompt.reset()
+        self._streams.clear()
+        self._num_tokens.clear()
+        self._num_reasoning = 0
+
+    def of(self, entry: LogEntry) -> list[dict[str, Any]]:
+        """The chunks of one event. If choices begin in it, a chunk that introduces them comes
+        first; data of the prompt is kept until then. Vectors have no chunks."""
+        if self._job.pooling is not None or isinstance(entry.event, Members):
+            return []
+        if isinstance(entry.event, Prompt):
+            self._prompts[entry.event.prompt].add(entry.event)
+            return []
+        assert isinstance(entry.event, Tokens)
+        deltas = [_shown(self._job, delta) for delta in entry.event.deltas]
+        begun = [delta.choice for delta in deltas if delta.start == 0]
+        for delta in entry.event.deltas:
+            self._num_tokens[delta.choice] = delta.start + len(delta.token_ids)
+            self._num_reasoning += delta.num_reasoning
+        chunks = []
+        if begun and (heads := self._heads(begun)):
+            chunks.append(self._chunk(heads))
+        choices = [self._choice(delta) for delta in deltas]
+        chunks.append(self._chunk(choices))
+        for choice in chunks[0]["choices"]:
+            if choice["index"] in begun:
+                choice |= _of_listed_prompt(self._job, choice["index"])
+        if 0 in begun:
+            chunks[0] |= _of_prompt(self._job, self._prompts)
+        return chunks
+
+    def usage(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+        """The last chunk, if the caller asked for usage."""
+        return self._chunk([]) | {"usage": self._used(num_prompt_tokens, num_output_tokens)}
+
+    def _used(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+        return usage(self._job, num_prompt_tokens, num_output_tokens, self._num_reasoning)
+
+    def _heads(self, begun: Sequence[int]) -> list[dict[str, Any]]:
+        """What precedes a choice's output: the role in chats, the prompt in completions
+        with echo."""
+        if self._job.endpoint is Endpoint.CHAT:
+            return [_role(choice) for choice in begun]
+        if not self._job.echo and self._job.prompt_logprobs is None:
+            return []
+        return [self._echo(choice) for choice in begun]
+
+    def _echo(self, choice: int) -> dict[str, Any]:
+        prompt = self._prompts[choice // self._job.params.n]
+        head = {
+            "index": choice,
+            "text": prompt.text,
+            "logprobs": prompt.echoed_logprobs(),
+            "finish_reason": None,
+            **prompt.listed_logprobs(),
+        }
+        return head | ({"token_ids": []} if self._job.return_token_ids else {})
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "choices": choices}
+        if self._includes_usage:
+            num_tokens = sum(self._num_tokens.values())
+            so_far = self._used(self._job.num_prompt_tokens, num_tokens)
+            chunk["usage"] = so_far if self._repeats_usage else None
+        return chunk
+
+    def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": delta.choice}
+        if self._job.endpoint is Endpoint.CHAT:
+            choice["delta"] = self._message_delta(delta)
+        else:
+            choice["text"] = delta.text
+        choice["logprobs"] = self._logprobs(delta)
+        choice["finish_reason"] = delta.finish_reason
+        if self._job.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return choice
+
+    def _message_delta(self, delta: ChoiceDelta) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        if delta.text or not (delta.reasoning or delta.tool_calls):
+            message["content"] = delta.text
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            calls = [delta_of(self._job, delta.choice, call) for call in delta.tool_calls]
+            message["tool_calls"] = calls
+        return message
+
+    def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        if delta.logprobs is None or self._tokenizer is None:
+            return None
+        if self._job.endpoint is Endpoint.CHAT:
+            return chat_logprobs(self._tokenizer, delta.logprobs)
+        if delta.choice not in self._streams:
+            prompt = self._prompts[delta.choice // self._job.params.n]
+            self._streams[delta.choice] = prompt.output_stream(self._tokenizer)
+        stream = self._streams[delta.choice]
+        return completion_logprobs(self._tokenizer, delta.logprobs, stream)
+
+
+def _of_prompt(job: Job, prompts: Sequence[PromptPart]) -> dict[str, Any]:
+    """Fields beside `choices`, in the response or its first chunk."""
+    fields = prompts[0].listed_logprobs() if job.endpoint is Endpoint.CHAT else {}
+    if job.return_token_ids and len(prompts) == 1:
+        fields["prompt_token_ids"] = list(job.prompt_ids)
+    return fields
+
+
+def _of_listed_prompt(job: Job, choice: int) -> dict[str, Any]:
+    """Fields of a choice or its first chunk, if the call has several prompts."""
+    if not job.return_token_ids or job.num_prompts == 1:
+        return {}
+    return {"prompt_token_ids": list(job.prompts[choice // job.params.n])}
+
+
+def _role(choice: int) -> dict[str, Any]:
+    return {
+        "index": choice,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+
+
+class _Choice(msgspec.Struct):
+    """One choice so far."""
+
+    texts: list[str] = msgspec.field(default_factory=list)
+    reasoning: list[str] = msgspec.field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    num_reasoning: int = 0
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Answer:
+    """A whole response, built from a job's events."""
+
+    def __init__(self, job: Job, tokenizer: ModelTokenizer | None) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
+        self._choices = [_Choice() for _ in range(job.num_choices)]
+
+    def reset(self) -> None:
+        for prompt in self._prompts:
+            prompt.reset()
+        self._choices = [_Choice() for _ in range(self._job.num_choices)]
+
+    def add(self, entry: LogEntry) -> None:
+        if isinstance(entry.event, Prompt):
+            self._prompts[entry.event.prompt].add(entry.event)
+        if not isinstance(entry.event, Tokens):
+            return
+        for delta in (_shown(self._job, delta) for delta in entry.event.deltas):
+            choice = self._choices[delta.choice]
+            choice.texts.append(delta.text)
+            choice.reasoning.append(delta.reasoning)
+            choice.tool_calls += delta.tool_calls
+            choice.token_ids += delta.token_ids
+            choice.num_reasoning += delta.num_reasoning
+            choice.logprobs += delta.logprobs or ()
+            choice.finish_reason = delta.finish_reason or choice.finish_reason
+
+    def build(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
+        """The response. Choices that were cut off have no finish_reason."""
+        answer = _head(self._job, is_chunk=False)
+        answer["choices"] = [self._built(i, choice) for i, choice in enumerate(self._choices)]
+        num_reasoning = sum(choice.num_reasoning for choice in self._choices)
+        answer["usage"] = usage(self._job, num_prompt_tokens, num_output_tokens, num_reasoning)
+        return answer | _of_prompt(self._job, self._prompts)
+
+    def _built(self, index: int, choice: _Choice) -> dict[str, Any]:
+        text, prompt = "".join(choice.texts), self._prompts[index // self._job.params.n]
+        built: dict[str, Any] = {"index": index}
+        if self._job.endpoint is Endpoint.CHAT:
+            built["message"] = self._message(index, choice, text)
+        else:
+            built["text"] = prompt.text + text
+            built |= prompt.listed_logprobs()
+        built["logprobs"] = self._logprobs(choice, prompt)
+        built["finish_reason"] = choice.finish_reason
+        if self._job.return_token_ids:
+            built["token_ids"] = choice.token_ids
+        return built | _of_listed_prompt(self._job, index)
+
+    def _message(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := "".join(choice.reasoning):
+            message["reasoning_content"] = reasoning
+        if choice.tool_calls:
+            message["content"] = text or None
+            message["tool_calls"] = whole_calls(self._job, index, choice.tool_calls)
+        return message
+
+    def _logprobs(self, choice: _Choice, prompt: PromptPart) -> dict[str, Any] | None:
+        if self._job.params.logprobs is None or self._tokenizer is None:
+            return None
+        if self._job.endpoint is Endpoint.CHAT:
+            return chat_logprobs(self._tokenizer, choice.logprobs)
+        stream = prompt.output_stream(self._tokenizer)
+        own = completion_logprobs(self._tokenizer, choice.logprobs, stream)
+        echoed = prompt.echoed_logprobs() or {}
+        return {name: echoed.get(name, []) + values for name, values in own.items()}

@@ -1,0 +1,234 @@
+"""Job objects, as `/v1/jobs` returns them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, Path
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from contract.events import MemberRun
+from contract.function_types import JobView, QueuePosition, Submitted
+from contract.jobs import Endpoint, Job, JobStatus, ResumeKind, public_status
+from contract.outbox import CallbackState
+from gateway.follow.answer_models import (
+    ChatCompletion,
+    Classes,
+    Embeddings,
+    EndpointPath,
+    Ranking,
+    Scores,
+    TextCompletion,
+    Usage,
+)
+from gateway.follow.answers import usage
+from gateway.follow.responses.objects import ResponseObject
+from gateway.http.errors import UnknownJob
+from gateway.http.sse import json_response
+
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
+UnixSeconds = Annotated[float, Field(description="Unix seconds")]
+
+_JOB_ID = re.compile(r"job-\d{1,4}-[0-9a-f]{32}")
+
+
+class AcceptedJob(BaseModel):
+    """A job just queued, or one that a synchronous call has become."""
+
+    id: str
+    object: Literal["job"] = "job"
+    status: JobState
+    endpoint: EndpointPath
+    model: str
+    lane: str
+    position: int | None = Field(description="jobs ahead; null where it does not wait")
+    eta_s: float | None = Field(description="seconds until it starts; null where unknown")
+    events_url: str
+
+
+class Timings(BaseModel):
+    queued_at: UnixSeconds | None
+    started_at: UnixSeconds | None
+    first_token_at: UnixSeconds | None
+    finished_at: UnixSeconds | None
+    deadline_at: UnixSeconds | None
+
+
+class JobError(BaseModel):
+    code: str
+    message: str
+
+
+class MemberObject(BaseModel):
+    """A call of a model by a flow."""
+
+    model: str
+    job_id: str
+    status: JobState
+    usage: Usage
+
+
+class JobObject(AcceptedJob):
+    """The job without its result, which `GET /v1/jobs/{id}` adds."""
+
+    attempt: int
+    metadata: dict[str, str]
+    usage: Usage
+    timings: Timings
+    predicted_wait_s: float | None
+    wait_s: float | None
+    error: JobError | None
+    resume: ResumeKind = Field(
+        description="exact: after the death of its worker the job goes on with the tokens that it "
+        "would have had; distribution: with others of the same distribution"
+    )
+    parent: str | None = Field(description="the id of the flow's job that called the model")
+    members: list[MemberObject] | None = Field(
+        description="the calls of a flow; null in lists, and where the job is no flow's"
+    )
+
+
+class CallbackObject(BaseModel):
+    """The state of the job's callback."""
+
+    state: str
+    attempts: int
+    next_attempt_at: UnixSeconds | None
+
+
+class JobWithResult(JobObject):
+    result: (
+        ChatCompletion
+        | TextCompletion
+        | ResponseObject
+        | Embeddings
+        | Ranking
+        | Scores
+        | Classes
+        | None
+    )
+    result_url: str | None = Field(description="where a long result can be read without a key")
+    callback: CallbackObject | None
+
+
+def checked_id(job_id: str) -> str:
+    """Returns a valid job id. Raises UnknownJob for a malformed one, as for an unknown one."""
+    if not _JOB_ID.fullmatch(job_id):
+        raise UnknownJob(job_id[:64])
+    return job_id
+
+
+JobIdPath = Annotated[str, Path(json_schema_extra={"pattern": f"^{_JOB_ID.pattern}$"})]
+
+
+async def job_id_of(job_id: JobIdPath) -> str:
+    return checked_id(job_id)
+
+
+JobId = Annotated[str, Depends(job_id_of)]
+
+
+def events_url(job_id: str) -> str:
+    return f"/v1/jobs/{job_id}/events"
+
+
+def place(position: QueuePosition | None) -> dict[str, Any]:
+    """The number of jobs ahead and the seconds until the job starts; null if it does not wait or
+    nothing is known."""
+    if position is None:
+        return {"position": None, "eta_s": None}
+    eta_s = None if position.eta_s is None else round(position.eta_s, 1)
+    return {"position": position.num_jobs_ahead, "eta_s": eta_s}
+
+
+def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> AcceptedJob:
+    """The response to a submission. If an earlier job was found, its position is not known."""
+    position = submitted.position if submitted.is_new else None
+    return AcceptedJob(**_shown(submitted.job_id, job, status, job.lane, position))
+
+
+def accepted_object(view: JobView) -> AcceptedJob:
+    """The object of a call that has become a job."""
+    return AcceptedJob(**_shown(view.job.id, view.job, view.status, view.lane, view.position))
+
+
+def has_result(view: JobView) -> bool:
+    """Whether there is an answer to show: also of an interrupted job with output, but vectors only
+    if all are there. A response tells its end itself."""
+    if view.job.pooling is not None:
+        return view.status is JobStatus.SUCCEEDED
+    is_told = view.num_output_tokens > 0 or view.job.endpoint is Endpoint.RESPONSES
+    return view.is_terminal and is_told
+
+
+def accepted_response(shown: AcceptedJob, headers: Mapping[str, str]) -> Response:
+    """202 with a `location` header."""
+    own = {"x-job-id": shown.id, "location": f"/v1/jobs/{shown.id}"}
+    return json_response(shown.model_dump(), status=202, headers={**headers, **own})
+
+
+def job_object(view: JobView, members: Sequence[MemberRun] = ()) -> JobObject:
+    """`members`: the calls of a flow."""
+    num_prompt, num_output = view.num_prompt_tokens, view.num_output_tokens
+    if view.job.flow is not None and members:
+        num_prompt = sum(run.prompt_tokens for run in members)
+        num_output = sum(run.output_tokens for run in members)
+    return JobObject(
+        **_shown(view.job.id, view.job, view.status, view.lane, view.position),
+        attempt=view.attempt,
+        metadata=dict(view.metadata),
+        usage=Usage(**usage(view.job, num_prompt, num_output)),
+        timings=Timings(
+            queued_at=_seconds(view.created_ms),
+            started_at=_seconds(view.claimed_ms),
+            first_token_at=_seconds(view.first_token_ms),
+            finished_at=_seconds(view.finished_ms),
+            deadline_at=_seconds(view.deadline_ms),
+        ),
+        predicted_wait_s=_seconds(view.predicted_wait_ms),
+        wait_s=None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
+        error=JobError(code=view.code, message=view.message) if view.code else None,
+        resume=view.job.resume,
+        parent=view.job.parent or None,
+        members=[_member(view.job, run) for run in members] or None,
+    )
+
+
+def _member(job: Job, run: MemberRun) -> MemberObject:
+    fields: dict[str, Any] = {
+        "model": run.model,
+        "job_id": run.job_id,
+        "status": public_status(run.status or JobStatus.CLAIMED),
+        "usage": Usage(**usage(job, run.prompt_tokens, run.output_tokens)),
+    }
+    return MemberObject(**fields)
+
+
+def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
+    """Null if the job has no callback."""
+    if found is None:
+        return None
+    return {
+        "state": found.state,
+        "attempts": found.num_attempts,
+        "next_attempt_at": _seconds(found.next_attempt_ms),
+    }
+
+
+def _shown(
+    job_id: str, job: Job, status: JobStatus, lane: str, position: QueuePosition | None
+) -> dict[str, Any]:
+    return {
+        "id": job_id,
+        "status": public_status(status),
+        "endpoint": job.endpoint,
+        "model": job.named_model,
+        "lane": lane,
+        **place(position),
+        "events_url": events_url(job_id),
+    }
+
+
+def _seconds(ms: int | None) -> float | None:
+    return None if ms is None else ms / 1000

@@ -1,0 +1,55 @@
+"""Reads stored responses from the records and logs of their jobs."""
+
+from typing import Any
+
+from contract.errors import BrokerUnavailable
+from contract.function_types import JobView
+from contract.jobs import Job
+from contract.response_events import STATUSES, ResponseEvents
+from contract.response_records import ResponseRecord, decode_record
+from gateway.follow.logprobs import response_logprobs
+from gateway.follow.responses.records import job_of_response, no_such_response
+from gateway.http.errors import UnknownJob
+from gateway.state import Gateway
+
+
+async def read_response(
+    gateway: Gateway, response_id: str, tenant: str, param: str | None = None
+) -> tuple[JobView, ResponseRecord]:
+    """A stored response. Raises ApiError (404), PayloadError."""
+    try:
+        view, _ = await gateway.broker.read(job_of_response(response_id, param), tenant)
+    except UnknownJob:
+        raise no_such_response(param) from None
+    record = await record_of_job(gateway, view.job)
+    if record is None or not record.is_stored:
+        raise no_such_response(param)
+    return view, record
+
+
+async def record_of_job(gateway: Gateway, job: Job) -> ResponseRecord | None:
+    """The request that the job answers; None for jobs of other endpoints. Raises PayloadError."""
+    raw = await gateway.broker.payloads.response(job)
+    return decode_record(raw) if raw else None
+
+
+async def ended_response(gateway: Gateway, view: JobView, record: ResponseRecord) -> dict[str, Any]:
+    """The response of a job that has ended, from its log."""
+    logprobs = response_logprobs(await gateway.tokenizer_for(view.job))
+    events = ResponseEvents(view.job, record, logprobs)
+    number = 0
+    async for entry in gateway.broker.log(view.job.id, view.job.tenant, up_to=view.next_number - 1):
+        events.of(entry)
+        number = entry.number
+    if number < view.next_number - 1:
+        raise BrokerUnavailable("Redis lost a part of the log between two reads")
+    response: dict[str, Any] = events.end(view)[-1]["response"]
+    return response
+
+
+async def shown_response(gateway: Gateway, response_id: str, tenant: str) -> dict[str, Any]:
+    """The response as it is now; its output once it has ended. Raises ApiError (404)."""
+    view, record = await read_response(gateway, response_id, tenant)
+    if view.is_terminal:
+        return await ended_response(gateway, view, record)
+    return ResponseEvents(view.job, record).response(STATUSES[view.status])

@@ -1,0 +1,1 @@
+"""Compiles schemas, tools, expressions and choices to grammars of outputs."""

@@ -1,0 +1,109 @@
+"""How long the shortest output of a schema is at least. Knows schemas as preparation.py makes
+them."""
+
+import json
+import math
+from typing import Any
+
+from gateway.grammars.schemas.prepared import Prepared, name_of, parts_of
+from gateway.grammars.schemas.refusals import Schema, SchemaRefused
+
+MAX_CHARS = 1_000_000  # more than a context holds
+_SHORTEST = {"null": 4.0, "boolean": 4.0}  # of other types 1
+
+
+def check_lengths(prepared: Prepared) -> None:
+    """Takes what has no end out of a schema: each of its values would contain another one. Raises
+    SchemaRefused where the whole has none, or only one that is too long."""
+    root = prepared.schema
+    lengths = _Lengths(root)
+    if lengths.has_endless:
+        lengths.cut(root, nullable=True)
+        lengths = _Lengths(root)
+    shortest = lengths.of(root)
+    if shortest > MAX_CHARS:
+        what = "would contain another one, without end"
+        if shortest < math.inf:
+            what = f"has over {MAX_CHARS:,} characters"
+        place = prepared.place_of(lengths.longest(root))
+        raise SchemaRefused(f"each value of this schema {what}", place)
+    if lengths.has_endless:
+        lengths.cut(root)
+
+
+class _Lengths:
+    """Of a schema and its definitions: from endless down, until nothing gets shorter."""
+
+    def __init__(self, root: Schema) -> None:
+        self._definitions: Schema = root.get("$defs", {})
+        self._known = dict.fromkeys(self._definitions, math.inf)
+        is_new = True
+        while is_new:
+            found = {name: self.of(schema) for name, schema in self._definitions.items()}
+            is_new = found != self._known
+            self._known = found
+
+    @property
+    def has_endless(self) -> bool:
+        return math.inf in self._known.values()
+
+    def of(self, schema: Any) -> float:
+        """In characters; math.inf without end."""
+        if not isinstance(schema, dict):
+            return 1
+        parts = [self._own(schema), *map(self.of, schema.get("allOf", ()))]
+        if "$ref" in schema:
+            parts.append(self._known[name_of(schema)])
+        if schema.get("anyOf"):
+            parts.append(min(map(self.of, schema["anyOf"])))
+        return max(parts)
+
+    def longest(self, schema: Schema) -> Schema:
+        """The innermost part that is too long by itself, up to where it contains itself."""
+        seen: list[Schema] = []
+        while not any(schema is each for each in seen):
+            seen.append(schema)
+            parts = [each for _, _, each in parts_of(schema, needed=True)]
+            parts += [self._definitions[name_of(schema)]] if "$ref" in schema else []
+            schema = next((each for each in parts if self.of(each) > MAX_CHARS), schema)
+        return seen[-1]
+
+    def cut(self, schema: Schema, nullable: bool = False) -> None:
+        """Allows nothing where what is allowed has no end. `nullable`: null, and only where OpenAPI
+        3.0 would allow it beside."""
+        for holder, key, part in parts_of(schema):
+            if self.of(part) == math.inf and (not nullable or part.get("nullable") is True):
+                holder[key] = {"type": "null"} if nullable else False
+            elif isinstance(part, dict):
+                self.cut(part, nullable)
+
+    def _own(self, schema: Schema) -> float:
+        """What the schema's own keywords demand."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values:
+            return min(len(json.dumps(each, ensure_ascii=False)) for each in values)
+        types = schema.get("type", [])
+        types = [types] if isinstance(types, str) else types
+        return min((self._of_type(str(each), schema) for each in types), default=1)
+
+    def _of_type(self, type_: str, schema: Schema) -> float:
+        match type_:
+            case "string":
+                return 2 + float(schema.get("minLength", 0))
+            case "array":
+                num = int(schema.get("minItems", 0))
+                first = [self.of(each) for each in schema.get("prefixItems", ())[:num]]
+                rest = (num - len(first)) * self.of(schema.get("items")) if num > len(first) else 0
+                return 2 + sum(first) + rest + 2 * max(num - 1, 0)
+            case "object":
+                names = set(schema.get("required", ()))
+                others = max(int(schema.get("minProperties", 0)) - len(names), 0)
+                return (
+                    2 + 5 * others + sum(len(n) + 4 + self._of_property(schema, n) for n in names)
+                )
+        return _SHORTEST.get(type_, 1)
+
+    def _of_property(self, schema: Schema, name: str) -> float:
+        if name in (properties := schema.get("properties", {})):
+            return self.of(properties[name])
+        return 1 if schema.get("patternProperties") else self.of(schema.get("additionalProperties"))

@@ -1,1 +1,0 @@
-"""Jobs in the API: routes, lists, quotes, streams, callbacks."""

@@ -1,0 +1,1 @@
+"""What a gateway needs of each model: tokenizers, templates, cards."""

@@ -1,0 +1,173 @@
+"""A model's chat template, which renders messages as the model's prompt.
+
+The template comes from the model. It runs in jinja2's sandbox, in its own process
+(template_child.py), which imports nothing else of the gateway.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.child import Refused
+
+MAX_RENDERED_CHARS = 4 * 1024 * 1024
+_REFUSAL_CHARS = 200
+MAX_POWER = 1_000
+
+
+class ChatTemplate:
+    """A compiled template. Raises jinja2's errors if it cannot be compiled."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._special_tokens = dict(special_tokens)
+        # Older templates know the role `developer` as `system`.
+        self._knows_developer = "developer" in source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        is_answered: bool = True,
+    ) -> str:
+        """The prompt, up to the start of the assistant's message if it is answered. `variables`:
+        others that the template reads. Raises Refused, MemoryError."""
+        if not self._knows_developer:
+            messages = [_as_system(message) for message in messages]
+        messages = [_with_reasoning(message) for message in messages]
+        context = {"documents": None, **self._special_tokens, **(variables or {}), "tools": tools}
+        parts: list[str] = []
+        num_chars = 0
+        try:
+            for part in self._template.generate(
+                messages=messages, add_generation_prompt=is_answered, **context
+            ):
+                num_chars += len(part)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise Refused("the chat template's output is too long")
+                parts.append(part)
+        except (Refused, MemoryError):
+            raise
+        except jinja2.TemplateError as exc:
+            reason = (exc.message or "it failed")[:_REFUSAL_CHARS]
+            raise Refused(f"the model's chat template refused: {reason}") from exc
+        except Exception as exc:  # for example TypeError of a filter with a wrong argument
+            reason = f"{type(exc).__name__}: {exc}"[:_REFUSAL_CHARS]
+            raise Refused(f"the model's chat template failed on these messages: {reason}") from exc
+        return "".join(parts)
+
+    def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        """The prompt of each query and document, in the roles that rerankers give them, after the
+        instruction if there is one. Raises Refused, MemoryError."""
+        head = [{"role": "system", "content": instruction}] if instruction else []
+        prompts: list[str] = []
+        num_chars = 0
+        for query, document in pairs:
+            pair = [
+                {"role": "query", "content": query},
+                {"role": "document", "content": document},
+            ]
+            prompts.append(self.render([*head, *pair], is_answered=False))
+            num_chars += len(prompts[-1])
+            if num_chars > MAX_RENDERED_CHARS:
+                raise Refused("the chat template's output is too long")
+        return prompts
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As transformers does: templates read a message's reasoning by several names."""
+    given = (message[name] for name in _REASONING_NAMES if message.get(name) is not None)
+    reasoning = next(given, None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training. It renders as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
+
+    def _rendered(self, caller: Macro) -> str:
+        return caller()
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, which limits ranges, with limits on the two operators that can fill the
+    memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and max(abs(left), abs(right)) > MAX_POWER:
+            raise SecurityError(f"powers are of numbers up to {MAX_POWER}")
+        if (
+            operator == "*"
+            and max(_repeated(left, right), _repeated(right, left)) > MAX_RENDERED_CHARS
+        ):
+            raise SecurityError("a repetition is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeated(items: Any, times: Any) -> int:
+    """The length of a repeated text or list; 0 if `items * times` is no repetition."""
+    is_repetition = isinstance(items, str | bytes | list | tuple) and isinstance(times, int)
+    return len(items) * times if is_repetition else 0
+
+
+def _environment() -> jinja2.Environment:
+    """The environment that chat templates expect (transformers' conventions)."""
+    extensions = [_Generation, loopcontrols]
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's filter would escape HTML characters."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.now().strftime(format_)

@@ -1,0 +1,311 @@
+"""A model's tokenizer and chat template, as workers published them.
+
+Over 300 lines: all that is done with one tokenizer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import msgspec
+
+from contract.model_cards import TokenizerFiles
+from contract.output_formats import GEMMA_QUOTE
+from gateway.models.long_texts import (
+    PIECE_CHARS,
+    Over,
+    about_tokens,
+    least_tokens,
+    part_with,
+)
+from gateway.models.template_process import TemplateProcess
+from gateway.models.text_stream import TextStream
+
+_END_TOKENS = 64  # of a prompt, which may begin the reasoning
+
+
+T = TypeVar("T")
+Given = TypeVar("Given", str, tuple[str, str])
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """The most tokens of a prompt, with its special ones, and whether of a longer one the end is
+    kept."""
+
+    max_tokens: int
+    keeps_end: bool
+
+
+class NoRoom(Exception):
+    """Nothing of a text is left beside special tokens and the text that is kept."""
+
+
+class TooLong(Exception):
+    """The text or pair of this number has too many tokens."""
+
+    def __init__(self, number: int, over: Over) -> None:
+        super().__init__(number)
+        self.number = number
+        self.over = over
+
+
+class ModelTokenizer:
+    """One model's tokenizer. All but `template` may be used from several threads.
+
+    Raises ValueError if `tokenizers` cannot read the files.
+    """
+
+    def __init__(self, model: str, files: TokenizerFiles) -> None:
+        # imported here for a faster start: most functions only read jobs
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
+        except Exception as exc:  # tokenizers raises bare Exceptions
+            raise ValueError("unreadable tokenizer") from exc
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # None if the model has none.
+        self.template: TemplateProcess | None = None
+        if files.chat_template is not None:
+            self.template = TemplateProcess(
+                model, files.chat_template, files.special_tokens, tool_source=files.tool_template
+            )
+        self._bytes_of_char = _byte_level(files.tokenizer_json)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        # What the files say beside the tokenizer and the templates, which are large.
+        self.files = msgspec.structs.replace(
+            files, tokenizer_json="", chat_template=None, tool_template=None
+        )
+        self._bos_id = self._tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
+
+    async def aclose(self) -> None:
+        """Ends the chat template's process, if there is one."""
+        if self.template is not None:
+            await self.template.aclose()
+
+    def encode_text(self, text: str) -> list[int]:
+        return self.encode_texts([text])[0]
+
+    def encode_texts(
+        self, texts: Sequence[str], *, adds_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """All of any length: only for texts that are known to be short."""
+        encoded = self.encode_each(texts, None, adds_special_tokens=adds_special_tokens)
+        return [ids for ids in encoded if not isinstance(ids, Over)]
+
+    def encode_each(
+        self, texts: Sequence[str], most: int | None, *, adds_special_tokens: bool = True
+    ) -> Iterator[list[int] | Over]:
+        """The token ids of each text in turn, unless it has more than `most`. Rendered chats
+        contain their special tokens."""
+        return self._each(texts, most, adds_special_tokens, lambda found: found.ids)
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], most: int | None = None
+    ) -> Iterator[tuple[list[int], int] | Over]:
+        """The same of pairs, with the special tokens around them, and how many ids belong to the
+        first text."""
+        return self._each(pairs, most, True, lambda found: (found.ids, found.type_ids.count(0)))
+
+    def _each(
+        self, given: Sequence[Given], most: int | None, adds: bool, taken: Callable[[Any], T]
+    ) -> Iterator[T | Over]:
+        for part in _slices(given):
+            if most is not None and (num_tokens := self._least_tokens(part[0], most)) > most:
+                yield Over(num_tokens, is_exact=False)
+                continue
+            yield from [
+                taken(found) if most is None or len(found) <= most else Over(len(found))
+                for found in self._encode(part, adds)
+            ]
+
+    def _least_tokens(self, given: str | tuple[str, str], most: int) -> int:
+        """So many tokens a long text or pair has at least."""
+        texts = (given,) if isinstance(given, str) else given
+        if sum(map(len, texts)) <= PIECE_CHARS:
+            return 0
+        return sum(least_tokens(self._tokenizer, text, most) for text in texts)
+
+    def count(self, text: str, most: int = 0, *, adds_special_tokens: bool = False) -> int:
+        """How many tokens a text has; about, where it is long and has more than `most`."""
+        if self._least_tokens(text, most) > most:
+            num_special = self._tokenizer.num_special_tokens_to_add(False)
+            return about_tokens(self._tokenizer, text) + num_special * adds_special_tokens
+        return len(self._encode([text], adds_special_tokens)[0])
+
+    def cut_ids(self, token_ids: Sequence[int], cut: Cut) -> list[int]:
+        """A prompt as tokens; where its end is kept, so is the token with which all prompts
+        begin."""
+        ids = list(token_ids)
+        if len(ids) <= cut.max_tokens or not cut.keeps_end:
+            return ids[: cut.max_tokens]
+        begin = ids[: int(ids[0] == self._bos_id)]
+        return begin[: cut.max_tokens] + ids[len(ids) - cut.max_tokens + len(begin) :]
+
+    def cut_chat(self, text: str, cut: Cut) -> list[int]:
+        """The same of a rendered chat that has more tokens."""
+        most = cut.max_tokens
+        _, begin = part_with(self._tokenizer, text, most)
+        _, end = part_with(self._tokenizer, text, most, of_end=True)
+        return self.cut_ids(begin.ids[:most] + end.ids[-most:], cut)
+
+    def cut_text(self, text: str, cut: Cut, kept: str = "") -> list[int]:
+        """The token ids of `kept` and `text`, of which tokens are cut off. Raises NoRoom."""
+        room = cut.max_tokens - self._tokenizer.num_special_tokens_to_add(False)
+        return self._framed(self._shortened(kept + text, room, kept, cut.keeps_end))[0]
+
+    def cut_pair(self, pair: tuple[str, str], cut: Cut, kept: str = "") -> tuple[list[int], int]:
+        """The same of a pair, whose longer text loses the most, as in transformers; and how many
+        tokens belong to the first text. Raises NoRoom."""
+        texts = kept + pair[0], pair[1]
+        room = cut.max_tokens - self._tokenizer.num_special_tokens_to_add(True)
+        first, second = (self.count(text, room) for text in texts)
+        if first + second > room:
+            shorter = min(first, second, room // 2)
+            first, second = sorted((shorter, room - shorter), reverse=first > second)
+        return self._framed(
+            self._shortened(texts[0], first, kept, cut.keeps_end),
+            self._shortened(texts[1], second, "", cut.keeps_end),
+        )
+
+    def _shortened(self, text: str, room: int, kept: str, keeps_end: bool) -> list[int]:
+        """The token ids of a text, which begins with `kept`, without special ones, and at most so
+        many. Raises NoRoom."""
+        # Not `Encoding.truncate`, which keeps what it cuts off: `merge` multiplies that.
+        ids: list[int] = part_with(self._tokenizer, text, room + 1)[1].ids
+        if len(ids) <= room:
+            return ids
+        num_kept = len(self._encode([kept], False)[0]) if kept else 0
+        if room <= num_kept:
+            raise NoRoom
+        if not keeps_end:
+            return ids[:room]
+        end: list[int] = part_with(self._tokenizer, text, room, of_end=True)[1].ids
+        return ids[:num_kept] + end[num_kept - room :]
+
+    def _framed(self, *texts: list[int]) -> tuple[list[int], int]:
+        """The token ids of a text or a pair with the special ones around them, and how many of them
+        belong to the first text."""
+        ids, num_first = list[int](), 0
+        for number, token_id, type_id in self._frames[len(texts)]:
+            part = [token_id] if number is None else texts[number]
+            ids += part
+            num_first += len(part) if type_id == 0 else 0
+        return ids, num_first
+
+    @cached_property
+    def _frames(self) -> Mapping[int, Sequence[tuple[int | None, int, int]]]:
+        """Where special tokens stand around one text or two: their ids, or the number of a text;
+        and the type of each."""
+        frames = {}
+        for number, found in enumerate(
+            [*self._encode(["a0."], True), *self._encode([("a0.", "a0.")], True)], 1
+        ):
+            each = zip(found.sequence_ids, found.ids, found.type_ids, strict=True)
+            one_each = {
+                (place if text is None else -text - 1): (text, token_id, type_id)
+                for place, (text, token_id, type_id) in enumerate(each)
+            }
+            frames[number] = list(one_each.values())
+        return frames
+
+    def shorten(self, text: str, max_tokens: int, *, keeps_end: bool = False) -> str:
+        """The part of a text that has at most so many tokens, without special ones."""
+        while True:
+            text, found = part_with(self._tokenizer, text, max_tokens + 1, of_end=keeps_end)
+            if len(found.ids) <= max_tokens:
+                return text
+            first, last = found.offsets[-max_tokens], found.offsets[max_tokens - 1]
+            shorter = text[first[0] :] if keeps_end else text[: last[1]]
+            # A character of several tokens may be at the seam.
+            text = shorter if len(shorter) < len(text) else text[1:] if keeps_end else text[:-1]
+
+    def end_of(self, token_ids: Sequence[int]) -> str:
+        """The end of a prompt's text, with its special tokens."""
+        text: str = self._tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def marks(self) -> dict[str, Any]:
+        """The added tokens, as far as grammars need them: a Marks without its ends."""
+        formats = [self.files.reasoning, self.files.tool_format]
+        fields = [msgspec.structs.astuple(each) for each in formats if each is not None]
+        text = "\0".join(
+            [GEMMA_QUOTE, *(text for each in fields for text in each if isinstance(text, str))]
+        )
+        return {
+            "ids": {name: i for i, name in self._added.items() if name.strip() and name in text},
+            "added": _ranges(self._added),
+        }
+
+    def text_stream(self, context_ids: Sequence[int] = (), offset: int = 0) -> TextStream:
+        """Decodes ids token by token."""
+        return TextStream(self._tokenizer, context_ids, offset)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, also if they are part of a character."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._bytes_of_char:
+            return b"".join(self._bytes_of_char.get(char, char.encode()) for char in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])  # byte fallback
+        return token.replace("\u2581", " ").encode()
+
+    def _encode(self, given: Sequence[Given], adds_special_tokens: bool) -> Any:
+        # `encode` keeps the GIL: in a thread, too, a long text would stop the event loop.
+        return self._tokenizer.encode_batch_fast(given, add_special_tokens=adds_special_tokens)
+
+
+def _slices(given: Sequence[Given]) -> Iterator[list[Given]]:
+    """The texts or pairs, so many at a time as are not long together; a long one is alone."""
+    part, num_chars = list[Given](), 0
+    for each in given:
+        size = len(each) if isinstance(each, str) else sum(map(len, each))
+        if part and num_chars + size > PIECE_CHARS:
+            yield part
+            part, num_chars = [], 0
+        part.append(each)
+        num_chars += size
+    if part:
+        yield part
+
+
+def _ranges(token_ids: Iterable[int]) -> list[list[int]]:
+    """Ranges of ids: the first and the last of each."""
+    found: list[list[int]] = []
+    for token_id in sorted(token_ids):
+        if found and found[-1][1] == token_id - 1:
+            found[-1][1] = token_id
+        else:
+            found.append([token_id, token_id])
+    return found
+
+
+class _Decoder(msgspec.Struct):
+    type: str
+    decoders: "list[_Decoder]" = []
+
+
+class _Parts(msgspec.Struct):
+    """The part of tokenizer.json that is read here; megabytes of it are skipped."""
+
+    decoder: _Decoder | None = None
+
+
+def _byte_level(tokenizer_json: str) -> dict[str, bytes]:
+    """For byte-level tokenizers, the bytes by the printable characters that stand for them
+    (GPT-2's); else {}."""
+    decoder = msgspec.json.decode(tokenizer_json, type=_Parts).decoder
+    parts = [] if decoder is None else [decoder, *decoder.decoders]
+    if all(part.type != "ByteLevel" for part in parts):
+        return {}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    stand_ins = {chr(byte): bytes([byte]) for byte in printable}
+    return stand_ins | {chr(256 + rank): bytes([byte]) for rank, byte in enumerate(others)}

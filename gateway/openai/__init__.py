@@ -1,1 +1,0 @@
-"""OpenAI's API: request bodies, prompts and tokens, responses."""

@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: each response is a job, and each event follows from its log."""

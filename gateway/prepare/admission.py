@@ -1,0 +1,167 @@
+"""What all calls share on their way to a job: their terms, the model's and the lane's checks, and
+the submission.
+
+What the model cannot run is rejected with 400 and the parameter's name.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from contract.callbacks import Callback
+from contract.endpoints import VECTOR_ENDPOINTS
+from contract.function_types import Submission
+from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
+from contract.model_cards import ModelCard
+from gateway.http.errors import bad_request, invalid_value, no_such_model
+from gateway.prepare.auth import Caller
+from gateway.prepare.job_bodies import CallBody
+from gateway.prepare.unsupported import CallFields
+from gateway.redis.known_models import model_failed
+from gateway.state import Gateway
+from gateway.turns import Turns, turn
+
+_LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
+_PREFILL_LANE, _DEFAULT_LANE = "scoring", "standard"
+Prompts = tuple[tuple[int, ...], ...]
+_SMALL_CHARS = 4_096  # up to this length, tokenising takes less time than starting a thread
+
+_TURNS = Turns()  # of work that belongs to no gateway
+
+T = TypeVar("T")
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """The conditions of a job that are not in its body."""
+
+    caller: Caller
+    deadline_s: float
+    retention_s: float
+    job_id: str = msgspec.field(default_factory=new_job_id)
+    attendance_s: float = 0.0  # cancelled after so long without a caller; 0: never
+    needs_worker: bool = False  # rejected if no worker is live
+    lane: str | None = None  # None: by the body's service_tier
+    idempotency_key: str = ""
+    body_hash: str = ""
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
+    callback: Callback | None = None
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """A call that its model can answer, in a lane that its caller may use."""
+
+    gateway: Gateway
+    endpoint: Endpoint
+    card: ModelCard
+    lane: str
+    terms: Terms
+
+    def job(self, prompts: Prompts, params: SamplingParams) -> Job:
+        is_list = len(prompts) > 1
+        return Job(
+            id=self.terms.job_id,
+            tenant=self.terms.caller.tenant,
+            model=self.card.name,
+            lane=self.lane,
+            endpoint=self.endpoint,
+            prompt_ids=() if is_list else prompts[0],
+            prompt_list=prompts if is_list else (),
+            params=params,
+            created_s=int(time.time()),
+            weight=self.terms.caller.terms.weight,
+            resume=self.card.capabilities.resume,
+        )
+
+    async def submission(self, *, max_output_tokens: int, vector_bytes: int = 0) -> Submission:
+        """The terms for Redis; the output is that of all prompts."""
+        terms, settings = self.terms, self.gateway.settings
+        memory_bytes = await self.gateway.broker.known.max_memory_bytes()
+        bound_tokens, bound_s = settings.bound_of(self.lane, memory_bytes)
+        max_stored_bytes, max_tenant_stored_bytes = settings.stored_bounds(memory_bytes)
+        return Submission(
+            max_output_tokens=max_output_tokens,
+            deadline_s=terms.deadline_s,
+            retention_s=terms.retention_s,
+            lane_bound_tokens=bound_tokens,
+            lane_bound_s=bound_s,
+            limits=terms.caller.limits,
+            batch_price=settings.batch_price,
+            max_stored_bytes=max_stored_bytes,
+            max_tenant_stored_bytes=max_tenant_stored_bytes,
+            needs_worker=terms.needs_worker,
+            cold_start_s=settings.cold_start_s,
+            idempotency_key=terms.idempotency_key,
+            body_hash=terms.body_hash,
+            attendance_s=terms.attendance_s,
+            metadata=terms.metadata,
+            callback=terms.callback,
+            vector_bytes=vector_bytes,
+            is_counted=terms.caller.is_counted,
+            # A response is read again; so may be an answer whose caller has a key to return with.
+            is_passing=terms.needs_worker
+            and not terms.idempotency_key
+            and self.endpoint is not Endpoint.RESPONSES,
+        )
+
+
+async def admit(gateway: Gateway, endpoint: Endpoint, body: CallBody, terms: Terms) -> Admission:
+    """Checks the caller's right to the lane, the model, its endpoints and its lanes. Raises
+    ApiError, JobRefused."""
+    lane = terms.lane or _lane_of(endpoint, body)
+    terms.caller.check_lane(lane)
+    known = gateway.broker.known
+    card = (await known.models()).get(body.model)
+    if card is None:
+        if (failure := (await known.failures()).get(body.model)) is not None:
+            raise model_failed(body.model, failure)
+        raise no_such_model(body.model, await known.models())
+    check_endpoint(card, endpoint)
+    check_lane(card, lane)
+    return Admission(gateway, endpoint, card, lane, terms)
+
+
+def _lane_of(endpoint: Endpoint, body: CallBody) -> str:
+    """The lane of a call that names none."""
+    default = _PREFILL_LANE if endpoint in VECTOR_ENDPOINTS else _DEFAULT_LANE
+    return _LANE_OF_TIER.get(body.service_tier or "", default)
+
+
+def check_endpoint(card: ModelCard, endpoint: Endpoint) -> None:
+    """Raises ApiError if the model does not answer calls of the endpoint."""
+    if endpoint not in card.endpoints:
+        answered = ", ".join(card.endpoints)
+        message = f"the model {card.name!r} does not answer {endpoint}: it answers {answered}"
+        raise bad_request("unsupported_endpoint", message, "model")
+
+
+def check_goes_on(body: CallFields) -> None:
+    """Raises ApiError if a job, which has no caller to disconnect, shall be cancelled on
+    disconnect."""
+    if body.on_disconnect == "cancel":
+        message = "on_disconnect: nobody waits for a job, so nobody's leaving can cancel it"
+        raise invalid_value("on_disconnect", message)
+
+
+def check_lane(card: ModelCard, lane: str) -> None:
+    """Raises ApiError if the model's workers do not serve the lane."""
+    if lane not in card.lanes:
+        message = f"lane {lane!r} is none of {', '.join(card.lanes)}"
+        raise bad_request("unknown_lane", message, "lane")
+
+
+def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
+        own = f"those of the model's own tokenizer, from 0 to {card.vocab_size - 1}"
+        raise invalid_value(param, f"{param}: token ids must be {own}")
+
+
+async def tokenised(work: Callable[[], T], num_chars: int) -> T:
+    """The result of `work`, which tokenises so many characters: if they are many, in a thread, at
+    the caller's turn. Raises Busy."""
+    if num_chars <= _SMALL_CHARS:
+        return work()
+    async with turn(_TURNS):
+        return await asyncio.to_thread(work)

@@ -1,0 +1,235 @@
+"""Makes jobs of calls to models and flows: a route by rules becomes a job of the model that it
+chooses, any other flow a job that calls its members.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from contract.flows import (
+    MAX_CALLS,
+    Cascade,
+    Condition,
+    Ensemble,
+    FlowCall,
+    Pipeline,
+    Route,
+)
+from contract.function_types import Submission
+from contract.jobs import Endpoint, Job, default_seed
+from contract.model_cards import ModelCard
+from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
+from gateway.models.deciding_cards import deciding_cards
+from gateway.models.tokens import ModelTokenizer
+from gateway.prepare.admission import Admission, Terms, admit, tokenised
+from gateway.prepare.conditions import Facts, choose_target, load_detector, needs_label
+from gateway.prepare.generation import count_prompts, prepare_generation
+from gateway.prepare.job_bodies import CallBody
+from gateway.prepare.reservation import NumTokens, Reservation
+from gateway.prepare.schemas import ChatBody, CompletionBody
+from gateway.prepare.vector_bodies import InputBody, RerankBody, ScoreBody
+from gateway.prepare.vectors import prepare_vectors
+from gateway.redis.broker import Broker
+from gateway.state import Gateway
+
+
+async def prepare_call(
+    gateway: Gateway, endpoint: Endpoint, body: CallBody, terms: Terms
+) -> tuple[Job, Submission]:
+    """The job of a call to a model or a flow, and its submission. Raises ApiError."""
+    broker = gateway.broker
+    cards = await broker.known.models()
+    card = cards.get(body.model)
+    if card is None or card.flow is None:
+        if isinstance(body, ChatBody | CompletionBody) and body.documents:
+            message = f"documents: {body.model!r} is no flow, and only flows read documents"
+            raise bad_request(UNSUPPORTED, message, "documents")
+        return await _prepare(await admit(gateway, endpoint, body, terms), body)
+    definition = card.flow.definition
+    if isinstance(definition, Route):
+        facts = await facts_of(broker, definition, body, terms)
+        if not needs_label(definition, facts):
+            target = choose_target(definition, facts, draw_of(terms.job_id, body.model))
+            chosen = body.model_copy(update={"model": target})
+            job, submission = await prepare_call(gateway, endpoint, chosen, terms)
+            return replace(job, asked_model=body.model), submission
+    deciding = deciding_cards(card, cards)
+    are_mixed = len({each.tokenizer_sha256 for each in deciding}) > 1
+    if are_mixed:
+        _check_ids(body)
+    admission = await admit(gateway, endpoint, body, terms)
+    job, submission = await _prepare_any_of(admission, deciding, body)
+    _check_shape(job, card)
+    if are_mixed:
+        _check_shown_tokens(job)
+    call = FlowCall(
+        flow=card.flow,
+        body=body.model_dump_json(exclude_unset=True, by_alias=True).encode(),
+        retention_s=terms.retention_s,
+        needs_worker=terms.needs_worker,
+        metadata=_metadata(body, terms),
+        tokens_per_min=terms.caller.limits.tokens_per_min,
+    )
+    own = NumTokens(job.num_prompt_tokens, submission.max_output_tokens)
+    reservation = Reservation(cards, gateway.settings, call.body, gateway.step_templates)
+    all_calls = await reservation.estimate(card.name, own)
+    expected = own._replace(output=job.params.expected_tokens * job.num_choices)
+    if isinstance(definition, Pipeline):  # whose steps ask for what they want
+        expected = NumTokens(0, 0)
+    elif expected.output:  # the caller expects that of each call
+        expected = await reservation.estimate(card.name, expected)
+    params = replace(job.params, grammar="", expected_tokens=-(-expected.output // job.num_choices))
+    # Its calls tell what was cut off their prompts.
+    job = replace(job, flow=call, params=params, num_cut_tokens=None)
+    return job, replace(
+        submission,
+        max_output_tokens=all_calls.output,
+        call_prompt_tokens=max(0, all_calls.prompt - own.prompt),
+    )
+
+
+def draw_of(job_id: str, route: str) -> float:
+    """A number in [0, 1) that is the same whenever it is drawn for this job and route. A route to a
+    route draws anew."""
+    return default_seed(f"{job_id}/route/{route}") / 2**63
+
+
+async def facts_of(broker: Broker, route: Route, body: CallBody, terms: Terms) -> Facts:
+    """What the rules of a route may ask about a call. Tokens are counted only where a rule asks."""
+    if any(rule.when.languages for rule in route.rules):
+        await _load_languages()
+    num_tokens = 0
+    if any(_counts_tokens(rule.when) for rule in route.rules):
+        cards = await broker.known.models()
+        card = cards.get(route.rules[0].to[0].model)
+        if card is not None:
+            card = deciding_cards(card, cards)[0]
+            tokenizer = await broker.known.tokenizer(card)
+            num_tokens = await _count_tokens(tokenizer, card, body)
+    return Facts(
+        num_prompt_tokens=num_tokens,
+        text=text_of(body),
+        tenant=terms.caller.tenant,
+        metadata=_metadata(body, terms),
+    )
+
+
+def _metadata(body: CallBody, terms: Terms) -> dict[str, str]:
+    return {**(body.metadata or {}), **terms.metadata}
+
+
+async def _load_languages() -> None:
+    """In a thread: a gateway without the file loads them at its first call of such a route."""
+    try:
+        await asyncio.to_thread(load_detector)
+    except ModuleNotFoundError:
+        message = "this gateway cannot detect languages: install batchway[languages]"
+        raise ApiError(503, "languages_missing", message) from None
+
+
+def _counts_tokens(when: Condition) -> bool:
+    return when.min_prompt_tokens > 0 or when.max_prompt_tokens is not None
+
+
+async def _count_tokens(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> int:
+    """Of all prompts; of calls for vectors without the model's instructions."""
+    if isinstance(body, ChatBody | CompletionBody):
+        return await count_prompts(tokenizer, card, body)
+    given = _inputs(body)
+    return await tokenised(
+        lambda: sum(
+            tokenizer.count(each, adds_special_tokens=True) if isinstance(each, str) else len(each)
+            for each in given
+        ),
+        sum(len(each) for each in given if isinstance(each, str)),
+    )
+
+
+def _inputs(body: CallBody) -> Sequence[str | tuple[int, ...]]:
+    """The prompts of a call that is no chat."""
+    match body:
+        case ChatBody():
+            return ()
+        case CompletionBody():
+            return body.prompt
+        case InputBody():
+            return body.prompts
+        case RerankBody():
+            return *body.documents, body.query
+        case ScoreBody():
+            return *body.text_2, *body.text_1
+
+
+def text_of(body: CallBody, prompt: int = -1) -> str:
+    """That prompt, the last message of the user, or the query; '' where that is no text."""
+    if isinstance(body, ChatBody):
+        said = (message.content for message in reversed(body.messages) if message.role == "user")
+        return next(said, "")
+    text = _inputs(body)[prompt]
+    return text if isinstance(text, str) else ""
+
+
+def _check_shape(job: Job, card: ModelCard) -> None:
+    """Raises ApiError where a pipeline, whose steps ask for what they want, cannot give the answer
+    its shape, and where each choice has a call to a scorer, and there are too many."""
+    assert card.flow is not None
+    definition = card.flow.definition
+    if isinstance(definition, Cascade | Ensemble):
+        num_scores = definition.num_scored * job.num_choices
+        if num_scores > MAX_CALLS:
+            message = f"n: {card.name!r} would score {num_scores} choices, over {MAX_CALLS}"
+            raise bad_request(UNSUPPORTED, message, "n")
+    if not isinstance(definition, Pipeline):
+        return
+    if job.pooling is None and job.num_choices > 1:
+        message = f"n: the pipeline {card.name!r} answers with one choice for one prompt"
+        raise bad_request(UNSUPPORTED, message, "n")
+    if job.needs_tokenizer:
+        param = "echo" if job.echo else "logprobs"
+        message = f"{param}: the pipeline {card.name!r} does not tell tokens"
+        raise bad_request(UNSUPPORTED, message, param)
+
+
+async def _prepare(admission: Admission, body: CallBody) -> tuple[Job, Submission]:
+    """Raises ApiError."""
+    if isinstance(body, ChatBody | CompletionBody):
+        return await prepare_generation(admission, body)
+    return await prepare_vectors(admission, body)
+
+
+async def _prepare_any_of(
+    admission: Admission, cards: Sequence[ModelCard], body: CallBody
+) -> tuple[Job, Submission]:
+    """As the first of a flow's deciding members that can take the call: each renders, tokenises and
+    checks for itself. Raises ApiError, the first one's, if none can."""
+    errors = list[ApiError]()
+    for card in cards:
+        try:
+            return await _prepare(replace(admission, card=card), body)
+        except ApiError as exc:
+            errors.append(exc)
+    raise errors[0]
+
+
+def _check_ids(body: CallBody) -> None:
+    """Raises ApiError where the caller's token ids would mean something else to each model."""
+    if any(not isinstance(each, str) for each in _inputs(body)):
+        param = "prompt" if isinstance(body, CompletionBody) else "input"
+        raise bad_request(UNSUPPORTED, f"{param}: {_message(body.model)}: send text", param)
+    for param in ("logit_bias", "stop_token_ids"):
+        if getattr(body, param, None):
+            message = f"{param}: {_message(body.model)}, and each would read other tokens"
+            raise bad_request(UNSUPPORTED, message, param)
+
+
+def _check_shown_tokens(job: Job) -> None:
+    """Raises ApiError where the answer would tell tokens of one model or another."""
+    if job.needs_tokenizer or job.return_token_ids:
+        param = "return_token_ids" if job.return_token_ids else "logprobs"
+        param = "echo" if job.echo else param
+        raise bad_request(UNSUPPORTED, f"{param}: {_message(job.model)}", param)
+
+
+def _message(model: str) -> str:
+    return f"the models of {model!r} have different tokenizers"

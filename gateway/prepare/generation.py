@@ -1,0 +1,277 @@
+"""Turns a chat or a completion into a job: tokenises it, checks it against the model, computes its
+cost."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from contract.function_types import Submission
+from contract.jobs import Job
+from contract.model_cards import ModelCard
+from gateway.grammars.compiler import Constraint
+from gateway.http.errors import (
+    CONTEXT_EXCEEDED,
+    UNSUPPORTED,
+    ApiError,
+    TemplateRefused,
+    bad_request,
+    invalid_value,
+)
+from gateway.models.long_texts import Over
+from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, TooLong
+from gateway.prepare.admission import Admission, Prompts, check_ids, tokenised
+from gateway.prepare.past_calls import Rendered, one_call_each
+from gateway.prepare.reasoning import BUDGET, reasoning_of
+from gateway.prepare.sampling import echoes, num_prompt_logprobs, sampling_params
+from gateway.prepare.schemas import MAX_CHOICES, ChatBody, GenerationBody
+from gateway.prepare.template_variables import template_variables
+from gateway.prepare.truncation import no_room
+from gateway.settings import GatewaySettings
+
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+async def prepare_generation(admission: Admission, body: GenerationBody) -> tuple[Job, Submission]:
+    """Returns the job and its submission. Raises ApiError."""
+    card = admission.card
+    _check_capabilities(card, body)
+    tokenizer = await admission.gateway.broker.known.tokenizer(card)
+    prompts, num_cut = await prompts_of(tokenizer, card, body)
+    caps = _output_caps(admission.gateway.settings, card, body, prompts)
+    params = sampling_params(card, body, caps, admission.terms.job_id)
+    if (constraint := _constraint(tokenizer, card, body, prompts, max(caps))) is not None:
+        _check_constrained(body, constraint.param)
+        grammar = await admission.gateway.grammars.compile(constraint)
+        params = msgspec.structs.replace(params, grammar=grammar)
+    job = msgspec.structs.replace(
+        admission.job(prompts, params),
+        return_token_ids=bool(body.return_token_ids),
+        echo=echoes(body),
+        shows_output=body.max_tokens != 0,
+        prompt_logprobs=body.prompt_logprobs,
+        num_cut_tokens=num_cut,
+        tools=body.string_parameters if isinstance(body, ChatBody) else {},
+    )
+    return job, await admission.submission(max_output_tokens=params.n * sum(caps))
+
+
+def _check_constrained(body: GenerationBody, param: str) -> None:
+    """Raises ApiError for parameters that contradict a grammar, which alone decides where an output
+    may end."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(body, name):
+            raise invalid_value(name, f"{name} cannot be combined with {param}")
+
+
+def _check_capabilities(card: ModelCard, body: GenerationBody) -> None:
+    """Raises ApiError if the model's engine cannot do what the body asks for."""
+    if isinstance(body, ChatBody) and body.offered and not card.capabilities.tools:
+        message = f"tools are not supported by {card.name!r}: their format is not known"
+        raise bad_request(UNSUPPORTED, message, "tools")
+    constraint = body.constraint()
+    if constraint is not None and not card.capabilities.structured_output:
+        param = constraint.param.split(".")[0]
+        message = f"{param}: the engine of {card.name!r} cannot constrain its output"
+        raise bad_request(UNSUPPORTED, message, param)
+    if num_prompt_logprobs(body) is not None and not card.capabilities.prompt_logprobs:
+        param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+        message = f"{param}: the engine of {card.name!r} gives no log probabilities of prompts"
+        raise bad_request(UNSUPPORTED, message, param)
+
+
+def _constraint(
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody, prompts: Prompts, cap: int
+) -> Constraint | None:
+    """The constraint on the output, if any: in chats on the answer behind the reasoning. Raises
+    ApiError if it cannot be enforced."""
+    if not isinstance(body, ChatBody):
+        return body.constraint()
+    constraint = _tool_constraint(tokenizer, card, body) if body.offered else body.constraint()
+    reasoning = reasoning_of(tokenizer, card, prompts[0], body.thinking_token_budget)
+    budget = None if reasoning is None else reasoning["budget"]
+    if constraint is None and budget is not None and budget < cap:
+        format_ = tokenizer.files.tool_format if body.offered else None
+        calls = None if format_ is None else msgspec.structs.asdict(format_)
+        constraint = Constraint(BUDGET, "text", calls)
+    if constraint is None:
+        return None
+    marks = {**tokenizer.marks, "ends": sorted(card.eos_token_ids)}
+    return constraint.within({"marks": marks, "reasoning": reasoning})
+
+
+def _tool_constraint(
+    tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody
+) -> Constraint | None:
+    """Raises ApiError if calls cannot be forced that must be."""
+    format_, can = tokenizer.files.tool_format, card.capabilities.structured_output
+    if format_ is not None and can:
+        return body.tool_constraint(format_)
+    is_strict = any(tool.function.strict for tool in body.offered)
+    if body.forces_calls or is_strict:
+        param = "tool_choice" if body.forces_calls else "tools"
+        reason = "are in a format that no grammar forces" if can else "cannot be constrained"
+        raise bad_request(UNSUPPORTED, f"{param}: the calls of {card.name!r} {reason}", param)
+    return None
+
+
+async def prompts_of(
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
+) -> tuple[Prompts, int | None]:
+    """The token ids of each prompt, and how many were cut off, if that was asked for. A chat is one
+    prompt."""
+    given, cut = await _given(tokenizer, card, body)
+    is_chat = isinstance(body, ChatBody)
+    most = card.context_length if cut is None else cut.max_tokens
+
+    def encoded(each: str | tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        if not isinstance(each, str):
+            ids = list(each) if cut is None else tokenizer.cut_ids(each, cut)
+            return tuple(ids), len(each) - len(ids)
+        [whole] = tokenizer.encode_each([each], most, adds_special_tokens=not is_chat)
+        if not isinstance(whole, Over):
+            return tuple(whole), 0
+        if cut is None:
+            raise TooLong(0, whole)
+        ids = tokenizer.cut_chat(each, cut) if is_chat else tokenizer.cut_text(each, cut)
+        num_tokens = whole.num_tokens
+        if not whole.is_exact:
+            num_tokens = tokenizer.count(each, adds_special_tokens=not is_chat)
+        return tuple(ids), num_tokens - len(ids)
+
+    found = list[tuple[tuple[int, ...], int]]()
+
+    def encode() -> None:
+        found.extend(map(encoded, given))
+
+    try:
+        await tokenised(encode, _num_chars(given))
+    except NoRoom:
+        raise no_room("prompt") from None
+    except TooLong as exc:
+        _, num_output = _given_max_tokens(body)
+        raise _over_context(card, exc.over, num_output or 0, _name_of(body, len(found))) from None
+    for number, (prompt_ids, _) in enumerate(found):
+        param = _name_of(body, number)
+        if not prompt_ids:
+            raise invalid_value(param, f"{param} has no tokens")
+        check_ids(param, prompt_ids, card)
+    num_cut = None if cut is None else sum(num for _, num in found)
+    return tuple(ids for ids, _ in found), num_cut
+
+
+async def count_prompts(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> int:
+    """The tokens of all prompts, also of those that are too long; about, where they are long."""
+    given, cut = await _given(tokenizer, card, body)
+
+    def count() -> int:
+        adds = not isinstance(body, ChatBody)
+        numbers = (
+            tokenizer.count(each, adds_special_tokens=adds) if isinstance(each, str) else len(each)
+            for each in given
+        )
+        return sum(num if cut is None else min(num, cut.max_tokens) for num in numbers)
+
+    return await tokenised(count, _num_chars(given))
+
+
+async def _given(
+    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
+) -> tuple[Sequence[str | tuple[int, ...]], Cut | None]:
+    """The prompts, and how they are cut."""
+    cut = body.cut(card, room=_room_of_prompts(card, body), cuts_left=True)
+    if isinstance(body, ChatBody):
+        return [await _rendered(tokenizer, card, body)], cut
+    return body.prompt, cut
+
+
+def _num_chars(given: Sequence[str | tuple[int, ...]]) -> int:
+    return sum(len(each) for each in given if isinstance(each, str))
+
+
+def _room_of_prompts(card: ModelCard, body: GenerationBody) -> int:
+    """The tokens of a prompt beside the output that the call asks for, if that leaves any."""
+    _, given = _given_max_tokens(body)
+    output = given if given and given < card.context_length else COMPLETION_TOKENS
+    return max(1, card.context_length - output)
+
+
+async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) -> str:
+    """Raises ApiError, TemplateFailed, ModelUnreadable."""
+    if tokenizer.template is None:
+        message = f"the model {card.name!r} has no chat template: use /v1/completions"
+        raise invalid_value("messages", message)
+    files = tokenizer.files
+    messages: Sequence[Rendered] = [message.rendered(files) for message in body.messages]
+    if files.tool_format is not None and files.tool_format.between is None:
+        is_harmony = files.reasoning is not None and files.reasoning.is_harmony
+        messages = one_call_each(messages, apart=is_harmony)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
+    variables = template_variables(files, body.reasoning_effort, body.chat_template_kwargs)
+    try:
+        return await tokenizer.template.render(messages, tools or None, variables)
+    except TemplateRefused as exc:
+        raise invalid_value("messages", str(exc)) from None
+
+
+def _name_of(body: GenerationBody, number: int) -> str:
+    """The parameter name of a prompt in errors."""
+    if isinstance(body, ChatBody):
+        return "messages"
+    return f"prompt.{number}" if len(body.prompt) > 1 else "prompt"
+
+
+def _output_caps(
+    settings: GatewaySettings, card: ModelCard, body: GenerationBody, prompts: Prompts
+) -> list[int]:
+    """The maximum output tokens of one choice, for each prompt. Raises ApiError, also if all
+    choices together exceed the maximum of one prompt's choices."""
+    caps = [
+        _max_tokens(settings, card, body, len(prompt_ids), _name_of(body, number))
+        for number, prompt_ids in enumerate(prompts)
+    ]
+    num_output, most = (body.n or 1) * sum(caps), MAX_CHOICES * settings.max_output_tokens
+    if num_output > most:
+        name, _ = _given_max_tokens(body)
+        message = f"{name}: all choices together may have {num_output} tokens, over {most}"
+        raise invalid_value(name, message)
+    return caps
+
+
+def _max_tokens(
+    settings: GatewaySettings, card: ModelCard, body: GenerationBody, num_prompt: int, param: str
+) -> int:
+    """The maximum output tokens of a prompt's choice, clipped to the room in the context. Raises
+    ApiError if there is no room, or if the body asks for more than the gateway allows."""
+    room = card.context_length - num_prompt
+    name, given = _given_max_tokens(body)
+    if room < 1:
+        raise _over_context(card, Over(num_prompt), given or 0, param)
+    if given == 0:
+        return 1  # the minimum that an engine computes; it is not shown
+    if given is None:
+        default = settings.default_output_tokens
+        return min(room, default if isinstance(body, ChatBody) else COMPLETION_TOKENS)
+    if given > room:
+        if not settings.clip_max_tokens:
+            raise _over_context(card, Over(num_prompt), given, param)
+        given = room
+    if given > settings.max_output_tokens:
+        raise invalid_value(name, f"{name} may be at most {settings.max_output_tokens} here")
+    return given
+
+
+def _over_context(card: ModelCard, prompt: Over, num_output: int, param: str) -> ApiError:
+    """In OpenAI's words, by which clients recognise the error."""
+    in_all = Over(prompt.num_tokens + num_output, prompt.is_exact)
+    message = (
+        f"This model's maximum context length is {card.context_length} tokens. However, you "
+        f"requested {in_all} tokens ({prompt} in the {param}, {num_output} in "
+        f"the completion). Please reduce the length of the {param} or completion."
+    )
+    return bad_request(CONTEXT_EXCEEDED, message, param)
+
+
+def _given_max_tokens(body: GenerationBody) -> tuple[str, int | None]:
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens

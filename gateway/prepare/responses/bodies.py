@@ -1,0 +1,277 @@
+"""The body of POST /v1/responses, and the chat that it asks for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
+
+from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
+from gateway.prepare.responses.input_items import InputItem, ItemId
+from gateway.prepare.schemas import MAX_TOP_LOGPROBS, ChatBody
+from gateway.prepare.structured import Schema
+from gateway.prepare.template_variables import Effort, Variables
+from gateway.prepare.tools import MAX_TOOLS, Function, ToolName
+from gateway.prepare.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
+
+LOGPROBS = "message.output_text.logprobs"
+_HOSTED = "only functions are supported: this server hosts no tools"
+
+# Parameter -> values without effect.
+UNSUPPORTED_OF_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+_OF_TEXT: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
+
+# Parameters of a chat -> those of a response, in errors.
+_NAMES = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages", "input"),
+    ("reasoning_effort", "reasoning.effort"),
+)
+
+
+def _items(value: Any) -> Any:
+    """A string is one message of the user."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _functions(value: Any) -> Any:
+    for i, tool in enumerate(value if isinstance(value, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise unsupported(_HOSTED, f"{i}.type")
+    return value
+
+
+def _choice(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        raise unsupported(_HOSTED, "type")
+    return value
+
+
+class FunctionTool(Function):
+    """OpenAI's function of a response: as a chat's, without a level of its own."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(StrictModel):
+    type: Literal["function"]
+    name: ToolName
+
+
+class AllowedFunctions(StrictModel):
+    """Some of the functions, of which the model decides or must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[NamedFunction],
+        Field(min_length=1, max_length=MAX_TOOLS),
+        BeforeValidator(_functions),
+    ]
+
+
+class TextFormat(StrictModel):
+    """Text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: ToolName | None = None
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for name in ("name", "schema"):
+            is_given = getattr(self, "schema_" if name == "schema" else name) is not None
+            if is_given != (self.type == "json_schema"):
+                raise refusal("must be given with type json_schema, and only then", name)
+        return self
+
+    def of_chat(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        fields = self.model_dump(by_alias=True, exclude={"type"})
+        return {"type": self.type, "json_schema": fields}
+
+
+class TextOptions(StrictModel):
+    unasked = _OF_TEXT
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(StrictModel):
+    """Summaries have no effect: the reasoning itself is in the response."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class StreamOptions(StrictModel):
+    include_obfuscation: bool | None = None  # accepted; events are never padded
+
+
+Input = Annotated[
+    list[InputItem],
+    Field(min_length=1),
+    FailFast(),
+    BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+]
+
+
+class ResponseBody(CallFields):
+    """POST /v1/responses."""
+
+    unasked = UNSUPPORTED_OF_RESPONSES
+    # Metadata is kept and shown.
+    ignored = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+
+    input: Input
+    instructions: str | None = None
+    previous_response_id: ItemId | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of hosted tools: no effect
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    # All but the log probabilities belong to tools and models that are not here: no effect.
+    include: (
+        list[
+            Literal[
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "file_search_call.results",
+                "message.input_image.image_url",
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "web_search_call.action.sources",
+                "web_search_call.results",
+            ]
+        ]
+        | None
+    ) = None
+    tools: (
+        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)]
+        | None
+    ) = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
+        BeforeValidator(_choice),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: Variables | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    metadata: Metadata | None = None
+    documents: Annotated[list[str], Field(max_length=2048)] | None = None  # for flows
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.background and self.store is False:
+            raise refusal("needs store: a response that nobody waits for is read later", "store")
+        if self.stream_options is not None and not self.stream:
+            raise refusal("is for calls with stream: true", "stream_options")
+        return self
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> ChatBody:
+        """The same call as a chat with these messages. Raises ApiError."""
+        if self.instructions:
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        fields |= {"tools": self._chat_tools(), "tool_choice": self._chat_choice()}
+        fields["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
+        if self.top_logprobs or LOGPROBS in (self.include or ()):
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.of_chat()
+        try:
+            return ChatBody.model_validate(fields)
+        except ValidationError as exc:
+            error = exc.errors()[0]
+            path = [*error["loc"], error.get("ctx", {}).get("param")]
+            param = ".".join(str(part) for part in path if part is not None)
+            is_known = error["type"] == UNSUPPORTED
+            code = UNSUPPORTED if is_known else "invalid_value"
+            raise renamed(bad_request(code, f"{param}: {error['msg']}", param)) from None
+
+    def _chat_tools(self) -> list[dict[str, Any]] | None:
+        if not self.tools:
+            return None
+        fields = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
+        return [{"type": "function", "function": function} for function in fields]
+
+    def _chat_choice(self) -> str | dict[str, Any] | None:
+        match self.tool_choice:
+            case NamedFunction() as tool:
+                return _named(tool)
+            case AllowedFunctions(mode=mode, tools=tools):
+                allowed = {"mode": mode, "tools": [_named(tool) for tool in tools]}
+                return {"type": "allowed_tools", "allowed_tools": allowed}
+        return self.tool_choice
+
+
+def _named(tool: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
+
+
+class InputTokensBody(ResponseBody):
+    """POST /v1/responses/input_tokens. An earlier response may be counted alone."""
+
+    input: Input = Field(default_factory=list)
+
+
+# Parameters with the same name and meaning in a chat.
+_SHARED = (
+    "model",
+    "service_tier",
+    "on_disconnect",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "parallel_tool_calls",
+    "documents",
+    "chat_template_kwargs",
+    "thinking_token_budget",
+)
+
+
+def renamed(error: ApiError) -> ApiError:
+    """The error of a chat, with the names of a response's parameters."""
+    if error.param is None:
+        return error
+    given = error.param
+    for of_chat, name in _NAMES:
+        if given == of_chat or given.startswith(f"{of_chat}."):
+            error.param = name + given.removeprefix(of_chat)
+            break
+    if given.startswith(("tools.", "tool_choice.")):
+        error.param = given.replace(".function", "", 1).replace(".allowed_tools", "", 1)
+    if given.startswith("messages"):
+        # Positions among messages are not those of the items.
+        error.param = "input"
+    error.message = error.message.replace(given, error.param)
+    return error

@@ -1,0 +1,55 @@
+"""What a chat's parameters set in the model's chat template, beside its messages and tools."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from contract.model_cards import TokenizerFiles
+from gateway.http.errors import UNSUPPORTED, bad_request
+from gateway.prepare.unsupported import refusal
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_MAX_VARIABLES = 64
+# What the gateway sets itself, or the call has a parameter for.
+_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+# Variables of real templates -> their value for an effort; None: as if it were not given.
+_OF_EFFORT: Mapping[str, Callable[[Effort], Any]] = {
+    "reasoning_effort": lambda effort: effort,  # gpt-oss, Solar, DeepSeek V4
+    "thinking_effort": lambda effort: effort,  # Kimi K3
+    "enable_thinking": lambda effort: effort != "none",  # Qwen3, GLM, and most others
+    "thinking": lambda effort: effort != "none",  # DeepSeek V3.1, Granite
+    "thinking_mode": lambda effort: "disabled" if effort == "none" else "enabled",  # MiniMax M3
+    "thinking_budget": lambda effort: 0 if effort == "none" else None,  # Seed-OSS
+}
+
+
+def _checked(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if name in _OWN or name.endswith("_token"):
+            raise refusal("is not for chat_template_kwargs", name)
+    return variables
+
+
+Variables = Annotated[dict[str, Any], Field(max_length=_MAX_VARIABLES), AfterValidator(_checked)]
+
+
+def template_variables(
+    files: TokenizerFiles,
+    effort: Effort | None,
+    given: Mapping[str, Any] | None,
+    param: str = "reasoning_effort",
+) -> dict[str, Any]:
+    """The operator's, those of the effort, and the caller's, which win. Raises ApiError for an
+    effort of which the template knows nothing; none is what a model without reasoning does."""
+    variables = dict(files.template_kwargs)
+    if effort is not None:
+        known = [name for name in files.template_variables if name in _OF_EFFORT]
+        if not known and (effort != "none" or files.reasoning is not None):
+            message = f"{param}: the model's chat template knows no degrees of reasoning"
+            raise bad_request(UNSUPPORTED, message, param)
+        values = {name: _OF_EFFORT[name](effort) for name in known}
+        variables |= {name: value for name, value in values.items() if value is not None}
+    return variables | dict(given or {})

@@ -1,0 +1,198 @@
+"""Request bodies for prefill-only models: in OpenAI's format (embeddings), Cohere's and Jina's
+(rerank), and vLLM's (score, classify; pairs to classify are TEI's).
+
+vectors.py checks what depends on the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeGuard, cast
+
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
+
+from gateway.prepare.truncation import TruncatedTexts
+from gateway.prepare.unsupported import CallFields, refusal
+
+MAX_INPUTS = 2048  # as OpenAI allows
+# Parameters of other servers -> values without effect.
+UNSUPPORTED_OF_VECTORS: Mapping[str, tuple[Any, ...]] = {
+    "activation": (True,),
+    "add_special_tokens": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "embed_dtype": ("float32",),
+    "max_chunks_per_doc": (),
+    "mm_processor_kwargs": ({},),
+    "normalize": (),
+    "rank_fields": (["text"],),
+    "relevant_spans": (),
+    "stream": (False,),
+    "use_activation": (True,),
+}
+
+# Schemas in the OpenAPI document for fields with validators of their own.
+_TEXT = {"type": "string", "minLength": 1}
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+
+
+def _several(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": dict(item)}
+
+
+_INPUTS = [_TEXT, _several(_TEXT), _TOKEN_IDS, _several(_TOKEN_IDS)]
+_INPUT_SCHEMA = WithJsonSchema({"anyOf": _INPUTS})
+_PAIR = {"type": "array", "minItems": 2, "maxItems": 2, "items": _TEXT}
+_INPUT_OR_PAIRS_SCHEMA = WithJsonSchema({"anyOf": [*_INPUTS, _several(_PAIR)]})
+_TEXTS_SCHEMA = WithJsonSchema({"anyOf": [_TEXT, _several(_TEXT)]})
+_DOCUMENT = {
+    "type": "object",
+    "properties": {"text": _TEXT},
+    "required": ["text"],
+}
+_DOCUMENTS_SCHEMA = WithJsonSchema(_several({"anyOf": [_TEXT, _DOCUMENT]}))
+
+
+def _items(value: Any, what: str) -> list[Any]:
+    """A non-empty list that is not too long. Raises PydanticCustomError."""
+    if not isinstance(value, list) or not value:
+        raise refusal(f"must be {what}, and not empty")
+    if len(value) > MAX_INPUTS:
+        raise refusal(f"at most {MAX_INPUTS} of them, not {len(value)}")
+    return value
+
+
+def _texts(value: Any) -> Any:
+    """A string or a list of strings, as a tuple."""
+    if isinstance(value, str) and value:
+        return (value,)
+    items = _items(value, "a string or a list of strings")
+    for number, item in enumerate(items):
+        if not isinstance(item, str) or not item:
+            raise refusal("must be a string that is not empty", str(number))
+    return tuple(items)
+
+
+def _inputs(value: Any) -> Any:
+    """Strings, or lists of token ids, as a tuple; one of them may stand without a list."""
+    if not isinstance(value, list) or not value or isinstance(value[0], str):
+        return _texts(value)
+    if not isinstance(value[0], list):
+        return (_token_ids(value, None),)
+    items = _items(value, "a list of token ids")
+    return tuple(_token_ids(item, str(number)) for number, item in enumerate(items))
+
+
+def _inputs_or_pairs(value: Any) -> Any:
+    """As `_inputs`, or pairs of strings as a tuple."""
+    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(first, list) or not first or not isinstance(first[0], str):
+        return _inputs(value)
+    for number, item in enumerate(_items(value, "a list of pairs")):
+        is_pair = isinstance(item, list) and len(item) == 2
+        if not is_pair or not all(isinstance(text, str) and text for text in item):
+            raise refusal("must be a pair of strings that are not empty", str(number))
+    return tuple(map(tuple, value))
+
+
+def _token_ids(value: Any, param: str | None) -> tuple[int, ...]:
+    # `isinstance` takes a bool for an int.
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
+        raise refusal("must be a list of token ids that is not empty", param)
+    return tuple(value)
+
+
+def _documents(value: Any) -> Any:
+    """The texts of documents, as a tuple."""
+    texts = []
+    for number, item in enumerate(_items(value, "a list of documents")):
+        text = item.get("text") if isinstance(item, dict) else item
+        if not isinstance(text, str) or not text:
+            raise refusal('must be a string, or {"text": …}, and not empty', str(number))
+        texts.append(text)
+    return tuple(texts)
+
+
+_Texts = Annotated[tuple[str, ...], FailFast(), BeforeValidator(_texts), _TEXTS_SCHEMA]
+
+
+def _is_pair(given: object) -> TypeGuard[tuple[str, str]]:
+    return isinstance(given, tuple) and isinstance(given[0], str)
+
+
+class _VectorFields(TruncatedTexts, CallFields):
+    unasked = UNSUPPORTED_OF_VECTORS
+
+
+class InputBody(_VectorFields):
+    """A call that asks for a vector of each input. All inputs are pairs of texts, or none is."""
+
+    input: tuple[str | tuple[int, ...] | tuple[str, str], ...]
+
+    @property
+    def pairs(self) -> Sequence[tuple[str, str]]:
+        """The inputs if they are pairs."""
+        return [each for each in self.input if _is_pair(each)]
+
+    @property
+    def prompts(self) -> Sequence[str | tuple[int, ...]]:
+        """The inputs; of pairs, both texts."""
+        texts = [text for pair in self.pairs for text in pair]
+        return texts or cast("Sequence[str | tuple[int, ...]]", self.input)
+
+
+class EmbeddingsBody(InputBody):
+    """POST /v1/embeddings. `input_type` names the model's instruction that precedes each text."""
+
+    input: Annotated[
+        tuple[str | tuple[int, ...], ...], FailFast(), BeforeValidator(_inputs), _INPUT_SCHEMA
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    input_type: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+
+
+class ClassifyBody(InputBody):
+    """POST /v1/classify."""
+
+    input: Annotated[
+        tuple[str | tuple[int, ...] | tuple[str, str], ...],
+        FailFast(),
+        BeforeValidator(_inputs_or_pairs),
+        _INPUT_OR_PAIRS_SCHEMA,
+    ]
+
+
+MaxTokens = Annotated[int, Field(ge=0, lt=2**31)]  # 0: no limit, as in vLLM
+_OBJECTS = {"documents": frozenset({"text"})}
+
+
+class RerankBody(_VectorFields):
+    """POST /v1/rerank."""
+
+    names_of_objects = _OBJECTS
+
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[
+        tuple[str, ...], FailFast(), BeforeValidator(_documents), _DOCUMENTS_SCHEMA
+    ]
+    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0: all, as in vLLM
+    max_tokens_per_doc: MaxTokens | None = None
+    return_documents: bool | None = None
+
+
+class ScoreBody(_VectorFields):
+    """POST /v1/score: one text with each of the others, or the first with the first and so on."""
+
+    text_1: _Texts
+    text_2: _Texts
+    max_tokens_per_doc: MaxTokens | None = None  # of text_2, as in vLLM
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        num_first, num_second = len(self.text_1), len(self.text_2)
+        if num_first not in (1, num_second):
+            message = f"must be as many texts as text_1 has, {num_first}, not {num_second}"
+            raise refusal(message, "text_2")
+        return self
+
+
+VectorBody = EmbeddingsBody | ClassifyBody | RerankBody | ScoreBody

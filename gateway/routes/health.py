@@ -1,0 +1,91 @@
+"""GET /livez, /readyz and /health. They need no key and reveal nothing confidential."""
+
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied
+from gateway.http.sse import json_response
+from gateway.state import Gateway, ThisGateway
+
+router = APIRouter(tags=["health"])
+
+
+class Alive(BaseModel):
+    status: Literal["alive"] = "alive"
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
+    workers: dict[str, int]
+
+
+class NotReady(BaseModel):
+    status: Literal["unavailable", "draining"]
+    missing: Literal["redis", "models", "model", "workers", "draining"]
+    reason: str | None = None
+
+
+_NOT_READY = "No capacity now"
+
+
+@router.get("/livez")
+async def livez() -> Alive:
+    """200 while the process can answer."""
+    return Alive()
+
+
+@router.get(
+    "/readyz",
+    response_model=Ready,
+    responses={503: {"model": NotReady, "description": _NOT_READY}},
+)
+async def readyz(gateway: ThisGateway, model: str = "") -> Response:
+    """200 if at least one model, or the one that is asked for, has a live worker, else 503 with the
+    reason."""
+    return await _readiness(gateway, model)
+
+
+@router.get(
+    "/health", response_class=Response, responses={503: {"model": None, "description": _NOT_READY}}
+)
+async def health(gateway: ThisGateway) -> Response:
+    """The status of /readyz without a body; vLLM's load generator asks for it."""
+    return Response(status_code=(await _readiness(gateway)).status_code)
+
+
+async def _readiness(gateway: Gateway, asked: str = "") -> Response:
+    if gateway.drain.has_begun:
+        return _not_ready("draining")
+    try:
+        models = await gateway.broker.known.models()
+        served = [card.name for card in models.values() if card.flow is None]
+        num_workers = {name: await gateway.broker.known.num_live_workers(name) for name in served}
+        failures = await gateway.broker.known.failures()
+    except (BrokerUnavailable, CommandDenied) as exc:
+        return _not_ready("redis", _reason(exc))
+    if asked:
+        if (failure := failures.get(asked)) is not None:
+            return _not_ready("workers", failure.reason)
+        if asked not in num_workers:
+            return _not_ready("model")
+        num_workers = {asked: num_workers[asked]}
+    if not any(num_workers.values()):
+        return _not_ready("workers" if models else "models")
+    return json_response({"status": "ready", "workers": num_workers})
+
+
+def _reason(exc: BrokerUnavailable | CommandDenied) -> str | None:
+    """A problem that an operator must fix, if any. The log says which command Redis denied."""
+    if isinstance(exc, CommandDenied):
+        return "Redis denies this gateway a command that it needs: its log says which"
+    return str(exc) if isinstance(exc, BrokerUnfit) else None
+
+
+def _not_ready(missing: str, reason: str | None = None) -> Response:
+    body = {"status": "draining" if missing == "draining" else "unavailable", "missing": missing}
+    if reason is not None:
+        body["reason"] = reason
+    return json_response(body, status=503)

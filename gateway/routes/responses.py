@@ -1,0 +1,169 @@
+"""POST /v1/responses; GET, DELETE /v1/responses/{id}; POST …/cancel; GET …/input_items; POST
+/v1/responses/input_tokens."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from starlette.responses import Response
+
+from contract.api_keys import Scope
+from gateway.follow.members import cancel_whole, delete_whole
+from gateway.follow.responses.followers import response_stream
+from gateway.follow.responses.objects import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+)
+from gateway.follow.responses.records import job_of_response
+from gateway.follow.responses.stored import read_response, shown_response
+from gateway.http import sse
+from gateway.http.errors import bad_request, invalid_value
+from gateway.http.handlers import answers
+from gateway.prepare.auth import Inference, JobsReader, JobsWriter
+from gateway.prepare.responses.bodies import InputTokensBody, ResponseBody
+from gateway.routes.accepted_jobs import IdempotencyKey, check_may_change
+from gateway.routes.requests import CallRoute, WellFormed
+from gateway.routes.response_calls import ResponseCall
+from gateway.routes.sync_calls import EVENTS
+from gateway.state import AcceptingGateway, ThisGateway
+
+router = APIRouter(route_class=CallRoute, tags=["responses"], responses=answers(401, 403, 404, 429))
+
+ResponseIdPath = Annotated[str, Path(json_schema_extra={"pattern": r"^resp_\d{1,4}-[0-9a-f]{32}$"})]
+
+
+async def response_id_of(response_id: ResponseIdPath) -> str:
+    """Raises ApiError for a malformed id, as for an unknown one."""
+    job_of_response(response_id)
+    return response_id
+
+
+ResponseId = Annotated[str, Depends(response_id_of)]
+Include = Annotated[
+    list[str] | None, Query(alias="include", description="no effect: all there is is shown")
+]
+
+
+@router.post(
+    "/v1/responses",
+    response_model=ResponseObject,
+    responses={200: EVENTS, **answers(409, 415, 504)},
+)
+async def create_response(
+    request: Request,
+    caller: Inference,
+    _checked: WellFormed,
+    gateway: AcceptingGateway,
+    body: ResponseBody,
+    key: IdempotencyKey = "",
+) -> Response:
+    """Answers items, whole, as a stream, or in the background."""
+    if body.background:
+        caller.check_scope(Scope.JOBS_WRITE)
+    work = ResponseCall.prepared(request, gateway, caller, body, key)
+    try:
+        call = await sse.unless_gone(request.receive, work)
+    except sse.ClientGone:
+        return Response(status_code=499)  # the client never sees this
+    return await call.answer()
+
+
+@router.post("/v1/responses/input_tokens", responses=answers(415))
+async def count_input_tokens(
+    request: Request,
+    caller: Inference,
+    _checked: WellFormed,
+    gateway: ThisGateway,
+    body: InputTokensBody,
+) -> InputTokens:
+    """The tokens that the model would be given, without a call of it."""
+    call = await ResponseCall.prepared(request, gateway, caller, body, "")
+    return InputTokens(input_tokens=call.job.num_prompt_tokens)
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses={200: EVENTS})
+async def get_response(
+    request: Request,
+    caller: JobsReader,
+    gateway: ThisGateway,
+    response_id: ResponseId,
+    stream: bool = False,
+    starting_after: Annotated[
+        int | None, Query(ge=0, lt=2**31, description="the sequence number after which to go on")
+    ] = None,
+    include: Include = None,
+    include_obfuscation: Annotated[bool | None, Query(description="no effect")] = None,
+) -> Response:
+    """A response, or the stream of its events from any sequence number on, also after its end."""
+    await gateway.broker.sweep()
+    if not stream and starting_after is not None:
+        raise invalid_value("starting_after", "starting_after is for stream=true")
+    if not stream:
+        return sse.json_response(await shown_response(gateway, response_id, caller.tenant))
+    view, record = await read_response(gateway, response_id, caller.tenant)
+    after = -1 if starting_after is None else starting_after
+    events = response_stream(gateway, view.job, record, after=after)
+    headers = {"x-job-id": view.job.id}
+    return await sse.sse_response(request, events, headers=headers, on_gone=_nothing)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(
+    caller: JobsWriter, gateway: ThisGateway, response_id: ResponseId
+) -> DeletedResponse:
+    """Deletes a response, and ends it first if it runs. Responses that follow it keep its items."""
+    view, _ = await read_response(gateway, response_id, caller.tenant)
+    await check_may_change(gateway.broker, caller, view.job.id)
+    if not view.is_terminal:
+        await cancel_whole(gateway.broker, view.job)
+    await delete_whole(gateway.broker, view.job.id, caller.tenant)
+    return DeletedResponse(id=response_id)
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel", response_model=ResponseObject, responses=answers(409)
+)
+async def cancel_response(
+    caller: JobsWriter, gateway: ThisGateway, response_id: ResponseId
+) -> Response:
+    """Ends a response in the background; one that has ended stays as it is."""
+    view, record = await read_response(gateway, response_id, caller.tenant)
+    if not record.is_background:
+        message = "only a response with background: true can be cancelled: leave the others"
+        raise bad_request("not_in_background", message)
+    await check_may_change(gateway.broker, caller, view.job.id)
+    if not view.is_terminal:
+        await cancel_whole(gateway.broker, view.job)
+    return sse.json_response(await shown_response(gateway, response_id, caller.tenant))
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    caller: JobsReader,
+    gateway: ThisGateway,
+    response_id: ResponseId,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: Annotated[str | None, Query(max_length=256, description="an item's id")] = None,
+    include: Include = None,
+) -> ItemList:
+    """The items that the model was given, also those of earlier responses."""
+    _, record = await read_response(gateway, response_id, caller.tenant)
+    items = record.items if order == "asc" else record.items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise invalid_value("after", "after is not the id of an item of this response")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return ItemList(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=len(items) > limit,
+    )
+
+
+async def _nothing() -> None:
+    """A disconnect of a reader cancels nothing."""

@@ -1,0 +1,1 @@
+"""Runs OpenAI's batches: files of calls."""

@@ -1,0 +1,123 @@
+"""The gateway's feeder: leases unfinished batches and runs them, unless its gateway is not to feed
+batches; deletes objects that are due.
+
+Any number of gateways feed. A batch whose feeder died is leased by another once its lease has
+lapsed, and goes on after its last written parts.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import Counter
+
+from contract.connection import end_tasks
+from contract.errors import BatchwayError
+from gateway.files.store import delete_objects
+from gateway.runners.batches import lease
+from gateway.runners.batches.batch_run import run_batch
+from gateway.runners.batches.lease import LeasedBatch
+from gateway.state import Gateway
+
+log = logging.getLogger("batchway.gateway")
+
+MAX_BATCHES = 4  # in progress at a time in one gateway
+MAX_CHECKS = 2  # that it validates or ends meanwhile
+
+
+class Feeder:
+    """One for each gateway process."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._checking: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], str] = {}  # the tenants of batches in progress
+
+    async def run(self) -> None:
+        """Until cancelled. Then gives its leases back."""
+        try:
+            while True:
+                with contextlib.suppress(BatchwayError):  # the breaker logs that Redis is down
+                    await self._feed()
+                    await self._delete_due()
+                await asyncio.sleep(self._gateway.settings.poll_s)
+        finally:
+            await end_tasks(*self._checking, *self._running)
+
+    async def _feed(self) -> None:
+        if self._gateway.settings.feeds_batches and not self._gateway.drain.has_begun:
+            await self._check_some()
+            await self._run_some()
+
+    async def _check_some(self) -> None:
+        """No batch waits for one in progress before it is validated, or ends after a cancel."""
+        room = MAX_CHECKS - len(self._checking)
+        for leased in await self._taken(in_progress=False, max_batches=room):
+            task = asyncio.create_task(self._run(leased, runs_lines=False))
+            self._checking.add(task)
+            task.add_done_callback(self._checking.discard)
+
+    async def _run_some(self) -> None:
+        """Where all places are taken, a batch makes way for that of a tenant without any."""
+        room = MAX_BATCHES - len(self._running)
+        spare = self._spare() if room == 0 else None
+        found = await self._taken(
+            in_progress=True, max_batches=max(room, 0), max_more=int(spare is not None)
+        )
+        for leased in found:
+            task = asyncio.create_task(self._run(leased, runs_lines=True))
+            self._running[task] = leased.batch.tenant
+            task.add_done_callback(self._running.pop)
+        if spare is not None and found:
+            spare.cancel()
+
+    def _spare(self) -> asyncio.Task[None] | None:
+        """The youngest batch of the tenant with the most; None where no tenant has several."""
+        [(tenant, number)] = Counter(self._running.values()).most_common(1)
+        own = [task for task, each in self._running.items() if each == tenant]
+        return own[-1] if number > 1 else None
+
+    async def _taken(
+        self, *, in_progress: bool, max_batches: int, max_more: int = 0
+    ) -> list[LeasedBatch]:
+        """Newly leased batches. Tells all gateways that there is a feeder, even with no room."""
+        token, taken = secrets.token_hex(8), []
+        batch_ids = await self._gateway.broker.ask_batches(
+            lambda batches: batches.take(
+                token,
+                lease_s=lease.LEASE_S,
+                in_progress=in_progress,
+                max_batches=max_batches,
+                max_more=max_more,
+            )
+        )
+        for batch_id in batch_ids:
+            with contextlib.suppress(BatchwayError):  # its lease lapses
+                taken.append(await LeasedBatch.taken(self._gateway, batch_id, token))
+        return taken
+
+    async def _run(self, leased: LeasedBatch, *, runs_lines: bool) -> None:
+        batch_id = leased.batch.id
+        log.info("feeding batch_id=%s status=%s", batch_id, leased.status)
+        has_failed = False
+        keeping = asyncio.create_task(leased.keep())
+        working = asyncio.create_task(run_batch(leased, runs_lines=runs_lines))
+        try:
+            await asyncio.wait({keeping, working}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and (exc := working.exception()) is not None:
+                has_failed = True
+                log.error("batch_id=%s stopped by %s; goes on later", batch_id, type(exc).__name__)
+        finally:
+            is_held = not keeping.done()
+            await end_tasks(keeping, working)
+            if is_held and not has_failed:  # otherwise others go first until the lease lapses
+                with contextlib.suppress(BatchwayError):
+                    await leased.save(gives_back=True)
+
+    async def _delete_due(self) -> None:
+        """Deletes expired files, and the parts of batches that have ended."""
+        broker = self._gateway.broker
+        for object_id in await broker.ask_files(lambda files: files.due()):
+            if object_id.startswith("file-"):
+                await broker.ask_files(lambda files: files.drop(object_id))  # noqa: B023
+            await delete_objects(self._gateway, object_id)

@@ -1,0 +1,82 @@
+"""A batch that this feeder holds: its lease, its status, and the end of its window."""
+
+import asyncio
+from typing import Any, Self
+
+from contract.batches import Batch, BatchStatus, LeaseLost, Part
+from contract.errors import BrokerUnavailable
+from contract.payloads.store import ObjectStore
+from gateway.files.store import store_of
+from gateway.state import Gateway
+
+LEASE_S = 15.0
+_RENEW_S = 1.0
+
+CANCELLED, EXPIRED = "batch_cancelled", "batch_expired"
+
+
+class LeasedBatch:
+    """`batch` is as of the lease's beginning; `status` is the latest known."""
+
+    def __init__(self, gateway: Gateway, batch: Batch, token: str) -> None:
+        self.gateway = gateway
+        self.batch = batch
+        self.token = token
+        self.status = batch.status
+        self._now_ms = batch.created_ms
+
+    @classmethod
+    async def taken(cls, gateway: Gateway, batch_id: str, token: str) -> Self:
+        """A batch whose lease has just been taken. Raises LeaseLost, BrokerUnavailable."""
+        found = await gateway.broker.ask_batches(lambda batches: batches.find(batch_id))
+        if found is None:
+            raise LeaseLost(batch_id)
+        leased = cls(gateway, found, token)
+        await leased.save()  # tells the time: the window may have ended
+        return leased
+
+    @property
+    def store(self) -> ObjectStore:
+        return store_of(self.gateway)
+
+    @property
+    def stop_code(self) -> str | None:
+        """Why no more lines are run: the code of their errors; None while they are."""
+        if self.status is BatchStatus.CANCELLING:
+            return CANCELLED
+        return EXPIRED if self.left_s <= 0 else None
+
+    @property
+    def left_s(self) -> float:
+        """Of the window."""
+        return (self.batch.expires_ms - self._now_ms) / 1000
+
+    async def parts(self) -> dict[int, Part]:
+        """The parts that are recorded, by number. Raises BrokerUnavailable."""
+        return await self.gateway.broker.ask_batches(lambda batches: batches.parts(self.batch.id))
+
+    async def save(self, *, gives_back: bool = False, **progress: Any) -> None:
+        """Records progress. Raises LeaseLost, StatusChanged, BrokerUnavailable."""
+        lease_s = 0.0 if gives_back else LEASE_S
+        self.status, self._now_ms = await self.gateway.broker.ask_batches(
+            lambda batches: batches.save(self.batch.id, self.token, lease_s=lease_s, **progress)
+        )
+
+    async def refresh(self) -> None:
+        """Renews the lease and reads the batch again. Raises LeaseLost, BrokerUnavailable."""
+        await self.save()
+        found = await self.gateway.broker.ask_batches(lambda batches: batches.find(self.batch.id))
+        if found is None:
+            raise LeaseLost(self.batch.id)
+        self.batch, self.status = found, found.status
+
+    async def keep(self) -> None:
+        """Renews the lease until it is lost."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            try:
+                await self.save()
+            except BrokerUnavailable:
+                continue
+            except LeaseLost:
+                return

@@ -1,0 +1,163 @@
+"""The lines of a batch's file: what each must be, and the whole file's validation."""
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from contract.batches import MAX_ERRORS, LineError
+from contract.jobs import Endpoint
+from gateway.http.bodies import parse_object
+from gateway.http.errors import ApiError
+from gateway.prepare.job_bodies import CallBody
+from gateway.prepare.responses.bodies import ResponseBody
+from gateway.prepare.schemas import ChatBody, CompletionBody
+from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
+from gateway.settings import variable
+
+MAX_CUSTOM_ID = 512
+_BOM = b"\xef\xbb\xbf"
+_BODIES: dict[Endpoint, type[BaseModel]] = {
+    Endpoint.CHAT: ChatBody,
+    Endpoint.COMPLETIONS: CompletionBody,
+    Endpoint.EMBEDDINGS: EmbeddingsBody,
+    Endpoint.RERANK: RerankBody,
+    Endpoint.SCORE: ScoreBody,
+    Endpoint.CLASSIFY: ClassifyBody,
+    Endpoint.RESPONSES: ResponseBody,
+}
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One request of a batch; `number` is that of its line in the file, from 1."""
+
+    number: int
+    custom_id: str
+    body: dict[str, Any]
+
+
+class BadLine(Exception):
+    """The line is no request of the batch."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+async def requests(
+    lines: AsyncIterator[bytes | None], max_lines: int
+) -> AsyncIterator[tuple[int, bytes | None]]:
+    """The lines that are not blank, each with its number in the file; None for one that is too
+    long. Files that were joined have byte order marks at their seams. Raises BadLine where the
+    blank ones are too many."""
+    number = num_blank = 0
+    async for raw in lines:
+        number += 1
+        text = b"-" if raw is None else raw.removeprefix(_BOM)
+        if text.strip():
+            yield number, None if raw is None else text
+            continue
+        num_blank += 1
+        if num_blank > max_lines:
+            raise BadLine("too_many_lines", f"the file has more than {max_lines} blank lines")
+
+
+class Validation:
+    """The checks of a file, line by line. `errors` are those of the first bad lines, `num_lines`
+    counts requests, `first_number` is the line of the first."""
+
+    def __init__(self, endpoint: Endpoint, max_lines: int) -> None:
+        self._endpoint = endpoint
+        self._max_lines = max_lines
+        self._seen: set[bytes] = set()  # hashes of the custom ids
+        self.model = ""
+        self.num_lines = 0
+        self.first_number = 0
+        self.errors: list[LineError] = []
+
+    async def run(self, lines: AsyncIterator[bytes | None]) -> None:
+        """Reads lines to the end, or until nothing more could be listed. Raises PayloadError."""
+        try:
+            async for number, raw in requests(lines, self._max_lines):
+                self._note(raw, number)
+                if len(self.errors) == MAX_ERRORS:
+                    return
+        except BadLine as exc:
+            self.errors = [LineError(exc.code, exc.message)]
+            return
+        if not self.num_lines:
+            self.errors.append(LineError("empty_file", "the file has no lines"))
+
+    def _note(self, raw: bytes | None, number: int) -> None:
+        """Raises BadLine if the file is too long."""
+        self.num_lines += 1
+        self.first_number = self.first_number or number
+        if self.num_lines > self._max_lines:
+            message = f"the file has more than {self._max_lines} lines"
+            raise BadLine("too_many_lines", message)
+        try:
+            self._check(raw, number)
+        except BadLine as exc:
+            self.errors.append(LineError(exc.code, exc.message, number, exc.param))
+
+    def _check(self, raw: bytes | None, number: int) -> None:
+        line = parse_line(raw, number, self._endpoint)
+        digest = hashlib.sha256(line.custom_id.encode()).digest()[:16]
+        if digest in self._seen:
+            message = "the custom_id is that of an earlier line"
+            raise BadLine("duplicate_custom_id", message, "custom_id")
+        self._seen.add(digest)
+        model = line.body["model"]
+        self.model = self.model or model
+        if model != self.model:
+            message = "the model differs from that of the first line: a batch is of one model"
+            raise BadLine("mismatched_model", message, "body.model")
+
+
+def parse_line(raw: bytes | None, number: int, endpoint: Endpoint) -> Line:
+    """Checks all but the body's fields, whose errors are the line's response; ignores other names.
+    Raises BadLine."""
+    if raw is None:
+        message = f"the line is longer than a call's body may be: {variable('max_body_bytes')}"
+        raise BadLine("line_too_long", message)
+    try:
+        fields = parse_object(raw)
+    except ApiError as exc:
+        message = exc.message.replace("the body", "the line").replace("line 1, ", "")
+        raise BadLine("invalid_json_line", message) from None
+    custom_id = fields.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters"
+        raise BadLine("invalid_custom_id", message, "custom_id")
+    if fields.get("method") != "POST":
+        raise BadLine("invalid_method", "method must be 'POST'", "method")
+    if fields.get("url") != endpoint:
+        raise BadLine("mismatched_url", "url must be the endpoint of the batch", "url")
+    body = fields.get("body")
+    if not isinstance(body, dict):
+        raise BadLine("invalid_body", "body must be an object", "body")
+    if not isinstance(body.get("model"), str) or not body["model"]:
+        raise BadLine("missing_required_parameter", "body.model must name a model", "body.model")
+    if body.get("stream"):
+        raise BadLine("unsupported_parameter", "a batch has no streams", "body.stream")
+    if endpoint is Endpoint.RESPONSES and body.get("background"):
+        message = "nobody waits for a batch's responses: leave background out"
+        raise BadLine("unsupported_parameter", message, "body.background")
+    return Line(number, custom_id, body)
+
+
+def is_kept(line: Line) -> bool:
+    """Whether a response is also stored beside the batch's output, which has it anyway."""
+    return line.body.get("store") is True
+
+
+def call_body(line: Line, endpoint: Endpoint) -> CallBody | ResponseBody:
+    """Raises pydantic's ValidationError."""
+    body = line.body
+    if endpoint is Endpoint.RESPONSES and body.get("store") is None:
+        body = body | {"store": False}
+    return _BODIES[endpoint].model_validate(body)  # type: ignore[return-value]

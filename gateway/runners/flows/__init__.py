@@ -1,0 +1,1 @@
+"""Runs flows: calls of several models that answer as one."""

@@ -1,0 +1,296 @@
+"""What each kind of flow calls, and which output is its answer."""
+
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.errors import ErrorCode
+from contract.events import LogEvent
+from contract.flows import INPUT, Cascade, Confidence, Ensemble, Pipeline, Route
+from contract.jobs import Endpoint, Job, default_seed
+from gateway.models.step_child import TemplateFault
+from gateway.models.step_templates import StepTemplates
+from gateway.prepare.calls import draw_of, text_of
+from gateway.prepare.conditions import Facts, choose_target
+from gateway.prepare.job_bodies import CallBody
+from gateway.prepare.schemas import MAX_CHOICES_IN_ALL, CompletionBody
+from gateway.runners.flows import combine
+from gateway.runners.flows.answers import answer_of, answers_of, logprobs_of, texts_of, vectors_of
+from gateway.runners.flows.calls import Call, MemberFailed, Outcome, parse_body
+from gateway.runners.flows.confidence import confidence
+from gateway.runners.flows.execution import Execution, Output
+
+_SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers: so many for each member
+
+
+def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
+    """The events of a flow's job. Raises MemberFailed, and BatchwayError where a retry may help."""
+    assert execution.parent.flow is not None
+    match execution.parent.flow.flow.definition:
+        case Route() as definition:
+            return _route(execution, definition)
+        case Cascade() as definition:
+            return _cascade(execution, definition)
+        case Ensemble() as definition:
+            return _ensemble(execution, definition)
+        case Pipeline() as definition:
+            return _pipeline(execution, definition)
+
+
+async def first_calls(parent: Job, templates: StepTemplates) -> list[Call]:
+    """The calls with which a flow may begin: of a cascade the first that can take the call, of an
+    ensemble all of them. Raises MemberFailed, Busy."""
+    assert parent.flow is not None
+    match parent.flow.flow.definition:
+        case Route() as definition:
+            return [_classifying(parent, definition)]
+        case Cascade() as definition:
+            return [_cascading(parent, definition, i) for i in range(len(definition.members))]
+        case Ensemble() as definition:
+            return _of_members(parent, definition)
+        case Pipeline() as definition:
+            return [await _step(templates, parent, definition, 0, {INPUT: body_of(parent)})]
+
+
+def _endpoint(parent: Job) -> Endpoint:
+    """The endpoint of `body_of`: a response is a chat to the members."""
+    return Endpoint.CHAT if parent.endpoint is Endpoint.RESPONSES else parent.endpoint
+
+
+def body_of(parent: Job) -> dict[str, Any]:
+    """The body of a flow's call, as its caller gave it."""
+    assert parent.flow is not None
+    body: dict[str, Any] = msgspec.json.decode(parent.flow.body)
+    return body
+
+
+def parsed_body(parent: Job) -> CallBody:
+    """The same body, parsed as the endpoint's request."""
+    return parse_body(_endpoint(parent), body_of(parent))
+
+
+def _member_body(parent: Job) -> dict[str, Any]:
+    """The body as each member gets it: without what concerns the flow alone."""
+    alone = {"stream", "stream_options", "on_disconnect", "service_tier", "metadata"}
+    if parent.endpoint is not Endpoint.RERANK:
+        alone.add("documents")
+    return {name: value for name, value in body_of(parent).items() if name not in alone}
+
+
+def _call(parent: Job, number: int, model: str, *, can_fail: bool = False, **more: object) -> Call:
+    body = {**_member_body(parent), **more}
+    return Call(number, model, _endpoint(parent), body, can_fail=can_fail)
+
+
+# --- route ------------------------------------------------------------------------------------
+
+
+def _classifying(parent: Job, route: Route) -> Call:
+    body = {"input": text_of(parsed_body(parent)) or " "}
+    return Call(0, route.classifier, Endpoint.CLASSIFY, body)
+
+
+def _facts(parent: Job, label: str | None) -> Facts:
+    assert parent.flow is not None
+    return Facts(
+        num_prompt_tokens=parent.num_prompt_tokens,
+        text=text_of(parsed_body(parent)),
+        tenant=parent.tenant,
+        metadata=parent.flow.metadata,
+        label=label,
+    )
+
+
+def chosen_call(parent: Job, route: Route, label: str | None) -> Call:
+    """The call of the target. `label`: the classifier's; None: it could not read the text."""
+    target = choose_target(route, _facts(parent, label), draw_of(parent.id, parent.model))
+    return _call(parent, 1, target)
+
+
+async def _route(execution: Execution, route: Route) -> AsyncGenerator[LogEvent]:
+    classifying = _classifying(execution.parent, route)
+    yield execution.log_begun(classifying)
+    outcome = await execution.run_call(classifying)
+    label = None
+    if outcome.has_succeeded:
+        answer = await answer_of(execution.calls.gateway, outcome)
+        label = str(answer["data"][0]["label"])
+    elif outcome.run.code != ErrorCode.PROMPT_TOO_LONG:
+        raise MemberFailed.of(outcome)
+    chosen = chosen_call(execution.parent, route, label)
+    yield execution.log_begun(chosen)
+    async for event in execution.stream_call(chosen):
+        yield event
+
+
+# --- cascade ----------------------------------------------------------------------------------
+
+
+def _cascading(parent: Job, cascade: Cascade, index: int) -> Call:
+    model, is_last = cascade.members[index].model, index == len(cascade.members) - 1
+    if (
+        is_last
+        or not cascade.confidence.by.endswith("logprob")
+        or parent.params.logprobs is not None
+    ):
+        return _call(parent, index, model, can_fail=not is_last)
+    asked = True if _endpoint(parent) is Endpoint.CHAT else 0
+    return _call(parent, index, model, can_fail=True, logprobs=asked)
+
+
+async def _cascade(execution: Execution, cascade: Cascade) -> AsyncGenerator[LogEvent]:
+    *earlier, last = range(len(cascade.members))
+    for index in earlier:
+        call = _cascading(execution.parent, cascade, index)
+        yield execution.log_begun(call)
+        outcome = await execution.run_call(call)
+        if not outcome.has_succeeded:
+            continue
+        if cascade.confidence.by == "scorer":
+            scoring = _scoring(execution.parent, index, cascade.confidence.scorer, outcome)
+            yield execution.log_begun(*scoring)
+            scores = [await _score(execution, each) for each in await execution.run_calls(scoring)]
+            sure = max(0.0, min(scores))
+        else:
+            sure = _confidence(cascade.confidence, outcome)
+        if sure >= (cascade.members[index].threshold or 0.0):
+            for event in execution.visible(outcome.events):
+                yield event
+            return
+    call = _cascading(execution.parent, cascade, last)
+    yield execution.log_begun(call)
+    async for event in execution.stream_call(call):
+        yield event
+
+
+def _confidence(kind: Confidence, outcome: Outcome) -> float:
+    """That of the choice of which the member is least sure."""
+    choices = zip(logprobs_of(outcome), texts_of(outcome), strict=True)
+    return min(confidence(kind, logprobs, text) for logprobs, text in choices)
+
+
+def _scoring(parent: Job, index: int, scorer: str, outcome: Outcome) -> list[Call]:
+    """A call for each choice of an answer, with the choice's prompt."""
+    body, answers = parsed_body(parent), answers_of(outcome)
+    num_each = len(answers) // (len(body.prompt) if isinstance(body, CompletionBody) else 1)
+    bodies = [score_body(text_of(body, i // num_each), text) for i, text in enumerate(answers)]
+    first = _SCORER * (index + 1)
+    return [Call(first + i, scorer, Endpoint.SCORE, each) for i, each in enumerate(bodies)]
+
+
+def score_body(prompt: str, answer: str) -> dict[str, object]:
+    """Asks a scorer how well an answer fits. A scorer refuses an empty text."""
+    return {"text_1": prompt or " ", "text_2": answer or " "}
+
+
+async def _score(execution: Execution, outcome: Outcome) -> float:
+    """Less than any score if the scorer failed."""
+    if not outcome.has_succeeded:
+        return -math.inf
+    return float((await answer_of(execution.calls.gateway, outcome))["data"][0]["score"])
+
+
+# --- ensemble ---------------------------------------------------------------------------------
+
+
+def _of_members(parent: Job, ensemble: Ensemble) -> list[Call]:
+    """Each has a seed of its own: a model may be a member several times."""
+    seed = body_of(parent).get("seed")
+    calls = [_call(parent, i, model, can_fail=True) for i, model in enumerate(ensemble.members)]
+    if seed is None:
+        return calls
+    return [calls[0]] + [
+        replace(call, body={**call.body, "seed": default_seed(f"{seed}/{call.number}")})
+        for call in calls[1:]
+    ]
+
+
+async def _ensemble(execution: Execution, ensemble: Ensemble) -> AsyncGenerator[LogEvent]:
+    parent = execution.parent
+    calls = _of_members(parent, ensemble)
+    yield execution.log_begun(*calls)
+    outcomes = await execution.run_calls(calls)
+    answered = [outcome for outcome in outcomes if outcome.has_succeeded]
+    if not answered:
+        raise MemberFailed.of(outcomes[0])
+    scored = list[Outcome]()
+    if ensemble.scorer:
+        scoring = [
+            call
+            for i, outcome in enumerate(answered)
+            for call in _scoring(parent, i, ensemble.scorer, outcome)
+        ]
+        yield execution.log_begun(*scoring)
+        scored = await execution.run_calls(scoring)
+        if not any(outcome.has_succeeded for outcome in scored):
+            raise MemberFailed.of(scored[0])
+    if not all(outcome.has_succeeded for outcome in (*outcomes, *scored)):
+        yield execution.take_unlogged()  # a call that was refused is not made again
+    events: Sequence[Output]
+    if ensemble.combine == "mean":
+        try:
+            events = [combine.mean_output([vectors_of(outcome) for outcome in answered])]
+        except ValueError as exc:
+            message = f"{answered[0].run.model}: {exc}"
+            raise MemberFailed(ErrorCode.ENGINE_ERROR, message) from None
+    else:
+        if ensemble.combine == "vote":
+            winners = [combine.vote(each) for each in zip(*map(answers_of, answered), strict=True)]
+        else:
+            scores, num = [await _score(execution, each) for each in scored], parent.num_choices
+            winners = [combine.best(scores[choice::num]) for choice in range(num)]
+        outputs = [outcome.events for outcome in answered]
+        events = combine.of_winners(outputs, winners, parent.params.n)
+    for event in execution.visible(events):
+        yield event
+
+
+# --- pipeline ---------------------------------------------------------------------------------
+
+
+async def _step(
+    templates: StepTemplates,
+    parent: Job,
+    pipeline: Pipeline,
+    index: int,
+    values: Mapping[str, Any],
+) -> Call:
+    """Raises MemberFailed, Busy."""
+    step = pipeline.steps[index]
+    endpoint = Endpoint(step.endpoint)
+    try:
+        body = await templates.render(step, values)
+    except TemplateFault as fault:
+        message = f"{step.model}: {fault}"
+        raise MemberFailed(ErrorCode.BAD_PARAMETER, message) from None
+    return Call(index, step.model, endpoint, body, step.name)
+
+
+async def _pipeline(execution: Execution, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:
+    *earlier, last = range(len(pipeline.steps))
+    parent, stages = execution.parent, execution.stages
+    templates = execution.calls.gateway.step_templates
+    values: dict[str, Any] = {INPUT: body_of(parent)}
+    staging = stages.staged_job(parent.tenant, parent.weight) if stages else nullcontext()
+    with staging as staged_job:
+        for index in earlier:
+            call = await _step(templates, parent, pipeline, index, values)
+            yield execution.log_begun(call)
+            if staged_job is not None:
+                await staged_job.wait_turn(index, execution.calls.lane)
+            outcome = await execution.run_call(call)
+            if staged_job is not None:
+                staged_job.ended()
+            if not outcome.has_succeeded:
+                raise MemberFailed.of(outcome)
+            values[call.name] = await answer_of(execution.calls.gateway, outcome)
+        call = await _step(templates, parent, pipeline, last, values)
+        yield execution.log_begun(call)
+        if staged_job is not None:
+            await staged_job.wait_turn(last, execution.calls.lane)
+        async for event in execution.stream_call(call):
+            yield event

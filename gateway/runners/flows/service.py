@@ -1,0 +1,213 @@
+"""Serves the flows of `models.yaml` in a gateway: publishes them as models, runs their jobs, and
+reads the file again when it has changed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.catalogue import Catalogue
+from contract.connection import connect
+from contract.errors import BatchwayError
+from contract.flows import Definition, Pipeline
+from contract.function_types import Claimed
+from contract.jobs import Job
+from contract.library import ensure_library
+from contract.model_cards import ModelCard
+from gateway.runners.flows.cards import flow_card
+from gateway.runners.flows.definitions import FlowError, load_flows, members
+from gateway.runners.flows.flow_types import check_flows
+from gateway.runners.flows.publisher import Publisher
+from gateway.runners.flows.run import Run
+from gateway.runners.flows.stage_queues import StageQueues
+from gateway.runners.flows.worker import FlowWorker
+from gateway.state import Gateway
+
+log = logging.getLogger("batchway.flows")
+
+_LOOK_S = 1.0  # between two looks at the file and at the members' cards
+_MAX_STAGE_QUEUES = 256
+_LEAVE_S = 5.0  # at least, until nobody accepts jobs of a withdrawn flow: cards are cached for 1 s
+
+
+class FlowService:
+    """One for a gateway with a `models.yaml`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._broker = gateway.broker
+        self._drain = gateway.drain
+        self._path = Path(gateway.settings.models)
+        self._client = connect(gateway.settings.redis_url)
+        self._catalogue = Catalogue(self._client, self._broker.keys)
+        self._stamp: object = None
+        self._definitions: Mapping[str, Definition] = {}
+        self._published: dict[str, ModelCard] = {}
+        self._workers: dict[str, FlowWorker] = {}
+        self._leaving: dict[FlowWorker, float] = {}  # of withdrawn flows: since when
+        self._stage_queues: dict[tuple[str, bytes], StageQueues] = {}
+        self._last_line = ""
+        self._has_library = False
+
+    async def serve(self) -> None:
+        """Until cancelled."""
+        while True:
+            if self._drain.has_begun:
+                for worker in (*self._workers.values(), *self._leaving):
+                    worker.drain()
+            else:
+                await self._look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def aclose(self) -> None:
+        """Gives the jobs under way back."""
+        workers = *self._workers.values(), *self._leaving
+        await asyncio.gather(*(worker.aclose() for worker in workers))
+        await self._client.aclose()
+
+    async def _look(self) -> None:
+        try:
+            if not self._has_library:
+                await ensure_library(self._client)
+                self._has_library = True
+            try:
+                await self._read()
+            finally:  # also while the file is wrong: Redis may lose a card, and a worker may fail
+                if self._stamp is not None:
+                    await self._publish()
+            await self._close_leaving()
+        except FlowError as exc:
+            state = "stays as it was" if self._published else "is not served yet"
+            self._log_once(f"models.yaml {state}: {exc}")
+        except BatchwayError as exc:
+            self._log_once(f"flows wait: {exc}")
+        except Exception as exc:  # the flows that are served must go on
+            self._log_once(f"models.yaml not looked at: {type(exc).__name__}")
+        else:
+            self._last_line = ""
+
+    def _log_once(self, line: str) -> None:
+        """Logs a line, unless it was the last one."""
+        if line != self._last_line:
+            log.warning("%s", line)
+        self._last_line = line
+
+    async def _read(self) -> None:
+        """Reads the file if it has changed. What replaces flows that are served must be right as a
+        whole. Raises FlowError, BatchwayError."""
+        stamp = await asyncio.to_thread(_stamp, self._path)
+        if stamp == self._stamp:
+            return
+        definitions = await asyncio.to_thread(load_flows, self._path)
+        if self._published:
+            check_flows(definitions, await self._cards(), self._path)
+            log.info("models.yaml reloaded")
+        self._stamp, self._definitions = stamp, definitions
+
+    async def _cards(self) -> dict[str, ModelCard]:
+        return {card.name: card for card in await self._catalogue.models()}
+
+    async def _publish(self) -> None:
+        """Publishes the flows once all members are published, and withdraws those that the file
+        no longer has. Raises FlowError, BatchwayError."""
+        cards = await self._cards()
+        flows = check_flows(self._definitions, cards, self._path)
+        for name in _members_first(self._definitions):
+            card = flow_card(name, flows[name], cards)
+            if (known := self._published.get(name)) is not None:
+                card = replace(card, created_s=known.created_s)
+            is_stored = name in cards  # Redis may have lost its data
+            cards[name] = card
+            await self._serve(card)
+            if card != known or not is_stored:
+                await self._catalogue.publish_card(card)
+                # At once, for the flows that call it: a list of models may be a second old.
+                self._broker.known.add(card)
+                log.info("flow served model=%s", name)
+            self._published[name] = card
+        await self._withdraw([name for name, card in cards.items() if card.flow is not None])
+
+    async def _withdraw(self, flows: Sequence[str]) -> None:
+        """Withdraws those of `flows` that the file does not have, and that no other gateway runs.
+        Workers of own ones run their jobs to their ends."""
+        own = self._published.keys() - self._definitions.keys()
+        for name in own:
+            del self._published[name]
+            self._leaving[self._workers.pop(name)] = self._broker.clock()
+        for name in flows:
+            if name in self._definitions:
+                continue
+            if name in own or await self._catalogue.num_live_workers(name) == 0:
+                await self._catalogue.withdraw(name)
+                log.info("flow withdrawn model=%s", name)
+
+    async def _close_leaving(self) -> None:
+        for worker, since_s in list(self._leaving.items()):
+            if self._broker.clock() - since_s < _LEAVE_S:
+                continue
+            if worker.is_idle or worker.failure is not None:
+                del self._leaving[worker]
+                await worker.aclose()
+
+    async def _serve(self, card: ModelCard) -> None:
+        known = self._workers.get(card.name)
+        if known is not None and known.is_draining:  # the name was a model's for a while
+            self._leaving[known] = self._broker.clock()
+            known = None
+        if known is not None:
+            known.lanes = card.lanes
+            if (failure := known.failure) is None:
+                return
+            log.error("flow begins again error=%s model=%s", type(failure).__name__, card.name)
+            await known.aclose()
+        worker = FlowWorker(self._client, self._broker.keys, card.name, card.lanes, self._run)
+        worker.start()
+        self._workers[card.name] = worker
+
+    def _run(self, publisher: Publisher, claimed: Claimed) -> Run:
+        return Run(self._gateway, publisher, claimed, self._stages_of(claimed.job))
+
+    def _stages_of(self, job: Job) -> StageQueues | None:
+        """The stages of a staged pipeline, shared by its jobs of one definition."""
+        assert job.flow is not None
+        definition = job.flow.flow.definition
+        if not isinstance(definition, Pipeline) or definition.batching == "flat":
+            return None
+        key = job.model, msgspec.json.encode(definition)
+        if (known := self._stage_queues.get(key)) is None:
+            worker = self._workers.get(job.model)  # None: the flow is withdrawn
+            lanes = worker.lanes if worker else ()
+            known = StageQueues(len(definition.steps), self._broker.clock, lanes)
+            self._stage_queues[key] = known
+            while len(self._stage_queues) > _MAX_STAGE_QUEUES:
+                del self._stage_queues[next(iter(self._stage_queues))]
+        return known
+
+
+def _members_first(definitions: Mapping[str, Definition]) -> list[str]:
+    """The flows' names; a flow comes after those that it calls."""
+    found: dict[str, None] = {}
+
+    def add(name: str) -> None:
+        for _, model in members(definitions[name]):
+            if model in definitions and model not in found:
+                add(model)
+        found[name] = None
+
+    for name in definitions:
+        if name not in found:
+            add(name)
+    return list(found)
+
+
+def _stamp(path: Path) -> object:
+    """Changes when the file does. Raises FlowError."""
+    try:
+        status = path.stat()
+    except OSError as exc:
+        raise FlowError(f"{path}: cannot be read: {exc.strerror}") from None
+    return status.st_mtime_ns, status.st_size, status.st_ino

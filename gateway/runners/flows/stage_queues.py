@@ -1,0 +1,165 @@
+"""Holds the calls of a staged pipeline's jobs, stage by stage, until they fill the stage's best
+batch.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from gateway.runners.flows.stage_batcher import Queues, StageBatcher
+
+
+class _Batch:
+    """Calls that were sent together."""
+
+    def __init__(self, size: int, sent_s: float) -> None:
+        self.size = size
+        self.sent_s = sent_s
+        self.num_under_way = size
+
+
+class _Stage:
+    def __init__(self) -> None:
+        self.batcher = StageBatcher()
+        self.waiting: dict[StagedJob, float] = {}  # since when, in order
+        self.num_under_way = 0  # calls that were sent and have not ended
+        # Start-time fair queueing (Goyal and others, SIGCOMM 1996): the start of the last call that
+        # was sent, by lane, and the earliest start of a tenant's next one. In calls of weight 1.
+        self.reached: dict[int, float] = {}
+        self.next_starts: dict[tuple[int, str], float] = {}
+
+
+class StageQueues:
+    """One for each staged pipeline in a process. `lanes`: the most urgent first."""
+
+    def __init__(self, num_stages: int, clock: Callable[[], float], lanes: Sequence[str]) -> None:
+        self.clock = clock
+        self._ranks = {lane: rank for rank, lane in enumerate(lanes)}
+        self._stages = [_Stage() for _ in range(num_stages)]
+        self._num_jobs = [0] * num_stages  # at each stage, waiting or running
+        self._timer: asyncio.TimerHandle | None = None
+
+    def staged_job(self, tenant: str, weight: float) -> "StagedJob":
+        """Of one job: to be entered as a context."""
+        return StagedJob(self, tenant, weight)
+
+    def move(self, stage: int, number: int) -> None:
+        """So many jobs more are at a stage."""
+        self._num_jobs[stage] += number
+
+    def wait(self, staged_job: "StagedJob") -> None:
+        """The job has arrived at its stage."""
+        stage = self._stages[staged_job.stage]
+        lane = self._ranks.get(staged_job.lane, len(self._ranks))
+        key = lane, staged_job.tenant
+        start = max(stage.reached.get(lane, 0.0), stage.next_starts.get(key, 0.0))
+        stage.next_starts[key] = start + 1 / staged_job.weight
+        staged_job.turn = lane, start
+        stage.waiting[staged_job] = self.clock()
+        self.look()
+
+    def ended(self, staged_job: "StagedJob", batch: _Batch) -> None:
+        """A job's call has ended."""
+        self._stages[staged_job.stage].num_under_way -= 1
+        batch.num_under_way -= 1
+        if batch.num_under_way == 0:
+            seconds = self.clock() - batch.sent_s
+            self._stages[staged_job.stage].batcher.ended(batch.size, seconds)
+        self.look()
+
+    def leave(self, staged_job: "StagedJob") -> None:
+        """The job has ended, or is no longer run here."""
+        self.move(staged_job.stage, -1)
+        self._stages[staged_job.stage].waiting.pop(staged_job, None)
+        self.look()
+
+    def look(self) -> None:
+        """Sends what shall be sent now, and looks again when the oldest has waited enough."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        pauses = [self._send(number) for number in reversed(range(len(self._stages)))]
+        if left := [pause_s for pause_s in pauses if pause_s is not None]:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.001, min(left)), self.look)
+
+    def _send(self, number: int) -> float | None:
+        """Sends batches of a stage; the seconds until it must be looked at again."""
+        stage = self._stages[number]
+        while stage.waiting:
+            queues = self._queues(number)
+            size = stage.batcher.num_to_send(queues)
+            if size == 0 and not stage.batcher.has_room(queues):
+                return None  # until a call ends
+            if size == 0:
+                return max(0.0, stage.batcher.hold_s - queues.waited_s)
+            batch = _Batch(size, self.clock())
+            stage.num_under_way += size
+            for staged_job in heapq.nsmallest(size, stage.waiting, key=lambda each: each.turn):
+                del stage.waiting[staged_job]
+                lane, start = staged_job.turn
+                stage.reached[lane] = start
+                staged_job.send(batch)
+        stage.reached.clear()  # nobody waits: no tenant is behind
+        stage.next_starts.clear()
+        return None
+
+    def _queues(self, number: int) -> Queues:
+        stage = self._stages[number]
+        since_s = next(iter(stage.waiting.values()))
+        following = self._stages[number + 1] if number + 1 < len(self._stages) else None
+        return Queues(
+            num_waiting=len(stage.waiting),
+            waited_s=self.clock() - since_s,
+            num_before=sum(self._num_jobs[:number]),
+            num_under_way=stage.num_under_way,
+            num_next=self._num_jobs[number + 1] if following else 0,
+            next_best_size=following.batcher.best_size if following else 1,
+        )
+
+
+class StagedJob:
+    """A job's way through the stages."""
+
+    def __init__(self, stages: StageQueues, tenant: str, weight: float) -> None:
+        self.tenant = tenant
+        self.weight = weight
+        self.lane = ""
+        self.turn = 0, 0.0  # the least is sent first
+        self.stage = 0
+        self._stages = stages
+        self._batch: _Batch | None = None
+        self._sent: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._stages.move(0, 1)
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self.ended()
+        self._stages.leave(self)
+
+    async def wait_turn(self, stage: int, lane: str) -> None:
+        """Returns when the job's call of this stage shall be sent."""
+        self.lane = lane
+        self._stages.move(self.stage, -1)
+        self._stages.move(stage, 1)
+        self.stage = stage
+        self._sent = asyncio.get_running_loop().create_future()
+        self._stages.wait(self)
+        await self._sent
+
+    def send(self, batch: _Batch) -> None:
+        self._batch = batch
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(None)
+
+    def ended(self) -> None:
+        """The call has ended."""
+        if self._batch is not None:
+            batch, self._batch = self._batch, None
+            self._stages.ended(self, batch)

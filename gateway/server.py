@@ -1,0 +1,86 @@
+"""Runs the gateway under uvicorn, and drains it on SIGTERM or SIGINT."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+
+from gateway.app import create_app
+from gateway.http.connections import ConnectionConfig
+from gateway.http.listener import bind, is_loopback
+from gateway.http.uvicorn_compat import StoppingServer
+from gateway.memory import give_back_memory
+from gateway.settings import GatewaySettings
+
+_MAX_FILES = 65_536  # mostly connections
+_FAREWELL_S = 5.0  # after the drain, for streams to send their last event
+
+
+def build_server(settings: GatewaySettings) -> StoppingServer:
+    """A server that is not started yet; `await server.serve(sockets=[…])` runs it."""
+    app = create_app(settings)
+    config = ConnectionConfig(
+        app,
+        idle_s=settings.idle_timeout_s,
+        head_s=settings.head_timeout_s,
+        body_s=settings.body_timeout_s,
+        upload_s=settings.upload_timeout_s,
+        max_per_address=settings.max_connections_per_address,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(settings.drain_s + settings.poll_s + _FAREWELL_S),
+    )
+    # Its lines contain query strings. Whatever `access_log` says, uvicorn writes them if the root
+    # logger has a handler.
+    logging.getLogger("uvicorn.access").disabled = True
+    drain = app.state.gateway.drain
+    return StoppingServer(config, on_stop=lambda: drain.begin(settings.drain_s))
+
+
+def serve(
+    settings: GatewaySettings,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    listener: socket.socket | None = None,
+    on_bound: Callable[[str, int], None] | None = None,
+) -> None:
+    """Serves until SIGINT or SIGTERM, then drains. `on_bound` gets the address before the first
+    request is accepted; clients can connect from then on.
+
+    Beyond loopback, every call needs a key, even after the last key has been deleted. If `listener`
+    is given, `host` and `port` are ignored, and the caller has checked that a key exists.
+
+    Raises UnsafeBinding, OSError.
+    """
+    if listener is None:
+        listener = bind(settings, host, port)
+    if not is_loopback(str(listener.getsockname()[0])):
+        settings = replace(settings, require_key=True)
+    if on_bound is not None:
+        on_bound(*listener.getsockname()[:2])
+    allow_many_files()
+    give_back_memory()
+    server = build_server(settings)
+    # The modules' 100,000 permanent objects would make a collection take as long as a step.
+    gc.collect()
+    gc.freeze()
+    asyncio.run(server.serve(sockets=[listener]))
+
+
+def allow_many_files() -> None:
+    """Raises this process's limit of open files. The default is often 1,024, which slow clients
+    could use up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS allows less than it reports
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,61 @@
+"""What all routes share."""
+
+from typing import Annotated
+
+import msgspec
+from fastapi import Depends, Request
+from msgspec import field
+
+from contract.jobs import Job
+from gateway.grammars.compiler import GrammarCompiler
+from gateway.http.errors import draining
+from gateway.http.metrics import GatewayMetrics
+from gateway.http.sse import StreamDrain
+from gateway.models.step_templates import StepTemplates
+from gateway.models.tokens import ModelTokenizer
+from gateway.redis.broker import Broker
+from gateway.settings import GatewaySettings
+from gateway.turns import NUM_UPLOADS, UPLOADS_EACH, Turns
+
+
+class Gateway(msgspec.Struct, frozen=True):
+    """One for each app."""
+
+    settings: GatewaySettings
+    broker: Broker
+    drain: StreamDrain = field(default_factory=StreamDrain)
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    grammars: GrammarCompiler = field(default_factory=GrammarCompiler)
+    step_templates: StepTemplates = field(default_factory=StepTemplates)
+    turns: Turns = field(default_factory=Turns)  # of work before the queue
+    uploads: Turns = field(default_factory=lambda: Turns(NUM_UPLOADS, UPLOADS_EACH))
+
+    async def whole(self, job: Job) -> Job:
+        """The job with its prompt, if its response needs it. Raises PayloadError."""
+        is_shown = job.return_token_ids or job.needs_tokenizer
+        return await self.broker.payloads.whole(job) if is_shown else job
+
+    async def tokenizer_for(self, job: Job) -> ModelTokenizer | None:
+        """The tokenizer, if the job's response contains texts of tokens or an echo."""
+        if not job.needs_tokenizer:
+            return None
+        card = (await self.broker.known.models()).get(job.model)
+        return None if card is None else await self.broker.known.tokenizer(card)
+
+
+async def gateway_of(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+async def accepting_gateway_of(request: Request) -> Gateway:
+    """Raises ApiError while the gateway shuts down."""
+    gateway = await gateway_of(request)
+    if gateway.drain.has_begun:
+        raise draining()
+    return gateway
+
+
+# Dependencies of endpoints.
+ThisGateway = Annotated[Gateway, Depends(gateway_of)]
+AcceptingGateway = Annotated[Gateway, Depends(accepting_gateway_of)]
