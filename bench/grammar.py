@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.models import SIZES, make_model
 from contract.jobs import SamplingParams
-from gateway.openai.grammars import Kind, compile_grammar
+from gateway.grammars.compiled import Kind, compile_grammar
 from infra.tables import table, write
 from workers.engine.engine import Engine
 from workers.engine.grammar import Grammars

@@ -26,8 +26,8 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from bench.models import make_model, save_tokenizer
 from contract.flows import Pipeline
-from gateway.flows.definitions import load_flows
-from gateway.flows.templates import render
+from gateway.models.step_bodies import render
+from gateway.runners.flows.definitions import load_flows
 from infra.tables import markdown_table, percentile
 
 _VOCAB_SIZE = 320

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from contract.jobs import Pooling, SamplingParams
-from gateway.openai.tokens import ModelTokenizer
+from gateway.models.tokens import ModelTokenizer
 from infra.tables import table
 from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine

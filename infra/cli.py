@@ -143,7 +143,7 @@ def _gateway(options: argparse.Namespace) -> int:
     else:
         listener = socket.socket(fileno=options.listen_fd)
 
-    from gateway.http.server import serve
+    from gateway.server import serve
     from infra.lifeline import end_with_parent
 
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)

@@ -71,7 +71,7 @@ def check_flows_file(path: str, served: Collection[str] = ()) -> None:
     flows, where they are known; what they can do is checked once they are published."""
     if not path:
         return
-    from gateway.flows.definitions import FlowError, load_flows, members  # needs YAML
+    from gateway.runners.flows.definitions import FlowError, load_flows, members  # needs YAML
 
     try:
         definitions = load_flows(Path(path))

@@ -23,7 +23,7 @@ from gateway.follow.answer_models import (
     Usage,
 )
 from gateway.follow.answers import usage
-from gateway.follow.responses.objects import ResponseObject
+from gateway.follow.response_objects import ResponseObject
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
 

@@ -9,7 +9,7 @@ from contract.function_types import JobView
 from contract.jobs import Job
 from contract.vector_answers import VectorAnswer
 from gateway.follow.answers import Answer
-from gateway.follow.responses.stored import ended_response, record_of_job
+from gateway.follow.stored_responses import ended_response, record_of_job
 from gateway.follow.streams import log_answered
 from gateway.follow.sync_call import SyncCall
 from gateway.http.errors import draining, failure_of

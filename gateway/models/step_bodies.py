@@ -1,6 +1,6 @@
 """A pipeline step's body, made of templates over the caller's body and earlier answers.
 
-Rendering runs in its own process (step_child.py): see step_templates.py.
+step_child.py renders it, in its own process. Errors name the step and the place, not the values.
 """
 
 import json
@@ -15,12 +15,12 @@ from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.flows import Step
-from gateway.models.step_child import TemplateFault as TemplateFault
+from gateway.child import Refused
 
 
 def render(step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
     """The step's body. `values`: the caller's body by the name INPUT, and the answers of earlier
-    steps by theirs. Raises TemplateFault."""
+    steps by theirs. Raises Refused."""
     body = _mapped(step.body, f"step {step.name}: body", lambda text: _render(text, values))
     assert isinstance(body, dict)
     return body
@@ -28,7 +28,7 @@ def render(step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_templates(step: Step, names: Iterable[str]) -> None:
     """Checks that the templates of its body can be compiled, and use no other values than those of
-    `names`. Raises TemplateFault."""
+    `names`. Raises Refused."""
     known = frozenset(names)
 
     def check(text: str) -> None:
@@ -55,9 +55,9 @@ def _mapped(value: object, place: str, change: Callable[[str], object]) -> objec
     except MemoryError:
         raise  # ends the process
     except jinja2.TemplateError as exc:
-        raise TemplateFault(f"{place}: {exc.message}") from exc
+        raise Refused(f"{place}: {exc.message}") from exc
     except Exception as exc:  # for example of a filter with a wrong argument; it may quote a value
-        raise TemplateFault(f"{place}: the template failed: {type(exc).__name__}") from exc
+        raise Refused(f"{place}: the template failed: {type(exc).__name__}") from exc
 
 
 def _render(text: str, values: Mapping[str, Any]) -> object:

@@ -13,7 +13,10 @@ from contract.flows import Step
 from gateway.child import Refused
 from gateway.child_process import ChildFailed, ChildLimits, ChildPool, ChildUnreadable
 from gateway.models import step_child
-from gateway.models.step_child import TemplateFault
+
+
+class TemplateFault(Exception):
+    """A step's body cannot be made. The message names the step and the place, not the values."""
 
 
 class StepTemplates:
@@ -28,7 +31,7 @@ class StepTemplates:
         return self._processes.pid
 
     async def render(self, step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The step's body. `values`: as in templates.py. Raises TemplateFault, Busy."""
+        """The step's body. `values`: as in step_bodies.py. Raises TemplateFault, Busy."""
         try:
             body = await self._processes.ask({"step": step, "values": values})
             rendered: dict[str, Any] = from_json(body, allow_inf_nan=False)

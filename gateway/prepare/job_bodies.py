@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from contract.api_keys import MIN_RETENTION_S
 from contract.callback_urls import MAX_URL_CHARS
 from gateway.http.errors import MISSING
-from gateway.prepare.responses.bodies import ResponseBody
+from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import Metadata, OwnModel, refusal
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody

@@ -10,8 +10,7 @@ from contract.endpoints import VECTOR_ENDPOINTS
 from contract.flows import INPUT, Cascade, Ensemble, Pipeline, Route, Step
 from contract.jobs import Endpoint
 from contract.model_cards import ModelCard
-from gateway.models.step_child import TemplateFault
-from gateway.models.step_templates import StepTemplates
+from gateway.models.step_templates import StepTemplates, TemplateFault
 from gateway.prepare.generation import COMPLETION_TOKENS
 from gateway.settings import GatewaySettings
 

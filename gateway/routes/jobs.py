@@ -29,8 +29,8 @@ from gateway.prepare.auth import Caller, JobsReader, JobsWriter
 from gateway.prepare.callbacks import to_callback
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.job_bodies import AnyJob, JobChange
-from gateway.prepare.responses.bodies import ResponseBody
-from gateway.prepare.responses.jobs import prepare_response
+from gateway.prepare.response_bodies import ResponseBody
+from gateway.prepare.response_jobs import prepare_response
 from gateway.prepare.unsupported import ignored_header
 from gateway.routes.accepted_jobs import IdempotencyKey, body_hash, check_may_change, submit_job
 from gateway.routes.requests import CallRoute, WellFormed

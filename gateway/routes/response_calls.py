@@ -16,16 +16,16 @@ from contract.jobs import Endpoint, Job
 from contract.response_records import ResponseRecord, decode_record, response_id
 from gateway.follow.members import cancel_whole, chosen_header, delete_whole
 from gateway.follow.patience import Patience, Preference
-from gateway.follow.responses.followers import response_stream, whole_response
-from gateway.follow.responses.stored import shown_response
+from gateway.follow.response_followers import response_stream, whole_response
+from gateway.follow.stored_responses import shown_response
 from gateway.follow.sync_call import SyncCall
 from gateway.http import sse
 from gateway.http.errors import to_call_error
 from gateway.http.load_headers import ServerTiming, rate_headers
 from gateway.prepare.admission import Terms
 from gateway.prepare.auth import Caller
-from gateway.prepare.responses.bodies import ResponseBody
-from gateway.prepare.responses.jobs import prepare_response
+from gateway.prepare.response_bodies import ResponseBody
+from gateway.prepare.response_jobs import prepare_response
 from gateway.prepare.unsupported import ignored_header
 from gateway.routes.accepted_jobs import accepted_job, body_hash
 from gateway.runners.submission import submit

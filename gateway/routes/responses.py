@@ -8,20 +8,20 @@ from starlette.responses import Response
 
 from contract.api_keys import Scope
 from gateway.follow.members import cancel_whole, delete_whole
-from gateway.follow.responses.followers import response_stream
-from gateway.follow.responses.objects import (
+from gateway.follow.response_followers import response_stream
+from gateway.follow.response_ids import job_of_response
+from gateway.follow.response_objects import (
     DeletedResponse,
     InputTokens,
     ItemList,
     ResponseObject,
 )
-from gateway.follow.responses.records import job_of_response
-from gateway.follow.responses.stored import read_response, shown_response
+from gateway.follow.stored_responses import read_response, shown_response
 from gateway.http import sse
 from gateway.http.errors import bad_request, invalid_value
 from gateway.http.handlers import answers
 from gateway.prepare.auth import Inference, JobsReader, JobsWriter
-from gateway.prepare.responses.bodies import InputTokensBody, ResponseBody
+from gateway.prepare.response_bodies import InputTokensBody, ResponseBody
 from gateway.routes.accepted_jobs import IdempotencyKey, check_may_change
 from gateway.routes.requests import CallRoute, WellFormed
 from gateway.routes.response_calls import ResponseCall

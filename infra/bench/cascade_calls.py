@@ -11,11 +11,11 @@ import msgspec
 
 from contract.flows import Cascade
 from contract.jobs import Endpoint
-from gateway.flows.calls import parse_body
-from gateway.flows.confidence import confidence
-from gateway.flows.entry import text_of
-from gateway.flows.kinds import score_body
 from gateway.http.errors import ApiError
+from gateway.prepare.calls import text_of
+from gateway.runners.flows.calls import parse_body
+from gateway.runners.flows.confidence import confidence
+from gateway.runners.flows.kinds import score_body
 from infra.bench.cascade_fit import FirstAnswer, LastAnswer, Measured
 
 CHAT, COMPLETIONS = "chat/completions", "completions"

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from contract.flows import Cascade
-from gateway.flows.definitions import FlowError, load_flows
+from gateway.runners.flows.definitions import FlowError, load_flows
 from infra.bench.cascade_calls import Asker, CallRefused, Question
 from infra.bench.cascade_fit import CannotFit, Fit, Measured, Point, fit_threshold
 from infra.bench.serve_command import KEY_VARIABLES

@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from contract.errors import ErrorCode
 from gateway.app import create_app
 from gateway.http.errors import STATUS_BY_CODE
-from gateway.prepare.responses.bodies import UNSUPPORTED_OF_RESPONSES
+from gateway.prepare.response_bodies import UNSUPPORTED_OF_RESPONSES
 from gateway.prepare.unsupported import IGNORED, UNSUPPORTED
 from gateway.prepare.vector_bodies import UNSUPPORTED_OF_VECTORS
 from gateway.routes import (

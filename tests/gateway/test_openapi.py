@@ -28,7 +28,7 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from gateway.app import create_app
 from gateway.prepare.job_bodies import AnyJob, CallBody, JobChange
-from gateway.prepare.responses.bodies import ResponseBody
+from gateway.prepare.response_bodies import ResponseBody
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gateway.prepare.responses.bodies import ResponseBody
+from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import IGNORED, CallFields, ignored_header
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody

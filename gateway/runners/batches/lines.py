@@ -12,7 +12,7 @@ from contract.jobs import Endpoint
 from gateway.http.bodies import parse_object
 from gateway.http.errors import ApiError
 from gateway.prepare.job_bodies import CallBody
-from gateway.prepare.responses.bodies import ResponseBody
+from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from gateway.settings import variable

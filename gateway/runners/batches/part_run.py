@@ -34,8 +34,8 @@ from gateway.http.sse import encode_json
 from gateway.prepare.admission import Terms
 from gateway.prepare.auth import Caller
 from gateway.prepare.calls import prepare_call
-from gateway.prepare.responses.bodies import ResponseBody
-from gateway.prepare.responses.jobs import prepare_response
+from gateway.prepare.response_bodies import ResponseBody
+from gateway.prepare.response_jobs import prepare_response
 from gateway.runners.batches.lease import CANCELLED, EXPIRED, LeasedBatch
 from gateway.runners.batches.lines import Line, call_body, is_kept
 from gateway.runners.submission import submit

@@ -9,7 +9,8 @@ import msgspec
 
 from contract.flows import INPUT, MAX_CALLS, Cascade, Definition, Ensemble, Pipeline, Route
 from contract.yaml_files import YamlFault, load_file
-from gateway.models.step_bodies import TemplateFault, check_templates
+from gateway.child import Refused
+from gateway.models.step_bodies import check_templates
 from gateway.prepare.conditions import check_languages, check_pattern
 
 
@@ -166,7 +167,7 @@ def _check_pipeline(pipeline: Pipeline, place: str) -> None:
                 raise FlowError(f"{at}.body.{key}: cannot be set in a step")
         try:
             check_templates(step, names)
-        except TemplateFault as exc:
+        except Refused as exc:
             raise FlowError(f"{at}.{exc}") from exc
         names.append(step.name)
 

@@ -12,8 +12,7 @@ from contract.errors import ErrorCode
 from contract.events import LogEvent
 from contract.flows import INPUT, Cascade, Confidence, Ensemble, Pipeline, Route
 from contract.jobs import Endpoint, Job, default_seed
-from gateway.models.step_child import TemplateFault
-from gateway.models.step_templates import StepTemplates
+from gateway.models.step_templates import StepTemplates, TemplateFault
 from gateway.prepare.calls import draw_of, text_of
 from gateway.prepare.conditions import Facts, choose_target
 from gateway.prepare.job_bodies import CallBody

@@ -15,8 +15,7 @@ import pytest
 from contract.flows import Step
 from contract.jobs import Endpoint
 from gateway.child_process import ChildLimits
-from gateway.models.step_child import TemplateFault
-from gateway.models.step_templates import StepTemplates
+from gateway.models.step_templates import StepTemplates, TemplateFault
 from tests.gateway.flows.conftest import FLOWS, chat
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from contract.flows import Step
 from contract.jobs import Endpoint
-from gateway.models.step_bodies import TemplateFault, check_templates, render
+from gateway.child import Refused
+from gateway.models.step_bodies import check_templates, render
 
 VALUES: dict[str, Any] = {
     "input": {"messages": [{"content": "Which?"}], "documents": ["one", "two"], "top": 2},
@@ -97,7 +98,7 @@ def test_a_callers_text_is_never_a_template() -> None:
 )
 def test_a_fault_tells_step_and_place(template: str, fault: str) -> None:
     """Not the values, which are a caller's."""
-    with pytest.raises(TemplateFault) as caught:
+    with pytest.raises(Refused) as caught:
         render(step(messages=[{"content": template}]), VALUES)
     assert str(caught.value) == f"step ask: body.messages[0].content: {fault}"
 
@@ -105,5 +106,5 @@ def test_a_fault_tells_step_and_place(template: str, fault: str) -> None:
 def test_a_step_uses_only_what_is_before_it() -> None:
     """Names of the template's own, and jinja2's functions, are no fault."""
     check_templates(step(a="{% for i in range(2) %}{{ i }}{{ input.x }}{% endfor %}"), ["input"])
-    with pytest.raises(TemplateFault, match=r"^body\.a: 'later' is not known there; known are in"):
+    with pytest.raises(Refused, match=r"^body\.a: 'later' is not known there; known are in"):
         check_templates(step(a="{{ later.text }}"), ["input"])

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
 
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
-from gateway.prepare.responses.input_items import InputItem, ItemId
+from gateway.prepare.response_items import InputItem, ItemId
 from gateway.prepare.schemas import MAX_TOP_LOGPROBS, ChatBody
 from gateway.prepare.structured import Schema
 from gateway.prepare.template_variables import Effort, Variables

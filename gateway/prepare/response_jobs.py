@@ -10,8 +10,8 @@ from contract.response_records import Item, ResponseRecord, encode_record, item_
 from gateway.http.errors import ApiError, invalid_value
 from gateway.prepare.admission import Terms
 from gateway.prepare.calls import prepare_call
-from gateway.prepare.responses.bodies import ResponseBody, renamed
-from gateway.prepare.responses.conversations import conversation, to_messages
+from gateway.prepare.conversations import conversation, to_messages
+from gateway.prepare.response_bodies import ResponseBody, renamed
 from gateway.state import Gateway
 
 

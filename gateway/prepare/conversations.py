@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from contract.response_records import Item
-from gateway.follow.responses.records import response_of_item
-from gateway.follow.responses.stored import ended_response, read_response
+from gateway.follow.response_ids import response_of_item
+from gateway.follow.stored_responses import ended_response, read_response
 from gateway.http.errors import bad_request, invalid_value, not_found
-from gateway.prepare.responses.bodies import ResponseBody
-from gateway.prepare.responses.input_items import ItemReference
+from gateway.prepare.response_bodies import ResponseBody
+from gateway.prepare.response_items import ItemReference
 from gateway.state import Gateway
 
 MAX_REFERENCED = 16  # responses that one call refers to by their items

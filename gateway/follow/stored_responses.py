@@ -8,7 +8,7 @@ from contract.jobs import Job
 from contract.response_events import STATUSES, ResponseEvents
 from contract.response_records import ResponseRecord, decode_record
 from gateway.follow.logprobs import response_logprobs
-from gateway.follow.responses.records import job_of_response, no_such_response
+from gateway.follow.response_ids import job_of_response, no_such_response
 from gateway.http.errors import UnknownJob
 from gateway.state import Gateway
 
