@@ -19,7 +19,7 @@ import torch
 from contract.jobs import SamplingParams
 from infra.profile_command import limits_line
 from infra.tables import markdown_table, write
-from workers.engine.model import Chunk, ModelRefused, Sample
+from workers.engine.interface import Chunk, ModelRefused, Sample
 from workers.engine.sequence import Sequence
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model

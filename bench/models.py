@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.jobs import SamplingParams
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.engine.sequence import Sequence
 
 # About 5 M and 124 M parameters; embeddings are not tied.

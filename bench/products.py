@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infra.tables import markdown_table
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.backend import choose_backend
 from workers.model.checkpoint import read_config
 from workers.model.huge_pages import use_huge_pages

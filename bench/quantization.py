@@ -22,7 +22,7 @@ from infra.tables import table
 from training.documents import answer_ids, prompt_ids
 from training.draws import FAMILIES
 from training.evaluate import held_out
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model

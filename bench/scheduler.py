@@ -16,8 +16,8 @@ import msgspec
 from contract.jobs import SamplingParams
 from infra.tables import markdown_table, percentile, write
 from workers.engine.engine import Engine
-from workers.engine.grammar import StepMasks
-from workers.engine.model import Chunk, Padding, Row, Sample
+from workers.engine.interface import Chunk, Padding, Row, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions

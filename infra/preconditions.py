@@ -90,7 +90,7 @@ def check_flows_file(path: str, served: Collection[str] = ()) -> None:
 
 def check_model(model: str) -> None:
     """Raises UsageError if the model is not found."""
-    from workers.engine.model import ModelRefused
+    from workers.engine.interface import ModelRefused
     from workers.model.place import check_on_hub, check_place
 
     try:

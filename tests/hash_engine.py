@@ -16,9 +16,9 @@ import msgspec
 
 from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
-from workers.engine.grammar import StepMasks
+from workers.engine.interface import Chunk, ModelRefused, Padding, Row
 from workers.engine.limits import DEFAULT_STEP_TOKENS
-from workers.engine.model import Chunk, ModelRefused, Padding, Row
+from workers.engine.masks import StepMasks
 from workers.engine_process import engine_loop as engine_process
 from workers.ipc.messages import EngineOptions
 

@@ -1,6 +1,8 @@
 """The structure of the code: imports, and the limits of files, functions and options."""
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,14 +38,43 @@ def modules_of(package: str) -> list[Path]:
     return sorted(ROOT.glob(f"{package}/**/*.py"))
 
 
-def test_import_contracts_hold() -> None:
-    """The contracts of import-linter in pyproject.toml, each with its reason."""
+def lint_imports(folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Checks the contracts of import-linter in pyproject.toml."""
     program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--no-cache"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-P", "-c", program, "--no-cache"]
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_import_contracts_hold() -> None:
+    """Each has its reason."""
+    done = lint_imports(ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("gateway.redis.breaker", "gateway.routes.chat"),
+        ("gateway.state", "gateway.follow.streams"),
+        ("gateway.prepare.calls", "gateway.runners.submission"),
+        ("workers.engine.limits", "workers.engine.engine"),
+    ],
+)
+def test_an_import_of_a_room_above_breaks_the_contracts(
+    importer: str, imported: str, tmp_path: Path
+) -> None:
+    for package in (*PACKAGES, "training"):
+        copied = shutil.copytree if importer.startswith(f"{package}.") else os.symlink
+        copied(ROOT / package, tmp_path / package)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / importer.replace(".", "/")).with_suffix(".py").open("a") as module:
+        module.write(f"\nimport {imported}\n")
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1
+    siblings = " -> ".join("." + name.rpartition(".")[2] for name in (importer, imported))
+    assert f"{importer} -> {imported}" in done.stdout or siblings in done.stdout
 
 
 @pytest.mark.parametrize(

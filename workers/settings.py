@@ -8,7 +8,7 @@ from pathlib import Path
 
 from contract.jobs import DEFAULT_LANES
 from workers.ipc.messages import EngineOptions
-from workers.supervisor.lane_shares import LaneTerms, lane_terms
+from workers.lane_shares import LaneTerms, lane_terms
 
 LANES = DEFAULT_LANES
 VLLM_ENGINE = "workers.vllm_engine"

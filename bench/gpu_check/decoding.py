@@ -13,7 +13,7 @@ from infra.bench.engine import EngineRun, run_workload
 from infra.tables import spread
 from workers.engine.engine import Engine
 from workers.engine.request import Request
-from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.ahead.runner import AheadRunner
 from workers.model.gpu.graphs import sizes_up_to
 
 _NUM_WARM_UP = 8  # steps

@@ -13,7 +13,7 @@ from bench.gpu_check.shapes import Shape, random_decoder, weight_bytes
 from infra.bench.engine import make_request
 from infra.bench.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
-from workers.engine.model import Model
+from workers.engine.interface import Model
 from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions

@@ -1,4 +1,4 @@
--- The workers of a model and the rates at which they drain its lanes. tests/model/reference_pools.py is
+-- The workers of a model and the rates at which they drain its lanes. tests/oracle/reference_pools.py is
 -- the same in Python. The hash `pool:<model>` holds a worker's average rates and capacity, the lanes,
 -- most urgent first, their minimum shares, and for each lane `used:<lane>`: `<window> <tokens claimed in
 -- it> <tokens claimed in the window before>`; `ready_at` and `start_ms` are those of contract/starts.py,

@@ -1,5 +1,5 @@
 -- Spreads the retries of refused jobs: callers return one after another as room becomes free, and the
--- lines (a tenant in a lane) take turns. tests/model/reference_promises.py is the same in Python. The
+-- lines (a tenant in a lane) take turns. tests/oracle/reference_promises.py is the same in Python. The
 -- sorted set `promised:<model>` holds each line's next retry time (ms); past times do not count.
 
 local UNPROMISED_RATIO = 2  -- half of the drain rate is promised, the other half is for new jobs

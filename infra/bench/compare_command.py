@@ -21,7 +21,7 @@ from infra.bench.workloads import (
 from infra.tables import progress_line, write
 from workers import configuration
 from workers.configuration import ConfigurationError
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions

@@ -7,7 +7,7 @@ from typing import Any
 from infra.bench.engine import EngineRun, RequestFailed, run_workload, warm_up
 from infra.bench.workloads import BadWorkload, read_workload
 from infra.tables import progress_line, spread, table, write
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions

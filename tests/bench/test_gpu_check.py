@@ -16,10 +16,10 @@ import torch
 from packaging.requirements import Requirement
 
 from workers.ipc.messages import EngineOptions
+from workers.model.ahead.runner import AheadRunner
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.gpu import drawing
-from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import sizes_up_to
 
 pytest.importorskip("triton")

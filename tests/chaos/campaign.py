@@ -32,7 +32,7 @@ from tests.chaos.seats import NAMESPACE
 from tests.chaos.tellings import Telling, check_tellings
 from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.fleet import until
-from tests.model.audit import Audit
+from tests.oracle.audit import Audit
 from tests.vllm_environment import interpreter
 from workers.settings import VLLM_ENGINE
 

@@ -28,8 +28,8 @@ from tests.contract.some_calls import (
     tokens,
 )
 from tests.contract.submitter import COST, hammer
-from tests.model.reference import Reference
-from tests.model.reference_fairness import MAX_PASSED
+from tests.oracle.reference import Reference
+from tests.oracle.reference_fairness import MAX_PASSED
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import append, claim, make_job, make_submission, pass_time, tokens
-from tests.model.audit import Audit
+from tests.oracle.audit import Audit
 
 pytestmark = pytest.mark.anyio
 

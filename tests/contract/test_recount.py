@@ -24,7 +24,7 @@ from tests.contract.some_calls import (
     pass_time,
     tokens,
 )
-from tests.model.audit import Audit
+from tests.oracle.audit import Audit
 
 pytestmark = pytest.mark.anyio
 

@@ -21,7 +21,7 @@ from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, WorkerProcess, fleet, until
-from tests.model.audit import Audit
+from tests.oracle.audit import Audit
 
 MODEL = "m"
 _RETENTION_VARIABLES = ("BATCHWAY_SYNC_RETENTION_S", "BATCHWAY_JOB_RETENTION_S")

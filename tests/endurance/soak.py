@@ -23,7 +23,7 @@ from tests.endurance.footprint import Footprint, Tolerance, compare, take
 from tests.endurance.load import BAD_ROW_ID, NUM_CALLERS, Load
 from tests.fakes import HashModelOptions
 from tests.infra.stack import Stack, running_stack
-from tests.model.audit import Audit
+from tests.oracle.audit import Audit
 
 KEYS = Keys("soak")
 NUM_WORKERS = 2

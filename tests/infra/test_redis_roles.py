@@ -51,10 +51,10 @@ from tests.clock import TEST_CLOCK
 from tests.fakes import encode_text
 from tests.fleet import fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.model import world as small_world
-from tests.model.postal_walk import PostalWalk
-from tests.model.walk import Walk
-from tests.model.whole_walk import walk
+from tests.oracle import world as small_world
+from tests.oracle.postal_walk import PostalWalk
+from tests.oracle.walk import Walk
+from tests.oracle.whole_walk import walk
 
 PASSWORD = "a-password"
 NAMES = sorted(REDIS_ROLES)

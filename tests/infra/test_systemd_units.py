@@ -1,4 +1,4 @@
-"""The units of docs/gpu-machine.md: systemd accepts them, and their commands exist."""
+"""The units of docs/deployment.md: systemd accepts them, and their commands exist."""
 
 import configparser
 import re
@@ -13,7 +13,7 @@ import pytest
 from infra.parser import build_parser
 from tests.markdown import code_blocks
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "gpu-machine.md"
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "deployment.md"
 PROGRAM = "/opt/batchway/.venv/bin/batchway"
 
 

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer
 
 from contract.jobs import SamplingParams
 from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
-from workers.engine.grammar import StepMasks
+from workers.engine.interface import Chunk, Padding, PromptLogprobs, Row, Sample
 from workers.engine.limits import DEFAULT_STEP_TOKENS
-from workers.engine.model import Chunk, Padding, PromptLogprobs, Row, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 
 SAYS = "says"

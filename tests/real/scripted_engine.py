@@ -10,7 +10,7 @@ from unittest import mock
 from tokenizers import Tokenizer
 
 from tests.real.scripted import ScriptedModel, Vocabulary
-from workers.engine.model import LoadedModel
+from workers.engine.interface import LoadedModel
 from workers.engine_process import engine_loop as engine_process
 from workers.ipc.messages import EngineOptions
 from workers.model import loader

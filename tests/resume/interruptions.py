@@ -6,7 +6,7 @@ from contract.jobs import Job
 from tests.resume.local_worker import LocalWorker
 from tests.resume.logged_job import LoggedJob
 from workers.engine.grammar import Grammars
-from workers.engine.model import LoadedModel
+from workers.engine.interface import LoadedModel
 from workers.ipc.messages import EngineOptions
 from workers.supervisor.held_job import HeldJob
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from contract.model_cards import TokenizerFiles
 from tests.resume.logged_job import LoggedJob
 from workers.engine.grammar import Grammars
-from workers.engine.model import LoadedModel
+from workers.engine.interface import LoadedModel
 from workers.engine_process.engine_loop import EngineLoop
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.channel import Channel

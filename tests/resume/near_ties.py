@@ -12,7 +12,7 @@ import torch
 from contract.events import TokenLogprob
 from contract.jobs import Job
 from tests.resume.logged_job import LoggedJob
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.engine.request import ending_token_ids
 from workers.engine.sequence import Sequence
 from workers.model.noise import add_gumbel_noise, row_key

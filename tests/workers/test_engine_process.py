@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ErrorCode
 from contract.jobs import FinishReason, SamplingParams
 from contract.model_cards import Capabilities
 from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
 from tests.hash_engine import HASH_MODEL_VARIABLE
-from workers.engine.request import ErrorCode as EngineErrorCode
 from workers.engine_process.engine_loop import ExitCode, describe_exception
 from workers.ipc.channel import Channel, PeerGone
 from workers.ipc.messages import (
@@ -462,8 +460,3 @@ def test_options_travel_as_one_json_argument() -> None:
     assert msgspec.json.decode(encoded, type=EngineOptions) == options
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(json.dumps({"model_path": "m", "threads": 2}), type=EngineOptions)
-
-
-def test_the_engines_error_codes_are_the_contracts() -> None:
-    """The engine may not import contract.errors, so this test compares its codes."""
-    assert {code.value for code in EngineErrorCode} <= {code.value for code in ErrorCode}

@@ -8,7 +8,7 @@ import pytest
 
 from infra.demo_model import demo_model_path
 from tests.workers.engine.test_block_manager import sequence_of
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model
 from workers.model.native.kernels import Kernels

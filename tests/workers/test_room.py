@@ -19,9 +19,9 @@ from workers.ipc.messages import (
     StrategyOptions,
     TokenOut,
 )
+from workers.lane_shares import LaneTerms
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.lane_shares import LaneTerms
 
 NUM_PLACES = 4
 READY = Ready(512, VOCAB_SIZE, (), hash_tokenizer(), 64, 16, NUM_PLACES)

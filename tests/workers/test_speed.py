@@ -1,8 +1,8 @@
 """The speed that a worker reports, and the lanes it claims from. The clock is the tests' own."""
 
 from workers.ipc.messages import LaneOptions
+from workers.lane_shares import lane_terms
 from workers.settings import LANES
-from workers.supervisor.lane_shares import lane_terms
 from workers.supervisor.speed import Speed
 
 

@@ -5,7 +5,7 @@ Tracks batches and their padding. A preempted sequence stays in its batch.
 
 from collections.abc import Callable, Collection, Iterable
 
-from workers.engine.model import Chunk, Padding
+from workers.engine.interface import Chunk, Padding
 from workers.engine.padding import PaddingDebt
 from workers.engine.policies import Key
 from workers.engine.sequence import Sequence

@@ -3,8 +3,8 @@
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 
+from workers.engine.interface import Model
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Model
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.sequence import Sequence
 

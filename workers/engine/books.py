@@ -1,8 +1,8 @@
 """Accounts for what a step has computed: in sequences, tenants, lanes and the prefix cache."""
 
 from workers.engine.block_manager import BlockManager
+from workers.engine.interface import Chunk
 from workers.engine.lanes import Lanes
-from workers.engine.model import Chunk
 from workers.engine.policies import Policy
 from workers.engine.running import Streams
 from workers.engine.sequence import Sequence

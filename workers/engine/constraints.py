@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 
+from contract.errors import ErrorCode
 from contract.jobs import FinishReason
-from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher, StepMasks
-from workers.engine.model import Chunk, Sample
+from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher
+from workers.engine.interface import Chunk, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.report import Output, StepReport
-from workers.engine.request import ErrorCode, RequestRefused
+from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
 
 # How often a finished grammar or mask is looked for while the engine has nothing else to do.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from workers.engine.model import Chunk, Padding
+from workers.engine.interface import Chunk, Padding
 
 _FORGETTING = 0.998  # half of the weight is on the last 350 steps
 _NUM_NEEDED = 16

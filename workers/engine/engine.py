@@ -11,19 +11,21 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from contract.errors import ErrorCode
 from contract.jobs import FinishReason
 from workers.engine.batches import Batches
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
+from workers.engine.interface import Chunk, Drawn, Model, Row, RowFailed, Sample, Vector
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor, RecentLengths
 from workers.engine.limits import Deadlines, EngineLimits
-from workers.engine.model import Chunk, Drawn, Model, Row, RowFailed, Sample, Vector
+from workers.engine.masks import StepMasks
 from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy
 from workers.engine.report import JobError, Output, StepReport
-from workers.engine.request import ErrorCode, Request, check_request
+from workers.engine.request import Request, check_request
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
@@ -208,7 +210,7 @@ class Engine:
             rows = self._model.run(chunks, padding, masks)
             end_s = self._clock_s()
             report.step_s = end_s - start_s
-            late = set() if masks is None else masks.late_of(chunks)
+            late = _late(masks, chunks)
             if late:
                 self._scheduler.hold(plan, late)
             report.num_recomputed_tokens = self._scheduler.settle(plan, padding, report.step_s)
@@ -418,3 +420,10 @@ def _num_equal(one: Seq[int], other: Seq[int]) -> int:
     """How many leading elements of both are equal."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _late(masks: StepMasks | None, chunks: Seq[Chunk]) -> set[Sequence]:
+    """The sequences of the step whose masks it lacked."""
+    if masks is None or not masks.late:
+        return set()
+    return {chunk.sequence for chunk in chunks if not masks.late.isdisjoint(chunk.sampled)}

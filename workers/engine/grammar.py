@@ -12,22 +12,17 @@ import sys
 import threading
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from cachetools import LRUCache
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+from contract.errors import ErrorCode
 from contract.jobs import GRAMMAR_LIMITS
-from workers.engine.request import ErrorCode
 from workers.engine.turns import Turns
-
-if TYPE_CHECKING:  # both name this module
-    from workers.engine.model import Chunk
-    from workers.engine.sequence import Sequence
 
 _NUM_KEPT = 24  # compiled grammars, each of up to about 70 MB
 _NUM_THREADS = 2  # for each kind of work, so that a tenant with much of it leaves one to others
@@ -117,36 +112,6 @@ class Matcher:
         forced = token_ids[: self.state.validate_tokens(token_ids)]
         ends = [i for i, token_id in enumerate(forced) if token_id in self._eos_token_ids]
         return forced[: min(ends, default=None)]
-
-
-class StepMasks:
-    """The tokens that the constrained rows of one step may not take."""
-
-    def __init__(self, masks: Mapping["Sequence", Mask], patience_s: float | None = None) -> None:
-        """`masks` by sequence. After `patience_s` a step goes on without those that it lacks."""
-        self._masks = masks
-        self._patience_s = patience_s
-        self._late: set[Sequence] = set()
-
-    def constrains(self, sequence: "Sequence") -> bool:
-        """Whether there is a mask for it. Does not wait."""
-        return sequence in self._masks
-
-    def late_of(self, chunks: Seq["Chunk"]) -> set["Sequence"]:
-        """The sequences of the step whose masks it lacked."""
-        late = self._late
-        return {c.sequence for c in chunks if not late.isdisjoint(c.sampled)} if late else set()
-
-    def of(self, sequences: Seq["Sequence"]) -> tuple[list[int], np.ndarray]:
-        """Waits for the masks. Which of `sequences` are constrained, as indices, and the tokens
-        that each of those may not take: bool, shape (number of indices, vocab_size). Late ones are
-        not among them; what is drawn for those has no meaning."""
-        masks = {i: self._masks[s] for i, s in enumerate(sequences) if s in self._masks}
-        found, _ = wait({mask.found for mask in masks.values()}, self._patience_s)
-        ready = {index: mask for index, mask in masks.items() if mask.found in found}
-        self._late |= {sequences[index] for index in masks.keys() - ready.keys()}
-        rows = [mask.found.result()[mask.row] for mask in ready.values()]
-        return list(ready), np.stack(rows) if rows else np.empty((0, 0), dtype=bool)
 
 
 class Grammars:

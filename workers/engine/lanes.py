@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.engine.sequence import Account, Sequence
 
 

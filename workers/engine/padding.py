@@ -9,7 +9,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from workers.engine.model import Chunk, Padding
+from workers.engine.interface import Chunk, Padding
 from workers.engine.strategy import Batch
 
 

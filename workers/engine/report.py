@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from contract.errors import ErrorCode
 from contract.jobs import FinishReason
-from workers.engine.model import PromptLogprobs
-from workers.engine.request import ErrorCode
+from workers.engine.interface import PromptLogprobs
 from workers.engine.sequence import Sequence
 
 

@@ -3,19 +3,10 @@ only."""
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
+from contract.errors import ErrorCode
 from contract.jobs import Pooling, SamplingParams
 from workers.engine.sequence import Sequence
-
-
-class ErrorCode(StrEnum):
-    """Why a job failed in the engine; same values as `contract.errors.ErrorCode`."""
-
-    PROMPT_TOO_LONG = "prompt_too_long"
-    BAD_PARAMETER = "bad_parameter"
-    ENGINE_ERROR = "engine_error"
-    DEADLINE = "deadline"
 
 
 class RequestRefused(Exception):

@@ -12,10 +12,10 @@ from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.books import Books
 from workers.engine.cost_model import NOTHING, CostModel, added, step_features
+from workers.engine.interface import Chunk, Padding
 from workers.engine.lanes import DEFAULT_LANES, Lane, Lanes
 from workers.engine.lengths import KnownOnly, LengthPredictor
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk, Padding
 from workers.engine.order import Order
 from workers.engine.policies import Key, Policy
 from workers.engine.running import Running

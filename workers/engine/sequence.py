@@ -8,7 +8,7 @@ from contract.jobs import FinishReason, SamplingParams
 
 if TYPE_CHECKING:  # who only counts sequences loads no numpy
     from workers.engine.grammar import Matcher
-    from workers.engine.speculation import PromptLookup
+    from workers.engine.prompt_lookup import PromptLookup
 
 Account = tuple[str, str]  # lane and tenant
 

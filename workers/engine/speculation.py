@@ -1,7 +1,6 @@
 """Drafts the next tokens of streams by prompt lookup, as far as that is expected to pay.
 
-A draft is what followed when the sequence last had its three newest tokens (Saxena, "Prompt Lookup
-Decoding", 2023). The model computes drafted tokens together with the newest one and draws the next
+The model computes drafted tokens together with the newest one and draws the next
 token at each of them; the engine keeps drawn tokens up to the first that differs from the draft.
 So each token is drawn as it would be without drafts, unlike in Leviathan et al. (2023), where
 drafts are accepted by chance.
@@ -12,59 +11,11 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from workers.engine.block_manager import BlockManager
+from workers.engine.prompt_lookup import PromptLookup
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 
-_NUM_MATCHED = 3
 _MOST_DRAFTED = 8  # for one sequence in one step
-_REMEMBERED = 0.9  # of an earlier answer's weight: it is the last ten that count
-
-
-class PromptLookup:
-    """One sequence's tokens by the three before them, and how often these foretold the next."""
-
-    def __init__(self) -> None:
-        self._next: dict[int, int] = {}  # by hash: a collision costs a wrong draft
-        self._num_read = _NUM_MATCHED
-        self._num_right = 0.0
-        self._num_tried = 1.0  # so that the first draft waits for an answer
-
-    @property
-    def chance(self) -> float:
-        """The share of its last output tokens that drafts would have foretold, drafted or not."""
-        return self._num_right / self._num_tried
-
-    def read(self, sequence: Sequence) -> None:
-        """Reads the tokens since the last call. All calls are for the same sequence."""
-        token_ids = sequence.token_ids
-        for position in range(self._num_read, len(token_ids)):
-            key = hash(tuple(token_ids[position - _NUM_MATCHED : position]))
-            found = self._next.get(key)
-            if found is not None and position >= sequence.num_prompt:
-                is_right = token_ids[found] == token_ids[position]
-                self._num_right = _REMEMBERED * self._num_right + is_right
-                self._num_tried = _REMEMBERED * self._num_tried + 1.0
-            self._next[key] = position
-        self._num_read = max(self._num_read, len(token_ids))
-
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
-        """Up to `most` tokens that may come next. They never end the sequence, and its grammar
-        allows them."""
-        token_ids = sequence.token_ids
-        found = self._next.get(hash(tuple(token_ids[-_NUM_MATCHED:])))
-        drafted: list[int] = []
-        if found is None:
-            return drafted
-        for position in range(found, found + most):
-            # Behind the known tokens the draft repeats itself.
-            behind = position - len(token_ids)
-            token_id = token_ids[position] if behind < 0 else drafted[behind]
-            if token_id in sequence.ending_ids:
-                break
-            drafted.append(token_id)
-        if sequence.matcher is not None:
-            return drafted[: sequence.matcher.num_allowed(drafted)]
-        return drafted
 
 
 @dataclass(slots=True)
@@ -134,11 +85,13 @@ def _drafts(plan: StepPlan, blocks: BlockManager, seconds: float) -> Iterator[_D
             continue  # that mask is of its next token alone
         if sequence.lookup is None:
             sequence.lookup = PromptLookup()
-        sequence.lookup.read(sequence)
+        sequence.lookup.read(sequence.token_ids, sequence.num_prompt)
         chance = sequence.lookup.chance
         num_allowed = sequence.max_output - sequence.num_output - 1
         most = min(_MOST_DRAFTED, num_allowed, blocks.num_growable(sequence) - 1)
         if most > 0 and chance * seconds_each > cost_s:
-            token_ids = sequence.lookup.draft(sequence, most)
+            token_ids = sequence.lookup.draft(sequence.token_ids, most, sequence.ending_ids)
+            if sequence.matcher is not None:
+                token_ids = token_ids[: sequence.matcher.num_allowed(token_ids)]
             if token_ids:
                 yield _Draft(sequence, token_ids, chance, cost_s)

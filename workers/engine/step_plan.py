@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from workers.engine.cost_model import CostModel, chunk_features
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.engine.running import Streams
 from workers.engine.sequence import Sequence
 

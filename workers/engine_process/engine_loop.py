@@ -23,9 +23,9 @@ import msgspec
 
 from contract.model_cards import Capabilities
 from workers import logs
+from workers.engine.interface import Chunk, LoadedModel, ModelRefused
 from workers.engine.lanes import Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
-from workers.engine.model import Chunk, LoadedModel, ModelRefused
 from workers.engine.report import StepReport
 from workers.engine.request import Request, RequestRefused
 from workers.engine.strategy import Strategies

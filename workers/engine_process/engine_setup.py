@@ -6,9 +6,9 @@ import logging
 from contract.model_cards import Capabilities
 from workers.engine.engine import Engine
 from workers.engine.grammar import GrammarFailed, Grammars
+from workers.engine.interface import LoadedModel, Model
 from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
-from workers.engine.model import LoadedModel, Model
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 from workers.engine.strategy import Strategies, Strategy
 from workers.ipc.messages import (

@@ -1,7 +1,7 @@
 """Converts a step's report into messages for the supervisor."""
 
 from contract.events import TokenLogprob
-from workers.engine import model as engine_model
+from workers.engine import interface
 from workers.engine.report import Output, StepReport
 from workers.engine.sequence import Sequence
 from workers.ipc.messages import (
@@ -52,7 +52,7 @@ def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[Fr
     ]
 
 
-def _prompt_logprobs(sequence: Sequence, found: engine_model.PromptLogprobs) -> PromptLogprobs:
+def _prompt_logprobs(sequence: Sequence, found: interface.PromptLogprobs) -> PromptLogprobs:
     logprobs = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
     number = sequence.prompt_number
     return PromptLogprobs(sequence.job_id, sequence.epoch, found.start, logprobs, number)

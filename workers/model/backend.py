@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.attention.interface import AttentionBackend, PreparedAttention
-from workers.model.attention.native import NativeAttention
 from workers.model.attention.packed import PackedAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
 from workers.model.kernels import DecoderKernels
+from workers.model.linear import Layout
+from workers.model.native.attention import NativeAttention
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import CannotBuild, library_path, load_library
 from workers.model.products import Processor, Products, figures_file, find_processor
-from workers.model.surgery.linear import Layout
 
 ATTENTIONS = ("auto", "torch", "triton")
 # Compute capability from which tensor cores multiply bfloat16 (A100).

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.engine.model import Chunk, Padding
+from workers.engine.interface import Chunk, Padding
 from workers.model.answers import scored_positions
 from workers.model.attention.interface import Span
 from workers.model.staging import to_device

@@ -12,7 +12,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.place import check_place
 from workers.model.rope import of_each_layer, scaled_length
 

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 
 _MAX_JSON_BYTES = 64 * 2**20
 

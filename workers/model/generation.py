@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PretrainedConfig
 
 from contract.model_cards import MAX_EOS_TOKENS, GenerationDefaults, TokenizerFiles
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.files import Files
 
 _FILE = "generation_config.json"

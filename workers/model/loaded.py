@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model.memory import (
     LEAST_KV_TOKENS,

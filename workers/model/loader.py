@@ -13,16 +13,16 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
+from workers.engine.interface import ModelRefused
 from workers.engine.limits import DEFAULT_STEP_TOKENS
-from workers.engine.model import ModelRefused
 from workers.ipc.messages import EngineOptions
+from workers.model.ahead.runner import AheadRunner
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
 from workers.model.cores import available_cores
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
-from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import check_steps
 from workers.model.loaded import Loaded
 from workers.model.memory import check_weights

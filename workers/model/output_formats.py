@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.output_formats import MAX_LITERAL_CHARS, ReasoningFormat, ToolFormat
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.shown_chats import (
     ANSWER,
     ARGUMENTS,

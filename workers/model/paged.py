@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from msgspec.structs import replace
 from torch import nn
 
+from workers.engine.interface import ModelRefused
 from workers.engine.limits import DEFAULT_STEP_TOKENS
-from workers.engine.model import ModelRefused
+from workers.model.ahead.self_test import SelfTestFailed, check_attention
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend, choose_backend
-from workers.model.gpu.self_test import SelfTestFailed, check_attention
 from workers.model.huge_pages import touch, use_huge_pages
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.loaded import Loaded

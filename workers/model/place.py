@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 
 _ADAPTER_FILE = "adapter_config.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from contract.jobs import SamplingParams
-from workers.engine.model import Chunk, ModelRefused
+from workers.engine.interface import Chunk, ModelRefused
 from workers.engine.sequence import Sequence
 from workers.model.attention.interface import (
     ATTENTION_NAME,

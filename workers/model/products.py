@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import Isa
 from workers.model.native.panels import PANEL, Panels

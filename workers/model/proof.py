@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from workers.engine.model import Chunk, ModelRefused
+from workers.engine.interface import Chunk, ModelRefused
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.checkpoint import first_line
 from workers.model.probe import centred, probe_ids, probe_sequences

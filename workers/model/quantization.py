@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 
 QUANTIZATIONS = ("none", "int8")
 _LARGEST = 127  # -128 would have no positive counterpart

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from workers.engine.grammar import StepMasks
-from workers.engine.model import Chunk, Padding, Row
+from workers.engine.interface import Chunk, Padding, Row
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.answers import answer_chunks, scored_positions
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from contract.jobs import SamplingParams
-from workers.engine.model import Chunk, ModelRefused
+from workers.engine.interface import Chunk, ModelRefused
 from workers.engine.sequence import Sequence
 from workers.model.checkpoint import first_line
 from workers.model.probe import LOWEST_COSINE, centred, probe_ids

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable
 
+from workers.model.ahead.runner import AheadRunner
+from workers.model.ahead.self_test import SelfTestFailed, check_graphs, check_rows
 from workers.model.backend import Backend
-from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.graphs import Record, recorder
-from workers.model.gpu.self_test import SelfTestFailed, check_graphs, check_rows
 from workers.model.loaded import Loaded
 from workers.model.runner import ModelRunner
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from contract.codec import encode_tokenizer
 from contract.model_cards import TokenizerFiles
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import DEFAULT_REVISION, first_line
 from workers.model.output_formats import find_calls, find_reasoning, why_unknown
 from workers.model.shown_chats import ShownChats

@@ -4,7 +4,7 @@ kernels are compiled."""
 import torch
 
 from contract.jobs import SamplingParams
-from workers.engine.model import Padding
+from workers.engine.interface import Padding
 from workers.engine.sequence import Sequence
 from workers.model.runner import ModelRunner
 from workers.model.sampler import sample

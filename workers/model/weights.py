@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
 from workers.model.checkpoint import DEFAULT_REVISION, architecture_of, first_line
 from workers.model.transformers_compat import (

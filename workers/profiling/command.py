@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model

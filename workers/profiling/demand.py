@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.model.native.panels import Panels
 from workers.model.runner import ModelRunner
 

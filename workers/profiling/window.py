@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from contract.jobs import SamplingParams
 from workers.engine.engine import Engine
-from workers.engine.grammar import StepMasks
-from workers.engine.model import Chunk, Padding, Row
+from workers.engine.interface import Chunk, Padding, Row
+from workers.engine.masks import StepMasks
 from workers.engine.report import StepReport
 from workers.engine.request import Request
 from workers.model.native.kernels import Kernels

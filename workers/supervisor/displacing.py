@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from contract.function_types import FairRoom, LaneRoom
-from workers.supervisor.lane_shares import UNKNOWN_LANE, LaneTerms
+from workers.lane_shares import UNKNOWN_LANE, LaneTerms
 
 
 @dataclass(frozen=True, slots=True)

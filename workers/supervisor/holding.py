@@ -16,10 +16,10 @@ from contract.jobs import JobStatus
 from contract.telemetry.tracing import Tracing
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
+from workers.lane_shares import LaneTerms
 from workers.supervisor.displacing import Held, rooms_by_lane
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.job_spans import JobSpans
-from workers.supervisor.lane_shares import LaneTerms
 from workers.supervisor.speed import Speed
 from workers.supervisor.step_clock import StepClock
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_loop import ExitCode, SteppedEngine, main
 from workers.ipc.messages import EngineOptions, Ready
 from workers.ipc.nodes import meet

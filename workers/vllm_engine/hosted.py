@@ -16,14 +16,15 @@ from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from contract.errors import ErrorCode
 from contract.jobs import FinishReason
 from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
+from workers.engine.interface import Chunk, PromptLogprobs, Sample
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import Deadlines, EngineLimits
-from workers.engine.model import Chunk, PromptLogprobs, Sample
 from workers.engine.report import JobError, Output, StepReport
-from workers.engine.request import ErrorCode, Request, RequestRefused, check_request
+from workers.engine.request import Request, RequestRefused, check_request
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import Strategies
 from workers.vllm_engine.sampling import with_plugin, without_plugin

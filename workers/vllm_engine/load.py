@@ -13,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from contract.model_cards import Capabilities, GenerationDefaults
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
 from workers.ipc.messages import EngineOptions, Ready
 from workers.ipc.nodes import address_of

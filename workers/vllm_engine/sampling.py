@@ -21,10 +21,12 @@ from vllm.v1.sample.logits_processor.interface import (
     MoveDirectionality,
 )
 
+from contract.errors import ErrorCode
 from contract.jobs import SamplingParams
-from workers.engine.grammar import GrammarFailed, Grammars, Matcher, StepMasks
-from workers.engine.model import RowFailed
-from workers.engine.request import ErrorCode, RequestRefused
+from workers.engine.grammar import GrammarFailed, Grammars, Matcher
+from workers.engine.interface import RowFailed
+from workers.engine.masks import StepMasks
+from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
 from workers.model.checkpoint import DEFAULT_REVISION
 from workers.model.files import Files

@@ -5,7 +5,7 @@ import multiprocessing.connection
 import threading
 
 from contract.jobs import SamplingParams
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.engine.request import Request
 from workers.vllm_engine.hosted import HostedEngine
 

@@ -10,10 +10,10 @@ from contract.jobs import FinishReason, SamplingParams
 from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
 from workers.engine.engine import Engine
+from workers.engine.interface import Chunk
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk
 from workers.engine.policies import Policy
 from workers.engine.report import StepReport
 from workers.engine.request import Request

@@ -9,9 +9,9 @@ from contract.jobs import SamplingParams
 from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.cost_model import CostModel, chunk_features, step_features
 from workers.engine.engine import Engine
+from workers.engine.interface import Chunk, Padding, Sample
 from workers.engine.lanes import Lane
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk, Padding, Sample
 from workers.engine.report import StepReport
 from workers.engine.request import Request
 from workers.engine.sequence import Sequence

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from contract.errors import ErrorCode
 from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
 from tests.fakes import EOS_ID, VOCAB_SIZE, hash_tokenizer
 from tests.workers.engine.harness import GRAMMAR, Harness, Sizes, job, oracle
 from workers.engine.constraints import Constraints
 from workers.engine.grammar import Grammars
-from workers.engine.request import ErrorCode
 
 SIZES = Sizes(num_blocks=256, max_num_batched_tokens=128)
 HARD: dict[str, tuple[Kind, Any]] = {

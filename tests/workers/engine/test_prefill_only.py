@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.errors import ErrorCode
 from contract.jobs import Pooling, SamplingParams
 from tests.fakes import VOCAB_SIZE
 from workers.engine.engine import Engine
-from workers.engine.grammar import StepMasks
+from workers.engine.interface import Chunk, Padding, Row, RowFailed, Vector
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk, Padding, Row, RowFailed, Vector
-from workers.engine.request import ErrorCode, Request, RequestRefused
+from workers.engine.masks import StepMasks
+from workers.engine.request import Request, RequestRefused
 from workers.engine.strategy import Strategy
 from workers.strategies import ContinuousBatching, DynamicBatching
 

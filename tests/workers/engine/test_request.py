@@ -5,11 +5,12 @@ import math
 
 import pytest
 
+from contract.errors import ErrorCode
 from contract.jobs import SamplingParams
 from tests.fakes import EOS_ID, VOCAB_SIZE
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job
 from workers.engine.limits import EngineLimits
-from workers.engine.request import ErrorCode, RequestRefused, ending_token_ids
+from workers.engine.request import RequestRefused, ending_token_ids
 
 REFUSED_CHANGES: list[dict[str, object]] = [
     {"temperature": -0.1},

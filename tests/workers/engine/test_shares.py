@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.engine.harness import Harness, Sizes, job
+from workers.engine.interface import Chunk
 from workers.engine.lanes import Lane
-from workers.engine.model import Chunk
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 
 NAMES = ("first", "second", "third")

@@ -14,7 +14,7 @@ from contract.jobs import SamplingParams
 from tests.workers.engine.harness import Harness, Sizes, all_params, all_sizes, job, oracle
 from tests.workers.engine.test_engine_properties import is_possible, request_of
 from tests.workers.strategies.test_strategies import all_strategies
-from workers.engine.model import Chunk, Row
+from workers.engine.interface import Chunk, Row
 from workers.engine.strategy import Strategy
 
 LETTERS = LLMatcher.grammar_from_regex("[ab]{40}")

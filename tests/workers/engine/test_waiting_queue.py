@@ -5,8 +5,8 @@ import random
 import pytest
 
 from contract.jobs import SamplingParams
+from workers.engine.interface import Chunk
 from workers.engine.lanes import DEFAULT_LANES, Lanes
-from workers.engine.model import Chunk
 from workers.engine.policies import (
     Composed,
     FirstComeFirstServed,

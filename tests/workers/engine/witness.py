@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness
+from workers.engine.interface import Chunk
 from workers.engine.lanes import STANDARD, Lane
-from workers.engine.model import Chunk
 from workers.engine.sequence import Sequence
 
 Account = tuple[str, str]  # lane and tenant

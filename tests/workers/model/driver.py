@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from contract.jobs import SamplingParams
-from workers.engine.model import Chunk, Model, RowFailed, Sample
+from workers.engine.interface import Chunk, Model, RowFailed, Sample
 from workers.engine.sequence import Sequence
 
 

@@ -19,15 +19,16 @@ from tests.workers.model.driver import (
     run_to_end,
 )
 from workers.engine.engine import Engine
+from workers.engine.interface import Chunk, Model, ModelRefused, RowFailed, Sample
 from workers.engine.limits import EngineLimits
-from workers.engine.model import Chunk, Model, ModelRefused, RowFailed, Sample
 from workers.engine.request import Request
 from workers.ipc.messages import EngineOptions
+from workers.model.ahead import decode
+from workers.model.ahead import runner as ahead_runner
+from workers.model.ahead.decode import PrepareRows
+from workers.model.ahead.runner import AheadRunner
 from workers.model.attention.interface import PreparedAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
-from workers.model.gpu import ahead_runner, decode
-from workers.model.gpu.ahead_runner import AheadRunner
-from workers.model.gpu.decode import PrepareRows
 from workers.model.gpu.graphs import (
     Compute,
     Record,

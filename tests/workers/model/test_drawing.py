@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.model.driver import make_sequence
-from workers.engine.model import Sample
+from workers.engine.interface import Sample
 from workers.engine.sequence import Sequence
 from workers.model.gpu.drawing import can_draw, draw_by_torch, wishes_of
 from workers.model.gpu.request_state import OPEN, RequestState

@@ -9,7 +9,7 @@ import pytest
 
 from contract.model_cards import GenerationDefaults
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, edit_json, save_tiny_model
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model.checkpoint import read_config
 from workers.model.files import Files

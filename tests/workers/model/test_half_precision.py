@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_families import VOCAB_SIZE
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence, run_to_end
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.ipc.messages import EngineOptions
-from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.ahead.runner import AheadRunner
 from workers.model.loader import load_model
 from workers.model.pooling.runner import PoolingRunner
 

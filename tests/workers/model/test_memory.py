@@ -9,7 +9,7 @@ import torch
 
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import memory
 from workers.model.loader import load_model

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from contract.output_formats import ToolFormat
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.output_formats import find_calls, find_reasoning, why_unknown
 from workers.model.shown_chats import ShownChats
 

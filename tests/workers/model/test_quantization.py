@@ -18,7 +18,7 @@ from tests.workers.model.parity import NUM_OUTPUT, Expected
 from tests.workers.model.processors import PROCESSORS
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
-from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.ahead.runner import AheadRunner
 from workers.model.loader import LoadedModel, ModelRefused, load_model
 from workers.model.products import Processor, Product
 from workers.model.quantization import (

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import save_file
 
 from tests.tiny_models import VOCAB_SIZE, edit_json, save_tiny_model, save_tokenizer
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import tokenizer_errors
 from workers.model.loader import load_model
@@ -389,7 +389,7 @@ def test_without_sentencepiece_a_tokenizer_model_names_it(llama: Path) -> None:
             None if name == "sentencepiece" else find(name, *rest)
         )
         sys.modules["sentencepiece"] = None
-        from workers.engine.model import ModelRefused
+        from workers.engine.interface import ModelRefused
         from workers.model.tokenizer import read_tokenizer
         try:
             read_tokenizer(sys.argv[1])

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import VOCAB_SIZE, edit_json, save_tiny_model
 from tests.workers.model.driver import generate_greedily, make_prompts, make_sequence, run_to_end
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model.checkpoint import context_length, read_config
 from workers.model.loader import load_model

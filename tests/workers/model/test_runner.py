@@ -19,7 +19,7 @@ from tests.workers.model.driver import (
     run_step,
     run_to_end,
 )
-from workers.engine.model import Chunk, Padding, Sample
+from workers.engine.interface import Chunk, Padding, Sample
 from workers.ipc.messages import EngineOptions
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.loader import load_model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.model.driver import make_sequence
-from workers.engine.model import RowFailed, Sample
+from workers.engine.interface import RowFailed, Sample
 from workers.engine.sequence import Sequence
 from workers.model.noise import add_gumbel_noise, row_key
 from workers.model.penalties import adjust_logits

@@ -17,27 +17,28 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import proof
-from workers.model.attention.interface import AttentionFlags, Span
-from workers.model.attention.packed import PackedAttention
-from workers.model.attention.reference import ReferenceAttention
-from workers.model.attention.rows import PreparedRows, RowsStep
-from workers.model.backend import choose_backend, has_fast_gpu
-from workers.model.gpu import decode, graphs, self_test
-from workers.model.gpu.ahead_runner import AheadRunner
-from workers.model.gpu.decode import RowsDecoder
-from workers.model.gpu.draw_check import Draw, wrong_draws
-from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
-from workers.model.gpu.graphs import Compute, CudaRecorder
-from workers.model.gpu.request_state import OWN, RequestState
-from workers.model.gpu.self_test import (
+from workers.model.ahead import decode, self_test
+from workers.model.ahead.decode import RowsDecoder
+from workers.model.ahead.runner import AheadRunner
+from workers.model.ahead.self_test import (
     SelfTestFailed,
     check_attention,
     check_graphs,
     check_rows,
 )
+from workers.model.attention.interface import AttentionFlags, Span
+from workers.model.attention.packed import PackedAttention
+from workers.model.attention.reference import ReferenceAttention
+from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.backend import choose_backend, has_fast_gpu
+from workers.model.gpu import graphs
+from workers.model.gpu.draw_check import Draw, wrong_draws
+from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
+from workers.model.gpu.graphs import Compute, CudaRecorder
+from workers.model.gpu.request_state import OWN, RequestState
 from workers.model.kv_cache import KVCache, PagedStep
 from workers.model.loader import load_model
 from workers.model.probe import AttentionShape

@@ -12,7 +12,7 @@ from tests.tiny_families import PAGED_SINCE_5_24, SEQUENTIAL, VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.conftest import LoadFamily, sequential
 from tests.workers.model.driver import make_prompts, make_sequence, run_step, run_to_end
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import ModelRefused, load_model
 from workers.model.sequential import Continues, SequentialRunner, kept_state, state_bytes

@@ -11,10 +11,10 @@ from tests.workers.model.operating import operated
 from tests.workers.model.processors import ISAS, PROCESSORS
 from workers.model.attention.interface import Span
 from workers.model.kv_cache import PagedStep
+from workers.model.linear import PlainLinear
 from workers.model.native.library import Isa
 from workers.model.products import Processor, Product
 from workers.model.proof import Untouched, streamline
-from workers.model.surgery.linear import PlainLinear
 from workers.model.surgery.stack import Stack
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import workers.model
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence, run_step
 from workers.ipc.messages import EngineOptions
-from workers.model.gpu.ahead_runner import AheadRunner
+from workers.model.ahead.runner import AheadRunner
 from workers.model.loader import load_model
 
 FOLDER = Path(workers.model.__file__).parent

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from tests.workers.model.operating import operated
 from tests.workers.model.processors import ISAS, PROCESSORS
+from workers.model.linear import PackedLinear
 from workers.model.native.library import Isa
 from workers.model.products import Processor, Product
-from workers.model.surgery.linear import PackedLinear
 from workers.model.surgery.surgeon import ATTENTION, LINEAR, MLP, NORM
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from contract.model_cards import TokenizerFiles
 from tests.workers.model.test_output_formats import HERMES, THINK, frame
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.tokenizer import read_tokenizer
 
 PLAIN = frame()

@@ -14,7 +14,7 @@ from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.conftest import paged
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.test_attention import BLOCK_SIZE, NUM_BLOCKS, make_spans
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import proof
 from workers.model.attention.interface import AttentionFlags, Span

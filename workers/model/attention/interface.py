@@ -15,7 +15,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 
 # Not `paged|…`, which transformers rewrites. Without a registered mask, none is built.
 ATTENTION_NAME = "batchway"

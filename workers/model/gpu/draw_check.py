@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contract.jobs import SamplingParams
-from workers.engine.model import Sample
+from workers.engine.interface import Sample
 from workers.engine.sequence import Sequence
 from workers.model.gpu.drawing import Wishes, draw, wishes_of
 from workers.model.gpu.request_state import RequestState

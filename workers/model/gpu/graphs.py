@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 
 STEPS = ("auto", "direct", "ahead", "graphs")
 _SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))

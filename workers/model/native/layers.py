@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags
-from workers.model.attention.native import PreparedNative
+from workers.model.native.attention import PreparedNative
 from workers.model.native.kernels import Kernels
 from workers.model.native.panels import Panels
 

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from contract.model_cards import PoolingCard
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.pooling.folder import Activation, ClassifierStep, PoolingFolder
 
 _MAX_LABELS = 4096

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import first_line
 from workers.model.files import Files
 from workers.model.pooling import folder

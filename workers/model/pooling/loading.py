@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from contract.model_cards import PoolingCard, TokenizerFiles
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import context_length
 from workers.model.memory import card_of, kv_bytes_in_share
 from workers.model.pooling.card import activation_of, make_card

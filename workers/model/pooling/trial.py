@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import first_line
 from workers.model.pooling.encoders import (
     Encoder,

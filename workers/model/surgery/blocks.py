@@ -15,9 +15,9 @@ from workers.model.attention.interface import (
     AttentionFlags,
 )
 from workers.model.kernels import DecoderKernels
+from workers.model.linear import Layout, NativeGates, are_linear, weight_of
 from workers.model.native.kernels import VECTOR
 from workers.model.quantization import Norm
-from workers.model.surgery.linear import Layout, NativeGates, are_linear, weight_of
 
 HeadNorms = tuple[Tensor, Tensor, float]  # weights (dim,) of query and key heads, and eps
 

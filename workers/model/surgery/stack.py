@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.model.attention.native import PreparedNative
 from workers.model.kv_cache import KVCache
+from workers.model.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
+from workers.model.native.attention import PreparedNative
 from workers.model.native.kernels import Kernels
 from workers.model.native.layers import LayerSizes, LayerWeights, NativeLayers
 from workers.model.quantization import QuantizedLinear
 from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
-from workers.model.surgery.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
 
 _LINEAR = (NativeLinear, PackedLinear, PlainLinear, QuantizedLinear, nn.Linear)
 # Of the rotary table of all positions, by kind of device. Where it would be larger, cosines and

@@ -17,6 +17,7 @@ from workers.model.attention.interface import STEP_KEYWORD, AttentionCall, Atten
 from workers.model.backend import Backend
 from workers.model.kernels import DecoderKernels
 from workers.model.kv_cache import KVCache, LayerShape, PagedStep
+from workers.model.linear import weight_of
 from workers.model.quantization import QuantizedLinear
 from workers.model.surgery.blocks import (
     MergedAttention,
@@ -29,7 +30,6 @@ from workers.model.surgery.blocks import (
     norm_eps,
     possible_weights,
 )
-from workers.model.surgery.linear import weight_of
 from workers.model.surgery.trial import TOLERANCE, Call, Calls, agrees
 
 ATTENTION, MLP, NORM, LINEAR = "attention layers", "gated MLPs", "norms", "other linear layers"

@@ -16,7 +16,7 @@ from contract.jobs import SamplingParams
 from infra.preconditions import UsageError, check_model
 from tests.tiny_encoders import save_base, save_classifier, save_embedder, save_tokenizer
 from tests.tiny_models import edit_json
-from workers.engine.model import Chunk, ModelRefused, RowFailed, Vector
+from workers.engine.interface import Chunk, ModelRefused, RowFailed, Vector
 from workers.engine.sequence import Sequence
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import LoadedModel, load_model

@@ -17,7 +17,7 @@ MODULES = b"[]"
 _FIND = """
 import json, sys, time
 time.sleep = lambda seconds: None  # between huggingface_hub's tries
-from workers.engine.model import ModelRefused
+from workers.engine.interface import ModelRefused
 from workers.model.files import Files
 files = Files(sys.argv[1], "main")
 found = []

@@ -12,13 +12,13 @@ from contract.batches import BatchStatus
 from contract.function_types import Wanted, WorkerState
 from contract.outbox import Outcome, Taken
 from infra.embedded_redis import EmbeddedRedis
-from tests.model.files_walk import FilesWalk
-from tests.model.postal_walk import PostalWalk
-from tests.model.postmen import NOBODY
-from tests.model.reference_files import END_KINDS
-from tests.model.walk import ROOMS, Walk
-from tests.model.whole_walk import Draws, walk
-from tests.model.world import CALLBACKS, LANES, STATES, TENANTS, WORKERS, World
+from tests.oracle.files_walk import FilesWalk
+from tests.oracle.postal_walk import PostalWalk
+from tests.oracle.postmen import NOBODY
+from tests.oracle.reference_files import END_KINDS
+from tests.oracle.walk import ROOMS, Walk
+from tests.oracle.whole_walk import Draws, walk
+from tests.oracle.world import CALLBACKS, LANES, STATES, TENANTS, WORKERS, World
 
 pytestmark = pytest.mark.campaign
 

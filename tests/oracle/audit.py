@@ -18,9 +18,9 @@ from contract.events import End, LogEntry, Members, Tokens
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
 from tests.clock import TEST_CLOCK
-from tests.model.audit_files import FilesAudit
-from tests.model.findings import Record, members, same
-from tests.model.reference import FIRST_HASH, MAX_RELEASES
+from tests.oracle.audit_files import FilesAudit
+from tests.oracle.findings import Record, members, same
+from tests.oracle.reference import FIRST_HASH, MAX_RELEASES
 
 TERMINAL = {status.value for status in TERMINAL_STATUSES}
 

@@ -48,7 +48,7 @@ from contract.replies import (
     over_requests,
     refusal,
 )
-from tests.model.reference_admission import (
+from tests.oracle.reference_admission import (
     MIN_LENGTHS,
     Ahead,
     Candidate,
@@ -60,12 +60,12 @@ from tests.model.reference_admission import (
     predicted_output,
     wait_ms,
 )
-from tests.model.reference_fairness import MAX_BACK, MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
-from tests.model.reference_files import BatchesReference, FilesReference
-from tests.model.reference_memory import MAX_FORGOTTEN, PASSING_MS, log_bytes, need_of
-from tests.model.reference_outbox import OutboxReference
-from tests.model.reference_pools import WORKER_TTL_MS, Pool, Use
-from tests.model.reference_promises import Promises
+from tests.oracle.reference_fairness import MAX_BACK, MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
+from tests.oracle.reference_files import BatchesReference, FilesReference
+from tests.oracle.reference_memory import MAX_FORGOTTEN, PASSING_MS, log_bytes, need_of
+from tests.oracle.reference_outbox import OutboxReference
+from tests.oracle.reference_pools import WORKER_TTL_MS, Pool, Use
+from tests.oracle.reference_promises import Promises
 
 FIRST_HASH = "00000000"
 MAX_RELEASES = 32

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 
 from contract.batches import BatchStatus, Part
-from tests.model.feeders import LEASE_S, NO_BATCH, NO_FILE
-from tests.model.world import CALLBACKS, TENANTS, World
+from tests.oracle.feeders import LEASE_S, NO_BATCH, NO_FILE
+from tests.oracle.world import CALLBACKS, TENANTS, World
 
 _NEXT = {  # the status that a feeder records at each status
     BatchStatus.VALIDATING: (*[BatchStatus.IN_PROGRESS] * 4, BatchStatus.FAILED),

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from workers.engine.model import Chunk
+from workers.engine.interface import Chunk
 from workers.model.attention.interface import PreparedAttention
 from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
 from workers.model.gpu.graphs import Record, StepGraphs, padded_size, sizes_up_to

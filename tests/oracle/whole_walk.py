@@ -4,10 +4,10 @@ from collections import Counter
 from typing import TypeAlias
 
 from contract.library import library_source
-from tests.model.files_walk import FilesWalk
-from tests.model.postal_walk import PostalWalk
-from tests.model.walk import Walk
-from tests.model.world import World
+from tests.oracle.files_walk import FilesWalk
+from tests.oracle.postal_walk import PostalWalk
+from tests.oracle.walk import Walk
+from tests.oracle.world import World
 
 Draws: TypeAlias = type[Walk] | type[PostalWalk] | type[FilesWalk]
 

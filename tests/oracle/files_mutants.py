@@ -1,6 +1,6 @@
 """Mistakes planted in the functions of files and batches."""
 
-from tests.model.mutants import Mutant
+from tests.oracle.mutants import Mutant
 
 _FENCED = "token ~= argv[2] or (whole_number(lease) or 0) <= now"
 _TEXTS = [

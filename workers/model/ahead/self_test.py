@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from workers.engine.model import Chunk, ModelRefused
+from workers.engine.interface import Chunk, ModelRefused
+from workers.model.ahead.runner import AheadRunner
 from workers.model.attention.interface import (
     PreparedAttention,
     Span,
@@ -23,7 +24,6 @@ from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
 from workers.model.backend import Backend
 from workers.model.batch import block_slots
 from workers.model.checkpoint import first_line
-from workers.model.gpu.ahead_runner import AheadRunner
 from workers.model.gpu.draw_check import wrong_draws
 from workers.model.loaded import Loaded
 from workers.model.probe import AttentionShape, probe_ids, probe_sequences

@@ -13,7 +13,7 @@ from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import append, claim, make_job, make_submission, tokens
-from tests.model.audit import Audit
+from tests.oracle.audit import Audit
 
 pytestmark = pytest.mark.anyio
 

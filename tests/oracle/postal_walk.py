@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from contract.callbacks import OutboxState
 from contract.outbox import Outcome, Taken
-from tests.model.postmen import NOBODY
-from tests.model.world import CALLBACKS, LANES, TENANTS, WORKERS, World
+from tests.oracle.postmen import NOBODY
+from tests.oracle.world import CALLBACKS, LANES, TENANTS, WORKERS, World
 
 _OUTCOMES: tuple[Outcome, ...] = ("delivered", "retry", "dead", "dead")
 

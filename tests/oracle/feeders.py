@@ -19,10 +19,10 @@ from contract.callbacks import Callback
 from contract.errors import BatchwayError
 from contract.files import Files, FilesFull, StoredFile
 from contract.jobs import Endpoint
-from tests.model.reference_files import PART_DELAY_MS
+from tests.oracle.reference_files import PART_DELAY_MS
 
 if TYPE_CHECKING:
-    from tests.model.world import World
+    from tests.oracle.world import World
 
 LEASE_S = 10.0
 NO_FILE, NO_BATCH = "file-" + "f" * 32, "batch_" + "f" * 32

@@ -4,13 +4,13 @@ import pytest
 
 from contract.library import library_source
 from infra.embedded_redis import EmbeddedRedis
-from tests.model.files_mutants import FILES_MUTANTS
-from tests.model.files_walk import FilesWalk
-from tests.model.mutants import MUTANTS, Mutant
-from tests.model.outbox_mutants import OUTBOX_MUTANTS
-from tests.model.postal_walk import PostalWalk
-from tests.model.walk import Walk
-from tests.model.whole_walk import Draws, walk
+from tests.oracle.files_mutants import FILES_MUTANTS
+from tests.oracle.files_walk import FilesWalk
+from tests.oracle.mutants import MUTANTS, Mutant
+from tests.oracle.outbox_mutants import OUTBOX_MUTANTS
+from tests.oracle.postal_walk import PostalWalk
+from tests.oracle.walk import Walk
+from tests.oracle.whole_walk import Draws, walk
 
 # Replies are compared at every step. Wrong values in Redis mostly stay there for some steps, and an
 # audit takes as long as ten steps: with one at every twelfth step, all mutants are found in half of

@@ -1,6 +1,6 @@
 """Divides the memory of Redis between lanes and their tenants: contract/lua/_memory.lua in Python.
 
-Has no state: tests/model/reference.py holds it.
+Has no state: tests/oracle/reference.py holds it.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Decides whether to accept a job, its cost and its predicted start: contract/lua/_admission.lua
 and _ledger.lua in Python.
 
-Has no state: tests/model/reference.py holds it. Tests compare its replies with the functions'.
+Has no state: tests/oracle/reference.py holds it. Tests compare its replies with the functions'.
 
 Over 300 lines: one decision, which two files make in Redis.
 """
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from contract.errors import ErrorCode
 from contract.function_types import Submission, TenantLimits
 from contract.replies import UNKNOWN_MS
-from tests.model.reference_memory import Need
-from tests.model.reference_memory import refusal as memory_refusal
-from tests.model.reference_pools import LaneRates, Pool, drain_ms
-from tests.model.reference_promises import UNPROMISED_RATIO, Line, Promises
+from tests.oracle.reference_memory import Need
+from tests.oracle.reference_memory import refusal as memory_refusal
+from tests.oracle.reference_pools import LaneRates, Pool, drain_ms
+from tests.oracle.reference_promises import UNPROMISED_RATIO, Line, Promises
 
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
 MIN_LENGTHS = 5  # outputs needed for an estimate of their length

@@ -49,10 +49,10 @@ from contract.jobs import (
 from contract.keys import Keys
 from contract.library import library_source
 from tests.clock import TEST_CLOCK, with_test_clock
-from tests.model.audit import Audit
-from tests.model.feeders import Feeders
-from tests.model.postmen import Postmen
-from tests.model.reference import Reference
+from tests.oracle.audit import Audit
+from tests.oracle.feeders import Feeders
+from tests.oracle.postmen import Postmen
+from tests.oracle.reference import Reference
 
 LANES = ("interactive", "batch")
 MIN_SHARES = {"batch": 0.3}

@@ -5,7 +5,7 @@ from typing import Any
 
 from contract.function_types import FairRoom, LaneRoom, TenantLimits, Wanted, WorkerCapacity
 from contract.jobs import JobStatus
-from tests.model.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
+from tests.oracle.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
 # Steps and their weights. A world with all kinds of steps stays small and has many conflicts. The
 # others have a long queue and many claims, or many refusals by limits, or much time that passes.

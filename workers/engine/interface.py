@@ -11,7 +11,7 @@ from workers.engine.sequence import Sequence
 
 if TYPE_CHECKING:  # who only names an error of this module loads no numpy
     from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
-    from workers.engine.grammar import StepMasks
+    from workers.engine.masks import StepMasks
 
 
 class ModelRefused(Exception):

@@ -17,7 +17,7 @@ from contract.batches import (
 )
 from contract.callbacks import Callback, MessageKind
 from contract.files import FilesFull, StoredFile
-from tests.model.reference_outbox import OutboxReference
+from tests.oracle.reference_outbox import OutboxReference
 
 PART_DELAY_MS = 60_000
 END_KINDS = {

@@ -4,8 +4,8 @@ from typing import Any
 
 from contract.batches import BatchStatus
 from contract.keys import Keys
-from tests.model.findings import Record, same
-from tests.model.reference_files import END_KINDS
+from tests.oracle.findings import Record, same
+from tests.oracle.reference_files import END_KINDS
 
 _ENDED = {status.value: kind.value for status, kind in END_KINDS.items()}
 _STATUSES = {status.value for status in BatchStatus}

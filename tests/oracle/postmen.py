@@ -7,7 +7,7 @@ from contract.callbacks import OutboxState
 from contract.outbox import Outbox, OutboxRecord, Outcome, Taken
 
 if TYPE_CHECKING:
-    from tests.model.world import World
+    from tests.oracle.world import World
 
 LEASE_S = 10.0
 MAX_PER_TARGET = 2  # the same in every call, as in an installation

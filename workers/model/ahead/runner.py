@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engine.grammar import StepMasks
-from workers.engine.model import Chunk, Padding, Row, Sample
+from workers.engine.interface import Chunk, Padding, Row, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
+from workers.model.ahead.decode import PrepareRows, RowsDecoder
 from workers.model.answers import answer_chunks
-from workers.model.gpu.decode import PrepareRows, RowsDecoder
 from workers.model.gpu.drawing import can_draw, draw, wishes_of
 from workers.model.gpu.graphs import Record, sizes_up_to
 from workers.model.gpu.request_state import OPEN, TOKEN, HostCopy, RequestState

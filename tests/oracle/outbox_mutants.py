@@ -1,6 +1,6 @@
 """Mistakes planted in the functions of the outbox and in the functions that write to it."""
 
-from tests.model.mutants import Mutant
+from tests.oracle.mutants import Mutant
 
 _TEXTS = [
     (
