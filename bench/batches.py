@@ -23,10 +23,10 @@ import httpx
 
 from bench.pipe import running_server
 from bench.processor_time import ProcessorTime, below, part_of
-from infra.bench.arrivals import draw_arrivals
-from infra.bench.http_calls import Caller, Outcome
-from infra.bench.load import Load, run_load
-from infra.bench.workloads import WorkloadRequest, arriving, log_uniform_workload
+from infra.measure.arrivals import draw_arrivals
+from infra.measure.http_calls import Caller, Outcome
+from infra.measure.load import Load, run_load
+from infra.measure.workloads import WorkloadRequest, arriving, log_uniform_workload
 from infra.tables import markdown_table, percentile, write
 
 _MODEL = "m"

@@ -15,9 +15,9 @@ import httpx
 
 from bench.models import SIZES, make_model
 from bench.pipe import Server, running_server
-from infra.bench.http_calls import Caller, Outcome
-from infra.bench.load import Load, run_load
-from infra.bench.workloads import Workload, WorkloadRequest, log_uniform_workload
+from infra.measure.http_calls import Caller, Outcome
+from infra.measure.load import Load, run_load
+from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workload
 from infra.tables import markdown_table
 
 _SIZE = "S"

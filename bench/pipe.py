@@ -23,10 +23,10 @@ import httpx
 
 from bench.bare_caller import BareCaller
 from bench.processor_time import ProcessorTime
-from infra.bench.engine import run_workload, warm_up
-from infra.bench.http_calls import Caller, Outcome
-from infra.bench.load import Load, LoadRun, run_load
-from infra.bench.workloads import Workload, log_uniform_workload
+from infra.measure.engine import run_workload, warm_up
+from infra.measure.http_calls import Caller, Outcome
+from infra.measure.load import Load, LoadRun, run_load
+from infra.measure.workloads import Workload, log_uniform_workload
 from infra.tables import markdown_table, write
 from workers.engine.engine import Engine
 from workers.engine_process.engine_setup import build_engine

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from bench.models import whole_chunk
-from infra.bench.engine import run_workload
-from infra.bench.workloads import log_uniform_workload
 from infra.demo_model import demo_model_path
+from infra.measure.engine import run_workload
+from infra.measure.workloads import log_uniform_workload
 from infra.tables import table
 from training.documents import answer_ids, prompt_ids
 from training.draws import FAMILIES

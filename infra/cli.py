@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from infra import options as opts
 from infra.ab_command import candidate_arguments, candidate_share, check_candidate, run_ab
-from infra.bench_command import run_bench
 from infra.callbacks_command import (
     ALLOW_VARIABLE,
     run_callbacks_command,
 )
-from infra.cascade_command import run_cascade
-from infra.compare_command import run_compare
 from infra.computing_options import engine_python
 from infra.drain_command import run_drain
 from infra.fleet import fleet_of, share_threads, worker_arguments, worker_names
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
+from infra.measure.bench_options import run_bench
+from infra.measure.cascade_options import run_cascade
+from infra.measure.compare_options import run_compare
 from infra.parser import build_parser
 from infra.preconditions import (
     UsageError,

@@ -7,18 +7,18 @@ from typing import NoReturn
 
 from infra import options as opts
 from infra.ab_command import WORKER_CANDIDATE_SHARE, add_ab_options, add_candidate_options
-from infra.bench_command import add_bench_options
 from infra.callbacks_command import (
     KEY_VARIABLE,
     SECRETS_VARIABLE,
     add_allow_option,
     add_callbacks_options,
 )
-from infra.cascade_command import add_cascade_options
-from infra.compare_command import add_compare_options
 from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
+from infra.measure.bench_options import add_bench_options
+from infra.measure.cascade_options import add_cascade_options
+from infra.measure.compare_options import add_compare_options
 from infra.profile_command import add_profile_options
 from infra.redis_roles import add_redis_roles_options
 from infra.top_command import add_top_options

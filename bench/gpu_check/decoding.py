@@ -9,7 +9,7 @@ import torch
 from bench.gpu_check.results import Finding
 from bench.gpu_check.served import Served, at_once, requests_of
 from bench.gpu_check.sizes import Sizes
-from infra.bench.engine import EngineRun, run_workload
+from infra.measure.engine import EngineRun, run_workload
 from infra.tables import spread
 from workers.engine.engine import Engine
 from workers.engine.request import Request

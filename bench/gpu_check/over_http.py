@@ -22,9 +22,9 @@ from bench.gpu_check.sizes import Sizes
 from bench.models import save_tokenizer
 from bench.pipe import Server, running_server
 from bench.processor_time import below, part_of
-from infra.bench.http_calls import Caller, Outcome
-from infra.bench.load import Load, LoadRun, run_load
-from infra.bench.workloads import Workload
+from infra.measure.http_calls import Caller, Outcome
+from infra.measure.load import Load, LoadRun, run_load
+from infra.measure.workloads import Workload
 from infra.tables import spread
 
 _MODEL = "m"

@@ -28,7 +28,7 @@ from bench.gpu_check.served import Served, at_once, serve
 from bench.gpu_check.shapes import Shape
 from bench.gpu_check.sizes import Sizes
 from bench.gpu_check.strategies import STRATEGIES, time_strategy
-from infra.bench.engine import run_workload
+from infra.measure.engine import run_workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.shapes import Shape, random_decoder, weight_bytes
-from infra.bench.engine import make_request
-from infra.bench.workloads import Workload, WorkloadRequest
+from infra.measure.engine import make_request
+from infra.measure.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
 from workers.engine.interface import Model
 from workers.engine.request import Request

@@ -4,8 +4,8 @@ from typing import Any
 
 from bench.gpu_check.served import Served
 from bench.gpu_check.sizes import Sizes
-from infra.bench.engine import run_workload
-from infra.bench.workloads import log_uniform_workload
+from infra.measure.engine import run_workload
+from infra.measure.workloads import log_uniform_workload
 from infra.tables import spread
 from workers.ipc.messages import StrategyName, StrategyOptions
 

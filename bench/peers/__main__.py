@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from bench.models import SIZES, make_model
-from infra.bench.workloads import log_uniform_workload, write_workload
+from infra.measure.workloads import log_uniform_workload, write_workload
 from infra.tables import write
 from workers.model.cores import available_cores
 

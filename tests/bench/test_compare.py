@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from contract.jobs import SamplingParams
-from infra.bench.compare import Candidate, Trial, compare, count_different
-from infra.bench.compare_command import report
-from infra.bench.compare_plot import draw_comparison
-from infra.bench.compare_report import comparison_tables, summarise_trials
-from infra.bench.engine import EngineRun, Timeline
-from infra.bench.workloads import Workload, WorkloadRequest, log_uniform_workload
 from infra.cli import main
+from infra.measure.compare import Candidate, Trial, compare, count_different
+from infra.measure.compare_command import report
+from infra.measure.compare_plot import draw_comparison
+from infra.measure.compare_report import comparison_tables, summarise_trials
+from infra.measure.engine import EngineRun, Timeline
+from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workload
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
 from tests.tiny_models import save_tiny_model
 from workers.engine.engine import Engine

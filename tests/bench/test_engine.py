@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from contract.jobs import SamplingParams
-from infra.bench.engine import Timeline, run_workload
-from infra.bench.workloads import (
+from infra.cli import main
+from infra.measure.engine import Timeline, run_workload
+from infra.measure.workloads import (
     BadWorkload,
     Workload,
     WorkloadRequest,
     log_uniform_workload,
     read_workload,
 )
-from infra.cli import main
 from infra.tables import percentile
 from tests.fakes import VOCAB_SIZE as HASH_VOCAB_SIZE
 from tests.fakes import HashModel, expected_output

@@ -15,7 +15,7 @@ import pytest
 from bench.peers.__main__ import ADAPTERS, OURS, Column, main, measure, summarise, tables
 from bench.peers.adapters import record
 from bench.peers.adapters.llama_cpp_server import run as run_llama_server
-from infra.bench.workloads import Workload, WorkloadRequest, write_workload
+from infra.measure.workloads import Workload, WorkloadRequest, write_workload
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.e2e

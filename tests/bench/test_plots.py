@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from infra.bench.cascade_fit import FirstAnswer, LastAnswer, Measured, fit_threshold
-from infra.bench.cascade_plot import draw_fit
-from infra.bench.http_calls import Call, Outcome
-from infra.bench.load import Load, LoadRun
-from infra.bench.serve_plot import draw_runs
-from infra.bench.serve_report import Slo, summarise_load
-from infra.bench.workloads import Workload
+from infra.measure.cascade_fit import FirstAnswer, LastAnswer, Measured, fit_threshold
+from infra.measure.cascade_plot import draw_fit
+from infra.measure.http_calls import Call, Outcome
+from infra.measure.load import Load, LoadRun
+from infra.measure.serve_plot import draw_runs
+from infra.measure.serve_report import Slo, summarise_load
+from infra.measure.workloads import Workload
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.bench.arrivals import draw_arrivals, read_trace
-from infra.bench.http_calls import Call, Caller, Outcome
-from infra.bench.load import Load, LoadRun, run_load
-from infra.bench.serve_command import make_loads
-from infra.bench.serve_plot import draw_runs
-from infra.bench.serve_report import Slo, load_tables, summarise_load, write_csv
-from infra.bench.workloads import BadWorkload, Workload, WorkloadRequest
+from infra.measure.arrivals import draw_arrivals, read_trace
+from infra.measure.http_calls import Call, Caller, Outcome
+from infra.measure.load import Load, LoadRun, run_load
+from infra.measure.serve_command import make_loads
+from infra.measure.serve_plot import draw_runs
+from infra.measure.serve_report import Slo, load_tables, summarise_load, write_csv
+from infra.measure.workloads import BadWorkload, Workload, WorkloadRequest
 from infra.parser import build_parser
 from infra.tables import progress_line
 from tests.bench import scripted_server as script

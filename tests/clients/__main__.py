@@ -15,21 +15,15 @@ PAGE = ROOT / "docs/clients.md"
 HEAD = """\
 # Clients
 
-What was tried, end to end, against `batchway up --fleet`, by `scripts/clients`, which also \
-writes this page. Each client runs in an environment of its own. What the server cannot do is \
-refused with an error that names it; nothing is silently left out.
+What was tried by `scripts/clients`, which writes this page, against `batchway up --fleet` on \
+the demo model, a random embedder and reranker and, *in italics*, on a model that reasons and \
+calls tools as Qwen3 does, whose answers are made up. Each client runs in an environment of its \
+own. What the server cannot do is refused with an error that names it.
 
-The models are the demo model, a random embedder and a random reranker, and one that reasons and \
-calls tools as Qwen3 does, with Qwen3's tokenizer and chat template: its answers are made up, and \
-written through the same engine process, parsers and masks. On it, an answer must not hold the \
-reasoning, which comes apart, in `reasoning_content`.
-
-- **LangChain**: `OpenAIEmbeddings` needs `check_embedding_ctx_length=False`. Otherwise it sends \
-token ids of OpenAI's tokenizer in place of texts. Ids beyond the model's vocabulary are refused; \
-the others stand for other texts, which no server can tell.
-- **LiteLLM**: `infinity/` reads documents in a form of its own, so it needs \
-`return_documents=False`, and it drops `max_tokens_per_doc`, as `jina_ai/` does; `hosted_vllm/` \
-and `cohere/` do neither.
+- **LangChain**: `OpenAIEmbeddings` needs `check_embedding_ctx_length=False`; otherwise it sends \
+token ids of OpenAI's tokenizer in place of texts.
+- **LiteLLM**: `infinity/` needs `return_documents=False` and drops `max_tokens_per_doc`, as \
+`jina_ai/` does; `hosted_vllm/` and `cohere/` do neither.
 
 """
 

@@ -136,22 +136,19 @@ def _failed(error: str) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """One row for each client, in Markdown."""
-    lines = [
-        "| client | version | works | works on a model that reasons | refused by name |",
-        "|---|---|---|---|---|",
-    ]
+    """One row for each client, in Markdown. In italics: on the model that reasons, too or alone."""
+    lines = ["| client | version | works | refused by name |", "|---|---|---|---|"]
     for name, lined in results.items():
         refused = "; ".join(line["name"] for line in lined if not (line["works"] or line["error"]))
-        shown = " | ".join(_shown(lined, model) for model in (DEMO, THINKER))
         version = lined[0]["version"]
-        lines.append(f"| {CLIENTS[name].title} | {version} | {shown} | {refused} |")
+        lines.append(f"| {CLIENTS[name].title} | {version} | {_shown(lined)} | {refused} |")
     return "\n".join(lines) + "\n"
 
 
-def _shown(lined: Sequence[Mapping[str, Any]], model: str) -> str:
-    """What works, and what fails, in the run on a model."""
-    of_model = [line for line in lined if line["model"] == model]
-    works = [line["name"] for line in of_model if line["works"] and not line["error"]]
-    failed = [f"**fails: {line['name']}**" for line in of_model if line["error"]]
-    return "; ".join([*works, *failed])
+def _shown(lined: Sequence[Mapping[str, Any]]) -> str:
+    """What works, and what fails, each once."""
+    works = [line for line in lined if line["works"] and not line["error"]]
+    reasoned = {line["name"] for line in works if line["model"] == THINKER}
+    names = dict.fromkeys(line["name"] for line in works)
+    failed = [f"**fails: {line['name']} ({line['model']})**" for line in lined if line["error"]]
+    return "; ".join([*(f"*{name}*" if name in reasoned else name for name in names), *failed])

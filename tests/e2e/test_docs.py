@@ -19,7 +19,7 @@ from tests.markdown import REASONS, Block, anchors, code_blocks, relative_links
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 RUN_PAGES = (README, ROOT / "docs" / "async.md")
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("docs/**/*.md")])
 ADDRESS = re.compile(r"http://(?:localhost|127\.0\.0\.1):8000")
 CURL_OPTIONS = "fail-with-body\nsilent\nshow-error\nmax-time = 100\n"
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.bench.cascade_calls import Question
-from infra.bench.cascade_command import read
-from infra.bench.cascade_fit import (
+from infra.cli import main
+from infra.measure.cascade_calls import Question
+from infra.measure.cascade_command import read
+from infra.measure.cascade_fit import (
     MIN_QUESTIONS,
     CannotFit,
     FirstAnswer,
@@ -22,7 +23,6 @@ from infra.bench.cascade_fit import (
     Measured,
     fit_threshold,
 )
-from infra.cli import main
 from training.questions import main as write_questions
 
 CASCADE = """\

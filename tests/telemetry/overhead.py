@@ -20,10 +20,10 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import library_source
-from infra.bench.engine import run_workload, warm_up
-from infra.bench.workloads import Workload, WorkloadRequest
 from infra.demo_model import demo_model_path
 from infra.embedded_redis import EmbeddedRedis
+from infra.measure.engine import run_workload, warm_up
+from infra.measure.workloads import Workload, WorkloadRequest
 from infra.tables import table, write
 from tests.fakes import hash_tokenizer
 from workers.engine_process.engine_setup import build_engine

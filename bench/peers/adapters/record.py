@@ -26,7 +26,7 @@ Request = dict[str, Any]  # prompt_token_ids, max_tokens
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Requests of a workload file (infra.bench.workloads), all at once."""
+    """Requests of a workload file (infra.measure.workloads), all at once."""
     requests: list[Request] = json.loads(path.read_text())["requests"]
     assert not any(request.get("arrival_s") for request in requests), (
         "adapters take no arrival times"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from infra.bench.engine import run_workload
-from infra.bench.workloads import log_uniform_workload
+from infra.measure.engine import run_workload
+from infra.measure.workloads import log_uniform_workload
 from tests.tiny_families import VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end

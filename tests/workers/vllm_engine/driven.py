@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.models import SIZES
 from contract.jobs import SamplingParams
-from infra.bench.workloads import log_uniform_workload, write_workload
+from infra.measure.workloads import log_uniform_workload, write_workload
 from tests.vllm_environment import vllm_python
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import (

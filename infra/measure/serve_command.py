@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import httpx
 
-from infra.bench.arrivals import TraceEntry, draw_arrivals, read_trace
-from infra.bench.http_calls import Call, Caller
-from infra.bench.load import Load, LoadRun, run_load
-from infra.bench.serve_report import Slo, load_tables, summarise_load, write_csv
-from infra.bench.workloads import (
+from infra.measure.arrivals import TraceEntry, draw_arrivals, read_trace
+from infra.measure.http_calls import Call, Caller
+from infra.measure.load import Load, LoadRun, run_load
+from infra.measure.serve_report import Slo, load_tables, summarise_load, write_csv
+from infra.measure.workloads import (
     BadWorkload,
     Workload,
     arriving,
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.csv is not None:
         write_csv(runs, options.csv)
     if options.png is not None:
-        from infra.bench.serve_plot import draw_runs
+        from infra.measure.serve_plot import draw_runs
 
         draw_runs(runs, summaries, options.png)
     return 0 if any(found["num_succeeded"] for found in summaries) else 1

@@ -6,9 +6,9 @@ Each run has its own engine and so an empty prefix cache; the model is loaded on
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from infra.bench.arrivals import draw_arrivals
-from infra.bench.engine import EngineRun, run_workload, warm_up
-from infra.bench.workloads import Workload, arriving
+from infra.measure.arrivals import draw_arrivals
+from infra.measure.engine import EngineRun, run_workload, warm_up
+from infra.measure.workloads import Workload, arriving
 from workers.engine.engine import Engine
 
 

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from infra.bench.cascade_fit import Fit
+from infra.measure.cascade_fit import Fit
 
 _CURVE, _TARGET, _CHOSEN = "#2a9d5c", "#8a8f9a", "#c03030"
 

@@ -1,11 +1,11 @@
-"""Options of `batchway bench`; infra/bench measures."""
+"""Options of `batchway bench`."""
 
 import argparse
 import importlib
 from pathlib import Path
 
-from infra.bench_serve_options import add_serve_options
 from infra.computing_options import add_dtype_option, add_quantization_option
+from infra.measure.serve_options import add_serve_options
 from infra.option_values import integer
 from infra.options import add_json_option
 
@@ -76,6 +76,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(options: argparse.Namespace) -> int:
     # Imported by name: the command line itself must not load torch.
-    command = importlib.import_module(f"infra.bench.{options.bench}_command")
+    command = importlib.import_module(f"infra.measure.{options.bench}_command")
     status: int = command.run(options)
     return status

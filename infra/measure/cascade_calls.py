@@ -16,7 +16,7 @@ from gateway.prepare.calls import text_of
 from gateway.runners.flows.calls import parse_body
 from gateway.runners.flows.confidence import confidence
 from gateway.runners.flows.kinds import score_body
-from infra.bench.cascade_fit import FirstAnswer, LastAnswer, Measured
+from infra.measure.cascade_fit import FirstAnswer, LastAnswer, Measured
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
 

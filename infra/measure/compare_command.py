@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from infra.bench.compare import Candidate, compare
-from infra.bench.compare_report import comparison_tables, summarise_trials
-from infra.bench.engine import RequestFailed
-from infra.bench.workloads import (
+from infra.measure.compare import Candidate, compare
+from infra.measure.compare_report import comparison_tables, summarise_trials
+from infra.measure.engine import RequestFailed
+from infra.measure.workloads import (
     BadWorkload,
     Workload,
     arriving,
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 def report(found: dict[str, Any], options: argparse.Namespace) -> int:
     write(found, comparison_tables(found), options.json)
     if options.png is not None:
-        from infra.bench.compare_plot import draw_comparison
+        from infra.measure.compare_plot import draw_comparison
 
         draw_comparison(found, options.png)
     return 0 if found["is_alike"] else 1

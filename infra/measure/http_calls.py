@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import httpx
 
-from infra.bench.workloads import WorkloadRequest
+from infra.measure.workloads import WorkloadRequest
 
 PromptKind = Literal["ids", "text", "chat"]
 

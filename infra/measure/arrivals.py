@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from infra.bench.workloads import BadWorkload
+from infra.measure.workloads import BadWorkload
 
 Process = Literal["poisson", "gamma", "constant"]
 

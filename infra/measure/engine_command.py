@@ -4,8 +4,8 @@ import argparse
 import sys
 from typing import Any
 
-from infra.bench.engine import EngineRun, RequestFailed, run_workload, warm_up
-from infra.bench.workloads import BadWorkload, read_workload
+from infra.measure.engine import EngineRun, RequestFailed, run_workload, warm_up
+from infra.measure.workloads import BadWorkload, read_workload
 from infra.tables import progress_line, spread, table, write
 from workers.engine.interface import ModelRefused
 from workers.engine.request import RequestRefused

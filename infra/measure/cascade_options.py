@@ -1,4 +1,4 @@
-"""Options of `batchway cascade fit`; infra/bench measures and fits."""
+"""Options of `batchway cascade fit`."""
 
 import argparse
 import importlib
@@ -88,6 +88,6 @@ def _add_asking_options(group: argparse._ArgumentGroup) -> None:
 
 def run_cascade(options: argparse.Namespace) -> int:
     # Imported by name: what it needs is an extra.
-    command = importlib.import_module("infra.bench.cascade_command")
+    command = importlib.import_module("infra.measure.cascade_command")
     status: int = command.run(options)
     return status

@@ -16,9 +16,9 @@ import msgspec
 
 from contract.flows import Cascade
 from gateway.runners.flows.definitions import FlowError, load_flows
-from infra.bench.cascade_calls import Asker, CallRefused, Question
-from infra.bench.cascade_fit import CannotFit, Fit, Measured, Point, fit_threshold
-from infra.bench.serve_command import KEY_VARIABLES
+from infra.measure.cascade_calls import Asker, CallRefused, Question
+from infra.measure.cascade_fit import CannotFit, Fit, Measured, Point, fit_threshold
+from infra.measure.serve_command import KEY_VARIABLES
 from infra.tables import progress_line, table, write
 
 _TIMEOUT_S = 120.0
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     result = {"target_quality": options.target_quality, **asdict(fit)}
     write(result, report(fit, options.target_quality), options.json)
     if options.png is not None:
-        from infra.bench.cascade_plot import draw_fit
+        from infra.measure.cascade_plot import draw_fit
 
         draw_fit(fit, options.target_quality, options.png)
     return 0 if fit.chosen is not None else 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.bench.http_calls import Call, Outcome
-from infra.bench.load import LoadRun
+from infra.measure.http_calls import Call, Outcome
+from infra.measure.load import LoadRun
 from infra.tables import spread, table
 
 _RATES = (

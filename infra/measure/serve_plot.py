@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.bench.http_calls import Call, Outcome
-from infra.bench.load import LoadRun
-from infra.bench.serve_report import load_name
+from infra.measure.http_calls import Call, Outcome
+from infra.measure.load import LoadRun
+from infra.measure.serve_report import load_name
 
 _COLOURS = {
     Outcome.SUCCEEDED: "#2a9d5c",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from contract.jobs import SamplingParams
-from infra.bench.workloads import Workload, WorkloadRequest
+from infra.measure.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
 from workers.engine.request import Request
 

@@ -1,4 +1,4 @@
-"""Options of `batchway compare`; infra/bench measures."""
+"""Options of `batchway compare`."""
 
 import argparse
 import importlib
@@ -96,6 +96,6 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def run_compare(options: argparse.Namespace) -> int:
     # Imported by name: the command line itself must not load torch.
-    command = importlib.import_module("infra.bench.compare_command")
+    command = importlib.import_module("infra.measure.compare_command")
     status: int = command.run(options)
     return status

@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from infra.bench.http_calls import Call, Caller
-from infra.bench.workloads import Workload
+from infra.measure.http_calls import Call, Caller
+from infra.measure.workloads import Workload
 
 Sleep = Callable[[float], Awaitable[object]]
 

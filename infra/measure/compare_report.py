@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from infra.bench.compare import Trial, count_different
-from infra.bench.engine import EngineRun
+from infra.measure.compare import Trial, count_different
+from infra.measure.engine import EngineRun
 from infra.tables import spread, table
 
 COLUMNS = ("p50", "p99", "p99.9")

@@ -1,4 +1,4 @@
-"""Options of `batchway bench serve`; infra/bench measures."""
+"""Options of `batchway bench serve`."""
 
 import argparse
 from pathlib import Path

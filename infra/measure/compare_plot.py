@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from infra.bench.compare_report import COLUMNS, LATENCIES
-from infra.bench.serve_plot import logarithmic
+from infra.measure.compare_report import COLUMNS, LATENCIES
+from infra.measure.serve_plot import logarithmic
 
 _COLOURS = ("#8a8f9a", "#6a9fd0", "#2a9d5c", "#e0a030", "#c06090", "#806040")
 

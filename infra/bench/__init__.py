@@ -1,1 +1,0 @@
-"""`batchway bench` and `batchway compare`: load, workloads, reports and plots."""

@@ -1,0 +1,1 @@
+"""What users measure with: `batchway bench`, `batchway compare`, `batchway cascade fit`."""
