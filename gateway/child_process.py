@@ -30,8 +30,8 @@ _MAX_DEATHS, _DEATHS_S = 1024, 300.0  # requests that are remembered, and for ho
 
 
 class ChildLimits(msgspec.Struct, frozen=True):
-    """Limits of a process. `cpu_s` and `wall_s` apply to each request, and to the start. The first
-    is the request's own; without it, the second shows that the machine is busy."""
+    """Limits of a process. `cpu_s` and `wall_s` apply to each request, and to the start. A request
+    that takes `wall_s` without using `cpu_s` shows that the machine is busy."""
 
     max_memory_bytes: int = 256 * 2**20  # of address space, with the interpreter
     cpu_s: int = 2
@@ -48,10 +48,10 @@ class ChildUnreadable(Exception):
 
 
 class ChildPool:
-    """Processes that do the same, of which the first request starts one. Each answers one request
-    at a time, at the turn of the request's owner (turns.py). Where one takes long, spares start,
-    and later it does what nobody waits for. A request that ended two processes is refused for some
-    minutes."""
+    """Processes that answer the same kind of request, started when the first request comes. Each
+    answers one request at a time, when its owner's turn comes (turns.py). If a request takes long,
+    its process gets a lower priority, and spare processes start. A request that ended two processes
+    is refused for some minutes."""
 
     def __init__(self, module: str, start: Mapping[str, Any], limits: ChildLimits) -> None:
         """`start` is passed to the module's `prepare`."""
@@ -70,7 +70,7 @@ class ChildPool:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the one that answers next, if there is one."""
+        """The id of the process that answers next; None if there is none."""
         return self._idle[-1].process.pid if self._idle else None
 
     async def ask(self, request: Any) -> str:
@@ -92,8 +92,8 @@ class ChildPool:
                 raise
 
     async def aclose(self) -> None:
-        """Ends the processes, now or after their current requests. A later request starts another
-        one for itself."""
+        """Ends the processes, at once or after their current requests. A later request starts
+        one."""
         self._is_closed = True
         if self._starting is not None:
             await asyncio.wait([self._starting])
@@ -126,7 +126,7 @@ class ChildPool:
         return text
 
     async def _taken(self) -> "_Child":
-        """A process that is ready, from now on busy. Raises ChildFailed, ChildUnreadable, Busy."""
+        """Marks a ready process as busy. Raises ChildFailed, ChildUnreadable, Busy."""
         while True:
             while idle := (not is_attended() and self._given_way) or self._idle:
                 child = idle.pop()
@@ -136,8 +136,8 @@ class ChildPool:
             await asyncio.shield(self._started())  # a process is not left half started
 
     def _let_wait(self, child: "_Child") -> None:
-        """A request that takes long gives way to others, which spares will answer: one may take
-        long, too."""
+        """Lowers the priority of a request that takes long. Spare processes answer the others;
+        there are several, because another request may take long, too."""
         child.give_way()
         self._keep_spares()
 
@@ -150,7 +150,7 @@ class ChildPool:
             self._started().add_done_callback(go_on)
 
     def _started(self) -> asyncio.Task[None]:
-        """The start of a process."""
+        """Returns the task that starts a process; starts it if there is none."""
         if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -219,8 +219,8 @@ class _Child:
             raise
 
     async def ask(self, raw: bytes) -> tuple[Reply, str]:
-        """The kind and text of the reply to a request, JSON. Raises OSError, IncompleteReadError if
-        the process ends, and ValueError for a malformed reply."""
+        """Sends a request, and returns the kind and text of the reply. Raises OSError,
+        IncompleteReadError if the process ends, and ValueError for a malformed reply."""
         self._writer.write(REQUEST_HEAD.pack(len(raw)) + raw)
         kind, num_bytes = REPLY_HEAD.unpack(await self.reader.readexactly(REPLY_HEAD.size))
         if num_bytes > _MAX_REPLY_BYTES:

@@ -62,6 +62,6 @@ def tokens_in(memory_bytes: int) -> int:
 
 
 def stored_bytes_beside(memory_bytes: int) -> int:
-    """How many bytes of all jobs may be stored, in Redis and its object store. A Redis with less
-    than 64 MiB counts as one of 64 MiB, because it rejects jobs by itself."""
+    """The bytes of jobs that may be stored, in Redis and its object store together. A Redis with
+    less than 64 MiB counts as one of 64 MiB, because it rejects jobs by itself."""
     return max(memory_bytes, 2**26) * STORED_FACTOR

@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc by which a process gives back what large calls took."""
+"""Settings of glibc's malloc, so that a process returns memory after large calls."""
 
 import contextlib
 import ctypes
@@ -9,11 +9,12 @@ _NUM_ARENAS = 2
 
 
 def give_back_memory() -> None:
-    """Large blocks are given back when they are freed: malloc's default raises the size that it
-    takes for large, up to 32 MiB, as soon as one is freed. And threads share the heap's few parts,
-    of which each keeps what is below its last block in use. Has no effect with another malloc.
+    """Makes malloc return large blocks to the system when they are freed, and use few arenas. By
+    default malloc raises its limit for large blocks up to 32 MiB as soon as one is freed, and each
+    arena keeps what is below its last used block. Has no effect with another malloc.
 
-    After 80 refused calls of 3.9 MB a gateway had kept 110 MB; with this, 30 MB."""
+    After 80 refused calls of 3.9 MB a gateway had kept 110 MB; with this, 30 MB.
+    """
     with contextlib.suppress(OSError, AttributeError):  # it has no mallopt, as on macOS
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

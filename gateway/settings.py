@@ -36,13 +36,21 @@ def _split(raw: Any) -> Any:
 
 
 def _read_by(parse: Callable[[Any], object]) -> AfterValidator:
-    """A validator: `parse` may raise ValueError. The text is kept unparsed."""
+    """Returns a validator that keeps the text unparsed. `parse` may raise ValueError."""
 
     def check(value: Any) -> Any:
         parse(value)
         return value
 
     return AfterValidator(check)
+
+
+def _set(default: Any, description: str) -> Any:
+    return Field(default, description=description)
+
+
+def _secret(default: Any, description: str) -> Any:
+    return Field(default, description=description, repr=False)
 
 
 _Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]  # separated by commas
@@ -53,7 +61,7 @@ class GatewaySettings(BaseSettings):
     """All settings of a gateway. The environment variable is `variable(name)`.
 
     Names end in their unit: seconds, bytes or tokens. Arguments take precedence over the
-    environment.
+    environment. docs/options.md shows the descriptions.
     """
 
     model_config = SettingsConfigDict(
@@ -64,70 +72,141 @@ class GatewaySettings(BaseSettings):
         hide_input_in_errors=True,  # an input may be a key
     )
 
-    redis_url: str = Field(validation_alias=AliasChoices("redis_url", "REDIS_URL"), repr=False)
-    namespace: str = "default"
-    # Permits everything; exists besides the keys in Redis.
-    api_key: _Key | None = Field(default=None, repr=False)
-    key_pepper: _Key | None = Field(default=None, repr=False)  # None: Redis keeps one
-    require_key: bool = False  # even while no key exists
-    allowed_hosts: _Names = ()  # (): loopback names; any if a key is required
-    sync_deadline_s: PositiveFloat = 120.0
-    sync_limit_s: NonNegativeFloat = 0.0  # 0: the platform's limit, if it reports one
-    job_deadline_s: PositiveFloat = 86_400.0
-    sync_retention_s: PositiveFloat = 600.0
-    job_retention_s: PositiveFloat = 86_400.0
-    max_retention_s: PositiveFloat = 30 * 86_400.0
-    # A directory or s3://bucket/prefix; "": everything is in Redis.
-    object_store: Annotated[str, _read_by(open_store)] = ""
-    object_min_bytes: PositiveInt = 16 * 1024
-    result_url_s: PositiveFloat = 3_600.0
-    # Private addresses that callbacks may reach, for development.
-    callback_allow: Annotated[_Names, _read_by(AllowList.parse)] = ()
-    callback_aws: _Names = ()  # patterns of AWS resources that callbacks may use
-    # Used only to know which callbacks need no secret of their own.
-    callback_secrets: Annotated[str, _read_by(Secrets.parse)] = Field(default="", repr=False)
-    models: str = ""  # models.yaml, whose flows this gateway publishes and runs; "": none
-    max_body_bytes: PositiveInt = 4 * 1024 * 1024  # 32 for each of 131,072 tokens
-    body_timeout_s: PositiveFloat = 10.0
-    max_file_bytes: PositiveInt = 200 * 10**6
-    max_tenant_file_bytes: NonNegativeInt = 10 * 10**9  # of all files of a tenant; 0: no limit
-    file_lifetime_s: Annotated[float, Field(ge=3_600, le=30 * 86_400)] = 30 * 86_400.0
-    upload_timeout_s: PositiveFloat = 600.0  # of a file
-    max_batch_lines: PositiveInt = 50_000
-    # Of one batch, waiting or running at a time.
-    max_batch_jobs: Annotated[int, Field(ge=64)] = 256
-    # Of a token in the lane `batch`, where tokens per minute are counted.
-    batch_price: Annotated[float, Field(ge=0, le=1)] = 1.0
-    feeds_batches: bool = True  # whether this gateway runs batches
-    head_timeout_s: PositiveFloat = 10.0
-    idle_timeout_s: PositiveFloat = 30.0  # until a request's first byte
-    max_connections_per_address: NonNegativeInt = 1_024  # 0: unlimited
-    max_calls_per_key: NonNegativeInt = 1_024  # concurrent; 0: unlimited
-    max_output_tokens: PositiveInt = 32_768
-    default_output_tokens: PositiveInt = 4_096
-    clip_max_tokens: bool = True  # to the room in the context; False: reject
-    lane_bound_tokens: NonNegativeInt | None = None  # None: by Redis's memory; 0: no limit
-    lane_bound_s: NonNegativeFloat | None = None  # predicted wait; None: by the lane; 0: no limit
-    # Of single lanes: `batch=500000`, `interactive=2s`.
-    lane_bounds: Annotated[_Names, _read_by(parse_lane_bounds)] = ()
-    # of all jobs; None: by Redis's memory; 0: no limit
-    max_stored_bytes: NonNegativeInt | None = None
-    max_tenant_stored_bytes: NonNegativeInt | None = None  # of one tenant; None: half of all
-    cold_start_s: NonNegativeFloat = 30.0  # until the first worker is up, if there is none
-    heartbeat_s: PositiveFloat = 10.0
-    poll_s: PositiveFloat = 1.0
-    max_buffer_bytes: PositiveInt = 256 * 1024
-    stall_timeout_s: PositiveFloat = 30.0
-    outage_grace_s: NonNegativeFloat = 30.0
-    breaker_open_s: PositiveFloat = 0.5
-    attendance_s: PositiveFloat = 30.0
-    drain_s: NonNegativeFloat = 20.0
-    embedded_metrics: bool = False  # writes a line for CloudWatch after each request
+    redis_url: str = Field(
+        validation_alias=AliasChoices("redis_url", "REDIS_URL"),
+        repr=False,
+        description="Redis 7.0 or later; every command takes it",
+    )
+    namespace: str = _set("default", "separates installations on one Redis")
+    api_key: _Key | None = _secret(
+        None, "a key of the tenant `default` with all rights, beside the keys in Redis"
+    )
+    key_pepper: _Key | None = _secret(
+        None,
+        "keys the digests of API keys, the same for all gateways and `batchway keys`; Redis "
+        "keeps one if none is given",
+    )
+    require_key: bool = _set(
+        False,
+        "whether nobody is served without a key, even while no key exists; set it behind a proxy",
+    )
+    allowed_hosts: _Names = _set(
+        (),
+        "accepted Host names; `*`: any. By default loopback names, and any where a key is required",
+    )
+    sync_deadline_s: PositiveFloat = _set(120.0, "the deadline of a synchronous call")
+    sync_limit_s: NonNegativeFloat = _set(
+        0.0,
+        "a longer call becomes a job; set it two seconds below a proxy's limit. 0: the "
+        "platform's limit, if it reports one",
+    )
+    job_deadline_s: PositiveFloat = _set(86_400.0, "the deadline of a job that sets none")
+    sync_retention_s: PositiveFloat = _set(
+        600.0, "how long the output of a synchronous call is kept"
+    )
+    job_retention_s: PositiveFloat = _set(
+        86_400.0, "how long a job is kept whose body and key do not say"
+    )
+    max_retention_s: PositiveFloat = _set(
+        30 * 86_400.0, "the longest retention that a job may ask for"
+    )
+    object_store: Annotated[str, _read_by(open_store)] = _set(
+        "",
+        "keeps long prompts and results: a directory, or s3://bucket/prefix; without it they "
+        "are in Redis",
+    )
+    object_min_bytes: PositiveInt = _set(16 * 1024, "shorter prompts stay in Redis")
+    result_url_s: PositiveFloat = _set(3_600.0, "how long a `result_url` is valid")
+    callback_allow: Annotated[_Names, _read_by(AllowList.parse)] = _set(
+        (), "private addresses that callbacks may reach, for development"
+    )
+    callback_aws: _Names = _set((), "patterns of AWS resources that callbacks may use")
+    callback_secrets: Annotated[str, _read_by(Secrets.parse)] = _secret(
+        "", "secrets that sign callbacks without a secret of their own"
+    )
+    models: str = _set("", "the `models.yaml` whose flows this gateway publishes and runs")
+    max_body_bytes: PositiveInt = _set(
+        4 * 1024 * 1024,
+        "the longest decoded body: 32 bytes for each of 131,072 tokens. English takes 4 to 5 "
+        "bytes a token, Cyrillic in JSON escapes 18, token ids 8",
+    )
+    body_timeout_s: PositiveFloat = _set(10.0, "the time for a body")
+    max_file_bytes: PositiveInt = _set(200 * 10**6, "the longest file")
+    max_tenant_file_bytes: NonNegativeInt = _set(10 * 10**9, "all files of a tenant; 0: no limit")
+    file_lifetime_s: Annotated[float, Field(ge=3_600, le=30 * 86_400)] = _set(
+        30 * 86_400.0, "of files without `expires_after`"
+    )
+    upload_timeout_s: PositiveFloat = _set(600.0, "the time for an upload")
+    max_batch_lines: PositiveInt = _set(50_000, "the lines of a batch")
+    max_batch_jobs: Annotated[int, Field(ge=64)] = _set(
+        256, "the jobs of a batch that wait or run at a time"
+    )
+    batch_price: Annotated[float, Field(ge=0, le=1)] = _set(
+        1.0,
+        "what a token in the lane `batch` counts in a tenant's tokens per minute; the same for "
+        "all gateways",
+    )
+    feeds_batches: bool = _set(True, "whether this gateway runs batches")
+    head_timeout_s: PositiveFloat = _set(10.0, "the time for a request's headers")
+    idle_timeout_s: PositiveFloat = _set(
+        30.0, "the time until a request's first byte; longer than a load balancer's"
+    )
+    max_connections_per_address: NonNegativeInt = _set(
+        1_024, "of one address (IPv6: /64) to one process; 0: no limit. Behind a proxy 0"
+    )
+    max_calls_per_key: NonNegativeInt = _set(
+        1_024, "concurrent requests of one key to one process; 0: no limit"
+    )
+    max_output_tokens: PositiveInt = _set(
+        32_768, "the largest `max_tokens`; all choices together eight times as much"
+    )
+    default_output_tokens: PositiveInt = _set(4_096, "`max_tokens` of a chat without it")
+    clip_max_tokens: bool = _set(
+        True, "whether `max_tokens` beyond the context is cut to what fits; otherwise it is refused"
+    )
+    lane_bound_tokens: NonNegativeInt | None = _set(
+        None, "the tokens that may wait in a lane; 0: no limit. By default by Redis's memory"
+    )
+    lane_bound_s: NonNegativeFloat | None = _set(
+        None, "the longest predicted wait in a lane; 0: no limit. By default by the lane"
+    )
+    lane_bounds: Annotated[_Names, _read_by(parse_lane_bounds)] = _set(
+        (), "bounds of single lanes: `interactive=2s,batch=500000`; 0 or `0s`: no limit"
+    )
+    max_stored_bytes: NonNegativeInt | None = _set(
+        None,
+        "all kept jobs together, beyond it 503; 0: no limit. By default 8 times Redis's memory",
+    )
+    max_tenant_stored_bytes: NonNegativeInt | None = _set(
+        None, "the kept jobs of a tenant, beyond it 429; 0: no limit. By default half of all"
+    )
+    cold_start_s: NonNegativeFloat = _set(30.0, "added to predicted waits while no worker lives")
+    heartbeat_s: PositiveFloat = _set(
+        10.0, "a stream that is silent so long sends an empty line or a comment"
+    )
+    poll_s: PositiveFloat = _set(1.0, "how often a log is read, as messages may be lost")
+    max_buffer_bytes: PositiveInt = _set(
+        256 * 1024, "a log is read when more messages wait for a reader"
+    )
+    stall_timeout_s: PositiveFloat = _set(
+        30.0, "a connection whose client accepts no data for so long is closed (Linux)"
+    )
+    outage_grace_s: NonNegativeFloat = _set(30.0, "how long a stream waits for Redis")
+    breaker_open_s: PositiveFloat = _set(
+        0.5, "how long calls are refused at once after Redis failed"
+    )
+    attendance_s: PositiveFloat = _set(
+        30.0, "when a gateway dies, the job of a synchronous call waits so long for its caller"
+    )
+    drain_s: NonNegativeFloat = _set(20.0, "how long streams may go on at shutdown")
+    embedded_metrics: bool = _set(
+        False, "whether counts are printed for CloudWatch after each request"
+    )
 
     def bound_of(self, lane: str, memory_bytes: int) -> tuple[int, float]:
-        """The limits of a lane in tokens and predicted seconds; 0: none. `memory_bytes`: of Redis.
-        A lane's own setting takes precedence over the setting for all lanes, and that over the
-        default."""
+        """Returns the limits of a lane in tokens and predicted seconds; 0: none. `memory_bytes`: of
+        Redis. A lane's own setting takes precedence over the setting for all lanes, and that over
+        the default."""
         own = parse_lane_bounds(self.lane_bounds).get(lane, LaneBound())
         default = tokens_in(memory_bytes), default_wait_s(lane, self.sync_deadline_s)
         tokens = (own.tokens, self.lane_bound_tokens, default[0])

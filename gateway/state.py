@@ -8,7 +8,7 @@ from msgspec import field
 
 from contract.jobs import Job
 from gateway.grammars.compiler import GrammarCompiler
-from gateway.http.errors import draining
+from gateway.http.errors import Draining
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.sse import StreamDrain
 from gateway.models.step_templates import StepTemplates
@@ -19,7 +19,7 @@ from gateway.turns import NUM_UPLOADS, UPLOADS_EACH, Turns
 
 
 class Gateway(msgspec.Struct, frozen=True):
-    """One for each app."""
+    """The state of one app."""
 
     settings: GatewaySettings
     broker: Broker
@@ -52,7 +52,7 @@ async def accepting_gateway_of(request: Request) -> Gateway:
     """Raises ApiError while the gateway shuts down."""
     gateway = await gateway_of(request)
     if gateway.drain.has_begun:
-        raise draining()
+        raise Draining
     return gateway
 
 

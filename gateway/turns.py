@@ -27,7 +27,7 @@ _MAX_IDLE = 1024  # owners whose times are remembered
 
 
 class Busy(BatchwayError):
-    """An owner's earlier work keeps its places for too long, or the machine does other work."""
+    """An owner's earlier work keeps its places for too long, or the machine is busy."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("earlier calls are being prepared")
@@ -43,7 +43,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct):
-    """An owner's work."""
+    """An owner's work, running and waiting."""
 
     share: int  # places that it may have
     weight: float
@@ -54,7 +54,7 @@ class _Line(msgspec.Struct):
 
 
 class Turns:
-    """The places of one gateway, of which an owner may have `share` at a time; 0: half. `clock`:
+    """The places of one gateway. An owner may have `share` of them at a time; 0: half. `clock`:
     seconds."""
 
     def __init__(
@@ -101,13 +101,13 @@ class Turns:
         return line
 
     def _forget_idle(self) -> None:
-        """Forgets owners without work that have no more time behind them than a new one."""
+        """Forgets owners without work that have used no more time than a new one."""
         for owner, line in list(self._lines.items()):
             if not line.num_running and not line.waiting and line.start <= self._virtual_s:
                 del self._lines[owner]
 
     async def _wait(self, line: _Line) -> None:
-        """Raises Busy."""
+        """Waits for a place. Raises Busy."""
         if len(line.waiting) >= MAX_WAITING:
             raise Busy(self._retry_s(line))
         turn = asyncio.get_running_loop().create_future()
@@ -157,7 +157,7 @@ _OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
 
 
 def take_turns(turns: Turns) -> None:
-    """From here on this task, and those that it starts, work at these turns."""
+    """From here on this task, and those that it starts, take their turns from `turns`."""
     _TURNS.set(turns)
 
 
@@ -173,6 +173,6 @@ def is_attended() -> bool:
 
 @asynccontextmanager
 async def turn(default: Turns) -> AsyncIterator[None]:
-    """A turn of this task's owner, at this task's turns or the default ones. Raises Busy."""
+    """Waits for this task's owner, in the task's own `Turns` or the default ones. Raises Busy."""
     async with (_TURNS.get() or default).turn(_OWNER.get() or Owner()):
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.command_line import COMMANDS, command_options
+from infra.options_page import page
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("batchway_client", "contract", "gateway", "workers", "infra", "bench")
@@ -142,10 +142,6 @@ def test_scripts_are_short_and_strict(path: Path) -> None:
     assert path.stat().st_mode & 0o111
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_is_documented(command: str) -> None:
-    """docs/configuration.md names each long option of the command line."""
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    for option in command_options(command):
-        for name in option.option_strings:
-            assert f"`{name}" in page, f"{name} of `batchway {command}`"
+def test_the_page_of_options_is_as_they_are_declared() -> None:
+    """After a change: python -m infra.options_page > docs/options.md"""
+    assert (ROOT / "docs" / "options.md").read_text() == page()

@@ -37,7 +37,7 @@ def load_settings() -> GatewaySettings:
 
 
 def read_secrets(arns: list[str]) -> dict[str, str]:
-    """The entries of all these secrets. Raises SecretUnavailable.
+    """Returns the entries of all these secrets. Raises SecretUnavailable.
 
     boto3 comes with Lambda's Python. It is imported here because that takes 0.2 s of processor
     time.

@@ -27,14 +27,14 @@ class JobRequest(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Self:
-        """From a direct invocation: the job's body, with optional `headers`."""
+        """Reads a direct invocation: the job's body, with optional `headers`."""
         job = {name: value for name, value in event.items() if name != "headers"}
         given = event.get("headers") or {}
         return cls(json.dumps(job).encode(), {name.lower(): str(given[name]) for name in given})
 
     @classmethod
     def of_message(cls, record: Mapping[str, Any]) -> Self:
-        """From an SQS message: the text is the body, string attributes are headers.
+        """Reads an SQS message: its text is the body, its string attributes are headers.
 
         SQS delivers at least once, so the message id is the default idempotency key.
         """

@@ -1,4 +1,4 @@
-"""The contents of files in the object store, moved bit by bit: no file is ever whole in memory."""
+"""The contents of files in the object store, moved in chunks: no file is ever whole in memory."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator

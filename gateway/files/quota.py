@@ -1,4 +1,4 @@
-"""The quota of a tenant: the bytes of its files. Refusals for a tenant's limits."""
+"""The quota of a tenant: the bytes of its files."""
 
 from gateway.http.errors import ApiError
 from gateway.state import Gateway

@@ -21,9 +21,9 @@ class Span:
 
     @classmethod
     def asked(cls, header: str | None, num_bytes: int) -> "Span | None":
-        """The bytes that the header asks for; None for all of them: without the header, with one
-        that is malformed or of another unit, with ranges that do not touch each other, and of an
-        empty file. Raises ApiError (416)."""
+        """Returns the bytes that the header asks for. None stands for all of them: without the
+        header, with one that is malformed or of another unit, with ranges that do not touch each
+        other, and for an empty file. Raises ApiError (416)."""
         spans = _spans(header or "", num_bytes)
         if not spans or num_bytes == 0:
             return None
@@ -35,7 +35,7 @@ class Span:
 
 
 def _spans(header: str, num_bytes: int) -> list[Span]:
-    """One for each range, within the file; empty if the header is to be ignored."""
+    """The span of each range, within the file; an empty list if the header is to be ignored."""
     unit, _, ranges = header.partition("=")
     spans = []
     for text in filter(None, (part.strip(" \t") for part in ranges.split(","))):
@@ -54,7 +54,7 @@ def _spans(header: str, num_bytes: int) -> list[Span]:
 
 
 def _number(digits: str | None) -> int | None:
-    """None where there are none."""
+    """The number that the digits spell; None if there are no digits."""
     if not digits:
         return None
     digits = digits.lstrip("0") or "0"
@@ -62,7 +62,7 @@ def _number(digits: str | None) -> int | None:
 
 
 def _joined(spans: list[Span]) -> Span | None:
-    """One for all of them; None if there is a gap."""
+    """Returns one span for all of them; None if there is a gap."""
     spans.sort(key=lambda span: span.start)
     whole = spans[0]
     for span in spans[1:]:

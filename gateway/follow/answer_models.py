@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "tool_calls"] | None
 
 
 class Shown(BaseModel):
-    """What only the document shows is not built before it is asked for."""
+    """A model that is built only when the OpenAPI document is asked for."""
 
     model_config = ConfigDict(defer_build=True)
 

@@ -100,8 +100,8 @@ class Chunks:
         self._num_reasoning = 0
 
     def of(self, entry: LogEntry) -> list[dict[str, Any]]:
-        """The chunks of one event. If choices begin in it, a chunk that introduces them comes
-        first; data of the prompt is kept until then. Vectors have no chunks."""
+        """Returns the chunks of one event; vectors have none. If choices begin in it, a chunk that
+        introduces them comes first; data of the prompt is kept until then."""
         if self._job.pooling is not None or isinstance(entry.event, Members):
             return []
         if isinstance(entry.event, Prompt):

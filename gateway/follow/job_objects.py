@@ -154,8 +154,8 @@ def accepted_object(view: JobView) -> AcceptedJob:
 
 
 def has_result(view: JobView) -> bool:
-    """Whether there is an answer to show: also of an interrupted job with output, but vectors only
-    if all are there. A response tells its end itself."""
+    """Whether there is an answer to show: also the output of an interrupted job; vectors only if
+    all are there. A response states itself how it ended."""
     if view.job.pooling is not None:
         return view.status is JobStatus.SUCCEEDED
     is_told = view.num_output_tokens > 0 or view.job.endpoint is Endpoint.RESPONSES

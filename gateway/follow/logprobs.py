@@ -24,7 +24,7 @@ def chat_logprobs(tokenizer: ModelTokenizer, items: Sequence[TokenLogprob]) -> d
 
 
 def response_logprobs(tokenizer: ModelTokenizer | None) -> ShowLogprobs | None:
-    """Shows those of a response's text; None without a tokenizer."""
+    """Returns what shows log probabilities of a response's text; None without a tokenizer."""
     return None if tokenizer is None else lambda items: chat_logprobs(tokenizer, items)["content"]
 
 

@@ -1,4 +1,4 @@
-"""The calls of a flow's job, as its log tells of them."""
+"""The calls of a flow's job, as recorded in its log."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ MODELS_HEADER = "x-batchway-models"
 
 
 class KnownMembers:
-    """Calls in the order in which they began, each as the log last has it."""
+    """Calls in the order in which they began, each in its latest state in the log."""
 
     def __init__(self) -> None:
         self._runs: dict[str, MemberRun] = {}
@@ -37,8 +37,8 @@ def chosen_header(job: Job) -> dict[str, str]:
 
 
 async def members_of(broker: Broker, view: JobView) -> list[MemberRun]:
-    """The calls of a job; of one whose model a route has chosen, the job itself. Those that its log
-    does not tell the end of are looked up. Raises UnknownJob."""
+    """Returns the calls of a job; if a route has chosen its model, the job itself. Calls whose end
+    is not in the log are looked up. Raises UnknownJob."""
     job = view.job
     if job.flow is None:
         if not job.asked_model:
@@ -55,8 +55,8 @@ async def members_of(broker: Broker, view: JobView) -> list[MemberRun]:
 
 
 async def cancel_whole(broker: Broker, job: Job) -> JobStatus:
-    """Cancels a job, and the calls of a flow's. The process that runs the flow does so too, if
-    there is one. Raises UnknownJob, BatchwayError."""
+    """Cancels a job, and a flow's calls. The process that runs the flow, if there is one, does so
+    too. Raises UnknownJob, BatchwayError."""
     status = await broker.cancel(job.id, job.tenant)
     if job.flow is not None:
         view, _ = await broker.read(job.id, job.tenant)
@@ -69,8 +69,8 @@ async def cancel_whole(broker: Broker, job: Job) -> JobStatus:
 
 
 async def delete_whole(broker: Broker, job_id: str, tenant: str) -> JobStatus | None:
-    """Deletes a job that has ended, and the calls of a flow's; the status of one that has not. The
-    calls of one that cannot be read stay until their retention is over. Raises UnknownJob,
+    """Deletes a job that has ended, and a flow's calls; if it has not ended, returns its status. If
+    the job cannot be read, its calls stay until their retention is over. Raises UnknownJob,
     BatchwayError."""
     runs = []
     with contextlib.suppress(RecordUnreadable):

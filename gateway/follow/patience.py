@@ -1,5 +1,5 @@
-"""How long a synchronous call may last before it becomes a job: by the `Prefer` header (RFC 7240),
-or by the platform's time limit."""
+"""How long a synchronous call may last before it becomes a job: limited by the `Prefer` header (RFC
+7240) or by the platform."""
 
 import math
 import re
@@ -65,8 +65,8 @@ class Patience(msgspec.Struct, frozen=True):
     def of(
         cls, request: Request, preference: Preference, *, sync_limit_s: float, longest_s: float
     ) -> "Patience":
-        """`sync_limit_s` 0: no limit except the platform's, if it reports one. A client's wish is
-        limited to `longest_s`."""
+        """Computes the time limit. `sync_limit_s` 0: no limit except the platform's, if it reports
+        one. A client's wish is limited to `longest_s`."""
         now_s = time.monotonic()
         left_s = min(sync_limit_s or math.inf, request.scope["state"].get(TIME_LEFT, math.inf))
         wait_s = math.inf if preference.wait_s is None else min(preference.wait_s, longest_s)

@@ -4,15 +4,16 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from contract.errors import BatchwayError
-from contract.events import End, LogEntry, Members
+from contract.events import LogEntry
 from contract.jobs import Job
 from contract.response_events import Event, ResponseEvents
 from contract.response_records import ResponseRecord, response_id
+from gateway.follow.follow import Ended, follow
 from gateway.follow.logprobs import response_logprobs
-from gateway.follow.streams import log_answered, reset_error
+from gateway.follow.streams import reset_error
 from gateway.follow.sync_call import SyncCall
 from gateway.http import sse
-from gateway.http.errors import ApiError, draining, failure_of, to_call_error
+from gateway.http.errors import ApiError, failure_of, to_call_error
 from gateway.redis.cursor import Reset
 from gateway.state import Gateway
 
@@ -20,32 +21,26 @@ from gateway.state import Gateway
 async def whole_response(
     gateway: Gateway, call: SyncCall, record: ResponseRecord
 ) -> dict[str, Any]:
-    """The response of a call, once its job has ended, or as it is when the platform's time is up.
-    Raises ApiError if the job failed."""
+    """Returns the response of a call once its job has ended, or as it is at the platform's time
+    limit. Raises ApiError if the job failed."""
     job = call.job
     events = ResponseEvents(job, record, response_logprobs(await gateway.tokenizer_for(job)))
-    async for item in gateway.broker.events(job.id, job.tenant, submitted_s=call.submitted_s):
+    async for item in follow(gateway, job, call=call):
         match item:
-            case LogEntry(event=End() as end):
-                log_answered(job, end)
+            case Ended(end):
                 if (failure := failure_of(end)) is not None:
                     raise failure
                 view, _ = await gateway.broker.read(job.id, job.tenant)
                 response: dict[str, Any] = events.end(view)[-1]["response"]
                 return response
-            case LogEntry(event=Members() as event):
-                call.note_members(event)
             case LogEntry():
-                call.timing.mark("first_token")
                 events.of(item)
             case Reset():
                 events.reset()
         if call.patience.is_over(has_sent=False):
             await _outlive(call, record)
             return events.response("in_progress")
-        if gateway.drain.is_over:
-            raise draining()
-    raise AssertionError("a log that ends without an End")
+    raise AssertionError("unreachable")
 
 
 async def response_stream(
@@ -57,12 +52,10 @@ async def response_stream(
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     yield _messages(events.begin(), after) or sse.EMPTY_LINE
     num_at_start = events.num_events
-    submitted_s = None if call is None else call.submitted_s
     try:
-        async for item in gateway.broker.events(job.id, job.tenant, submitted_s=submitted_s):
+        async for item in follow(gateway, job, call=call):
             match item:
-                case LogEntry(event=End() as end):
-                    log_answered(job, end)
+                case Ended():
                     view, _ = await gateway.broker.read(job.id, job.tenant)
                     yield _messages(events.end(view), after)
                     break
@@ -80,8 +73,6 @@ async def response_stream(
             if call is not None and call.patience.is_over(has_sent=True):
                 await _outlive(call, record)
                 raise _time_is_up(job, events.num_events)
-            if gateway.drain.is_over:
-                raise draining()
     except BatchwayError as exc:
         error = to_call_error(exc)
         yield _messages([events.error(error.code, error.message)], -1)

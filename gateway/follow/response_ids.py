@@ -23,7 +23,7 @@ def response_of_item(item_id: str) -> str | None:
 
 
 def no_such_response(param: str | None = None) -> ApiError:
-    """With OpenAI's code for one that was to be continued."""
+    """The error for an unknown response; with OpenAI's own code if the call should continue it."""
     code = "response_not_found"
     if param == "previous_response_id":
         return not_found("the previous response", f"previous_{code}", param)

@@ -16,7 +16,7 @@ from gateway.state import Gateway
 async def read_response(
     gateway: Gateway, response_id: str, tenant: str, param: str | None = None
 ) -> tuple[JobView, ResponseRecord]:
-    """A stored response. Raises ApiError (404), PayloadError."""
+    """Returns the job and the record of a stored response. Raises ApiError (404), PayloadError."""
     try:
         view, _ = await gateway.broker.read(job_of_response(response_id, param), tenant)
     except UnknownJob:
@@ -48,7 +48,7 @@ async def ended_response(gateway: Gateway, view: JobView, record: ResponseRecord
 
 
 async def shown_response(gateway: Gateway, response_id: str, tenant: str) -> dict[str, Any]:
-    """The response as it is now; its output once it has ended. Raises ApiError (404)."""
+    """Returns the response as it is now, with output once it has ended. Raises ApiError (404)."""
     view, record = await read_response(gateway, response_id, tenant)
     if view.is_terminal:
         return await ended_response(gateway, view, record)

@@ -1,44 +1,29 @@
 """Streams of a job's log: for a synchronous call, or of the job itself (resumable)."""
 
-import logging
 from collections.abc import AsyncGenerator
 
 from contract.errors import BatchwayError
-from contract.events import End, LogEntry, Members
+from contract.events import End, LogEntry
 from contract.function_types import JobView
 from contract.jobs import Endpoint, Job, JobStatus
 from contract.response_events import ResponseEvents
 from contract.response_records import decode_record
 from gateway.follow.answers import Chunks
 from gateway.follow.event_ids import START, LogPosition
+from gateway.follow.follow import Ended, follow
 from gateway.follow.job_objects import events_url, job_object, place
 from gateway.follow.logprobs import response_logprobs
 from gateway.follow.sync_call import SyncCall
 from gateway.http import sse
 from gateway.http.errors import (
     ApiError,
+    Draining,
     became_job,
-    draining,
     failure_of,
     to_call_error,
 )
 from gateway.redis.cursor import Idle, Reset
 from gateway.state import Gateway
-
-log = logging.getLogger("batchway.gateway")
-
-
-def log_answered(job: Job, end: End) -> None:
-    """Logs a synchronous call at its end. Before its first token, logging would delay it."""
-    log.info(
-        "answered job_id=%s lane=%s status=%s num_prompt=%d num_output=%d",
-        job.id,
-        job.lane,
-        end.status,
-        end.prompt_tokens,
-        end.output_tokens,
-    )
-
 
 _RESET = sse.message({"from": 0}, event="stream_reset")
 
@@ -79,20 +64,15 @@ async def call_stream(
     has_sent, last_id = starts_over, position.sse_id
     may_begin_early = not call.patience.is_wished
     try:
-        async for item in gateway.broker.events(
-            job.id, job.tenant, position.number, position.hash, submitted_s=call.submitted_s
-        ):
+        async for item in follow(gateway, job, position, call=call):
             match item:
-                case LogEntry(event=End() as end):
-                    log_answered(job, end)
+                case Ended(end):
                     failure = failure_of(end)
                     if failure is not None:
                         raise failure
                     if includes_usage:
                         yield sse.message(chunks.usage(end.prompt_tokens, end.output_tokens))
                     break
-                case LogEntry(event=Members() as event):
-                    call.note_members(event)
                 case LogEntry():
                     if messages := _chunk_messages(chunks, item, has_id=has_ids):
                         yield messages
@@ -113,8 +93,6 @@ async def call_stream(
                 await call.detach()
                 yield _became_job(job, last_id)
                 break
-            if gateway.drain.is_over:
-                raise draining()
     except BatchwayError as exc:
         error = to_call_error(exc)
         if not has_sent:
@@ -151,36 +129,37 @@ async def job_stream(
     yield queue_news.of(view) or sse.COMMENT
     if begun and position is START:
         yield begun
-    async for item in gateway.broker.events(job.id, job.tenant, position.number, position.hash):
-        match item:
-            case LogEntry(event=End() as end):
-                ended, _ = await gateway.broker.read(job.id, job.tenant)
-                if isinstance(chunks, ResponseEvents):
-                    yield b"".join(map(sse.message, chunks.end(ended)))
-                yield sse.message(job_object(ended).model_dump(), event=end.status, id_=item.sse_id)
-                break
-            case LogEntry():
-                if messages := _chunk_messages(chunks, item, has_id=True):
-                    yield messages
-                    last_id = item.sse_id
-                    heartbeat.touch()
-            case Reset():
-                chunks.reset()
-                yield _RESET + _begun(chunks)
-            case Idle(view=read):
-                if read is not None and (news := queue_news.of(read)):
-                    yield news
-                    heartbeat.touch()
-                elif heartbeat.is_due():
-                    yield sse.COMMENT
-        if gateway.drain.is_over:
-            yield sse.message({"id": job.id, "last_event_id": last_id}, event="reconnect")
-            return
-    yield sse.DONE
+    try:
+        async for item in follow(gateway, job, position):
+            match item:
+                case Ended(end, sse_id):
+                    ended, _ = await gateway.broker.read(job.id, job.tenant)
+                    if isinstance(chunks, ResponseEvents):
+                        yield b"".join(map(sse.message, chunks.end(ended)))
+                    yield sse.message(job_object(ended).model_dump(), event=end.status, id_=sse_id)
+                    break
+                case LogEntry():
+                    if messages := _chunk_messages(chunks, item, has_id=True):
+                        yield messages
+                        last_id = item.sse_id
+                        heartbeat.touch()
+                case Reset():
+                    chunks.reset()
+                    yield _RESET + _begun(chunks)
+                case Idle(view=read):
+                    if read is not None and (news := queue_news.of(read)):
+                        yield news
+                        heartbeat.touch()
+                    elif heartbeat.is_due():
+                        yield sse.COMMENT
+    except Draining:
+        yield sse.message({"id": job.id, "last_event_id": last_id}, event="reconnect")
+    else:
+        yield sse.DONE
 
 
 def _begun(chunks: Chunks | ResponseEvents) -> bytes:
-    """What a response tells before its first output."""
+    """The events of a response that precede its first output."""
     events = chunks.begin() if isinstance(chunks, ResponseEvents) else ()
     return b"".join(map(sse.message, events))
 
@@ -212,7 +191,7 @@ class _QueueNews:
         self._told: object = None
 
     def of(self, view: JobView) -> bytes:
-        """Empty if nothing has changed."""
+        """Returns a `queued` event; empty if nothing has changed."""
         if view.status is not JobStatus.QUEUED:
             return b""
         shown = place(view.position)

@@ -4,15 +4,15 @@ import asyncio
 from typing import Any
 
 from contract.errors import BrokerUnavailable
-from contract.events import End, LogEntry, Members
+from contract.events import LogEntry
 from contract.function_types import JobView
 from contract.jobs import Job
 from contract.vector_answers import VectorAnswer
 from gateway.follow.answers import Answer
+from gateway.follow.follow import Ended, follow
 from gateway.follow.stored_responses import ended_response, record_of_job
-from gateway.follow.streams import log_answered
 from gateway.follow.sync_call import SyncCall
-from gateway.http.errors import draining, failure_of
+from gateway.http.errors import failure_of
 from gateway.redis.cursor import Reset
 from gateway.state import Gateway
 
@@ -22,26 +22,19 @@ async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, Any]:
     AnsweredOtherwise if the call became a job."""
     job = call.job
     answer = await answer_to(gateway, job)
-    async for item in gateway.broker.events(job.id, job.tenant, submitted_s=call.submitted_s):
+    async for item in follow(gateway, job, call=call):
         match item:
-            case LogEntry(event=End() as end):
-                log_answered(job, end)
-                failure = failure_of(end)
-                if failure is not None:
+            case Ended(end):
+                if (failure := failure_of(end)) is not None:
                     raise failure
                 return await built(answer, end.prompt_tokens, end.output_tokens)
-            case LogEntry(event=Members() as event):
-                call.note_members(event)
             case LogEntry():
-                call.timing.mark("first_token")
                 answer.add(item)
             case Reset():
                 answer.reset()
         if call.patience.is_over(has_sent=False):
             raise await call.hand_over()
-        if gateway.drain.is_over:
-            raise draining()
-    raise AssertionError("a log that ends without an End")
+    raise AssertionError("unreachable")
 
 
 async def ended_answer(gateway: Gateway, view: JobView) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Finds what is wrong with a grammar: llguidance does not compile it, or its outputs cannot go on.
+"""Finds faults in a grammar: llguidance does not compile it, or its outputs reach a dead end.
 
 llguidance compiles grammars in which nothing may follow: a rule that consists of itself, a pattern
 of names that are all taken, more alternatives at one place than it considers. A worker would find
-out in the middle of an answer. So two outputs are followed, byte by byte. That is no proof; they
-meet what an ordinary output meets.
+out in the middle of an answer. So two outputs are written here, byte by byte. They prove nothing,
+but ordinary outputs have the same faults.
 """
 
 import random
@@ -40,13 +40,13 @@ Choose = Callable[[int], int]  # a token, of those that may follow: a bit for ea
 
 
 def fault_of(grammar: str) -> str:
-    """Why outputs of the grammar cannot be forced, in a sentence; "": nothing was found."""
+    """Why outputs of the grammar cannot be forced, in a sentence; "" if no fault is found."""
     matcher = _matcher(grammar)
     return sentence(matcher.get_error()) if matcher.is_error() else _dead_end(matcher)
 
 
 def dead_end(grammar: str) -> str:
-    """Why an output of a valid grammar cannot go on. Does not look at grammars with tokens."""
+    """Returns why an output of a valid grammar cannot go on. Ignores grammars with tokens."""
     matcher = _matcher(grammar)
     return "" if matcher.is_error() else _dead_end(matcher)
 
@@ -64,7 +64,7 @@ def _matcher(grammar: str) -> LLMatcher:
 
 
 def _dead_end(matcher: LLMatcher) -> str:
-    """What the first of the walks finds that finds something."""
+    """Returns the first fault that a walk finds."""
     walks: list[Choose] = [_Closing(), _Varied()]
     return next(filter(None, (_fault(matcher.deep_copy(), choose) for choose in walks)), "")
 
@@ -88,7 +88,7 @@ def _tokens(mask: int) -> list[int]:
 
 
 class _Closing:
-    """Ends strings, lists, objects and the output as soon as it may."""
+    """Chooses what ends strings, lists, objects and the output as soon as possible."""
 
     def __init__(self) -> None:
         self._draw = random.Random(0)
@@ -103,7 +103,7 @@ class _Closing:
 
 
 class _Varied:
-    """Takes what it took least often, and writes no long texts."""
+    """Chooses what it has chosen least often, and writes no long texts."""
 
     def __init__(self) -> None:
         self._num_taken: Counter[int] = Counter()

@@ -41,7 +41,7 @@ class GrammarRefused(Exception):
 
 
 class Around(TypedDict):
-    """What an answer stands in: how the model reasons, and the tokens of its formats."""
+    """What surrounds an answer: how the model reasons, and the tokens of its formats."""
 
     marks: Marks
     reasoning: Reasoning | None
@@ -76,7 +76,7 @@ def compile_grammar(
 
 
 def _answer(kind: Kind, value: Any, is_strict: bool) -> dict[str, Any]:
-    """The grammar of an answer, as llguidance has it. Raises GrammarRefused."""
+    """Returns the grammar of an answer in llguidance's form. Raises GrammarRefused."""
     match kind:
         case Kind.JSON_SCHEMA:
             return {"json_schema": _of_schema(value, is_strict)}
@@ -117,7 +117,7 @@ def _of_grammar(text: str) -> str:
 
 
 def _checked(grammar: str) -> str:
-    """A grammar that compiles. Raises GrammarRefused."""
+    """Returns the grammar if it compiles. Raises GrammarRefused."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if is_error:
         raise GrammarRefused(sentence(messages[0]))
@@ -125,14 +125,14 @@ def _checked(grammar: str) -> str:
 
 
 def _followed(grammar: str) -> str:
-    """A grammar whose outputs can go on. Raises GrammarRefused."""
+    """Returns the grammar if its outputs can go on. Raises GrammarRefused."""
     if fault := fault_of(grammar):
         raise GrammarRefused(fault)
     return grammar
 
 
 def _of_schema(schema: Any, is_strict: bool) -> dict[str, Any]:
-    """What can be enforced of the schema, with the options of the library. Raises
+    """Returns a grammar of what can be enforced of the schema, with the library's options. Raises
     GrammarRefused."""
     if schema is True:
         schema = {}

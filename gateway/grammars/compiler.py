@@ -23,7 +23,7 @@ class Constraint:
         self.request: Mapping[str, Any] = {"kind": kind, "value": value, "is_strict": is_strict}
 
     def within(self, around: Mapping[str, Any]) -> Self:
-        """The same for an answer with something around it: a grammars.Around."""
+        """Returns the same constraint for an answer with something around it: a grammars.Around."""
         found = copy.copy(self)
         found.request = {**self.request, "around": around}
         return found

@@ -38,7 +38,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes) -> Any:
-    """JSON of a body, or of a string in a body. Raises ValueError."""
+    """Parses a body, or a string in a body. Raises ValueError."""
     if depth_of(raw) > MAX_DEPTH:
         raise _Refused(f"nested deeper than {MAX_DEPTH} levels")
     value = _DECODER.decode(raw.decode("utf-8"))

@@ -14,10 +14,11 @@ class TooMuch(Exception):
 
 
 class Decoder:
-    """Of one body. `encoding`: the header's value; `max_bytes`: of the decoded body.
+    """Decodes one body. `encoding`: the header's value; `max_bytes`: of the decoded body.
 
-    No more is decoded than the bound, as a few bytes may stand for gigabytes. Raises ApiError (415)
-    for other encodings."""
+    It stops decoding at the limit, because a few bytes may stand for gigabytes. Raises ApiError
+    (415) for other encodings.
+    """
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
         self._encoding = encoding.strip().lower().removeprefix("x-")
@@ -30,7 +31,7 @@ class Decoder:
         self._has_begun = False
 
     def decode(self, data: bytes, *, is_last: bool) -> bytes:
-        """The next bytes of the body. Raises TooMuch, and ApiError for what is not so encoded."""
+        """The next bytes of the body. Raises TooMuch, and ApiError if it is not so encoded."""
         found = data if self._encoding not in _ACCEPTED else self._decompressed(data, is_last)
         self._left -= len(found)
         if self._left < 0:

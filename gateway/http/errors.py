@@ -204,8 +204,17 @@ def job_lost() -> ApiError:
     return _dropped(503, "broker_unavailable", message, _SOON_S, code="job_lost")
 
 
-def draining() -> ApiError:
-    return _dropped(503, "draining", "this gateway is shutting down", 1)
+class Draining(ApiError):
+    """The gateway shuts down: another one goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "draining",
+            "this gateway is shutting down",
+            headers={"x-dropped-reason": "draining"},
+            retry_after_s=1,
+        )
 
 
 def became_job(job_id: str, url: str, last_id: str) -> ApiError:

@@ -40,7 +40,7 @@ class GatewayMetrics:
         self._requests[route, method if method in _METHODS else OTHER, str(status)] += 1
 
     def note_stream(self, sign: int) -> None:
-        """`change` is 1 when a stream begins and -1 when it ends."""
+        """Counts open streams: `sign` is 1 when a stream begins and -1 when it ends."""
         self._num_streams += sign
 
     def counts(self) -> Mapping[str, Mapping[Labels, int]]:

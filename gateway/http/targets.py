@@ -9,8 +9,8 @@ _ABSOLUTE = re.compile(rb"https?://([^/?#@]+)(/.*|)", re.IGNORECASE | re.DOTALL)
 
 
 def plain_target(scope: Scope) -> Scope:
-    """The same request by its path. A target that names scheme and host, which proxies send, stands
-    before the Host header (RFC 9112, section 3.2.2)."""
+    """Returns the request with only the path as its target. If the target names scheme and host, as
+    from some proxies, these take precedence over the Host header (RFC 9112, section 3.2.2)."""
     path: str = scope["path"]
     changes: dict[str, object] = {}
     absolute = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")

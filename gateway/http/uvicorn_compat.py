@@ -24,12 +24,12 @@ class HttpProtocol(H11Protocol):
 
     @property
     def awaits_request(self) -> bool:
-        """Whether it is the first of a request."""
+        """Whether the next byte is the first of a request."""
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
     @property
     def awaits_body(self) -> bool:
-        """Whether it belongs to a request's body."""
+        """Whether the next byte belongs to a request's body."""
         return self.conn.their_state is h11.SEND_BODY
 
 

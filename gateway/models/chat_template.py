@@ -41,8 +41,8 @@ class ChatTemplate:
         *,
         is_answered: bool = True,
     ) -> str:
-        """The prompt, up to the start of the assistant's message if it is answered. `variables`:
-        others that the template reads. Raises Refused, MemoryError."""
+        """Returns the prompt; with `is_answered`, it ends where the assistant's message starts.
+        `variables`: others that the template reads. Raises Refused, MemoryError."""
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
         messages = [_with_reasoning(message) for message in messages]
@@ -68,8 +68,8 @@ class ChatTemplate:
         return "".join(parts)
 
     def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        """The prompt of each query and document, in the roles that rerankers give them, after the
-        instruction if there is one. Raises Refused, MemoryError."""
+        """Returns the prompt of each query and document, in the roles that rerankers give them,
+        after the instruction if there is one. Raises Refused, MemoryError."""
         head = [{"role": "system", "content": instruction}] if instruction else []
         prompts: list[str] = []
         num_chars = 0
@@ -93,7 +93,7 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As transformers does: templates read a message's reasoning by several names."""
+    """Adds a message's reasoning by all names that templates read, as transformers does."""
     given = (message[name] for name in _REASONING_NAMES if message.get(name) is not None)
     reasoning = next(given, None)
     if reasoning is None:

@@ -1,5 +1,5 @@
-"""How a call looks to each model whose answer may be a flow's. Reads no definitions from files:
-functions load it at their start."""
+"""How a call looks to each model whose answer may become a flow's. Reads no definitions from files:
+functions load this module at their start."""
 
 from collections.abc import Mapping
 
@@ -12,9 +12,9 @@ _ENDLESS = 2**31 - 1  # tokens
 
 
 def deciding_cards(card: ModelCard, cards: Mapping[str, ModelCard]) -> list[ModelCard]:
-    """A flow's card with the tokenizer, the vocabulary and the context of each model that may
-    decide, longest context first; of a model, its own. A pipeline's steps make prompts of their
-    own, so its context has no end."""
+    """Returns a flow's card for each model that may decide, with that model's tokenizer, vocabulary
+    and context, the longest context first; for a model, its own card. A pipeline's steps make their
+    own prompts, so its context has no limit."""
     if card.flow is None:
         return [card]
     definition = card.flow.definition

@@ -1,8 +1,8 @@
-"""Tokens of long texts, in memory that their length does not decide.
+"""Tokens of long texts, in bounded memory.
 
-`tokenizers` takes about 140 bytes for each character while it encodes. Here a long text is read in
-pieces. What stands far enough from the edges of a piece has the tokens that it has in the whole
-text: words, and what merges with them, are shorter than that.
+`tokenizers` takes about 140 bytes for each character while it encodes. So a long text is read in
+pieces. Tokens far enough from the edges of a piece are the same as in the whole text, because
+words, and what merges with them, are shorter than that distance.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _EDGE_CHARS = 256  # at a cut, where the tokens may be others than in the whole
 
 
 class Over(msgspec.Struct, frozen=True):
-    """A text has more tokens than it may have: so many, or unless that `is_exact` even more."""
+    """A text has too many tokens: `num_tokens` or, unless `is_exact`, even more."""
 
     num_tokens: int
     is_exact: bool = True
@@ -25,7 +25,7 @@ class Over(msgspec.Struct, frozen=True):
 
 
 def least_tokens(tokenizer: Any, text: str, most: int) -> int:
-    """A number of tokens that the text has at least; of those over `most` just one that is too."""
+    """Returns a lower bound of the text's number of tokens. Stops counting above `most`."""
     num_tokens = 0
     for start, piece in _pieces(text):
         num_tokens += _num_inner(tokenizer, piece, start > 0, start + len(piece) < len(text))
@@ -35,7 +35,7 @@ def least_tokens(tokenizer: Any, text: str, most: int) -> int:
 
 
 def about_tokens(tokenizer: Any, text: str) -> int:
-    """How many tokens the text has, but for a few at the cuts; without special ones."""
+    """The text's number of tokens, except for a few at the cuts and special ones."""
     encodings = (
         tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0]
         for _, piece in _pieces(text)
@@ -46,8 +46,8 @@ def about_tokens(tokenizer: Any, text: str) -> int:
 def part_with(
     tokenizer: Any, text: str, num_tokens: int, *, of_end: bool = False
 ) -> tuple[str, Any]:
-    """A beginning or an end of the text that has so many tokens which are those of the whole, and
-    its encoding without special tokens; the whole text if that is not longer."""
+    """Returns a beginning or an end of the text, and its encoding without special tokens. At least
+    `num_tokens` of these are the same as in the whole text. A shorter text is returned whole."""
     num_chars = PIECE_CHARS
     while num_chars < len(text):
         part = text[-num_chars:] if of_end else text[:num_chars]
@@ -70,7 +70,7 @@ def _num_inner(tokenizer: Any, piece: str, cut_before: bool, cut_behind: bool) -
 
 
 def _inner(found: Any, num_chars: int, cut_before: bool, cut_behind: bool) -> int:
-    """The tokens of a piece that stand far enough from where it was cut."""
+    """Counts the tokens of a piece that are far enough from where it was cut."""
     first = _EDGE_CHARS if cut_before else 0
     last = num_chars - _EDGE_CHARS if cut_behind else num_chars
     return sum(first <= start and end <= last for start, end in found.offsets)

@@ -19,8 +19,8 @@ from gateway.child import Refused
 
 
 def render(step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The step's body. `values`: the caller's body by the name INPUT, and the answers of earlier
-    steps by theirs. Raises Refused."""
+    """Returns the step's body. `values`: the caller's body under the name INPUT, and the answers of
+    earlier steps under their names. Raises Refused."""
     body = _mapped(step.body, f"step {step.name}: body", lambda text: _render(text, values))
     assert isinstance(body, dict)
     return body
@@ -43,7 +43,7 @@ def check_templates(step: Step, names: Iterable[str]) -> None:
 
 
 def _mapped(value: object, place: str, change: Callable[[str], object]) -> object:
-    """`value` with each string changed, not the keys. A fault names its place."""
+    """Returns `value` with each string changed, except keys. A fault names its place."""
     if isinstance(value, dict):
         return {key: _mapped(item, f"{place}.{key}", change) for key, item in value.items()}
     if isinstance(value, list):
@@ -65,7 +65,7 @@ def _render(text: str, values: Mapping[str, Any]) -> object:
 
 
 def _plain(value: object) -> object:
-    """A value as JSON has it. Raises jinja2's errors."""
+    """Converts a value to what JSON allows. Raises jinja2's errors."""
     if isinstance(value, jinja2.Undefined):
         str(value)  # raises UndefinedError, with what is missing
     if isinstance(value, list | tuple | Iterator):  # iterators are of filters such as `map`
@@ -83,7 +83,7 @@ def _plain(value: object) -> object:
 
 @lru_cache(maxsize=4096)
 def _compiled(text: str) -> Callable[[Mapping[str, Any]], Any]:
-    """What gives the value of a template. Raises jinja2's errors."""
+    """Returns a function that computes the value of a template. Raises jinja2's errors."""
     stripped = text.strip()
     match _ENVIRONMENT.parse(stripped).body:
         case [nodes.Output(nodes=[_])] if stripped.startswith("{{") and stripped.endswith("}}"):

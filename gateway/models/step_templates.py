@@ -20,14 +20,14 @@ class TemplateFault(Exception):
 
 
 class StepTemplates:
-    """One for each gateway process."""
+    """The processes of one gateway that render steps' bodies."""
 
     def __init__(self, limits: ChildLimits | None = None) -> None:
         self._processes = ChildPool(step_child.__name__, {}, limits or ChildLimits())
 
     @property
     def pid(self) -> int | None:
-        """The process id of the one that answers next, if there is one."""
+        """The id of the process that answers next; None if there is none."""
         return self._processes.pid
 
     async def render(self, step: Step, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def prepare(start: Any) -> Callable[[Any], str]:
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool with what callers may leave out and some templates need."""
+    """Returns the tool with fields that callers may omit and some templates need."""
     left_out = {"description": "", "parameters": {"type": "object", "properties": {}}}
     return {**tool, "function": {**left_out, **tool["function"]}}
 

@@ -41,7 +41,7 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the one that answers next, if there is one."""
+        """The id of the process that answers next; None if there is none."""
         return self._processes.pid
 
     async def render(
@@ -77,5 +77,5 @@ class TemplateProcess:
             raise TemplateFailed(f"the model's chat template failed: {failure}") from failure
 
     async def aclose(self) -> None:
-        """Ends the processes, now or after their current requests."""
+        """Ends the processes, at once or after their current requests."""
         await self._processes.aclose()

@@ -17,7 +17,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """The text after `context_ids`. Its first character has the number `offset`."""
+    """The text after `context_ids`. Its first character has the index `offset`."""
 
     def __init__(
         self, tokenizer: "Tokenizer", context_ids: Sequence[int] = (), offset: int = 0
@@ -34,7 +34,7 @@ class TextStream:
         self._offset = offset
 
     def push(self, token_id: int) -> tuple[int, str]:
-        """The token's offset, and the text that it completes."""
+        """Returns the token's offset, and the text that it completes."""
         start = self._offset
         self._undecoded.append(token_id)
         try:
@@ -50,14 +50,14 @@ class TextStream:
         return start, piece
 
     def end(self) -> str:
-        """The rest: an incomplete character."""
+        """Returns the rest: an incomplete character."""
         text = self._after_context(self._decoded())
         self._undecoded.clear()
         self._offset += len(text)
         return text
 
     def _after_context(self, text: str) -> str:
-        """The first text that is decoded, without the context's."""
+        """The first decoded text, without the context's."""
         text = text[len(os.path.commonprefix([text, self._context])) :]
         self._context = ""
         return text

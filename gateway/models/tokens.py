@@ -29,15 +29,14 @@ Given = TypeVar("Given", str, tuple[str, str])
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The most tokens of a prompt, with its special ones, and whether of a longer one the end is
-    kept."""
+    """The most tokens of a prompt, with special ones, and whether a longer one keeps its end."""
 
     max_tokens: int
     keeps_end: bool
 
 
 class NoRoom(Exception):
-    """Nothing of a text is left beside special tokens and the text that is kept."""
+    """Special tokens and the text that is kept leave no room for anything else."""
 
 
 class TooLong(Exception):
@@ -91,22 +90,21 @@ class ModelTokenizer:
     def encode_texts(
         self, texts: Sequence[str], *, adds_special_tokens: bool = True
     ) -> list[list[int]]:
-        """All of any length: only for texts that are known to be short."""
+        """Encodes all texts, however long: only for texts that are known to be short."""
         encoded = self.encode_each(texts, None, adds_special_tokens=adds_special_tokens)
         return [ids for ids in encoded if not isinstance(ids, Over)]
 
     def encode_each(
         self, texts: Sequence[str], most: int | None, *, adds_special_tokens: bool = True
     ) -> Iterator[list[int] | Over]:
-        """The token ids of each text in turn, unless it has more than `most`. Rendered chats
-        contain their special tokens."""
+        """Yields the token ids of each text, or an Over for one with more than `most`. Rendered
+        chats contain their special tokens."""
         return self._each(texts, most, adds_special_tokens, lambda found: found.ids)
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], most: int | None = None
     ) -> Iterator[tuple[list[int], int] | Over]:
-        """The same of pairs, with the special tokens around them, and how many ids belong to the
-        first text."""
+        """The same for pairs, with special tokens; and the number of ids of each first text."""
         return self._each(pairs, most, True, lambda found: (found.ids, found.type_ids.count(0)))
 
     def _each(
@@ -122,21 +120,21 @@ class ModelTokenizer:
             ]
 
     def _least_tokens(self, given: str | tuple[str, str], most: int) -> int:
-        """So many tokens a long text or pair has at least."""
+        """A lower bound of the number of tokens of a long text or pair; 0 for short ones."""
         texts = (given,) if isinstance(given, str) else given
         if sum(map(len, texts)) <= PIECE_CHARS:
             return 0
         return sum(least_tokens(self._tokenizer, text, most) for text in texts)
 
     def count(self, text: str, most: int = 0, *, adds_special_tokens: bool = False) -> int:
-        """How many tokens a text has; about, where it is long and has more than `most`."""
+        """The number of tokens of a text; approximate if a long text has more than `most`."""
         if self._least_tokens(text, most) > most:
             num_special = self._tokenizer.num_special_tokens_to_add(False)
             return about_tokens(self._tokenizer, text) + num_special * adds_special_tokens
         return len(self._encode([text], adds_special_tokens)[0])
 
     def cut_ids(self, token_ids: Sequence[int], cut: Cut) -> list[int]:
-        """A prompt as tokens; where its end is kept, so is the token with which all prompts
+        """Cuts a prompt given as tokens. If its end is kept, so is the token with which all prompts
         begin."""
         ids = list(token_ids)
         if len(ids) <= cut.max_tokens or not cut.keeps_end:
@@ -145,20 +143,20 @@ class ModelTokenizer:
         return begin[: cut.max_tokens] + ids[len(ids) - cut.max_tokens + len(begin) :]
 
     def cut_chat(self, text: str, cut: Cut) -> list[int]:
-        """The same of a rendered chat that has more tokens."""
+        """Cuts a rendered chat that has more tokens than allowed."""
         most = cut.max_tokens
         _, begin = part_with(self._tokenizer, text, most)
         _, end = part_with(self._tokenizer, text, most, of_end=True)
         return self.cut_ids(begin.ids[:most] + end.ids[-most:], cut)
 
     def cut_text(self, text: str, cut: Cut, kept: str = "") -> list[int]:
-        """The token ids of `kept` and `text`, of which tokens are cut off. Raises NoRoom."""
+        """Returns the token ids of `kept` and `text`, which is cut. Raises NoRoom."""
         room = cut.max_tokens - self._tokenizer.num_special_tokens_to_add(False)
         return self._framed(self._shortened(kept + text, room, kept, cut.keeps_end))[0]
 
     def cut_pair(self, pair: tuple[str, str], cut: Cut, kept: str = "") -> tuple[list[int], int]:
-        """The same of a pair, whose longer text loses the most, as in transformers; and how many
-        tokens belong to the first text. Raises NoRoom."""
+        """Cuts a pair, most from its longer text, as in transformers. Returns the token ids, and
+        how many belong to the first text. Raises NoRoom."""
         texts = kept + pair[0], pair[1]
         room = cut.max_tokens - self._tokenizer.num_special_tokens_to_add(True)
         first, second = (self.count(text, room) for text in texts)
@@ -171,8 +169,7 @@ class ModelTokenizer:
         )
 
     def _shortened(self, text: str, room: int, kept: str, keeps_end: bool) -> list[int]:
-        """The token ids of a text, which begins with `kept`, without special ones, and at most so
-        many. Raises NoRoom."""
+        """At most `room` token ids of a text that begins with `kept`. Raises NoRoom."""
         # Not `Encoding.truncate`, which keeps what it cuts off: `merge` multiplies that.
         ids: list[int] = part_with(self._tokenizer, text, room + 1)[1].ids
         if len(ids) <= room:
@@ -186,8 +183,8 @@ class ModelTokenizer:
         return ids[:num_kept] + end[num_kept - room :]
 
     def _framed(self, *texts: list[int]) -> tuple[list[int], int]:
-        """The token ids of a text or a pair with the special ones around them, and how many of them
-        belong to the first text."""
+        """Returns the token ids of a text or a pair with the special ones around them, and how many
+        of them belong to the first text."""
         ids, num_first = list[int](), 0
         for number, token_id, type_id in self._frames[len(texts)]:
             part = [token_id] if number is None else texts[number]
@@ -197,8 +194,7 @@ class ModelTokenizer:
 
     @cached_property
     def _frames(self) -> Mapping[int, Sequence[tuple[int | None, int, int]]]:
-        """Where special tokens stand around one text or two: their ids, or the number of a text;
-        and the type of each."""
+        """The special tokens around one text and around two, and the texts' numbers, with types."""
         frames = {}
         for number, found in enumerate(
             [*self._encode(["a0."], True), *self._encode([("a0.", "a0.")], True)], 1
@@ -212,7 +208,7 @@ class ModelTokenizer:
         return frames
 
     def shorten(self, text: str, max_tokens: int, *, keeps_end: bool = False) -> str:
-        """The part of a text that has at most so many tokens, without special ones."""
+        """Returns the part of a text with at most `max_tokens` tokens, without special ones."""
         while True:
             text, found = part_with(self._tokenizer, text, max_tokens + 1, of_end=keeps_end)
             if len(found.ids) <= max_tokens:
@@ -229,7 +225,7 @@ class ModelTokenizer:
 
     @cached_property
     def marks(self) -> dict[str, Any]:
-        """The added tokens, as far as grammars need them: a Marks without its ends."""
+        """The added tokens that grammars need: a Marks without its ends."""
         formats = [self.files.reasoning, self.files.tool_format]
         fields = [msgspec.structs.astuple(each) for each in formats if each is not None]
         text = "\0".join(
@@ -263,7 +259,7 @@ class ModelTokenizer:
 
 
 def _slices(given: Sequence[Given]) -> Iterator[list[Given]]:
-    """The texts or pairs, so many at a time as are not long together; a long one is alone."""
+    """Groups texts or pairs that are short together; a long one is alone."""
     part, num_chars = list[Given](), 0
     for each in given:
         size = len(each) if isinstance(each, str) else sum(map(len, each))

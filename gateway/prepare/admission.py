@@ -1,7 +1,7 @@
-"""What all calls share on their way to a job: their terms, the model's and the lane's checks, and
-the submission.
+"""What all calls share on their way to a job: their terms, the checks of model and lane, and the
+submission.
 
-What the model cannot run is rejected with 400 and the parameter's name.
+A call that the model cannot run is rejected with 400 and the parameter's name.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Admission(msgspec.Struct, frozen=True):
         )
 
     async def submission(self, *, max_output_tokens: int, vector_bytes: int = 0) -> Submission:
-        """The terms for Redis; the output is that of all prompts."""
+        """Returns the terms for Redis. `max_output_tokens` is that of all prompts."""
         terms, settings = self.terms, self.gateway.settings
         memory_bytes = await self.gateway.broker.known.max_memory_bytes()
         bound_tokens, bound_s = settings.bound_of(self.lane, memory_bytes)
@@ -124,7 +124,7 @@ async def admit(gateway: Gateway, endpoint: Endpoint, body: CallBody, terms: Ter
 
 
 def _lane_of(endpoint: Endpoint, body: CallBody) -> str:
-    """The lane of a call that names none."""
+    """The lane of a call that does not name one."""
     default = _PREFILL_LANE if endpoint in VECTOR_ENDPOINTS else _DEFAULT_LANE
     return _LANE_OF_TIER.get(body.service_tier or "", default)
 
@@ -138,7 +138,7 @@ def check_endpoint(card: ModelCard, endpoint: Endpoint) -> None:
 
 
 def check_goes_on(body: CallFields) -> None:
-    """Raises ApiError if a job, which has no caller to disconnect, shall be cancelled on
+    """Raises ApiError if a job, which has no caller to disconnect, is to be cancelled on
     disconnect."""
     if body.on_disconnect == "cancel":
         message = "on_disconnect: nobody waits for a job, so nobody's leaving can cancel it"
@@ -159,8 +159,8 @@ def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
 
 
 async def tokenised(work: Callable[[], T], num_chars: int) -> T:
-    """The result of `work`, which tokenises so many characters: if they are many, in a thread, at
-    the caller's turn. Raises Busy."""
+    """Returns the result of `work`, which tokenises `num_chars` characters: if they are many, in a
+    thread and at the caller's turn. Raises Busy."""
     if num_chars <= _SMALL_CHARS:
         return work()
     async with turn(_TURNS):

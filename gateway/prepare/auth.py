@@ -39,7 +39,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     @property
     def owner(self) -> Owner:
-        """Of work that is done for the call before its job is queued."""
+        """The owner of work that is done for the call before its job is queued."""
         return Owner(self.tenant, self.terms.weight)
 
     @property

@@ -13,7 +13,7 @@ PROGRESS_TOKENS = 256  # default number of tokens between two progress messages
 def to_callback(
     body: CallbackBody | None, tenant: str, settings: GatewaySettings
 ) -> Callback | None:
-    """None if the body has no callback. Raises ApiError, which never contains a URL or a secret."""
+    """The body's callback; None if it has none. Raises ApiError without a URL or a secret."""
     if body is None:
         return None
     kind, target = _target(body)

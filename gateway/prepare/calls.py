@@ -37,7 +37,7 @@ from gateway.state import Gateway
 async def prepare_call(
     gateway: Gateway, endpoint: Endpoint, body: CallBody, terms: Terms
 ) -> tuple[Job, Submission]:
-    """The job of a call to a model or a flow, and its submission. Raises ApiError."""
+    """Returns the job of a call to a model or a flow, and its submission. Raises ApiError."""
     broker = gateway.broker
     cards = await broker.known.models()
     card = cards.get(body.model)
@@ -90,13 +90,13 @@ async def prepare_call(
 
 
 def draw_of(job_id: str, route: str) -> float:
-    """A number in [0, 1) that is the same whenever it is drawn for this job and route. A route to a
-    route draws anew."""
+    """Returns a number in [0, 1) that is always the same for this job and route, but differs if a
+    route leads to another route."""
     return default_seed(f"{job_id}/route/{route}") / 2**63
 
 
 async def facts_of(broker: Broker, route: Route, body: CallBody, terms: Terms) -> Facts:
-    """What the rules of a route may ask about a call. Tokens are counted only where a rule asks."""
+    """What the rules of a route may ask about a call. Tokens are counted only if a rule asks."""
     if any(rule.when.languages for rule in route.rules):
         await _load_languages()
     num_tokens = 0
@@ -120,7 +120,8 @@ def _metadata(body: CallBody, terms: Terms) -> dict[str, str]:
 
 
 async def _load_languages() -> None:
-    """In a thread: a gateway without the file loads them at its first call of such a route."""
+    """Loads language detection in a thread. A gateway without models.yaml does so at the first call
+    of a route that needs it."""
     try:
         await asyncio.to_thread(load_detector)
     except ModuleNotFoundError:
@@ -133,7 +134,7 @@ def _counts_tokens(when: Condition) -> bool:
 
 
 async def _count_tokens(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> int:
-    """Of all prompts; of calls for vectors without the model's instructions."""
+    """Counts the tokens of all prompts; for vectors, without the model's instructions."""
     if isinstance(body, ChatBody | CompletionBody):
         return await count_prompts(tokenizer, card, body)
     given = _inputs(body)
@@ -162,7 +163,7 @@ def _inputs(body: CallBody) -> Sequence[str | tuple[int, ...]]:
 
 
 def text_of(body: CallBody, prompt: int = -1) -> str:
-    """That prompt, the last message of the user, or the query; '' where that is no text."""
+    """The text of this prompt, the user's last message, or the query; '' if that is not text."""
     if isinstance(body, ChatBody):
         said = (message.content for message in reversed(body.messages) if message.role == "user")
         return next(said, "")
@@ -171,8 +172,8 @@ def text_of(body: CallBody, prompt: int = -1) -> str:
 
 
 def _check_shape(job: Job, card: ModelCard) -> None:
-    """Raises ApiError where a pipeline, whose steps ask for what they want, cannot give the answer
-    its shape, and where each choice has a call to a scorer, and there are too many."""
+    """Raises ApiError if a pipeline, whose steps have their own parameters, cannot give the
+    requested answer, or if a flow would score too many choices."""
     assert card.flow is not None
     definition = card.flow.definition
     if isinstance(definition, Cascade | Ensemble):
@@ -201,8 +202,8 @@ async def _prepare(admission: Admission, body: CallBody) -> tuple[Job, Submissio
 async def _prepare_any_of(
     admission: Admission, cards: Sequence[ModelCard], body: CallBody
 ) -> tuple[Job, Submission]:
-    """As the first of a flow's deciding members that can take the call: each renders, tokenises and
-    checks for itself. Raises ApiError, the first one's, if none can."""
+    """Prepares a flow's call with the first of its deciding members that can take it; each renders,
+    tokenises and checks by itself. If none can, raises the first one's ApiError."""
     errors = list[ApiError]()
     for card in cards:
         try:
@@ -213,7 +214,7 @@ async def _prepare_any_of(
 
 
 def _check_ids(body: CallBody) -> None:
-    """Raises ApiError where the caller's token ids would mean something else to each model."""
+    """Raises ApiError for token ids, which mean something else to each model."""
     if any(not isinstance(each, str) for each in _inputs(body)):
         param = "prompt" if isinstance(body, CompletionBody) else "input"
         raise bad_request(UNSUPPORTED, f"{param}: {_message(body.model)}: send text", param)
@@ -224,7 +225,7 @@ def _check_ids(body: CallBody) -> None:
 
 
 def _check_shown_tokens(job: Job) -> None:
-    """Raises ApiError where the answer would tell tokens of one model or another."""
+    """Raises ApiError if the answer would contain tokens, which differ between models."""
     if job.needs_tokenizer or job.return_token_ids:
         param = "return_token_ids" if job.return_token_ids else "logprobs"
         param = "echo" if job.echo else param

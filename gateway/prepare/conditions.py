@@ -18,8 +18,8 @@ _MACRO_LANGUAGES = {"ary": "ar", "arz": "ar", "uzs": "uz", "wuu": "zh", "yue": "
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules may ask of a call. `text` is its last prompt or user's message. `label` is of the
-    route's classifier; None: it was not asked, or did not answer."""
+    """What rules may ask of a call. `text` is its last prompt or user's message. `label` is that of
+    the route's classifier; None if it was not asked, or did not answer."""
 
     num_prompt_tokens: int
     text: str
@@ -29,12 +29,12 @@ class Facts:
 
     @cached_property
     def language(self) -> str:
-        """Its ISO 639-1 code, where it has one. A guess where the text is short."""
+        """The text's ISO 639-1 code, if its language has one. A guess if the text is short."""
         return _detect(self.text[:MAX_LANGUAGE_CHARS])
 
 
 def choose_target(route: Route, facts: Facts, draw: float) -> str:
-    """The model for a call. `draw`: random, from 0 up to but not including 1."""
+    """Returns the model for a call. `draw`: random, from 0 up to but not including 1."""
     for rule in route.rules:
         if _holds(rule.when, facts) and _label_holds(rule.when, facts):
             return _draw(rule.to, draw)
@@ -42,7 +42,7 @@ def choose_target(route: Route, facts: Facts, draw: float) -> str:
 
 
 def needs_label(route: Route, facts: Facts) -> bool:
-    """Whether the choice depends on the classifier, which was not yet asked."""
+    """Whether the choice depends on the classifier, which has not been asked yet."""
     if facts.label is None:
         for rule in route.rules:
             if _holds(rule.when, facts):
@@ -70,7 +70,7 @@ def check_languages(codes: Iterable[str]) -> None:
 
 
 def _holds(when: Condition, facts: Facts) -> bool:
-    """Whether everything holds but the label. The cheap questions come first."""
+    """Whether a condition holds, apart from the label. Cheap questions come first."""
     return (
         when.min_prompt_tokens <= facts.num_prompt_tokens
         and (when.max_prompt_tokens is None or facts.num_prompt_tokens <= when.max_prompt_tokens)
@@ -100,8 +100,8 @@ def _found(pattern: str, text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _pattern(pattern: str) -> SchemaValidator:
-    """pydantic searches with Rust's regular expressions, whose time is linear in the text: a caller
-    cannot stop the gateway by a text on which an operator's pattern backtracks."""
+    """Compiles a pattern with Rust's regular expressions (through pydantic). Their time is linear
+    in the text, so no caller's text can stop the gateway."""
     return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
 
 
@@ -112,8 +112,8 @@ def _detect(text: str) -> str:
 
 @cache
 def load_detector() -> tuple[str, ...]:
-    """The languages that it knows. The first call takes a second and 120 MB. Raises
-    ModuleNotFoundError if it is not installed."""
+    """Returns the languages that the detector knows. The first call takes a second and 120 MB.
+    Raises ModuleNotFoundError if it is not installed."""
     return tuple(code for code, _ in _detector().rank(""))
 
 

@@ -1,5 +1,5 @@
-"""The items that a model is given: those of the previous response and those of the call, as the
-messages of a chat."""
+"""The items that a model receives: those of the previous response and of the call, as messages of a
+chat."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,8 @@ _PREVIOUS = "previous_response_id"
 
 
 async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> list[Item]:
-    """All items that the model is given. Items of earlier responses keep their ids. Raises
-    ApiError: 404 if an id belongs to nobody, or to another tenant, or is forgotten."""
+    """Returns all items that the model receives. Items of earlier responses keep their ids. Raises
+    ApiError: 404 if an id is unknown, belongs to another tenant, or has expired."""
     items: list[Item] = []
     if body.previous_response_id is not None:
         items += await _items_after(gateway, body.previous_response_id, tenant)

@@ -82,8 +82,8 @@ def _check_capabilities(card: ModelCard, body: GenerationBody) -> None:
 def _constraint(
     tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody, prompts: Prompts, cap: int
 ) -> Constraint | None:
-    """The constraint on the output, if any: in chats on the answer behind the reasoning. Raises
-    ApiError if it cannot be enforced."""
+    """Returns the constraint on the output, if any: in chats, on the answer after the reasoning.
+    Raises ApiError if it cannot be enforced."""
     if not isinstance(body, ChatBody):
         return body.constraint()
     constraint = _tool_constraint(tokenizer, card, body) if body.offered else body.constraint()
@@ -102,7 +102,7 @@ def _constraint(
 def _tool_constraint(
     tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody
 ) -> Constraint | None:
-    """Raises ApiError if calls cannot be forced that must be."""
+    """The constraint on calls, if any. Raises ApiError if calls that must be forced cannot be."""
     format_, can = tokenizer.files.tool_format, card.capabilities.structured_output
     if format_ is not None and can:
         return body.tool_constraint(format_)
@@ -117,8 +117,8 @@ def _tool_constraint(
 async def prompts_of(
     tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
 ) -> tuple[Prompts, int | None]:
-    """The token ids of each prompt, and how many were cut off, if that was asked for. A chat is one
-    prompt."""
+    """Returns the token ids of each prompt, and how many were cut off, if the call asks for
+    cutting. A chat is one prompt."""
     given, cut = await _given(tokenizer, card, body)
     is_chat = isinstance(body, ChatBody)
     most = card.context_length if cut is None else cut.max_tokens
@@ -160,7 +160,7 @@ async def prompts_of(
 
 
 async def count_prompts(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> int:
-    """The tokens of all prompts, also of those that are too long; about, where they are long."""
+    """Counts the tokens of all prompts, even too long ones; approximate if they are long."""
     given, cut = await _given(tokenizer, card, body)
 
     def count() -> int:
@@ -177,7 +177,7 @@ async def count_prompts(tokenizer: ModelTokenizer, card: ModelCard, body: Genera
 async def _given(
     tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody
 ) -> tuple[Sequence[str | tuple[int, ...]], Cut | None]:
-    """The prompts, and how they are cut."""
+    """Returns the prompts, and how they are to be cut."""
     cut = body.cut(card, room=_room_of_prompts(card, body), cuts_left=True)
     if isinstance(body, ChatBody):
         return [await _rendered(tokenizer, card, body)], cut
@@ -189,14 +189,14 @@ def _num_chars(given: Sequence[str | tuple[int, ...]]) -> int:
 
 
 def _room_of_prompts(card: ModelCard, body: GenerationBody) -> int:
-    """The tokens of a prompt beside the output that the call asks for, if that leaves any."""
+    """The tokens that a prompt may have beside the requested output; at least 1."""
     _, given = _given_max_tokens(body)
     output = given if given and given < card.context_length else COMPLETION_TOKENS
     return max(1, card.context_length - output)
 
 
 async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) -> str:
-    """Raises ApiError, TemplateFailed, ModelUnreadable."""
+    """Renders a chat. Raises ApiError, TemplateFailed, ModelUnreadable."""
     if tokenizer.template is None:
         message = f"the model {card.name!r} has no chat template: use /v1/completions"
         raise invalid_value("messages", message)
@@ -223,8 +223,8 @@ def _name_of(body: GenerationBody, number: int) -> str:
 def _output_caps(
     settings: GatewaySettings, card: ModelCard, body: GenerationBody, prompts: Prompts
 ) -> list[int]:
-    """The maximum output tokens of one choice, for each prompt. Raises ApiError, also if all
-    choices together exceed the maximum of one prompt's choices."""
+    """Returns the maximum output tokens of one choice, for each prompt. Raises ApiError, also if
+    all choices together exceed the maximum of one prompt's choices."""
     caps = [
         _max_tokens(settings, card, body, len(prompt_ids), _name_of(body, number))
         for number, prompt_ids in enumerate(prompts)
@@ -261,7 +261,7 @@ def _max_tokens(
 
 
 def _over_context(card: ModelCard, prompt: Over, num_output: int, param: str) -> ApiError:
-    """In OpenAI's words, by which clients recognise the error."""
+    """An error in OpenAI's words, by which clients recognise it."""
     in_all = Over(prompt.num_tokens + num_output, prompt.is_exact)
     message = (
         f"This model's maximum context length is {card.context_length} tokens. However, you "

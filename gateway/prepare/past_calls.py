@@ -1,8 +1,8 @@
 """Calls of earlier turns, as chat templates expect them.
 
-A model may have written anything as a call's arguments, and its answer may have been cut. A
-conversation goes on all the same: templates always get an object, of bounded depth, without what
-JSON does not have.
+A model may have written anything as a call's arguments, and its answer may have been cut off. The
+conversation continues all the same: templates always get an object, of bounded depth, with nothing
+that JSON does not allow.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """The object that the arguments spell; if they are cut, what there is of it. Without arguments
-    and for null it is empty; another value, or text that is no JSON, is its one member."""
+    """Parses arguments as an object; what is missing in a cut text is left out. Without arguments,
+    or for null, the object is empty; any other value or text becomes its only member."""
     if not text.strip():
         return {}
     value = _value(text)
@@ -36,8 +36,8 @@ def arguments_object(text: str) -> dict[str, Any]:
 
 
 def fitting_id(call_id: str, length: int) -> str:
-    """The id of a call for a template that takes ids of so many letters and digits; 0: of any
-    kind. Equal ids stay equal."""
+    """Converts a call's id to one of `length` letters and digits, for templates that require it; 0:
+    any id is accepted. Equal ids stay equal."""
     is_fitting = len(call_id) == length and call_id.isascii() and call_id.isalnum()
     if length == 0 or is_fitting:
         return call_id
@@ -45,8 +45,9 @@ def fitting_id(call_id: str, length: int) -> str:
 
 
 def one_call_each(messages: Sequence[Rendered], *, apart: bool) -> list[Rendered]:
-    """The messages for a template that shows one call of a message: each call is a message, and
-    its result follows it. `apart`: content has a message of its own before reasoning and a call."""
+    """Rewrites messages for a template that shows one call per message: each call becomes a
+    message, followed by its result. `apart`: content gets a message of its own before reasoning and
+    a call."""
     shown: list[Rendered] = []
     waiting = list(messages)
     while waiting:
@@ -71,7 +72,7 @@ def one_call_each(messages: Sequence[Rendered], *, apart: bool) -> list[Rendered
 
 
 def _value(text: str) -> Any:
-    """What the text spells, cut or not; the text itself if that is no JSON."""
+    """The value of a JSON text, cut off or not; the text itself if it is not JSON."""
     if depth_of(text.encode()) > MAX_DEPTH:
         return text
     try:
@@ -90,7 +91,7 @@ def _value(text: str) -> Any:
 
 
 def _escaped(text: str) -> str:
-    """With raw control characters in strings escaped."""
+    """Returns the text with control characters in strings escaped."""
     return _STRING.sub(
         lambda string: _CONTROL.sub(lambda found: json.dumps(found.group())[1:-1], string.group()),
         text,

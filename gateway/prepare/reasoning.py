@@ -1,4 +1,4 @@
-"""How the model reasons in one chat, for a grammar of its output (grammar_rules/frames.py)."""
+"""How the model reasons in one chat, for a grammar of its output (grammars/rules/frames.py)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +15,8 @@ BUDGET = "thinking_token_budget"
 def reasoning_of(
     tokenizer: ModelTokenizer, card: ModelCard, prompt_ids: Sequence[int], budget: int | None
 ) -> dict[str, Any] | None:
-    """A frames.Reasoning; None if the model does not reason. Raises ApiError for a budget that
-    cannot be enforced."""
+    """Returns a frames.Reasoning; None if the model does not reason. Raises ApiError for a budget
+    that cannot be enforced."""
     format_ = tokenizer.files.reasoning
     if budget is not None:
         _check_budget(tokenizer, card)

@@ -1,5 +1,5 @@
-"""How many tokens the calls of a flow may take: what its job reserves. An estimate, because later
-prompts are not known; the bill is that of the calls."""
+"""Estimates how many tokens the calls of a flow may take, which its job reserves. Later prompts are
+not known; the bill counts the actual calls."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ _LIMITS = ("max_completion_tokens", "max_tokens")
 
 
 class NumTokens(NamedTuple):
-    """Of one call or several."""
+    """Tokens of one call or several."""
 
     prompt: int
     output: int
 
 
 class Reservation:
-    """`cards`: of all models, by name. `body`: of the flow's call, as JSON."""
+    """An estimate for a flow's call. `cards`: all models' by name. `body`: the call's, as JSON."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Reservation:
         self._body: dict[str, Any] = msgspec.json.decode(body)
 
     async def estimate(self, model: str, own: NumTokens) -> NumTokens:
-        """All calls that a call of a model may make. `own`: if it had to make none. Raises
-        Busy."""
+        """Returns the tokens of all calls that a call of a model may make. `own`: those of the call
+        itself, if it makes no others. Raises Busy."""
         card = self._cards.get(model)
         if card is None or card.flow is None:
             return own
@@ -67,7 +67,7 @@ class Reservation:
                 )
 
     async def _step_output(self, step: Step) -> int:
-        """The most output of a step's call."""
+        """The maximum output of a step's call."""
         if step.endpoint in VECTOR_ENDPOINTS:
             return 0
         for name in _LIMITS:

@@ -18,8 +18,8 @@ from gateway.state import Gateway
 async def prepare_response(
     gateway: Gateway, body: ResponseBody, terms: Terms
 ) -> tuple[Job, Submission]:
-    """The job, which holds the request, and its submission. The response's metadata is also the
-    job's, unless `terms` have other values. Raises ApiError."""
+    """Returns the job, which contains the request, and its submission. The response's metadata is
+    also the job's, unless `terms` have other values. Raises ApiError."""
     metadata = {**(body.metadata or {}), **terms.metadata}
     terms = msgspec.structs.replace(terms, metadata=metadata)
     items = await conversation(gateway, terms.caller.tenant, body)
@@ -36,7 +36,7 @@ async def prepare_response(
 
 
 def record_of(job: Job, body: ResponseBody, items: list[Item]) -> ResponseRecord:
-    """The record of a new job; its items get ids where the caller gave none."""
+    """Returns the record of a new job; items without ids get ids."""
     return ResponseRecord(
         shown=_shown(job, body),
         items=[{"id": item_id(job, item["type"], i)} | item for i, item in enumerate(items)],
@@ -46,7 +46,7 @@ def record_of(job: Job, body: ResponseBody, items: list[Item]) -> ResponseRecord
 
 
 def _shown(job: Job, body: ResponseBody) -> dict[str, Any]:
-    """The request's parameters as responses show them, with their defaults."""
+    """Returns the request's parameters as responses show them, with their defaults."""
     format_ = body.text.format if body.text is not None else None
     choice = body.tool_choice or "auto"
     return {

@@ -20,12 +20,12 @@ _KEY = "key_in_redis"
 
 
 def watch_key(request: Request, key: str) -> None:
-    """Has the request ended when this key, which admitted it, is no longer good."""
+    """Registers the key that admitted the request: when it is no longer valid, the request ends."""
     setattr(request.state, _KEY, key)
 
 
 class RevocationGuard:
-    """ASGI middleware. Ends whatever waits for its answer, and streams of events."""
+    """ASGI middleware. Ends calls that wait for their answer, and streams of events."""
 
     def __init__(self, app: ASGIApp, key_ring: KeyRing) -> None:
         self._app = app
@@ -42,8 +42,8 @@ class RevocationGuard:
 
 
 class _Call:
-    """One request and its answer. `is_ended`: the app was told that the caller had disconnected;
-    what it says afterwards is not sent."""
+    """One request and its answer. `is_ended`: the app was told that the caller had disconnected,
+    and nothing is sent after that."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, key_ring: KeyRing) -> None:
         self.is_ended = False

@@ -10,8 +10,8 @@ from gateway.prepare.schemas import CompletionBody, GenerationBody
 def sampling_params(
     card: ModelCard, body: GenerationBody, caps: list[int], job_id: str
 ) -> SamplingParams:
-    """The parameters for all prompts. Their maxima differ because the engine also ends each choice
-    at the end of the context."""
+    """Returns the parameters for all prompts. Their maxima differ because the engine also ends each
+    choice at the end of the context."""
     min_tokens = body.min_tokens or 0
     most = 0 if body.max_tokens == 0 else min(caps)
     if min_tokens > most:
@@ -55,7 +55,7 @@ def num_prompt_logprobs(body: GenerationBody) -> int | None:
 
 
 def _expected_tokens(body: GenerationBody, most: int) -> int:
-    """The length of a choice as far as its body tells it; 0: it does not."""
+    """The length of a choice as stated by its body; 0 if it is not stated."""
     if body.ignore_eos and not body.stop and not body.stop_token_ids:
         return most  # nothing ends it before
     expected = body.expected_output_tokens
@@ -67,7 +67,7 @@ def _first(*values: float | None) -> float:
 
 
 def _logit_bias(card: ModelCard, body: GenerationBody) -> dict[int, float]:
-    """The model's suppressed tokens, and the caller's biases, which go before."""
+    """Returns the model's suppressed tokens and the caller's biases, which take precedence."""
     biases = dict.fromkeys(card.generation.suppress_tokens, -100.0)
     for name, bias in (body.logit_bias or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 10):

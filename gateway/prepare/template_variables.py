@@ -1,4 +1,4 @@
-"""What a chat's parameters set in the model's chat template, beside its messages and tools."""
+"""The variables of a model's chat template, apart from messages and tools."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
@@ -42,8 +42,9 @@ def template_variables(
     given: Mapping[str, Any] | None,
     param: str = "reasoning_effort",
 ) -> dict[str, Any]:
-    """The operator's, those of the effort, and the caller's, which win. Raises ApiError for an
-    effort of which the template knows nothing; none is what a model without reasoning does."""
+    """Returns the operator's variables, those of the effort and the caller's; later ones win.
+    Raises ApiError for an effort if the template has no variable for it, except "none" for a model
+    that does not reason."""
     variables = dict(files.template_kwargs)
     if effort is not None:
         known = [name for name in files.template_variables if name in _OF_EFFORT]

@@ -20,9 +20,9 @@ def joined_pairs(
     most: int,
     cut: Cut | None,
 ) -> tuple[Prompts, int, tuple[int, ...]]:
-    """The token ids of each pair, how many were cut off, and how many of each prompt belong to the
-    first text, which the instruction precedes. `names`: of pairs, in errors. Raises ApiError, and
-    TooLong for a pair of more than `most` tokens that is not to be cut."""
+    """Returns the token ids of each pair, how many were cut off, and how many of each prompt belong
+    to the first text, which follows the instruction. `names`: of pairs, in errors. Raises ApiError,
+    and TooLong for a pair of more than `most` tokens that is not to be cut."""
     whole = [(instruction + first, second) for first, second in pairs]
     encoded = tokenizer.encode_pairs(whole, most if cut is None else cut.max_tokens)
     prompts, firsts, num_cut = list[tuple[int, ...]](), list[int](), 0
@@ -51,9 +51,9 @@ async def rendered_pairs(
     most: int,
     cut: Cut | None,
 ) -> tuple[Prompts, int]:
-    """The token ids of each pair in the model's own form, and how many were cut off. Only second
-    texts are cut, so that the form stays whole. Raises TemplateRefused, and TooLong for a pair
-    that has more than `most` tokens all the same."""
+    """Returns the token ids of each pair in the model's own form, and how many were cut off. Only
+    second texts are cut, so that the form stays whole. Raises TemplateRefused, and TooLong for a
+    pair that still has more than `most` tokens."""
     shown, num_cut = list(pairs), 0
     if cut is not None:
         limit = cut.max_tokens
@@ -80,8 +80,8 @@ async def rendered_pairs(
 async def _shorten_long(
     tokenizer: ModelTokenizer, pairs: list[tuple[str, str]], most: int, *, keeps_end: bool
 ) -> int:
-    """Cuts off of long second texts what is over so many tokens: about how many. Raises TooLong
-    where a first text has more by itself."""
+    """Cuts long second texts to `most` tokens. Returns about how many were cut off. Raises TooLong
+    if a first text alone has more."""
     is_long = [any(len(text) > PIECE_CHARS for text in pair) for pair in pairs]
 
     def shorten() -> int:
@@ -108,7 +108,7 @@ async def _shorten(
     *,
     keeps_end: bool,
 ) -> None:
-    """Cuts off so many tokens of the second texts at these places, but for the last token."""
+    """Cuts tokens off second texts, but for the last one. `excess`: their number by index."""
 
     def shorten() -> None:
         for i, num_tokens in excess.items():

@@ -67,7 +67,7 @@ class CalledFunction(StrictModel):
     arguments: Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str)] = ""
 
     def rendered(self, *, as_text: bool) -> dict[str, Any]:
-        """As chat templates expect it: the arguments are an object, or JSON as text."""
+        """The call as chat templates expect it: arguments are an object, or JSON as text."""
         arguments = arguments_object(self.arguments)
         text = json.dumps(arguments, ensure_ascii=False)
         return {"name": self.name, "arguments": text if as_text else arguments}
@@ -105,7 +105,7 @@ class WithTools(Constrained):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model may call: the only ones that it is shown."""
+        """The tools that the model may call, the only ones in its prompt."""
         if self.tool_choice == "none":
             return []
         allowed = self.tools or []
@@ -116,8 +116,8 @@ class WithTools(Constrained):
 
     @property
     def string_parameters(self) -> dict[str, tuple[str, ...]]:
-        """The functions that may be called, each with its parameters that are strings: models that
-        write arguments without quotes do not tell."""
+        """For each function that may be called, its parameters that are strings: models that write
+        arguments without quotes do not show it."""
         functions = [tool.function for tool in self.offered]
         return {each.name: string_parameters(each.parameters or {}) for each in functions}
 

@@ -1,5 +1,5 @@
-"""How a call asks that long prompts are cut: in vLLM's words, and of texts for vectors in Cohere's.
-tokens.py cuts them."""
+"""How a call asks that long prompts be cut: in vLLM's words, and texts for vectors also in
+Cohere's. tokens.py cuts them."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -28,8 +28,8 @@ class Truncated(StrictModel):
     truncation_side: Literal["left", "right"] | None = None  # which is cut off
 
     def cut(self, card: ModelCard, *, room: int, cuts_left: bool) -> Cut | None:
-        """How the model's prompts are cut, if they are. `room`: of a prompt as long as the model
-        allows; `cuts_left`: unless the call says otherwise. Raises ApiError."""
+        """Returns how the model's prompts are cut; None if they are not. `room`: the tokens of the
+        longest prompt that the model allows; `cuts_left`: the default side. Raises ApiError."""
         asked = self.truncate_prompt_tokens
         if asked is None:
             if not card.truncates:
@@ -57,7 +57,7 @@ class TruncatedTexts(Truncated):
         return self
 
     def cut_texts(self, card: ModelCard) -> Cut | None:
-        """How texts are cut, if they are. Raises ApiError."""
+        """Returns how texts are cut; None if they are not. Raises ApiError."""
         if self.truncate in ("NONE", False):
             return None
         cut = self.cut(card, room=card.context_length, cuts_left=self.truncate == "START")
@@ -67,6 +67,6 @@ class TruncatedTexts(Truncated):
 
 
 def no_room(param: str) -> ApiError:
-    """Of a text of which nothing would be left."""
+    """The error for a text of which nothing would be left."""
     message = f"{param}: nothing would be left of it: allow more tokens"
     return invalid_value(param, message)

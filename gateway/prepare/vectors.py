@@ -76,8 +76,8 @@ async def prepare_vectors(admission: Admission, body: VectorBody) -> tuple[Job, 
 async def _with_short_documents(
     tokenizer: ModelTokenizer, body: VectorBody
 ) -> tuple[VectorBody, int]:
-    """The body with the beginnings of documents that are over `max_tokens_per_doc`, and how many
-    tokens that cuts off; the same body where there is no limit."""
+    """Returns the body with documents cut to `max_tokens_per_doc`, and how many tokens that cuts
+    off; the same body if there is no limit."""
     if isinstance(body, InputBody) or not body.max_tokens_per_doc:
         return body, 0
     most = body.max_tokens_per_doc
@@ -96,7 +96,7 @@ async def _with_short_documents(
 async def _inputs(
     tokenizer: ModelTokenizer, card: ModelCard, body: InputBody, cut: Cut | None
 ) -> _Asked:
-    """A prompt of each input; an instruction precedes texts, not token ids."""
+    """Makes a prompt of each input; an instruction precedes texts, not token ids."""
     can = card.pooling
     assert can is not None
     instruction, pooling = _default_instruction(can), Pooling()
@@ -120,7 +120,7 @@ async def _inputs(
 async def _queries_and_documents(
     tokenizer: ModelTokenizer, card: ModelCard, body: RerankBody | ScoreBody, cut: Cut | None
 ) -> _Asked:
-    """A prompt of each text: first the queries, then the documents."""
+    """Makes a prompt of each text: first the queries, then the documents."""
     can = card.pooling
     assert can is not None
     (first, queries), (second, documents) = _sides(body)
@@ -134,7 +134,7 @@ async def _queries_and_documents(
 async def _pairs(
     tokenizer: ModelTokenizer, card: ModelCard, body: VectorBody, cut: Cut | None
 ) -> _Asked:
-    """A prompt of each pair, named as its second text."""
+    """Makes a prompt of each pair, named like its second text."""
     can = card.pooling
     assert can is not None
     (first, firsts), (second, documents) = _sides(body)
@@ -179,8 +179,8 @@ async def _encoded(
     given: Sequence[tuple[str, str | tuple[int, ...]]],
     cut: Cut | None,
 ) -> tuple[Prompts, int]:
-    """The token ids of each text after its instruction, and how many were cut off; token ids are
-    whole prompts. Raises ApiError."""
+    """Returns the token ids of each text after its instruction, and how many were cut off; token
+    ids are whole prompts. Raises ApiError."""
     texts = [instruction + each for instruction, each in given if isinstance(each, str)]
     most = card.context_length if cut is None else cut.max_tokens
 
@@ -212,7 +212,7 @@ async def _encoded(
 def _cut(
     tokenizer: ModelTokenizer, instruction: str, given: str | tuple[int, ...], cut: Cut
 ) -> list[int]:
-    """Raises NoRoom."""
+    """Returns the token ids of a prompt that is cut. Raises NoRoom."""
     if isinstance(given, str):
         return tokenizer.cut_text(given, cut, instruction)
     return tokenizer.cut_ids(given, cut)
@@ -239,7 +239,7 @@ def _default_instruction(can: PoolingCard) -> str:
 
 
 def _instruction(can: PoolingCard, name: str) -> str:
-    """The instruction of a name. Models without one for queries or documents have none for them, as
+    """The instruction of this name. If a model has none for queries or documents, it is empty, as
     in sentence-transformers. Raises ApiError for other names."""
     if name in can.prompts:
         return can.prompts[name]

@@ -13,7 +13,7 @@ _RETRY_S = 1.0
 
 
 class Attendance:
-    """One for each broker. `lapses_s`: seconds after which a job without a report ends."""
+    """The followed jobs of one broker. `lapses_s`: when a job without a report ends."""
 
     def __init__(self, guarded: GuardedRedis, functions: Functions, *, lapses_s: float) -> None:
         self._guarded = guarded
@@ -23,7 +23,7 @@ class Attendance:
 
     @contextlib.asynccontextmanager
     async def following(self, job_id: str) -> AsyncIterator[None]:
-        """Within it the job has a caller."""
+        """A context during which the job has a caller."""
         self._followed[job_id] += 1
         try:
             yield
@@ -33,7 +33,7 @@ class Attendance:
                 del self._followed[job_id]
 
     async def report(self) -> None:
-        """Until cancelled, reports that the followed jobs have callers."""
+        """Reports that the followed jobs have callers, until cancelled."""
         pause_s = self._lapses_s / 3
         while True:
             await asyncio.sleep(pause_s)

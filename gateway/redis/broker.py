@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 class Broker:
-    """One for each gateway process."""
+    """The jobs in Redis, for one gateway process."""
 
     def __init__(
         self, settings: GatewaySettings, clock: Callable[[], float] = time.monotonic
@@ -90,7 +90,7 @@ class Broker:
             await part.aclose()
 
     async def enter(self, tenant: str, limits: TenantLimits) -> bool:
-        """Counts a call against its tenant's limit of requests; False: there is none. Raises
+        """Counts a call against its tenant's limit of requests; False if there is none. Raises
         JobRefused."""
         if not limits.requests_per_min:
             return False
@@ -98,7 +98,7 @@ class Broker:
         return True
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Raises JobRefused, PayloadUnavailable."""
+        """Queues a job. Raises JobRefused, PayloadUnavailable."""
         held = await self.payloads.outsourced(job)
         try:
             submitted = await self._call(lambda: self._functions.submit(held, submission))
@@ -142,7 +142,7 @@ class Broker:
         return view, await self.payloads.joined(view, after, max_events, entries)
 
     async def log(self, job_id: str, tenant: str, *, up_to: int) -> AsyncIterator[LogEntry]:
-        """The current events 1 to `up_to` of the log. Raises UnknownJob."""
+        """Yields the current events 1 to `up_to` of the log. Raises UnknownJob."""
         number = 0
         while number < up_to:
             max_events = min(PAGE_EVENTS, up_to - number)

@@ -41,7 +41,8 @@ class Cursor:
 
     @property
     def read_after(self) -> int:
-        """Reads the last event again, because a Redis that lost it may have another there."""
+        """The event after which to read. The last one is read again, because a Redis that lost it
+        may have another in its place."""
         return self._number - 1 if self._number and self._hash else self._number
 
     def agrees_with(self, view: JobView, entries: Sequence[LogEntry]) -> bool:
@@ -56,7 +57,7 @@ class Cursor:
         return bool(entries) and (entries[0].number, entries[0].hash) == (self._number, self._hash)
 
     def next_of(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
-        """Those hints that follow without a gap; the follower has them afterwards."""
+        """Returns the hints that follow without a gap, and moves the position behind them."""
         fresh: list[LogEntry] = []
         for entry in entries:
             if entry.number == self._number and entry.hash != self._hash and self._hash:

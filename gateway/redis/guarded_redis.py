@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class GuardedRedis:
-    """One for each gateway process."""
+    """Redis for one gateway process."""
 
     def __init__(self, client: redis.asyncio.Redis, breaker: Breaker) -> None:
         self._client = client

@@ -27,7 +27,7 @@ class Guard(Protocol):
 
 
 class KeyRing:
-    """One for each gateway. Each method raises BrokerUnavailable, WireError."""
+    """The API keys that one gateway knows. Each method raises BrokerUnavailable, WireError."""
 
     def __init__(
         self,

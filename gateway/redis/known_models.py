@@ -31,7 +31,7 @@ _SOON_S = 1.0  # the next try of a failed model is under way
 
 
 class KnownModels:
-    """One for each gateway process."""
+    """The models that one gateway process knows."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class KnownModels:
             await tokenizer.aclose()
 
     async def models(self) -> dict[str, ModelCard]:
-        """The published models by name, at most a second old; without any, Redis is asked each
-        time. Omits models with unreadable cards."""
+        """Returns the published models by name, at most a second old; if there are none, Redis is
+        asked each time. Omits models with unreadable cards."""
         now_s = time.monotonic()
         asked_s, models = self._models
         if not models or now_s - asked_s > CATALOGUE_TTL_S:
@@ -78,7 +78,7 @@ class KnownModels:
         return models
 
     def add(self, card: ModelCard) -> None:
-        """A model that this process publishes: known at once."""
+        """Adds a model that this process publishes, so that it is known at once."""
         asked_s, models = self._models
         self._models = asked_s, {**models, card.name: card}
 
@@ -98,7 +98,7 @@ class KnownModels:
         return tokenizer
 
     async def _load(self, card: ModelCard) -> ModelTokenizer:
-        """A tokenizer that could not be loaded is not tried again for a while; callers could
+        """Loads a tokenizer. After a failure it waits before the next try, because callers could
         otherwise keep a gateway busy."""
         sha256, now_s = card.tokenizer_sha256, time.monotonic()
         if now_s < self._refused.get(sha256, 0.0):
@@ -129,8 +129,8 @@ class KnownModels:
         return num_workers
 
     async def failures(self) -> dict[str, ModelFailure]:
-        """Models without a live worker that cannot stay up, at most a second old. Some were never
-        published."""
+        """Returns the models without a live worker that cannot stay up, at most a second old. Some
+        were never published."""
         now_s = time.monotonic()
         if now_s - self._failures[0] > CATALOGUE_TTL_S:
             reported = await self._redis.call(self._catalogue.failures.all)
@@ -143,7 +143,7 @@ class KnownModels:
         return self._failures[1]
 
     async def explained(self, model: str, refused: JobRefused) -> JobRefused:
-        """The refusal; where there is no worker, and the model cannot stay up, one that says so."""
+        """The refusal; if there is no worker because the model cannot stay up, one that says so."""
         if refused.code is not ErrorCode.NO_WORKERS:
             return refused
         failure = (await self.failures()).get(model)
@@ -160,7 +160,7 @@ class KnownModels:
         return self._max_memory[1]
 
     async def snapshots(self) -> dict[str, FleetSnapshot]:
-        """Snapshots of all models by name; omits models with unreadable data."""
+        """Returns snapshots of all models by name; omits models with unreadable data."""
         found, spoiled = {}, set()
         for name, card in (await self.models()).items():
             try:

@@ -32,7 +32,7 @@ _MAX_ID_BYTES = 5
 
 
 class Payloads:
-    """One for each gateway. `setting` names the store; '' means none. Raises ValueError."""
+    """The object store of one gateway. `setting` names it; '' means none. Raises ValueError."""
 
     def __init__(self, setting: str, min_bytes: int) -> None:
         self.store: ObjectStore | None = open_store(setting)
@@ -40,7 +40,7 @@ class Payloads:
         self._logs: LRUCache[str, list[LogEntry]] = LRUCache(_MAX_KEPT_LOGS)
 
     async def outsourced(self, job: Job) -> Job:
-        """The job as Redis will hold it. Its long parts are moved to the store."""
+        """Moves a job's long parts to the store. Returns the job as Redis will contain it."""
         if self.store is None:
             return job
         if len(job.response) >= self._min_bytes:
@@ -57,13 +57,13 @@ class Payloads:
         return replace(job, prompt_ids=(), prompt_list=(), stored_prompt=stored)
 
     async def whole(self, job: Job) -> Job:
-        """The job with its prompt."""
+        """Returns the job with its prompt."""
         if job.stored_prompt is None or any(job.prompts):
             return job
         return with_prompts(job, await asyncio.to_thread(self._known().get, job.stored_prompt.ref))
 
     async def response(self, job: Job) -> bytes:
-        """What /v1/responses keeps of the job's request; empty for other jobs."""
+        """Returns what /v1/responses keeps of the job's request; empty for other jobs."""
         if job.stored_response is None or job.response:
             return job.response
         return await asyncio.to_thread(self._known().get, job.stored_response)
@@ -71,7 +71,7 @@ class Payloads:
     async def joined(
         self, view: JobView, after: int, max_events: int, entries: Sequence[LogEntry]
     ) -> list[LogEntry]:
-        """A page of a stored log. The End is not in the store but in Redis."""
+        """Returns a page of a stored log. The End is not in the store but in Redis."""
         assert view.result is not None
         if (kept := self._logs.get(view.result.key)) is None:
             data = await asyncio.to_thread(self._known().get, view.result)
@@ -79,7 +79,7 @@ class Payloads:
         return [*kept[after : after + max_events], *entries][:max_events]
 
     async def discard(self, job_id: str) -> bool:
-        """Deletes a job's objects. False if that must be repeated later."""
+        """Deletes a job's objects. Returns False if that must be repeated later."""
         if self.store is None:
             return False
         for key in [key for key in self._logs if key.startswith(job_id)]:

@@ -11,7 +11,8 @@ _AFTER_S = 60.0  # for which a wish stands after the cold start
 
 
 class Wishes:
-    """Of a gateway. A job that waits is seen by whoever starts workers; a refused call is not."""
+    """Requests for workers from one gateway. Starters of workers see waiting jobs, but not refused
+    calls, which therefore leave a request."""
 
     def __init__(self, redis: GuardedRedis, starts: Starts, cold_start_s: float) -> None:
         self._redis = redis
@@ -19,7 +20,7 @@ class Wishes:
         self._for_s = cold_start_s + _AFTER_S
 
     async def leave(self, job: Job, refusal: JobRefused | None) -> None:
-        """The refusal stays the answer, even if this fails."""
+        """Asks for a worker if the refusal says that there is none. A failure changes nothing."""
         if refusal is None or refusal.code is not ErrorCode.NO_WORKERS:
             return
         with contextlib.suppress(BatchwayError):

@@ -79,7 +79,7 @@ async def check_may_change(broker: Broker, caller: Caller, job_id: str) -> None:
 
 
 def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
-    """A hash that is equal for equal bodies; '' without an Idempotency-Key."""
+    """Returns a hash that is equal for equal bodies; '' without an Idempotency-Key."""
     if not key:
         return ""
     text = json.dumps([endpoint, raw], sort_keys=True, separators=(",", ":"))

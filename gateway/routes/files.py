@@ -249,7 +249,7 @@ async def _stored(
 
 
 def _checked(form: FormData, settings: GatewaySettings) -> tuple[UploadFile, str, float]:
-    """The content, its purpose and the seconds that it is kept. Raises ApiError."""
+    """Returns the content, its purpose and the seconds that it is kept. Raises ApiError."""
     names = [name for name, _ in form.multi_items()]
     for name in names:
         if name not in _FIELDS:

@@ -120,7 +120,7 @@ async def get_model(
 
 
 def _failed(name: str, failure: ModelFailure) -> Model:
-    """A model of which no more is known."""
+    """The object of a model of which only its failure is known."""
     card = ModelCard(
         name=name,
         context_length=0,

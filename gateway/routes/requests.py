@@ -58,7 +58,7 @@ class StrictRequest(Request):
             raise ApiError(499, "client_closed_request", "the caller has left") from None
 
     async def _long_body(self) -> bytes:
-        """Read at the caller's turn, unless the call is refused."""
+        """Reads a long body at the caller's turn; nothing if the call is refused."""
         if self.refusal is not None:
             return b""
         caller: Caller | None = getattr(self.state, "caller", None)

@@ -49,7 +49,7 @@ class ResponseCall(msgspec.Struct, frozen=True):
     async def prepared(
         cls, request: Request, gateway: Gateway, caller: Caller, body: ResponseBody, key: str
     ) -> Self:
-        """Raises ApiError."""
+        """Prepares a call. Raises ApiError."""
         hashed = body_hash(key, Endpoint.RESPONSES, await request.json())
         terms = _terms(gateway, caller, body, key, hashed)
         job, submission = await prepare_response(gateway, body, terms)
@@ -125,8 +125,7 @@ class ResponseCall(msgspec.Struct, frozen=True):
         return await sse.sse_response(self.request, events(), headers=headers, on_gone=on_gone)
 
     async def _forget_unstored(self, call: SyncCall) -> None:
-        """With `store: false` nothing is kept beyond the call. What cannot be deleted now is
-        forgotten after its short retention."""
+        """Deletes a response with `store: false`. If that fails, its short retention ends it."""
         if self.body.is_stored:
             return
         job, broker = call.job, self.gateway.broker
@@ -139,8 +138,8 @@ class ResponseCall(msgspec.Struct, frozen=True):
 
 
 def _terms(gateway: Gateway, caller: Caller, body: ResponseBody, key: str, hashed: str) -> Terms:
-    """A response in the background is a job like others; the job of another ends with its caller,
-    unless that may come back with its Idempotency-Key."""
+    """The terms of a response. One in the background is a job like others; any other ends with its
+    caller, unless the caller may come back with its Idempotency-Key."""
     settings = gateway.settings
     # What is not stored cannot be returned to.
     ends_with_caller = not body.is_stored or (

@@ -149,7 +149,7 @@ def _terms(
     key: str,
     hashed: str,
 ) -> Terms:
-    """The terms of a call, or of a job if the caller accepts that the call becomes one."""
+    """Returns the terms of a call, or of a job if the caller accepts that the call becomes one."""
     settings = gateway.settings
     is_job = preference.is_given
     # A caller that gets 202 at once is not expected to stay.

@@ -1,1 +1,1 @@
-"""What goes on without a caller: flows and batches; and how their jobs are queued."""
+"""What runs without a caller: flows and batches; and how their jobs are queued."""

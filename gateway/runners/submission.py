@@ -1,4 +1,4 @@
-"""Queues the job of a call, once the calls with which its flow would begin could be made."""
+"""Queues the job of a call if the calls with which its flow begins would be accepted."""
 
 import time
 
@@ -14,7 +14,7 @@ from gateway.state import Gateway
 
 
 async def submit(gateway: Gateway, job: Job, submission: Submission) -> Submitted:
-    """Queues a job and counts the outcome. Raises what Broker.submit raises."""
+    """Queues a job and counts the outcome. Raises the errors of Broker.submit."""
     job = traced(job, time.time_ns())
     if (callback := submission.callback) is not None and job.trace is not None:
         callback = replace(callback, traceparent=job.trace.traceparent)

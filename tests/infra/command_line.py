@@ -3,6 +3,7 @@
 import argparse
 
 from infra import callbacks_command, jobs_command, keys_command, tenant_jobs
+from infra.options_page import shown_options
 from infra.parser import build_parser
 
 COMMANDS = (
@@ -18,15 +19,10 @@ COMMANDS = (
 
 
 def command_options(command: str) -> list[argparse.Action]:
-    """All options of a command except `--help` and those for tests and child processes."""
     parser = build_parser()
     for word in command.split():
         parser = _choices(parser)[word]
-    return [
-        action
-        for action in parser._actions
-        if action.dest != "help" and action.help != argparse.SUPPRESS and action.option_strings
-    ]
+    return shown_options(parser)
 
 
 def _choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

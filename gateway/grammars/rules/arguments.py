@@ -1,6 +1,6 @@
-"""What the JSON schema of a function's parameters demands, for syntaxes that are not JSON's.
+"""What the JSON schema of a function's parameters demands, for syntaxes other than JSON.
 
-Properties stand in the schema's order. That a schema is valid is checked before.
+Properties are written in the schema's order. The schema was checked before.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Path = tuple[str, ...]
 
 
 class ArgumentsRefused(Exception):
-    """The syntax cannot show what a strict schema demands. `path` leads to the part."""
+    """The syntax cannot express what a strict schema demands. `path` leads to the part."""
 
     def __init__(self, message: str, path: Path) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Arguments:
     """The arguments of one function."""
 
     def __init__(self, lark: Lark, name: str, schema: Schema, is_strict: bool) -> None:
-        """`name`: of the function's rule."""
+        """`name` is that of the function's rule."""
         self.lark, self.name = lark, name
         self.root, self.is_strict = schema, is_strict
 
@@ -50,14 +50,15 @@ class Arguments:
         return not names and schema.get("additionalProperties") is not False
 
     def check(self, schema: Schema, known: frozenset[str], path: Path) -> None:
-        """Raises ArgumentsRefused for a keyword that a strict function needs and nothing forces."""
+        """Raises ArgumentsRefused for a keyword of a strict function that nothing enforces."""
         for keyword in schema if self.is_strict else ():
             if keyword not in known | _ANNOTATIONS and not keyword.startswith("x-"):
                 message = f"{keyword} cannot be forced in the format of the model's calls"
                 raise ArgumentsRefused(message, (*path, keyword))
 
     def properties(self, schema: Schema) -> list[tuple[str, Any, bool]]:
-        """Name, schema and whether it is required; then what is required without a schema."""
+        """Returns the name and schema of each property, and whether it is required; then the
+        required names without a schema."""
         given, required = schema.get("properties"), schema.get("required")
         properties = given if isinstance(given, dict) else {}
         names = required if isinstance(required, list) else []
@@ -65,7 +66,7 @@ class Arguments:
         return found + [(name, True, True) for name in names if name not in properties]
 
     def sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Items in their order, each of them required or not."""
+        """A rule for the items in their order; each may be required or optional."""
         if not separator:
             return " ".join(item if is_required else f"({item})?" for item, is_required in items)
         firsts: list[str] = []
@@ -81,7 +82,7 @@ class Arguments:
         return whole if is_needed or not whole else f"({whole})?"
 
     def raw(self, terminal: str, close: str) -> str:
-        """Text as it is, and the literal behind it, of which it has none."""
+        """A rule for text as it is, without the literal `close`, and then that literal."""
         lark = self.lark
         text, mark, rest = lark.split(close)
         spelled = quoted(close.strip())
@@ -104,6 +105,6 @@ def choices_of(schema: Schema) -> list[Any] | None:
 
 
 def times(schema: Schema) -> str:
-    """How many characters a string may have, as a regular expression has it."""
+    """The allowed number of characters of a string, as a quantifier of a regular expression."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     return f"{{{least},{'' if most is None else most}}}" if least or most is not None else "*"

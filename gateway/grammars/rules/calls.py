@@ -12,7 +12,7 @@ from gateway.grammars.rules.tag_arguments import TagArguments
 
 
 class ToolCalls(TypedDict):
-    """Calls of functions, in a model's format."""
+    """The calls that an output may contain, in a model's format."""
 
     format: Mapping[str, Any]  # the fields of ToolFormat
     is_bare: bool  # of the format
@@ -23,7 +23,7 @@ class ToolCalls(TypedDict):
 
 
 def tool_rules(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
-    """What the output may be: calls, or text, or text and calls. Raises ArgumentsRefused."""
+    """Returns a rule for the output: calls, text, or both. Raises ArgumentsRefused."""
     rules = _CallRules(lark, calls)
     if calls["is_forced"]:
         return frame.around(call=rules.calls())
@@ -35,7 +35,7 @@ def tool_rules(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
 
 
 def free_rules(lark: Lark, frame: Frame, format_: Mapping[str, Any] | None) -> str:
-    """What an output without a constraint may be. `format_`: of the calls that it may have."""
+    """Returns a rule for an output without a constraint. `format_`: that of its calls, if any."""
     text = frame.free_text()
     if format_ is None or not frame.marks_answers:  # else the text may have calls
         return frame.around(text)
@@ -44,7 +44,7 @@ def free_rules(lark: Lark, frame: Frame, format_: Mapping[str, Any] | None) -> s
 
 
 class _CallRules:
-    """The rules of one call after another: `head ONE …`."""
+    """The rules of consecutive calls: `head ONE …`."""
 
     def __init__(self, lark: Lark, calls: ToolCalls) -> None:
         self._lark, self._format = lark, calls["format"]
@@ -65,7 +65,7 @@ class _CallRules:
         return self._lark.rule("calls", f"{maybe(self._space)} {head} {self._behind_head()}")
 
     def text_and_calls(self, without: Sequence[int]) -> str:
-        """Text, and calls behind it or at once."""
+        """A rule for text, or for calls with or without text before them."""
         lark, excluded = self._lark, [*without, *self.beginning_ids]
         begun = lark.up_to("begun", self._beginning, without)
         rest = lark.literal(self._head.removeprefix(self._beginning))
@@ -73,7 +73,7 @@ class _CallRules:
         return lark.rule("said", f"{text} | {begun} {rest} {self._behind_head()}")
 
     def no_call(self) -> str:
-        """Text that does not begin as a call without marks does."""
+        """A rule for text that does not begin like a call, for calls without marks."""
         first = {"python": "[", "object": "{"}.get(self._format["syntax"], "")
         characters = "".join(f"\\{each}" for each in {*self._head[:1], *first})
         pattern = rf"/(?s:\s*([^\s{characters}].*)?)/"
@@ -121,7 +121,7 @@ class _CallRules:
         return json_rule(schema, is_strict)
 
     def _object(self, name: str, arguments: str) -> str:
-        """An object with the name and the arguments, spaced as `json.dumps` does it."""
+        """A rule for an object with the name and the arguments, spaced as by `json.dumps`."""
         format_ = self._format
         id_ = f'{json.dumps(format_["id_key"])}: "{{id}}"' if format_["id_key"] else ""
         is_first = bool(format_["id_first"])

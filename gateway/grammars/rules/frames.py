@@ -1,6 +1,7 @@
-"""What a grammar lets stand around an answer: the reasoning before it, and marks of the format.
+"""What surrounds an answer in a grammar: the reasoning before it, and marks of the format.
 
-A constraint binds the answer alone. How the prompt leaves the reasoning decides what comes first.
+A constraint binds the answer alone. What comes first depends on where the prompt leaves the
+reasoning.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +19,7 @@ class Reasoning(TypedDict):
 
 
 class Frame:
-    """The rules around an answer. Without `reasoning` there is nothing around it."""
+    """The rules around an answer. If `reasoning` is None, nothing surrounds it."""
 
     def __init__(self, lark: Lark, reasoning: Reasoning | None) -> None:
         self._lark = lark
@@ -28,20 +29,20 @@ class Frame:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether an answer stands between marks, and a call apart from it."""
+        """Whether answers are enclosed in marks, separate from calls."""
         return bool(self._of("before_answer") or self._of("before_first_answer"))
 
     @property
     def own_ids(self) -> list[int]:
-        """The format's added tokens: in texts they would begin or end something. In harmony those
-        of calls do, too."""
+        """The added tokens of the format. Texts exclude them, because they begin or end something.
+        In harmony this includes those of calls."""
         if self._fields.get("is_harmony"):
             return self._lark.all_ids
         fields = (str(value) for value in self._fields.values())
         return self._lark.ids_in("\0".join(fields))
 
     def free_text(self, without: Collection[int] = ()) -> str:
-        """Any text and added tokens, which do not begin as reasoning does."""
+        """A rule for any text and added tokens that do not begin like reasoning."""
         lark, first = self._lark, self._lark.text
         if opening := self._of("open").strip():
             spelled = rf"/\s*/ {quoted(opening)} {ANY_TEXT}"
@@ -50,8 +51,8 @@ class Frame:
         return f"{first} ({added} {lark.text})*" if added else first
 
     def around(self, answer: str = "", call: str = "") -> str:
-        """What an output is: reasoning, as the prompt asks for it, and an answer or a call. What
-        the format has behind an answer may be missing."""
+        """Returns a rule for a whole output: reasoning, as the prompt requires, then an answer or a
+        call. The format's ending of an answer may be missing."""
         lark = self._lark
         behind = either(
             answer and self._answer("before_answer", answer),
@@ -71,7 +72,7 @@ class Frame:
         return f"{literal(self._of(before))} {answer} {behind}"
 
     def _reasoning(self) -> str:
-        """Reasoning from behind its opening on, to the white space that may follow its end."""
+        """A rule for reasoning after its opening mark, up to the white space that may follow it."""
         lark, close = self._lark, self._of("close")
         space = maybe(close[len(close.rstrip()) :])
         text, mark, rest = lark.split(close.strip())

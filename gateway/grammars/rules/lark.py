@@ -1,8 +1,8 @@
 """Writes Lark for llguidance: literals of a model's formats, and free text around them.
 
-To llguidance an added token that is special, or looks like `<…>`, is no text: text spelled like it
-consists of other tokens. So a literal that the tokenizer reads as an added token names it by its
-id, and free text says where added tokens may stand.
+llguidance does not count an added token as text if it is special or looks like `<…>`; the same
+characters as text are other tokens. So a literal that the tokenizer reads as an added token is
+given by the token's id, and free text states where added tokens are allowed.
 """
 
 import json
@@ -18,7 +18,7 @@ _WORD = re.compile(r"""\S[^\s{\["']*""")
 
 
 class Marks(TypedDict):
-    """A tokenizer's added tokens, as far as a grammar needs them."""
+    """A tokenizer's added tokens that a grammar needs."""
 
     ids: Mapping[str, int]  # of those that the formats' literals contain
     added: Sequence[Sequence[int]]  # ranges of all ids: first, last
@@ -51,13 +51,13 @@ class Lark:
         return name
 
     def new(self, prefix: str, body: str, options: str = "") -> str:
-        """The name of a rule with this body; equal rules are one."""
+        """Adds a rule with this body, and returns its new name. Equal rules are added once."""
         known = self._names.setdefault((prefix, body, options), f"{prefix}_{len(self._names)}")
         return self.rule(known, body, options)
 
     def literal(self, text: str, types: Sequence[str] = ()) -> str:
-        """A literal of a format, up to a token that ends the output: where that may come, the
-        grammar ends. `types`: what its `{type}` may be."""
+        """A rule for a literal of a format. If it contains a token that may end the output, the
+        grammar ends there. `types`: the values of its `{type}`."""
         any_type = f"({' | '.join(map(quoted, types))})"
         parts: list[str] = []
         for part in _PLACEHOLDERS.split(text):
@@ -75,13 +75,13 @@ class Lark:
         return " ".join(parts)
 
     def split(self, literal: str) -> tuple[str, str, str]:
-        """A literal as text, its first added token, and the rest."""
+        """Returns the text of a literal before its first added token, that token, and the rest."""
         text, *rest = self._marks.split(literal, maxsplit=1)
         return (text, rest[0], rest[1]) if rest else (text, "", "")
 
     def beginning(self, literal: str) -> str:
-        """The part of a literal that shows that it begins: its first word, or its start up to an
-        added token in that."""
+        """The part of a literal by which its begin is recognised: its first word, or the start of
+        that up to an added token."""
         found = _WORD.match(literal)
         text, mark, _ = self.split(literal)
         word = found[0] if found else literal
@@ -89,7 +89,7 @@ class Lark:
 
     @property
     def all_ids(self) -> list[int]:
-        """Those of all formats."""
+        """The added tokens of all formats."""
         return sorted(self._ids.values())
 
     def ids_in(self, text: str) -> list[int]:
@@ -102,18 +102,18 @@ class Lark:
         return self.rule("TEXT", ANY_TEXT)
 
     def added(self, without: Collection[int] = ()) -> str:
-        """Any added token that ends no output; "": there is none."""
+        """A rule for any added token that does not end the output; "" if there is none."""
         ranges = ",".join(_ranges(self._added, {*without, *self.ends}))
         return f"<[{ranges}]>" if ranges else ""
 
     def anything(self, without: Collection[int] = ()) -> str:
-        """Text and added tokens, up to more text."""
+        """A rule for text and added tokens, up to more text."""
         added = self.added(without)
         return f"({self.text} {added})*" if added else ""
 
     def up_to(self, name: str, literal: str, without: Collection[int] = ()) -> str:
-        """Anything up to the first of a literal, and the literal, which ends with its first added
-        token, if it has one. It may be spelled by other tokens, too."""
+        """A rule for anything up to the first occurrence of a literal, and the literal up to its
+        first added token, if it has one. Other tokens may spell the literal, too."""
         text, mark, rest = self.split(literal)
         assert not rest
         spelled = self.rule(f"{name}_spelled", f"{self.text} {quoted(literal)}", "[lazy]")
@@ -125,8 +125,8 @@ class Lark:
 
 
 def json_options(is_strict: bool) -> Any:
-    """JSON formatted as by `json.dumps`, so that names and separators are forced and white space is
-    bounded. Unless `is_strict`, keywords that cannot be enforced are dropped."""
+    """Options for JSON formatted as by `json.dumps`, so that names and separators are forced and
+    white space is bounded. Unless `is_strict`, keywords that cannot be enforced are dropped."""
     return {
         "whitespace_flexible": False,
         "item_separator": ", ",
@@ -136,7 +136,7 @@ def json_options(is_strict: bool) -> Any:
 
 
 def json_rule(schema: Mapping[str, Any], is_strict: bool, escapes: str | None = None) -> str:
-    """JSON of a schema. `escapes`: the letters that may follow a backslash in strings."""
+    """A rule for JSON of a schema. `escapes`: letters that may follow a backslash in strings."""
     options: dict[str, Any] = json_options(is_strict)
     if escapes is not None:
         options["json_allowed_escapes"] = escapes
@@ -144,17 +144,17 @@ def json_rule(schema: Mapping[str, Any], is_strict: bool, escapes: str | None = 
 
 
 def quoted(text: str) -> str:
-    """The text as such, however it is spelled."""
+    """A literal of Lark for this text, in whatever tokens."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def maybe(text: str) -> str:
-    """Text that the model may leave out."""
+    """Makes a part optional."""
     return f"{quoted(text)}?" if text else ""
 
 
 def either(*parts: str) -> str:
-    """One of the parts that are given."""
+    """Joins those of the parts that are not empty as alternatives."""
     given = [part for part in parts if part]
     return given[0] if len(given) == 1 else f"({' | '.join(given)})"
 

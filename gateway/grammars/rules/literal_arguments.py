@@ -59,7 +59,7 @@ class _Literals(Arguments, ABC):
         return quoted(name + self.pair)
 
     def value(self, schema: Any, path: Path) -> str:
-        """A value that fits the schema."""
+        """A rule for a value that fits the schema."""
         if not isinstance(schema, dict) or says_nothing(schema):
             return self.anything()
         if isinstance(name := schema.get("$ref"), str):
@@ -114,7 +114,7 @@ class _Literals(Arguments, ABC):
         return self.repeated(f"{self.any_key()} {value}", 0, None)
 
     def _referenced(self, name: str, schema: Schema, path: Path) -> str:
-        """A rule of its own: schemas may refer to themselves."""
+        """The name of a schema's own rule, because schemas may refer to themselves."""
         self.check(schema, frozenset({"$ref"}), path)
         if name not in self._references:
             rule = self._references[name] = f"{self.name}_part_{len(self._references)}"
@@ -122,7 +122,7 @@ class _Literals(Arguments, ABC):
         return self._references[name]
 
     def repeated(self, item: str, least: int, most: int | None) -> str:
-        """So many items, separated."""
+        """A rule for `least` to `most` items with separators."""
         if most is not None and most < 1:
             return ""
         times = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
@@ -130,7 +130,7 @@ class _Literals(Arguments, ABC):
         return f"{item} {more}" if least else f"({item} {more})?"
 
     def anything(self) -> str:
-        """Any value."""
+        """A rule for any value."""
         name = "anything"
         items = self.repeated(name, 0, None)
         members = self.repeated(f"{self.any_key()} {name}", 0, None)
@@ -140,7 +140,7 @@ class _Literals(Arguments, ABC):
         return self.lark.rule(name, " | ".join(parts))
 
     def literal(self, value: Any) -> str:
-        """One value as it is written."""
+        """A rule for this value."""
         match value:
             case str():
                 return self.text(value)
@@ -158,29 +158,29 @@ class _Literals(Arguments, ABC):
 
     @abstractmethod
     def string(self, schema: Schema, path: Path) -> str:
-        """A string that the schema allows."""
+        """A rule for a string that the schema allows."""
 
     @abstractmethod
     def text(self, value: str) -> str:
-        """This very string."""
+        """A rule for this string."""
 
     @abstractmethod
     def key(self, name: str) -> str:
-        """The name of a member, and what stands before its value."""
+        """A rule for a member's name, and the separator before its value."""
 
     @abstractmethod
     def any_key(self) -> str:
-        """Any name of a member, and what stands before its value."""
+        """A rule for any member's name, and the separator before its value."""
 
 
 class PythonArguments(_Literals):
-    """key=value, …"""
+    """Arguments as in a call in Python: key=value, …"""
 
     true, false, null = "True", "False", "None"
     separator, pair = ", ", "="
 
     def string(self, schema: Schema, path: Path) -> str:
-        """In any quotes; as JSON, which is a Python literal, too, where it has a pattern."""
+        """A string in any quotes; if it has a pattern, in JSON's, which are also Python's."""
         if not schema.keys().isdisjoint(_PATTERNS):
             known = {key: value for key, value in schema.items() if key in OF_TEXTS | _PATTERNS}
             return json_rule(known, self.is_strict, escapes='"\\nrt')
@@ -201,7 +201,7 @@ class PythonArguments(_Literals):
 
 
 class GemmaArguments(_Literals):
-    """key:value,…"""
+    """Arguments as Gemma 4 writes them: key:value,…"""
 
     true, false, null = "true", "false", "null"
     separator, pair = ",", ":"
@@ -223,7 +223,7 @@ class GemmaArguments(_Literals):
 
 
 def _type_shown(schema: Schema) -> str:
-    """The type of a schema that names none, by its keywords."""
+    """The type of a schema that does not name one, inferred from its keywords."""
     if "properties" in schema or "required" in schema:
         return "object"
     return "array" if "items" in schema else ""

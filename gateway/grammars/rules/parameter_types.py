@@ -1,5 +1,5 @@
-"""Which parameters of a function are strings, by the JSON schema of its parameters. Some models
-write the values of strings as they are."""
+"""Which parameters of a function are strings, according to the JSON schema of its parameters. Some
+models write strings without quotes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,8 @@ def is_string(schema: Any) -> bool:
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """What a schema refers to within the document; itself if it does not. None: to nothing."""
+    """Returns what a schema refers to within the document, or the schema if it refers to nothing.
+    None if the reference leads nowhere."""
     seen: set[str] = set()
     while isinstance(schema, dict) and isinstance(name := schema.get("$ref"), str):
         if name in seen or not (name == "#" or name.startswith("#/")):

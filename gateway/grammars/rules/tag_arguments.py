@@ -1,4 +1,4 @@
-"""Arguments that stand between tags, each on its own. The values of strings are as they are."""
+"""Arguments that are each enclosed in tags. Strings are written without quotes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ _OTHER_TYPES = ("number", "integer", "boolean", "null", "array", "object", "fals
 
 
 class TagArguments(Arguments):
-    """(key_open KEY key_close VALUE value_close)*"""
+    """Arguments of the form (key_open KEY key_close VALUE value_close)*."""
 
     def __init__(
         self, lark: Lark, name: str, schema: Schema, is_strict: bool, format_: Mapping[str, Any]

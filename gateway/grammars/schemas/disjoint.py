@@ -1,5 +1,5 @@
-"""Whether schemas exclude each other, so that `oneOf` is the same as `anyOf`. Looks at types,
-constants and the properties of objects; what it does not find, it does not claim."""
+"""Whether schemas exclude each other, so that `oneOf` is the same as `anyOf`. Compares types,
+constants and the properties of objects; in doubt, schemas may overlap."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def _are_disjoint(a: Any, b: Any, required: Sequence[str], follow: Follow, depth
 def _differ(
     a: dict[str, Any], b: dict[str, Any], required: Sequence[str], follow: Follow, depth: int
 ) -> bool:
-    """Whether a property that is always there has values of one schema only."""
+    """Whether a property that is always present has disjoint values in the two schemas."""
     names = {*required, *_names(a.get("required")), *_names(b.get("required"))}
     return any(
         _are_disjoint(_property(a, name), _property(b, name), (), follow, depth + 1)
@@ -102,7 +102,7 @@ def _values(schema: dict[str, Any]) -> set[str] | None:
 
 
 def _canonical(value: Any) -> Any:
-    """The same for values that JSON Schema calls equal: 1.0 is 1."""
+    """Returns equal values for those that JSON Schema calls equal: 1.0 is 1."""
     match value:
         case float() if value.is_integer():
             return int(value)

@@ -1,5 +1,4 @@
-"""How long the shortest output of a schema is at least. Knows schemas as preparation.py makes
-them."""
+"""The least length of a schema's outputs. Expects schemas as preparation.py makes them."""
 
 import json
 import math
@@ -13,8 +12,8 @@ _SHORTEST = {"null": 4.0, "boolean": 4.0}  # of other types 1
 
 
 def check_lengths(prepared: Prepared) -> None:
-    """Takes what has no end out of a schema: each of its values would contain another one. Raises
-    SchemaRefused where the whole has none, or only one that is too long."""
+    """Removes the parts of a schema whose values never end, because each would contain another one.
+    Raises SchemaRefused if the whole schema has no value, or only values that are too long."""
     root = prepared.schema
     lengths = _Lengths(root)
     if lengths.has_endless:
@@ -32,7 +31,8 @@ def check_lengths(prepared: Prepared) -> None:
 
 
 class _Lengths:
-    """Of a schema and its definitions: from endless down, until nothing gets shorter."""
+    """Least lengths of a schema and its definitions. All definitions start as endless; the lengths
+    are computed again until none gets shorter."""
 
     def __init__(self, root: Schema) -> None:
         self._definitions: Schema = root.get("$defs", {})
@@ -48,7 +48,7 @@ class _Lengths:
         return math.inf in self._known.values()
 
     def of(self, schema: Any) -> float:
-        """In characters; math.inf without end."""
+        """The least length in characters; math.inf for a schema whose values never end."""
         if not isinstance(schema, dict):
             return 1
         parts = [self._own(schema), *map(self.of, schema.get("allOf", ()))]
@@ -59,7 +59,7 @@ class _Lengths:
         return max(parts)
 
     def longest(self, schema: Schema) -> Schema:
-        """The innermost part that is too long by itself, up to where it contains itself."""
+        """The innermost part that is too long by itself; stops at a schema that contains itself."""
         seen: list[Schema] = []
         while not any(schema is each for each in seen):
             seen.append(schema)
@@ -69,8 +69,8 @@ class _Lengths:
         return seen[-1]
 
     def cut(self, schema: Schema, nullable: bool = False) -> None:
-        """Allows nothing where what is allowed has no end. `nullable`: null, and only where OpenAPI
-        3.0 would allow it beside."""
+        """Replaces each part whose values never end by one that allows nothing. `nullable`:
+        replaces only parts that are nullable, by ones that allow null alone."""
         for holder, key, part in parts_of(schema):
             if self.of(part) == math.inf and (not nullable or part.get("nullable") is True):
                 holder[key] = {"type": "null"} if nullable else False
@@ -78,7 +78,7 @@ class _Lengths:
                 self.cut(part, nullable)
 
     def _own(self, schema: Schema) -> float:
-        """What the schema's own keywords demand."""
+        """The length that the schema's own keywords demand."""
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values:
             return min(len(json.dumps(each, ensure_ascii=False)) for each in values)

@@ -1,4 +1,4 @@
-"""What llguidance enforces of the names of an object's properties, and of their number."""
+"""What llguidance can enforce of the names of an object's properties, and of their number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ _NOTHING = frozenset({"type", "title", "description", "$comment"})
 
 
 def enforced_names(schema: Schema, checks: Checks, path: Path, follow: Follow) -> Schema:
-    """The schema with what can be enforced. Raises SchemaRefused."""
+    """Returns the schema with what can be enforced. Raises SchemaRefused."""
     kept = _of_property_names(schema, checks, path, follow)
     kept = _of_patterns(kept, checks, path)
     return _counted(kept, checks, path)
 
 
 def _of_property_names(schema: Schema, checks: Checks, path: Path, follow: Follow) -> Schema:
-    """`propertyNames` as `properties` or `patternProperties`, where nothing else names any."""
+    """Writes `propertyNames` as `properties` or `patternProperties`, if nothing else names any."""
     if "propertyNames" not in schema:
         return schema
     kept = without(schema, "propertyNames")
@@ -45,7 +45,7 @@ def _takes_strings(names: Schema) -> bool:
 
 
 def _of_patterns(schema: Schema, checks: Checks, path: Path) -> Schema:
-    """Patterns that llguidance takes, none of which overlap."""
+    """Keeps patterns that llguidance accepts and that do not overlap."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return schema
@@ -65,8 +65,8 @@ def _of_patterns(schema: Schema, checks: Checks, path: Path) -> Schema:
 
 
 def _folded(schema: Schema, checks: Checks) -> Schema:
-    """Without patterns of which each name is a property: where no other name is left, llguidance
-    still asks for one. The properties get what the patterns demand of them."""
+    """Removes patterns that match no name but those of properties, because llguidance would still
+    demand another name. The properties take over what the patterns demand of them."""
     properties = dict(schema.get("properties") or {})
     required = [name for name in schema.get("required") or () if isinstance(name, str)]
     names = list(dict.fromkeys([*properties, *required]))
@@ -86,7 +86,7 @@ def _matches(pattern: str, name: str, checks: Checks) -> bool:
 
 
 def _is_used_up(pattern: str, names: list[str], checks: Checks) -> bool:
-    """Whether a pattern fits no other name: an object with one more has no output."""
+    """Whether a pattern matches no other name: then an object with one more name has no output."""
     one_more = {
         "type": "object",
         "properties": {name: {"type": "null"} for name in names},
@@ -99,8 +99,9 @@ def _is_used_up(pattern: str, names: list[str], checks: Checks) -> bool:
 
 
 def _counted(schema: Schema, checks: Checks, path: Path) -> Schema:
-    """llguidance counts properties where all that have names are required, or where one decides.
-    The same name may come again, so that of the others it can promise one only."""
+    """Removes counts of properties that cannot be enforced. llguidance counts if all named
+    properties are required, or if a single one decides. A name may be repeated, so of other
+    properties only one is certain."""
     least, most = schema.get("minProperties", 0), schema.get("maxProperties")
     required = set(schema.get("required") or ())
     decides_one = (

@@ -1,10 +1,10 @@
-"""Bounds, steps and constants of numbers, as llguidance enforces them.
+"""Bounds, steps and constants of numbers, in a form that llguidance enforces.
 
-It reads numbers as doubles, inexactly beyond some 15 digits. Its regular expressions are of numbers
-below 10^18 with at most 18 decimals, and let an excluded bound through where the other bound lies
+It reads numbers as doubles, which are inexact beyond some 15 digits. Its regular expressions are
+for numbers below 10^18 with at most 18 decimals. They allow an excluded bound if the other bound is
 within the same integer: {"exclusiveMinimum": 0, "maximum": 0.5} allows 0. So every bound becomes an
-included one, rounded inwards to what it reads exactly: no output violates the given bound, and of
-what that allows the last part in 10^15 is lost, or what lies within 10^-18 of 0.
+included one, rounded inwards to a number that it reads exactly. No output violates the given bound;
+what is lost is the last part in 10^15, or what is within 10^-18 of 0.
 """
 
 import math
@@ -26,7 +26,7 @@ _Bound = tuple[Decimal, bool]  # whether it is excluded
 
 
 def is_exact(number: int | float) -> bool:
-    """Whether llguidance writes this constant as it is."""
+    """Whether llguidance writes this constant unchanged."""
     if isinstance(number, int):
         return -(2**63) < number < 2**64 and int(float(number)) == number
     if not math.isfinite(number):
@@ -37,8 +37,8 @@ def is_exact(number: int | float) -> bool:
 
 
 def bounds(schema: Mapping[str, Any], is_integer: bool) -> dict[str, int | float]:
-    """`minimum` and `maximum` in place of all bounds of a schema. They contradict each other where
-    nothing lies between the given ones. Raises Unenforceable."""
+    """Returns `minimum` and `maximum` for all bounds of a schema. They contradict each other if
+    nothing is between the given ones. Raises Unenforceable."""
     low = _tighter(schema, "minimum", "exclusiveMinimum", 1)
     high = _tighter(schema, "maximum", "exclusiveMaximum", -1)
     if is_integer:
@@ -53,7 +53,7 @@ def bounds(schema: Mapping[str, Any], is_integer: bool) -> dict[str, int | float
 
 
 def step(multiple_of: int | float) -> int | float:
-    """`multipleOf`, if it can be enforced. Raises Unenforceable."""
+    """Returns `multipleOf` if it can be enforced. Raises Unenforceable."""
     _, digits, exponent = _decimal(multiple_of).normalize().as_tuple()
     assert isinstance(exponent, int), "it is finite"
     without_point = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
@@ -67,7 +67,7 @@ def step(multiple_of: int | float) -> int | float:
 
 
 def _tighter(schema: Mapping[str, Any], including: str, excluding: str, sign: int) -> _Bound | None:
-    """The bound that holds, of the including and the excluding one. `sign`: 1 of a lower one."""
+    """Returns the stricter of an included and an excluded bound. `sign`: 1 for lower bounds."""
     given, excluded = schema.get(including), schema.get(excluding)
     if isinstance(excluded, bool):  # as in draft 4
         return None if given is None else (_decimal(given), excluded)

@@ -1,8 +1,8 @@
-"""Makes what llguidance enforces of a JSON schema that a caller sent.
+"""Reduces a caller's JSON schema to what llguidance enforces.
 
-What says nothing about values goes, and what `$ref` names moves to `$defs`. What no grammar
-enforces is dropped, or refused if the schema is strict. Forms of older drafts become those of draft
-2020-12. What numbers, strings, names and `oneOf` need is in modules of their own.
+Keywords that say nothing about values are removed, and referenced schemas move to `$defs`. What no
+grammar can enforce is dropped, or refused if the schema is strict. Forms of older drafts become
+those of draft 2020-12. Numbers, strings, names and `oneOf` have modules of their own.
 """
 
 import math
@@ -62,7 +62,7 @@ def prepare(schema: Schema, is_strict: bool, fault_of: FaultOf) -> Prepared:
 
 
 class _Preparation:
-    """Of one schema with all that it contains."""
+    """The preparation of one schema and all that it contains."""
 
     def __init__(self, root: Schema, checks: Checks) -> None:
         self._root = root
@@ -97,7 +97,7 @@ class _Preparation:
         return kept
 
     def _keep(self, kept: Schema, keyword: str, value: Any, path: Path, place: Path) -> None:
-        """Takes a keyword over, with the schemas that it contains. `place`: of the value."""
+        """Keeps a keyword, with the schemas that it contains. `place`: of the value."""
         if keyword in _LISTS:
             parts = [self._schema(each, (*place, str(i))) for i, each in enumerate(value)]
             name = "anyOf" if keyword == "oneOf" else keyword
@@ -133,7 +133,7 @@ class _Preparation:
         return f"#/$defs/{self._names[place]}"
 
     def _follow(self, schema: Any) -> Any:
-        """What a schema refers to, or itself; True, which allows anything, where it is unknown."""
+        """What a schema refers to, or itself. True, which allows anything, if that is unknown."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
@@ -145,7 +145,7 @@ class _Preparation:
         return True
 
     def _simplified(self, schema: Schema, path: Path) -> Schema:
-        """The schema, whose parts are not yet prepared, with keywords that can be enforced."""
+        """Returns the schema with keywords that can be enforced. Its parts are not yet prepared."""
         # Clients write null for what they leave unset.
         given = {k: v for k, v in schema.items() if v is not None or k == "const"}
         if self._document.is_old and "$ref" in given:
@@ -208,8 +208,8 @@ class _Preparation:
 
 
 def _check_forms(schema: Schema, path: Path) -> None:
-    """Raises SchemaRefused for a keyword with a value that no draft allows. Counts become
-    integers; those that no output reaches go."""
+    """Raises SchemaRefused for a keyword with a value that no draft allows. Counts become integers;
+    counts that no output reaches are removed."""
     for keyword, each in list(schema.items()):
         form = ""
         if keyword in _LISTS and not isinstance(each, list):
@@ -235,7 +235,7 @@ def _check_forms(schema: Schema, path: Path) -> None:
 
 
 def _name_in(schema: Schema, keyword: str, value: Any) -> str:
-    """The keyword of a value as the caller gave it: older drafts have other names for some."""
+    """The keyword of a value as the caller wrote it: older drafts have other names for some."""
     if schema.get(keyword) is value:
         return keyword
     return next((name for name, each in schema.items() if each is value), keyword)
@@ -252,7 +252,7 @@ def _is_number(value: Any, may_be_bool: bool = False) -> bool:
 
 
 def _are_exact(value: Any) -> bool:
-    """Whether llguidance writes the numbers of a constant as they are."""
+    """Whether llguidance writes the numbers of a constant unchanged."""
     match value:
         case bool():
             return True
@@ -266,8 +266,8 @@ def _are_exact(value: Any) -> bool:
 
 
 def _with_unevaluated(schema: Schema) -> Schema:
-    """What other schemas at the same place do not look at is what is additional, if there are
-    none."""
+    """Replaces `unevaluated…` keywords by those for additional members, which are the same if no
+    other schema applies at this place."""
     given = dict(schema)
     is_alone = not given.keys() & _APPLICATORS
     for keyword, same in (

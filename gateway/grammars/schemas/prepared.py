@@ -1,4 +1,4 @@
-"""A schema as llguidance gets it, and how its parts are found."""
+"""A schema as it is passed to llguidance, with ways to find its parts."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ _EMPTY = "Unsatisfiable"  # how llguidance begins to say that a schema has no va
 
 
 class Prepared:
-    """The schema, whose references lead to `$defs`, and where its parts stood."""
+    """The schema, whose references lead to `$defs`, and the original places of its parts."""
 
     def __init__(self, schema: Schema, places: Mapping[int, Path]) -> None:
         self.schema = schema
@@ -22,8 +22,8 @@ class Prepared:
         return self._places.get(id(part), ())
 
     def innermost(self, fault: str, fault_of: FaultOf) -> tuple[Schema, str]:
-        """The innermost part that has a fault by itself, as far as there is time, and the fault.
-        What has no value is so for a reason within, which sounds different."""
+        """Returns the innermost part that has a fault by itself, and the fault, within a time
+        limit. If a schema has no value, a part within may have another fault, which explains it."""
         definitions = self.schema.get("$defs", {})
         part, is_empty = self.schema, fault.startswith(_EMPTY)
         until = time.process_time() + _SEARCH_S
@@ -41,8 +41,8 @@ class Prepared:
 
 
 def parts_of(schema: Schema, needed: bool = False) -> Iterator[tuple[Any, Any, Any]]:
-    """The schemas directly within one, each with what holds it and its key there. `needed`: those
-    that a value may not go without."""
+    """Yields the schemas directly within one, each with its container and its key there. `needed`:
+    only those that every value needs."""
     for keyword in ("allOf", "anyOf", "prefixItems"):
         holder = schema.get(keyword, [])
         yield from ((holder, i, each) for i, each in enumerate(holder))
@@ -56,5 +56,5 @@ def parts_of(schema: Schema, needed: bool = False) -> Iterator[tuple[Any, Any, A
 
 
 def name_of(schema: Schema) -> str:
-    """Of the definition to which a schema refers."""
+    """The name of the definition to which a schema refers."""
     return str(schema["$ref"]).rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Finds what `$ref` names within a document. Fetches nothing."""
+"""Finds what `$ref` refers to within a document. Fetches nothing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ _VALUES = frozenset({"const", "default", "enum", "example", "examples"})  # no s
 
 
 class Document:
-    """A schema with those that it contains, and their names: `$id`, `id` of draft 4, `$anchor`."""
+    """A schema and those that it contains, by their names: `$id`, `id` of draft 4, `$anchor`."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -34,8 +34,8 @@ class Document:
                     self._places.setdefault(f"{self._base(path)}#{name}", path)
 
     def find(self, reference: str, path: Path) -> tuple[Path, Any] | None:
-        """The place and the schema that a reference in the schema at `path` names; None: it is in
-        another document. Raises LookupError if it is missing in this one."""
+        """Returns the place and the schema to which a reference in the schema at `path` leads; None
+        if that is in another document. Raises LookupError if this document lacks it."""
         address, fragment = urldefrag(_joined(self._base(path), reference))
         if address not in self._places:
             return None
@@ -53,7 +53,7 @@ class Document:
         raise LookupError(reference)
 
     def _base(self, path: Path) -> str:
-        """The address of the document around a place, to which its references are relative."""
+        """The address of the document around a place, to which references there are relative."""
         return next(
             self._bases[path[:length]]
             for length in range(len(path), -1, -1)

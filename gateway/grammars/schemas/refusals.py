@@ -1,4 +1,4 @@
-"""What a schema is refused for, or drops."""
+"""Errors about schemas, and the rule for dropping keywords."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,15 +27,14 @@ class Unenforceable(Exception):
 
 
 class Checks:
-    """What the parts of the preparation ask: whether llguidance takes something, and whether
-    something may be dropped."""
+    """Tells the steps of the preparation what llguidance accepts and what may be dropped."""
 
     def __init__(self, fault_of: FaultOf, is_strict: bool) -> None:
         self.fault_of = fault_of
         self.is_strict = is_strict
 
     def drop(self, keyword: str, path: Path, reason: str = "") -> None:
-        """Raises SchemaRefused for a strict schema, of which nothing is dropped."""
+        """Notes that a keyword is dropped. Raises SchemaRefused if the schema is strict."""
         if self.is_strict:
             why = f": {reason}" if reason else ""
             raise SchemaRefused(f"{keyword} cannot be enforced{why}", path)

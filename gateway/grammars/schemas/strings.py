@@ -1,7 +1,7 @@
-"""What llguidance enforces of a string's pattern, format and length.
+"""What llguidance can enforce of a string's pattern, format and length.
 
-Its regular expressions know no look-around, back references and word boundaries. Without these a
-pattern allows more; with them gone, it still forces the rest.
+Its regular expressions have no look-around, back references or word boundaries. A pattern without
+them allows more, but still enforces the rest.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 
 
 def enforced_string(schema: Schema, checks: Checks, path: Path) -> Schema:
-    """The schema with what can be enforced of a string. Lengths are counts. Raises
+    """Returns the schema with what can be enforced of a string. Lengths are counts. Raises
     SchemaRefused."""
     kept = _bounded(schema, checks, path)
     if isinstance(name := kept.get("format"), str) and name not in FORMATS:
@@ -52,7 +52,7 @@ def without(schema: Schema, *keywords: str) -> Schema:
 
 
 def _bounded(schema: Schema, checks: Checks, path: Path) -> Schema:
-    """A strict string ends where the longest ends that can be counted."""
+    """Limits a strict string to the greatest length that can be counted."""
     kept = schema
     if kept.get("minLength", 0) > MAX_LENGTH:
         checks.drop("minLength", path, f"it is over {MAX_LENGTH:,}")
@@ -63,7 +63,7 @@ def _bounded(schema: Schema, checks: Checks, path: Path) -> Schema:
 
 
 def _weaker(part: Schema) -> Iterator[Schema]:
-    """What to try in place of what makes no grammar, the most demanding first."""
+    """Yields replacements for a schema that makes no grammar, the strictest first."""
     pattern = part.get("pattern")
     if isinstance(pattern, str) and (rest := without_assertions(pattern)) != pattern:
         yield {**part, "pattern": rest}
@@ -96,7 +96,7 @@ def without_assertions(pattern: str) -> str:
 
 
 def _end_of_group(pattern: str, at: int) -> int:
-    """Behind the parenthesis that closes the one at `at`."""
+    """The index after the parenthesis that closes the one at `at`."""
     depth = 0
     while at < len(pattern):
         match pattern[at]:
@@ -115,7 +115,7 @@ def _end_of_group(pattern: str, at: int) -> int:
 
 
 def _end_of_class(pattern: str, at: int) -> int:
-    """Behind the bracket that closes the one at `at`."""
+    """The index after the bracket that closes the one at `at`."""
     at += 1
     while at < len(pattern) and pattern[at] != "]":
         at += 2 if pattern[at] == "\\" else 1

@@ -32,7 +32,7 @@ class InputLost(Exception):
 
 
 async def run_batch(leased: LeasedBatch, *, runs_lines: bool) -> None:
-    """Returns once the batch has ended or, unless it `runs_lines`, is in progress. Raises
+    """Runs a batch to its end; unless it `runs_lines`, only until the batch is in progress. Raises
     LeaseLost."""
     while True:
         try:
@@ -85,7 +85,7 @@ async def _validate(leased: LeasedBatch) -> None:
 
 
 async def _model_errors(leased: LeasedBatch, validation: Validation) -> list[LineError]:
-    """Whether the model answers such calls in the batch lane."""
+    """Returns errors unless the model answers such calls in the batch lane."""
     number = validation.first_number
     card = (await leased.gateway.broker.known.models()).get(validation.model)
     if card is None:
@@ -99,7 +99,7 @@ async def _model_errors(leased: LeasedBatch, validation: Validation) -> list[Lin
 
 
 async def _fail(leased: LeasedBatch, status: BatchStatus, errors: Sequence[LineError]) -> None:
-    """Ends the batch, whose status this was, with the results of lines that have been run."""
+    """Ends the batch, which had this status, with the results of lines that have been run."""
     parts = await leased.parts()
     fields: dict[str, Any] = {"errors": msgspec.msgpack.encode(errors)}
     await _end(leased, status, BatchStatus.FAILED, parts, fields)
@@ -151,7 +151,7 @@ async def _run_lines(leased: LeasedBatch) -> None:
 
 
 async def _some_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Those that still run. Raises what one of the others has raised."""
+    """Waits until a task has ended. Returns those that still run; raises an ended one's error."""
     ended, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     try:
         for task in ended:
@@ -165,7 +165,7 @@ async def _some_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]
 async def _parts(
     leased: LeasedBatch, done: dict[int, Part]
 ) -> AsyncIterator[tuple[int, list[Line]]]:
-    """The number and the lines of each part that is to be run."""
+    """Yields the number and the lines of each part that is to be run."""
     written = frozenset(done)
     part_lines: list[Line] = []
     index = -1
@@ -189,7 +189,7 @@ async def _parts(
 async def _run_part(
     leased: LeasedBatch, number: int, part_lines: list[Line], done: dict[int, Part]
 ) -> None:
-    """Raises LeaseLost."""
+    """Runs a part and records it. Raises LeaseLost."""
     run = PartRun(leased, number, part_lines)
     part = await run.run()
     done[number] = part
@@ -223,7 +223,7 @@ async def _finish(leased: LeasedBatch) -> None:
 
 
 def _has_all_lines(leased: LeasedBatch, parts: Mapping[int, Part]) -> bool:
-    """False where Redis has lost the last parts."""
+    """Whether the parts contain all lines; Redis may have lost the last parts."""
     num_lines = sum(part.num_completed + part.num_failed for part in parts.values())
     return num_lines >= leased.batch.total
 

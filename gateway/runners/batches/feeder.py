@@ -26,7 +26,7 @@ MAX_CHECKS = 2  # that it validates or ends meanwhile
 
 
 class Feeder:
-    """One for each gateway process."""
+    """The batches that one gateway process runs."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -34,7 +34,7 @@ class Feeder:
         self._running: dict[asyncio.Task[None], str] = {}  # the tenants of batches in progress
 
     async def run(self) -> None:
-        """Until cancelled. Then gives its leases back."""
+        """Runs batches until cancelled, then gives its leases back."""
         try:
             while True:
                 with contextlib.suppress(BatchwayError):  # the breaker logs that Redis is down
@@ -50,7 +50,7 @@ class Feeder:
             await self._run_some()
 
     async def _check_some(self) -> None:
-        """No batch waits for one in progress before it is validated, or ends after a cancel."""
+        """Validates or ends batches. These do not wait for batches in progress."""
         room = MAX_CHECKS - len(self._checking)
         for leased in await self._taken(in_progress=False, max_batches=room):
             task = asyncio.create_task(self._run(leased, runs_lines=False))
@@ -58,7 +58,7 @@ class Feeder:
             task.add_done_callback(self._checking.discard)
 
     async def _run_some(self) -> None:
-        """Where all places are taken, a batch makes way for that of a tenant without any."""
+        """Runs batches. If all places are taken, one makes way for that of a tenant without any."""
         room = MAX_BATCHES - len(self._running)
         spare = self._spare() if room == 0 else None
         found = await self._taken(
@@ -72,7 +72,7 @@ class Feeder:
             spare.cancel()
 
     def _spare(self) -> asyncio.Task[None] | None:
-        """The youngest batch of the tenant with the most; None where no tenant has several."""
+        """The youngest batch of the tenant with the most; None if no tenant has several."""
         [(tenant, number)] = Counter(self._running.values()).most_common(1)
         own = [task for task, each in self._running.items() if each == tenant]
         return own[-1] if number > 1 else None

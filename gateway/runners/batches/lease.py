@@ -16,7 +16,7 @@ CANCELLED, EXPIRED = "batch_cancelled", "batch_expired"
 
 
 class LeasedBatch:
-    """`batch` is as of the lease's beginning; `status` is the latest known."""
+    """A batch and its lease. `batch` is as when the lease began; `status` is the latest known."""
 
     def __init__(self, gateway: Gateway, batch: Batch, token: str) -> None:
         self.gateway = gateway
@@ -27,7 +27,7 @@ class LeasedBatch:
 
     @classmethod
     async def taken(cls, gateway: Gateway, batch_id: str, token: str) -> Self:
-        """A batch whose lease has just been taken. Raises LeaseLost, BrokerUnavailable."""
+        """Reads a batch whose lease has just been taken. Raises LeaseLost, BrokerUnavailable."""
         found = await gateway.broker.ask_batches(lambda batches: batches.find(batch_id))
         if found is None:
             raise LeaseLost(batch_id)
@@ -41,14 +41,14 @@ class LeasedBatch:
 
     @property
     def stop_code(self) -> str | None:
-        """Why no more lines are run: the code of their errors; None while they are."""
+        """Why no more lines are run: the code of their errors; None while lines are run."""
         if self.status is BatchStatus.CANCELLING:
             return CANCELLED
         return EXPIRED if self.left_s <= 0 else None
 
     @property
     def left_s(self) -> float:
-        """Of the window."""
+        """The seconds that are left of the batch's window."""
         return (self.batch.expires_ms - self._now_ms) / 1000
 
     async def parts(self) -> dict[int, Part]:

@@ -51,9 +51,9 @@ class BadLine(Exception):
 async def requests(
     lines: AsyncIterator[bytes | None], max_lines: int
 ) -> AsyncIterator[tuple[int, bytes | None]]:
-    """The lines that are not blank, each with its number in the file; None for one that is too
-    long. Files that were joined have byte order marks at their seams. Raises BadLine where the
-    blank ones are too many."""
+    """Yields the lines that are not blank, each with its number in the file; None instead of one
+    that is too long. Joined files have byte order marks where they meet. Raises BadLine if there
+    are too many blank lines."""
     number = num_blank = 0
     async for raw in lines:
         number += 1
@@ -119,8 +119,8 @@ class Validation:
 
 
 def parse_line(raw: bytes | None, number: int, endpoint: Endpoint) -> Line:
-    """Checks all but the body's fields, whose errors are the line's response; ignores other names.
-    Raises BadLine."""
+    """Checks all but the body's fields, whose errors are in the line's response; ignores other
+    names. Raises BadLine."""
     if raw is None:
         message = f"the line is longer than a call's body may be: {variable('max_body_bytes')}"
         raise BadLine("line_too_long", message)

@@ -72,7 +72,7 @@ class PartRun:
         self._is_cut_short = False
 
     async def run(self) -> Part:
-        """Raises LeaseLost; waits while Redis or the object store do not answer."""
+        """Runs the part. Raises LeaseLost; waits while Redis or the object store do not answer."""
         while True:
             try:
                 await self._settle()
@@ -81,7 +81,7 @@ class PartRun:
                 await asyncio.sleep(self._poll_s)  # then settles those jobs
 
     async def forget_jobs(self) -> None:
-        """Deletes the jobs, whose results are in the part, but for responses that are stored."""
+        """Deletes the jobs, whose results are in the part, except responses that are stored."""
         for job_id in self._jobs.keys() - self._refused.keys():
             if is_kept(self._jobs[job_id]):
                 continue
@@ -116,8 +116,8 @@ class PartRun:
         return await self._broker.ask_batches(lambda batches: batches.job_states(job_ids))
 
     async def _submit(self, job_id: str) -> float:
-        """Submits a line's job, or keeps the error of a line that cannot run. Seconds until it may
-        be tried again where there is no room for it now; otherwise 0."""
+        """Submits a line's job, or keeps the error of a line that cannot run. Returns the seconds
+        until a new try if there is no room, otherwise 0."""
         try:
             caller = await self._entered()
         except JobRefused as exc:
@@ -151,8 +151,8 @@ class PartRun:
         return internal_error()
 
     async def _may_fit(self, job: Job, submission: Submission, refused: JobRefused) -> bool:
-        """Whether other jobs leave room for a refused one later: alone it is within the limit.
-        Without a measured rate the refusal does not tell."""
+        """Whether a refused job may be accepted once others have ended, because its tokens are
+        within the limit. Limits that depend on a rate give no answer until it is measured."""
         if refused.retry_after_s is not None:
             return True
         limits, bound = submission.limits, submission.lane_bound_tokens
@@ -167,7 +167,7 @@ class PartRun:
         return most is None or (await self._broker.quote(job, submission)).cost_tokens <= most
 
     async def _entered(self) -> Caller:
-        """The batch's owner, with one more request counted. Raises JobRefused."""
+        """The batch's owner, after its limit of requests was charged. Raises JobRefused."""
         terms = self._leased.batch.asked.terms
         caller = Caller(terms, "")
         work_for(Owner(terms.tenant, terms.weight, is_attended=False))
@@ -223,7 +223,7 @@ class PartRun:
             )
 
     async def _put(self, kind: str, file: BinaryIO) -> int:
-        """The bytes written."""
+        """Stores a file. Returns the number of bytes."""
         num_bytes = file.tell()
         if num_bytes:
             file.seek(0)
@@ -233,7 +233,7 @@ class PartRun:
         return num_bytes
 
     async def _result(self, job_id: str) -> dict[str, Any]:
-        """The `response` and `error` of a line. Raises UnknownJob if its job is to run, or runs."""
+        """The `response` and `error` of a line. Raises UnknownJob if its job has not ended."""
         if job_id in self._refused:
             return _response(job_id, self._refused[job_id])
         stop_code = self._leased.stop_code
@@ -276,8 +276,8 @@ class PartRun:
 
 
 def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Input and output tokens of an answer, and those of reasoning among them; a response has other
-    names for them, and vectors have no output."""
+    """Returns an answer's input and output tokens, and those of reasoning among them. A response
+    has other names for them, and vectors have no output."""
     num_input: int = usage["input_tokens"] if "input_tokens" in usage else usage["prompt_tokens"]
     num_output = usage.get("output_tokens") or usage.get("completion_tokens", 0)
     details = usage.get("output_tokens_details") or usage.get("completion_tokens_details") or {}

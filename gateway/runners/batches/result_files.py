@@ -56,8 +56,8 @@ _BUFFER_BYTES = 256 * 1024
 
 
 async def write_results(leased: LeasedBatch, parts: Mapping[int, Part]) -> dict[str, str]:
-    """Writes the files that are not empty; their ids, by the names of the batch's fields. May be
-    repeated. Raises PartLost, PayloadUnavailable."""
+    """Writes the files that are not empty. Returns their ids by the names of the batch's fields.
+    May be repeated. Raises PartLost, PayloadUnavailable."""
     sizes = {
         "output": {number: part.output_bytes for number, part in parts.items()},
         "error": {number: part.error_bytes for number, part in parts.items()},
@@ -86,7 +86,7 @@ async def write_results(leased: LeasedBatch, parts: Mapping[int, Part]) -> dict[
 
 
 async def _add(leased: LeasedBatch, file: StoredFile) -> None:
-    """Results are kept even where the tenant's files have reached their limit."""
+    """Records a file of results, even if the tenant's files have reached their limit."""
     lifetime_s = leased.batch.asked.output_lifetime_s
     await leased.gateway.broker.ask_files(
         lambda files: files.add(file, lifetime_s=lifetime_s, max_tenant_bytes=0)

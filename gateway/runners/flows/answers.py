@@ -24,7 +24,7 @@ def texts_of(outcome: Outcome) -> list[str]:
 
 
 def answers_of(outcome: Outcome) -> list[str]:
-    """The text of each choice, and its tool calls; equal arguments in equal form."""
+    """The text of each choice, with its tool calls; equal arguments have equal form."""
     assert outcome.job is not None
     deltas: list[list[ToolCallDelta]] = [[] for _ in range(outcome.job.num_choices)]
     for event in outcome.events:
@@ -44,8 +44,7 @@ def _plain_call(name: str, arguments: str) -> str:
 
 
 def logprobs_of(outcome: Outcome) -> list[list[float]]:
-    """The log probabilities of each choice's tokens, without those of its reasoning, which comes
-    first."""
+    """The log probabilities of each choice's tokens, without those of the reasoning before them."""
     assert outcome.job is not None
     found: list[list[float]] = [[] for _ in range(outcome.job.num_choices)]
     for event in outcome.events:
@@ -66,7 +65,7 @@ def vectors_of(outcome: Outcome) -> list[bytes]:
 
 
 async def answer_of(gateway: Gateway, outcome: Outcome) -> dict[str, Any]:
-    """The answer as a caller would get it, as plain values. Raises BatchwayError."""
+    """Returns the answer as a caller would get it, as plain values. Raises BatchwayError."""
     job, run = outcome.job, outcome.run
     assert job is not None
     answer = await answer_to(gateway, job)

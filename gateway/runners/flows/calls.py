@@ -16,6 +16,7 @@ from contract.events import End, LogEntry, MemberRun, Prompt, Tokens
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
+from gateway.follow.follow import Ended, follow
 from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, UnknownJob
 from gateway.http.handlers import translated
 from gateway.prepare.admission import Terms
@@ -31,7 +32,7 @@ _ASKED: TypeAdapter[CallJob] = TypeAdapter(Annotated[CallJob, Field(discriminato
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call of a model. `number`: which of the flow's calls it is; `name`: of a pipeline's step;
+    """A call of a model. `number`: its number among the flow's calls; `name`: of a pipeline's step;
     `can_fail`: others can answer in its place."""
 
     number: int
@@ -42,17 +43,17 @@ class Call(msgspec.Struct, frozen=True):
     can_fail: bool = False
 
     def job_id(self, parent_id: str) -> str:
-        """The same whenever the flow's job runs."""
+        """The id of the call's job, the same in each run of the flow's job."""
         digest = hashlib.sha256(f"{parent_id}/{self.number}/{self.model}".encode()).hexdigest()
         return f"{parent_id.rpartition('-')[0]}-{digest[:32]}"
 
     def run(self, parent_id: str) -> MemberRun:
-        """How the flow's log tells that it begins."""
+        """The entry of the flow's log for the begin of this call."""
         return MemberRun(self.model, self.job_id(parent_id), name=self.name)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A call that has ended, with its output. Without a job if it could not be made."""
+    """A call that has ended, with its output. It has no job if the call could not be made."""
 
     run: MemberRun
     job: Job | None = None
@@ -98,8 +99,8 @@ class Calls:
         self._flow = parent.flow
 
     async def prepare(self, call: Call) -> tuple[Job, Submission]:
-        """The job of a call in the name of the parent's tenant, whose meter gets its tokens. Raises
-        ApiError, TemplateFailed, ModelUnreadable."""
+        """Returns the job of a call in the name of the parent's tenant, whose meter counts its
+        tokens. Raises ApiError, TemplateFailed, ModelUnreadable."""
         deadline_s = max(_MIN_DEADLINE_S, self.deadline_s - self.broker.clock())
         key = KeyTerms(
             tenant=self.parent.tenant,
@@ -124,7 +125,7 @@ class Calls:
         return replace(job, parent=self.parent.id), submission
 
     async def known(self, call: Call) -> Job | None:
-        """The job of a call that an earlier run of the flow may have begun."""
+        """Returns the job of a call that an earlier run of the flow may have begun."""
         try:
             view, _ = await self.broker.read(call.job_id(self.parent.id), self.parent.tenant)
         except UnknownJob:
@@ -132,8 +133,8 @@ class Calls:
         return view.job
 
     async def begin(self, call: Call) -> tuple[Job, float | None]:
-        """Submits a call's job, unless that was done before; when it was submitted now. Raises
-        BatchwayError."""
+        """Submits a call's job, unless that was done before. Returns the job, and the time if it
+        was submitted here. Raises BatchwayError."""
         job, submission = await self.prepare(call)
         unbound = replace(
             submission,
@@ -151,12 +152,12 @@ class Calls:
     async def follow(
         self, call: Call, job: Job, submitted_s: float | None
     ) -> AsyncIterator[Prompt | Tokens | Outcome]:
-        """A call's output from its first event on, and then its outcome. `submitted_s`: when it was
-        submitted (the broker's clock); None: earlier."""
+        """Yields a call's output from its first event on, and then its outcome. `submitted_s`: when
+        it was submitted (the broker's clock); None: earlier."""
         try:
-            async for item in self.broker.events(job.id, job.tenant, submitted_s=submitted_s):
+            async for item in follow(self.gateway, job, submitted_s=submitted_s):
                 match item:
-                    case LogEntry(event=End() as end):
+                    case Ended(end):
                         yield Outcome(_ended(call, self.parent.id, end), job, _why(end))
                     case LogEntry(event=(Prompt() | Tokens()) as event):
                         yield event
@@ -178,7 +179,7 @@ def parse_body(endpoint: Endpoint, fields: Mapping[str, object]) -> CallBody:
 
 
 def failed(call: Call, parent_id: str, exc: BatchwayError) -> Outcome:
-    """The outcome of a call that could not begin. Raises `exc` again where a retry may help."""
+    """The outcome of a call that could not begin. Raises `exc` again if a retry may help."""
     match exc:
         case ApiError() if exc.status == 503:
             raise exc

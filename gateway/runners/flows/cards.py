@@ -9,7 +9,7 @@ from gateway.runners.flows.definitions import FlowError, members
 
 
 def flow_card(name: str, flow: Flow, cards: Mapping[str, ModelCard]) -> ModelCard:
-    """A flow's card. `cards` holds those of its members. Raises FlowError."""
+    """Returns a flow's card. `cards` contains those of its members. Raises FlowError."""
     deciding = [cards[model] for model in deciding_members(flow.definition)]
     called = [cards[model] for _, model in members(flow.definition)]
     generating = [card for card in deciding if card.pooling is None]
@@ -36,7 +36,7 @@ def flow_card(name: str, flow: Flow, cards: Mapping[str, ModelCard]) -> ModelCar
 
 
 def _shared(all_of: list[Capabilities]) -> Capabilities:
-    """What each of them can."""
+    """The capabilities that all of them have."""
     return Capabilities(
         prompt_logprobs=all(each.prompt_logprobs for each in all_of),
         structured_output=all(each.structured_output for each in all_of),

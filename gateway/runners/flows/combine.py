@@ -1,4 +1,4 @@
-"""How an ensemble makes one answer of its members'. Knows no jobs."""
+"""How an ensemble makes one answer of its members' answers. Knows no jobs."""
 
 import sys
 from array import array
@@ -10,8 +10,8 @@ from contract.jobs import FinishReason
 
 
 def vote(answers: Sequence[str]) -> int:
-    """The index of the most frequent answer; of equals, the earliest. Answers that differ in white
-    space alone are the same. Raises ValueError if there is none."""
+    """The index of the most frequent answer; of equals, the earliest. Answers that differ only in
+    white space are the same. Raises ValueError if there is none."""
     words = [" ".join(answer.split()) for answer in answers]
     counts = Counter(words)
     return max(range(len(words)), key=lambda index: counts[words[index]])
@@ -29,8 +29,8 @@ def best(scores: Sequence[float]) -> int:
 def of_winners(
     outputs: Sequence[Sequence[Prompt | Tokens]], winners: Sequence[int], num_choices: int
 ) -> list[Prompt | Tokens]:
-    """An output in which each choice is that of its winner. `winners`: indices in `outputs`, by
-    choice; `num_choices`: of a prompt, whose log probabilities are its first choice's winner's."""
+    """Joins an output in which each choice is its winner's. `winners`: indices in `outputs`, by
+    choice. A prompt, which has `num_choices`, has the log probabilities of its first winner."""
     prompts, tokens = list[Prompt | Tokens](), list[Prompt | Tokens]()
     for index, output in enumerate(outputs):
         for event in output:
@@ -43,8 +43,7 @@ def of_winners(
 
 
 def mean_output(outputs: Sequence[Sequence[bytes]]) -> Tokens:
-    """The output of the means of vectors, by input. Raises ValueError if they differ in number or
-    in length."""
+    """The means of vectors, by input. Raises ValueError if they differ in number or length."""
     means = [mean(each) for each in zip(*outputs, strict=True)]
     deltas = (
         ChoiceDelta(i, 0, (), "", FinishReason.STOP, vector=vector)

@@ -10,9 +10,9 @@ from contract.flows import Confidence
 
 
 def confidence(kind: Confidence, logprobs: Sequence[float], text: str) -> float:
-    """From 0 to 1. `logprobs` (nats): of the answer's tokens; `text`: the answer. An answer without
-    tokens, or without the field as a number from 0 to 1, gives 0. Not for kind `scorer`.
-    """
+    """Returns how sure the member is, from 0 to 1. `logprobs` (nats): of the answer's tokens;
+    `text`: the answer. An answer without tokens, or without the field as a number from 0 to 1,
+    gives 0. Not for kind `scorer`."""
     assert kind.by != "scorer"
     if kind.by == "field":
         return _field(kind.field, text)

@@ -28,7 +28,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pipeline: Pipeline | None = None
 
     def definitions(self) -> dict[str, Definition]:
-        """By kind."""
+        """The definitions by kind."""
         kinds: dict[str, Definition | None] = {
             "route": self.route,
             "cascade": self.cascade,
@@ -67,7 +67,7 @@ def load_flows(path: Path) -> dict[str, Definition]:
 
 
 def members(definition: Definition) -> Iterator[tuple[str, str]]:
-    """The models that a flow may call, each with its place in the definition."""
+    """Yields the models that a flow may call, each with its place in the definition."""
     match definition:
         case Route():
             for i, rule in enumerate(definition.rules):

@@ -1,7 +1,7 @@
-"""One run of a flow's job: its calls, and what its log tells of them.
+"""One run of a flow's job: its calls, and what is logged of them.
 
-What a flow writes into its log is a function of its own job and of the logs of its calls. A run
-that begins again gives the same events in the same order.
+The log of a flow depends only on its own job and the logs of its calls. A run that begins again
+gives the same events in the same order.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _FORGOTTEN = "its output is no longer kept, and the flow could not go on without
 
 
 class Execution:
-    """`known`: calls that the log tells of already, by job id. `stages`: the stages of a staged
+    """One run. `known`: calls that are already in the log, by job id. `stages`: those of a staged
     pipeline."""
 
     def __init__(
@@ -36,13 +36,13 @@ class Execution:
         self._unlogged: list[MemberRun] = []
 
     def log_begun(self, *calls: Call) -> Members:
-        """The event that these calls begin, and which have ended since the last one."""
+        """The event that these calls begin, with the calls that have ended meanwhile."""
         for call in calls:
             self._note(call.run(self.parent.id))
         return self.take_unlogged()
 
     def take_unlogged(self) -> Members:
-        """The event of all that is not in the log yet."""
+        """Returns an event with all that is not in the log yet."""
         event = Members(tuple(self._unlogged))
         self._unlogged = []
         return event
@@ -52,7 +52,7 @@ class Execution:
         return bool(self._unlogged)
 
     def unfinished(self) -> list[MemberRun]:
-        """Calls that have begun, as far as this run or the log knows, and not ended."""
+        """The calls that have begun and not ended, as far as this run or the log shows."""
         runs = {**self._known, **self.begun}.values()
         return [run for run in runs if run.status is None]
 
@@ -95,7 +95,7 @@ class Execution:
         return replace(outcome, events=tuple(events))
 
     async def stream_call(self, call: Call) -> AsyncIterator[Output]:
-        """Makes the call that decides; its output as it comes. Raises MemberFailed."""
+        """Makes the call that decides, and yields its output as it comes. Raises MemberFailed."""
         outcome: Outcome | None = None
         async for item in self._follow(call):
             if isinstance(item, Outcome):
@@ -109,8 +109,8 @@ class Execution:
             raise MemberFailed.of(outcome)
 
     def visible(self, events: Sequence[Output]) -> list[Output]:
-        """A call's output as the flow's own, without what the flow's caller did not ask for. Raises
-        MemberFailed where it has another shape."""
+        """Converts a call's output to the flow's, without what the flow's caller did not ask for.
+        Raises MemberFailed if it has another shape."""
         params, found = self.parent.params, list[Output]()
         for event in events:
             if isinstance(event, Prompt):

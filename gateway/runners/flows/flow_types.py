@@ -29,8 +29,8 @@ def check_flows(
     cards: Mapping[str, ModelCard],
     path: Path = Path("models.yaml"),
 ) -> dict[str, Flow]:
-    """The flows with their endpoints, by name. `cards`: of the served models; those of flows are
-    not looked at. Raises FlowError, which names the file, `path`."""
+    """Returns the flows with their endpoints, by name. `cards`: of the served models; those of
+    flows are ignored. Raises FlowError, which names the file, `path`."""
     served = {name: card for name, card in cards.items() if card.flow is None}
     checker = _Checker(definitions, served)
     try:
@@ -63,7 +63,7 @@ class _Checker:
         self._endpoints: dict[str, tuple[Endpoint, ...]] = {}
 
     def endpoints(self, name: str) -> tuple[Endpoint, ...]:
-        """Of a flow or a served model, without responses, whose calls of members are chats."""
+        """The endpoints of a flow or a served model. Responses are chats for members."""
         if name not in self._definitions:
             known = self._cards[name].endpoints
             return tuple(each for each in known if each is not Endpoint.RESPONSES)
@@ -128,7 +128,7 @@ class _Checker:
         )
 
     def _gives_logprobs(self, name: str) -> bool:
-        """Whether a caller may ask it for log probabilities. All but a pipeline pass that on."""
+        """Whether a caller may ask for log probabilities. Only pipelines do not pass them on."""
         match self._definitions.get(name):
             case None:
                 return True
@@ -152,8 +152,8 @@ class _Checker:
     def _check_same_outputs(
         self, models: Sequence[str], endpoints: tuple[Endpoint, ...], place: str, *, is_mean: bool
     ) -> None:
-        """A flow's card tells what its vectors are: of all who decide, they must be of one kind,
-        have the same labels, and in a mean the same size."""
+        """Checks that the vectors of all deciding models are of the same kind, with the same labels
+        and, for a mean, of the same size: a flow's card describes them."""
         known: dict[tuple[str, int, tuple[str, ...]], str] = {}
         for model in models:
             for pooling in self._poolings(model):
@@ -170,7 +170,7 @@ class _Checker:
             )
 
     def _poolings(self, name: str) -> list[PoolingCard]:
-        """Of the models whose output may be that of a model or a flow."""
+        """The pooling cards of the models whose output may become that of a model or a flow."""
         if name in self._definitions:
             deciding = deciding_members(self._definitions[name])
             return [each for model in deciding for each in self._poolings(model)]

@@ -27,7 +27,7 @@ _SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers: so many for each me
 
 
 def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
-    """The events of a flow's job. Raises MemberFailed, and BatchwayError where a retry may help."""
+    """The events of a flow's job. Raises MemberFailed, and BatchwayError if a retry may help."""
     assert execution.parent.flow is not None
     match execution.parent.flow.flow.definition:
         case Route() as definition:
@@ -41,8 +41,8 @@ def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
 
 
 async def first_calls(parent: Job, templates: StepTemplates) -> list[Call]:
-    """The calls with which a flow may begin: of a cascade the first that can take the call, of an
-    ensemble all of them. Raises MemberFailed, Busy."""
+    """Returns the calls with which a flow may begin: a cascade with the first that can take the
+    call, an ensemble with all of them. Raises MemberFailed, Busy."""
     assert parent.flow is not None
     match parent.flow.flow.definition:
         case Route() as definition:
@@ -73,7 +73,7 @@ def parsed_body(parent: Job) -> CallBody:
 
 
 def _member_body(parent: Job) -> dict[str, Any]:
-    """The body as each member gets it: without what concerns the flow alone."""
+    """The body that each member gets: without parameters for the flow."""
     alone = {"stream", "stream_options", "on_disconnect", "service_tier", "metadata"}
     if parent.endpoint is not Endpoint.RERANK:
         alone.add("documents")
@@ -105,7 +105,7 @@ def _facts(parent: Job, label: str | None) -> Facts:
 
 
 def chosen_call(parent: Job, route: Route, label: str | None) -> Call:
-    """The call of the target. `label`: the classifier's; None: it could not read the text."""
+    """The call of the target. `label`: the classifier's; None if it could not read the text."""
     target = choose_target(route, _facts(parent, label), draw_of(parent.id, parent.model))
     return _call(parent, 1, target)
 
@@ -167,13 +167,13 @@ async def _cascade(execution: Execution, cascade: Cascade) -> AsyncGenerator[Log
 
 
 def _confidence(kind: Confidence, outcome: Outcome) -> float:
-    """That of the choice of which the member is least sure."""
+    """The confidence of the choice of which the member is least sure."""
     choices = zip(logprobs_of(outcome), texts_of(outcome), strict=True)
     return min(confidence(kind, logprobs, text) for logprobs, text in choices)
 
 
 def _scoring(parent: Job, index: int, scorer: str, outcome: Outcome) -> list[Call]:
-    """A call for each choice of an answer, with the choice's prompt."""
+    """A call of the scorer for each choice of an answer, with the choice's prompt."""
     body, answers = parsed_body(parent), answers_of(outcome)
     num_each = len(answers) // (len(body.prompt) if isinstance(body, CompletionBody) else 1)
     bodies = [score_body(text_of(body, i // num_each), text) for i, text in enumerate(answers)]
@@ -187,7 +187,7 @@ def score_body(prompt: str, answer: str) -> dict[str, object]:
 
 
 async def _score(execution: Execution, outcome: Outcome) -> float:
-    """Less than any score if the scorer failed."""
+    """The score of an answer; -inf if the scorer failed."""
     if not outcome.has_succeeded:
         return -math.inf
     return float((await answer_of(execution.calls.gateway, outcome))["data"][0]["score"])
@@ -197,7 +197,7 @@ async def _score(execution: Execution, outcome: Outcome) -> float:
 
 
 def _of_members(parent: Job, ensemble: Ensemble) -> list[Call]:
-    """Each has a seed of its own: a model may be a member several times."""
+    """The calls of an ensemble. Each has its own seed: a model may be a member several times."""
     seed = body_of(parent).get("seed")
     calls = [_call(parent, i, model, can_fail=True) for i, model in enumerate(ensemble.members)]
     if seed is None:
@@ -258,7 +258,7 @@ async def _step(
     index: int,
     values: Mapping[str, Any],
 ) -> Call:
-    """Raises MemberFailed, Busy."""
+    """Returns the call of a step. Raises MemberFailed, Busy."""
     step = pipeline.steps[index]
     endpoint = Endpoint(step.endpoint)
     try:

@@ -1,4 +1,4 @@
-"""Appends the events of several flows' jobs, those that wait together in one call."""
+"""Appends the events of several flows' jobs; those that wait together take one call."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ _Waiting = tuple[Append, "asyncio.Future[Verdict | JobStatus]"]
 
 
 class Publisher:
-    """Of one incarnation. `run` until cancelled; a call gathers what came during the last one."""
+    """Appends for one incarnation until `run` is cancelled. Each call takes all that waits."""
 
     def __init__(self, functions: Functions, incarnation: str, lease_s: float) -> None:
         self._functions = functions
@@ -21,7 +21,7 @@ class Publisher:
         self._wake = asyncio.Event()
 
     async def append(self, item: Append) -> Verdict | JobStatus:
-        """Returns once Redis has decided. Raises BatchwayError."""
+        """Appends to a job's log. Returns once Redis has decided. Raises BatchwayError."""
         future: asyncio.Future[Verdict | JobStatus] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         self._wake.set()

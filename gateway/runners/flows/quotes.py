@@ -12,8 +12,8 @@ from gateway.state import Gateway
 
 
 async def check_first_calls(gateway: Gateway, job: Job, submission: Submission) -> None:
-    """Raises JobRefused where none of the members with which a flow begins takes the call now;
-    ApiError where none can answer it. A job that exists is not refused."""
+    """Raises JobRefused if no member with which a flow begins accepts the call at present, and
+    ApiError if none can answer it. A job that exists is not refused."""
     refused = (await quote_first_calls(gateway, job, submission)).refusal
     if refused is not None and not await _is_known(gateway, job, submission):
         raise refused
@@ -25,7 +25,7 @@ async def _is_known(gateway: Gateway, job: Job, submission: Submission) -> bool:
 
 
 async def quote_first_calls(gateway: Gateway, job: Job, submission: Submission) -> Quote:
-    """The quote of the first call that could begin; the latest of several. Raises ApiError."""
+    """The quote of the first call that could begin; of several, the latest. Raises ApiError."""
     calls = Calls(
         gateway,
         job,

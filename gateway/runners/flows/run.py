@@ -1,4 +1,4 @@
-"""Runs one flow's job that was claimed: appends what its execution gives to the job's log."""
+"""Runs one claimed job of a flow: appends the events of its execution to the job's log."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ _PAGE_EVENTS = 500
 
 
 class NotHeld(Exception):
-    """The job is no longer this run's. `status`: how it has ended; None: another process has it."""
+    """The job is no longer this run's. `status`: how it has ended; None if another has it."""
 
     def __init__(self, status: JobStatus | None) -> None:
         super().__init__(status)
@@ -59,8 +59,8 @@ class Run:
         self._shown: dict[int, int] = {}  # output tokens in the log, by choice
 
     async def run(self) -> None:
-        """Until the job has ended, or is no longer held. Begins again where Redis did not answer:
-        what is in the log is not written twice."""
+        """Runs until the job has ended, or is no longer held. Begins again if Redis did not answer;
+        nothing is written to the log twice."""
         work_for(Owner(self.job.tenant, self.job.weight, is_attended=False))
         while True:
             try:
@@ -75,7 +75,7 @@ class Run:
                 await asyncio.sleep(_RETRY_S)
 
     async def move(self, lane: str, left_s: float) -> None:
-        """Gives the calls under way the lane and the deadline that the job has now."""
+        """Gives the calls that run the job's new lane and deadline."""
         self._calls.lane, self._calls.deadline_s = lane, self._broker.clock() + left_s
         self._deadline_ms = None
         for run in self._execution.unfinished() if self._execution else ():
@@ -97,7 +97,7 @@ class Run:
         return view.is_terminal
 
     async def cancel_calls(self) -> None:
-        """Cancels the calls under way, as far as Redis answers; the rest ends by its deadline."""
+        """Cancels the calls that run, if Redis answers; otherwise they end by their deadline."""
         for run in self._execution.unfinished() if self._execution else ():
             try:
                 called, _ = await self._broker.read(run.job_id, self.job.tenant)
@@ -138,7 +138,7 @@ class Run:
         )
 
     async def _read_log(self) -> dict[str, MemberRun]:
-        """The calls that the log tells of. Sets the log's end."""
+        """Returns the calls in the log. Sets the log's end."""
         known: dict[str, MemberRun] = {}
         self._number, self._shown = 0, {}
         while True:
@@ -177,15 +177,15 @@ class Run:
             self._note_shown(event)
 
     def _check_follows(self, event: Tokens) -> None:
-        """Raises MemberFailed where Redis has lost output of a call that this log has: what the
-        call said again is divided otherwise."""
+        """Raises MemberFailed if the event does not continue this log: Redis has lost output of a
+        call, which on its repetition comes in other portions."""
         for delta in event.deltas:
             if delta.start != self._shown.get(delta.choice, 0):
                 message = f"{self.job.model}: Redis lost a part of a call's output"
                 raise MemberFailed(ErrorCode.ENGINE_ERROR, message)
 
     async def _send(self, item: Append) -> None:
-        """Raises NotHeld, BatchwayError."""
+        """Appends to the log. Raises NotHeld, BatchwayError."""
         verdict = await self._publisher.append(item)
         if isinstance(verdict, JobStatus):
             raise NotHeld(verdict)

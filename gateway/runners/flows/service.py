@@ -35,7 +35,7 @@ _LEAVE_S = 5.0  # at least, until nobody accepts jobs of a withdrawn flow: cards
 
 
 class FlowService:
-    """One for a gateway with a `models.yaml`."""
+    """The flows of a gateway with a `models.yaml`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -54,7 +54,7 @@ class FlowService:
         self._has_library = False
 
     async def serve(self) -> None:
-        """Until cancelled."""
+        """Serves flows until cancelled."""
         while True:
             if self._drain.has_begun:
                 for worker in (*self._workers.values(), *self._leaving):
@@ -64,7 +64,7 @@ class FlowService:
             await asyncio.sleep(_LOOK_S)
 
     async def aclose(self) -> None:
-        """Gives the jobs under way back."""
+        """Gives the jobs that run back."""
         workers = *self._workers.values(), *self._leaving
         await asyncio.gather(*(worker.aclose() for worker in workers))
         await self._client.aclose()
@@ -97,8 +97,8 @@ class FlowService:
         self._last_line = line
 
     async def _read(self) -> None:
-        """Reads the file if it has changed. What replaces flows that are served must be right as a
-        whole. Raises FlowError, BatchwayError."""
+        """Reads the file if it has changed. It replaces served flows only if all of it is right.
+        Raises FlowError, BatchwayError."""
         stamp = await asyncio.to_thread(_stamp, self._path)
         if stamp == self._stamp:
             return
@@ -112,8 +112,8 @@ class FlowService:
         return {card.name: card for card in await self._catalogue.models()}
 
     async def _publish(self) -> None:
-        """Publishes the flows once all members are published, and withdraws those that the file
-        no longer has. Raises FlowError, BatchwayError."""
+        """Publishes the flows once all members are published, and withdraws those that the file no
+        longer contains. Raises FlowError, BatchwayError."""
         cards = await self._cards()
         flows = check_flows(self._definitions, cards, self._path)
         for name in _members_first(self._definitions):
@@ -132,8 +132,8 @@ class FlowService:
         await self._withdraw([name for name, card in cards.items() if card.flow is not None])
 
     async def _withdraw(self, flows: Sequence[str]) -> None:
-        """Withdraws those of `flows` that the file does not have, and that no other gateway runs.
-        Workers of own ones run their jobs to their ends."""
+        """Withdraws those of `flows` that are not in the file and that no other gateway runs.
+        Workers of this gateway's flows finish their jobs."""
         own = self._published.keys() - self._definitions.keys()
         for name in own:
             del self._published[name]
@@ -189,7 +189,7 @@ class FlowService:
 
 
 def _members_first(definitions: Mapping[str, Definition]) -> list[str]:
-    """The flows' names; a flow comes after those that it calls."""
+    """Orders the flows' names so that a flow comes after those that it calls."""
     found: dict[str, None] = {}
 
     def add(name: str) -> None:
@@ -205,7 +205,7 @@ def _members_first(definitions: Mapping[str, Definition]) -> list[str]:
 
 
 def _stamp(path: Path) -> object:
-    """Changes when the file does. Raises FlowError."""
+    """Returns a value that changes when the file does. Raises FlowError."""
     try:
         status = path.stat()
     except OSError as exc:

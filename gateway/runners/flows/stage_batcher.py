@@ -26,7 +26,7 @@ class Queues:
 
 
 class StageBatcher:
-    """One stage of a flow, in one process."""
+    """Decides for one stage of a flow, in one process."""
 
     def __init__(self) -> None:
         self._largest = 0
@@ -34,15 +34,15 @@ class StageBatcher:
         self._sums = [0.0] * 5
 
     def ended(self, size: int, seconds: float) -> None:
-        """Measures a batch: its calls, and the time from sending it to its last answer."""
+        """Records a batch: its calls, and the time from sending it to its last answer."""
         self._largest = max(self._largest, size)
         terms = (1.0, size, size**2, seconds, size * seconds)
         self._sums = [_DECAY * known + term for known, term in zip(self._sums, terms, strict=True)]
 
     @property
     def best_size(self) -> int:
-        """The calls of a batch from which on throughput hardly grows. At most twice the largest
-        batch that was measured, so that the first batches try the sizes."""
+        """The size of a batch above which throughput hardly grows. At most twice the largest
+        measured batch, so that the first batches try the sizes."""
         limit = min(max(2 * self._largest, 1), _MAX_SIZE)
         base_s, call_s = self._line()
         if call_s <= 0:  # a larger batch took no longer
@@ -59,8 +59,8 @@ class StageBatcher:
         )
 
     def num_to_send(self, queues: Queues) -> int:
-        """The calls to send now, as one batch; ask again after each. 0: wait for a change, at the
-        latest until the oldest has waited for `hold_s`."""
+        """Returns the number of calls to send at once, as one batch; ask again after each. 0: wait
+        for a change, at the latest until the oldest has waited for `hold_s`."""
         if not self.has_room(queues):
             return 0
         if queues.num_waiting >= self.best_size:
@@ -72,14 +72,14 @@ class StageBatcher:
 
     @property
     def hold_s(self) -> float:
-        """The longest that a call waits for others, in seconds, where the next stage has room: what
-        a batch of the best size takes. 0 until a batch was measured."""
+        """The seconds that a call waits at most for others, if the next stage has room: what a
+        batch of the best size takes. 0 until a batch was measured."""
         base_s, call_s = self._line()
         return max(base_s + call_s * self.best_size, 0.0)
 
     def _line(self) -> tuple[float, float]:
-        """Least squares: seconds of an empty batch, and of each call in it. Of one size alone, the
-        slope is unknown and 0."""
+        """Fits a line by least squares. Returns the seconds of an empty batch, and of each call in
+        it. If all batches had one size, the slope is unknown and 0."""
         weight, sizes, squares, seconds, products = self._sums
         spread = weight * squares - sizes**2
         if weight == 0:

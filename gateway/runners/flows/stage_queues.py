@@ -1,6 +1,4 @@
-"""Holds the calls of a staged pipeline's jobs, stage by stage, until they fill the stage's best
-batch.
-"""
+"""Holds the calls of a staged pipeline's jobs at each stage until they fill the best batch."""
 
 import asyncio
 import heapq
@@ -32,7 +30,7 @@ class _Stage:
 
 
 class StageQueues:
-    """One for each staged pipeline in a process. `lanes`: the most urgent first."""
+    """The stages of one staged pipeline in a process. `lanes`: the most urgent first."""
 
     def __init__(self, num_stages: int, clock: Callable[[], float], lanes: Sequence[str]) -> None:
         self.clock = clock
@@ -42,15 +40,15 @@ class StageQueues:
         self._timer: asyncio.TimerHandle | None = None
 
     def staged_job(self, tenant: str, weight: float) -> "StagedJob":
-        """Of one job: to be entered as a context."""
+        """Returns a job's way through the stages, to be entered as a context."""
         return StagedJob(self, tenant, weight)
 
     def move(self, stage: int, number: int) -> None:
-        """So many jobs more are at a stage."""
+        """Adds `number` to the jobs at a stage."""
         self._num_jobs[stage] += number
 
     def wait(self, staged_job: "StagedJob") -> None:
-        """The job has arrived at its stage."""
+        """Queues a job that has arrived at its stage."""
         stage = self._stages[staged_job.stage]
         lane = self._ranks.get(staged_job.lane, len(self._ranks))
         key = lane, staged_job.tenant
@@ -61,7 +59,7 @@ class StageQueues:
         self.look()
 
     def ended(self, staged_job: "StagedJob", batch: _Batch) -> None:
-        """A job's call has ended."""
+        """Records that a job's call has ended."""
         self._stages[staged_job.stage].num_under_way -= 1
         batch.num_under_way -= 1
         if batch.num_under_way == 0:
@@ -70,13 +68,13 @@ class StageQueues:
         self.look()
 
     def leave(self, staged_job: "StagedJob") -> None:
-        """The job has ended, or is no longer run here."""
+        """Forgets a job that has ended, or that another process runs."""
         self.move(staged_job.stage, -1)
         self._stages[staged_job.stage].waiting.pop(staged_job, None)
         self.look()
 
     def look(self) -> None:
-        """Sends what shall be sent now, and looks again when the oldest has waited enough."""
+        """Sends the calls that are due, and looks again when the oldest has waited long enough."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -86,7 +84,7 @@ class StageQueues:
             self._timer = loop.call_later(max(0.001, min(left)), self.look)
 
     def _send(self, number: int) -> float | None:
-        """Sends batches of a stage; the seconds until it must be looked at again."""
+        """Sends batches of a stage. The seconds until the next look; None: when a call ends."""
         stage = self._stages[number]
         while stage.waiting:
             queues = self._queues(number)
@@ -144,7 +142,7 @@ class StagedJob:
         self._stages.leave(self)
 
     async def wait_turn(self, stage: int, lane: str) -> None:
-        """Returns when the job's call of this stage shall be sent."""
+        """Returns when the job's call of this stage is to be sent."""
         self.lane = lane
         self._stages.move(self.stage, -1)
         self._stages.move(stage, 1)
@@ -159,7 +157,7 @@ class StagedJob:
             self._sent.set_result(None)
 
     def ended(self) -> None:
-        """The call has ended."""
+        """Records that the call has ended."""
         if self._batch is not None:
             batch, self._batch = self._batch, None
             self._stages.ended(self, batch)

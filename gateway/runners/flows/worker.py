@@ -1,4 +1,4 @@
-"""Takes a flow's jobs, as a worker takes those of a model: leases, epochs, control messages."""
+"""Takes a flow's jobs, like a worker of a model: with leases, epochs and control messages."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ _MAX_TOKENS = 2**40
 
 
 class FlowWorker:
-    """One flow's. `client` is shared with others; `runs` makes the run of a claimed job."""
+    """The worker of one flow. `client` is shared; `runs` makes the run of a claimed job."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class FlowWorker:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended one of its tasks, which never end by themselves."""
+        """The error that ended one of its tasks, which never end by themselves."""
         return next((task.exception() for task in self._duties if task.done()), None)
 
     async def aclose(self) -> None:
-        """Gives back what it holds."""
+        """Gives back the jobs that it holds."""
         runs = [task for _, task in self._held.values()]
         await end_tasks(*self._duties, *runs, *self._ending)
         await self._leave()
@@ -112,7 +112,8 @@ class FlowWorker:
         )
 
     async def _start(self, claimed: list[Claimed]) -> int:
-        """Begins the jobs' runs; how many. Takes no more once the name is that of a model."""
+        """Begins the runs of claimed jobs, and returns the number claimed. If the name has become a
+        model's, gives these jobs back and takes no more."""
         foreign = [job for job in claimed if job.job.flow is None]
         if foreign:
             self.drain()
@@ -173,7 +174,7 @@ class FlowWorker:
                 self._drop(job_id)
 
     def _drop(self, job_id: str) -> None:
-        """Stops a run whose job has ended, or is another process's."""
+        """Stops a run whose job has ended, or belongs to another process."""
         held = self._held.pop(job_id, None)
         if held is not None:
             self._start_task(_stopped(*held))
@@ -217,7 +218,7 @@ class FlowWorker:
                 self._start_task(run.move(lane, int(left_ms) / 1000))
 
     async def _leave(self) -> None:
-        """Gives its jobs back, also those of a claim whose reply was lost. If Redis does not
+        """Gives its jobs back, including those of a claim whose reply was lost. If Redis does not
         answer, their leases lapse."""
         try:
             found = await self._functions.mine(self.incarnation, (), lease_s=self._lease_s)

@@ -35,7 +35,7 @@ def test_the_engine_imports_without_torch_and_redis() -> None:
 
 
 def test_the_engine_package_imports_no_more_than_it_may() -> None:
-    """The engine itself; of contract, what describes jobs, grammars and flows."""
+    """The engine itself; of contract, what describes jobs, grammars, flows and errors."""
     script = (
         "import sys, workers.engine.engine\n"
         "names = {n for n in sys.modules if n.partition('.')[0] in "
@@ -47,6 +47,7 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
     assert ended.stdout.split() == [
         "contract",
         "contract.endpoints",
+        "contract.errors",
         "contract.flows",
         "contract.jobs",
         "workers",

@@ -21,7 +21,7 @@ FOLDER = Path(workers.model.__file__).parent
 # What runs in each step on a GPU. At load and on a CPU a copy may wait.
 STEP_MODULES = [
     "answers", "attention/packed", "attention/rows", "attention/triton_attention",
-    "attention/triton_plan", "batch", "gpu/ahead_runner", "gpu/decode", "gpu/drawing",
+    "attention/triton_plan", "batch", "ahead/runner", "ahead/decode", "gpu/drawing",
     "gpu/kernels", "gpu/request_state", "kv_cache", "noise", "penalties", "runner", "sampler",
     "surgery/stack", "thresholds",
 ]  # fmt: skip
