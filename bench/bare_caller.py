@@ -29,8 +29,8 @@ class BareCaller:
         self._socket.close()
 
     def ttft_s(self, path: str, body: Mapping[str, Any]) -> float:
-        """Seconds from sending to the first event of a stream, which is read to its end. Raises
-        OSError, and RuntimeError for any other answer."""
+        """Returns the seconds from sending to the first event of a stream, which is read to its
+        end. Raises OSError, and RuntimeError for any other answer."""
         raw = json.dumps(body).encode()
         head = (
             f"POST /v1/{path} HTTP/1.1\r\nhost: {self._url.host}\r\n"

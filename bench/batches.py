@@ -63,7 +63,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tokens of each line and each interactive call, and the calls of a turn."""
+    """The tokens of each line and each interactive call, and the calls of a turn."""
 
     num_prompt: int
     num_output: int
@@ -87,13 +87,13 @@ class BatchClient:
         self._shape = shape
 
     async def upload(self, num_lines: int, seed: str) -> str:
-        """A new file's id."""
+        """Uploads a new file. Returns its id."""
         content = self.content(num_lines, seed)
         form = {"file": ("in.jsonl", content), "purpose": (None, "batch")}
         return str((await self._ask("POST", "files", files=form))["id"])
 
     def content(self, num_lines: int, seed: str) -> bytes:
-        """Greedy lines whose prompts no prefix cache knows."""
+        """Returns greedy lines whose prompts no prefix cache knows."""
         rng, shape = random.Random(seed), self._shape
         lines = []
         for number in range(num_lines):
@@ -112,7 +112,7 @@ class BatchClient:
         return int((await self._ask("GET", f"batches/{batch_id}"))["request_counts"]["completed"])
 
     async def cancel(self, batch_id: str) -> None:
-        """Returns once it has ended."""
+        """Cancels a batch. Returns once it has ended."""
         await self._ask("POST", f"batches/{batch_id}/cancel")
         await self.ended(batch_id)
 
@@ -136,7 +136,7 @@ async def _client(url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def run_whole(url: str, pid: int, shape: Shape, num_lines: int) -> Whole:
-    """Raises RuntimeError if a line was not answered."""
+    """Runs a batch. Raises RuntimeError if a line was not answered."""
     async with _client(url) as http:
         batches = BatchClient(http, shape)
         file_id = await batches.upload(num_lines, f"{num_lines}")
@@ -185,7 +185,7 @@ def memory_tables(runs: Sequence[Whole]) -> str:
 
 
 async def run_turns(url: str, pid: int, shape: Shape, num_lines: int, rounds: int) -> list[Turn]:
-    """Turns alone and beside the batch, alternately; the first of each is not counted. Raises
+    """Runs turns alone and beside the batch, alternately; the first of each is not counted. Raises
     RuntimeError if a call failed or the batch ended early."""
     turns = []
     async with _client(url) as http:
@@ -227,7 +227,7 @@ async def _turn(
 
 
 async def _call(http: httpx.AsyncClient, shape: Shape, number: int) -> tuple[list[float], float]:
-    """The times to the first token from arrival, and the duration."""
+    """Returns the times to the first token from arrival, and the duration."""
     lengths = {
         "prompt_tokens": (shape.num_prompt,) * 2,
         "output_tokens": (shape.num_output,) * 2,

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare(folder: Path, names: Sequence[str]) -> Path:
-    """The models and their fleet.yaml."""
+    """Writes the models and their fleet.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["models:"]
     for seed, name in enumerate(names):
@@ -54,7 +54,7 @@ def _prepare(folder: Path, names: Sequence[str]) -> Path:
 async def _measure(
     server: Server, names: Sequence[str], options: argparse.Namespace
 ) -> list[list[str]]:
-    """Each run measures each model alone and all together; the first run is not counted."""
+    """Measures each model alone and all together in each run; the first run is not counted."""
     rows = [["run", *(f"{name} alone, s" for name in names), "sum, s", "together, s", "ratio"]]
     ratios = []
     async with server.client() as client:
@@ -73,7 +73,7 @@ async def _measure(
 
 
 async def _take(client: httpx.AsyncClient, workloads: dict[str, Workload]) -> float:
-    """Seconds until the loads of these models have ended, sent at the same time."""
+    """Returns the seconds until the loads of these models have ended, sent at the same time."""
     runs = await asyncio.gather(
         *(
             run_load(Caller(client, name), Load(workload, is_open=False, max_concurrency=16))
@@ -87,7 +87,7 @@ async def _take(client: httpx.AsyncClient, workloads: dict[str, Workload]) -> fl
 
 
 def _reversed(workload: Workload) -> Workload:
-    """The same lengths with prompts that no prefix cache knows."""
+    """Returns the same lengths with prompts that no prefix cache knows."""
     return Workload(
         tuple(WorkloadRequest(r.prompt_token_ids[::-1], r.max_tokens) for r in workload.requests)
     )

@@ -26,9 +26,9 @@ from gateway.grammars.compiled import Kind, compile_grammar
 from infra.tables import table, write
 from workers.engine.engine import Engine
 from workers.engine.grammar import Grammars
-from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
+from workers.ipc.request import Request
 from workers.model.loader import load_model
 
 NUM_CHOICES = 32
@@ -66,7 +66,7 @@ def make_tokenizer(vocab_size: int, seed: int = 0) -> str:
 
 
 def time_masks(seed: int = 0) -> list[float]:
-    """Seconds of each step's masks; every choice has a different output."""
+    """Returns the seconds of each step's masks; every choice has a different output."""
     draw = random.Random(seed)
     grammars = Grammars(make_tokenizer(VOCAB_SIZE), VOCAB_SIZE, [VOCAB_SIZE - 1])
     grammar = compile_grammar(Kind.JSON_SCHEMA, SCHEMA)
@@ -88,7 +88,7 @@ def time_masks(seed: int = 0) -> list[float]:
 
 
 def tokens_per_s(engine: Engine, grammar: str) -> float:
-    """Throughput of 32 choices that start together; a grammar of '' means unconstrained."""
+    """The throughput of 32 choices that start together; a grammar of '' means unconstrained."""
     for number in range(NUM_CHOICES):
         add_choice(engine, number, grammar)
     num_tokens, started_s = 0, time.perf_counter()
@@ -123,7 +123,7 @@ def slow_grammar(number: int) -> str:
 
 
 def gaps_ms(engine: Engine, grammar: str, compiled: Seq[str] = ()) -> list[float]:
-    """Between the tokens of a plain stream, beside a constrained one and compilations."""
+    """The gaps between the tokens of a plain stream, beside a constrained one and compilations."""
     add_choice(engine, 0, "")
     add_choice(engine, 1, grammar, "constrained")
     for number, slow in enumerate(compiled, start=2):

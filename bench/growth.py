@@ -70,8 +70,8 @@ class Growth:
         return asdict(self) | {"cells": cells}
 
     def table(self) -> str:
-        """A row per batch, a column per context: step / limit in ms and the share; `b` if bytes are
-        the limit, `o` if operations are."""
+        """Formats a row per batch and a column per context: step / limit in ms and the share; `b`
+        if bytes are the limit, `o` if operations are."""
         found = {(cell.num_streams, cell.context): cell for cell in self.cells}
         rows = [["streams", *(f"context {n:,}" for n in self.contexts)]]
         for batch in self.batches:
@@ -88,7 +88,7 @@ def _shown(cell: Cell | None) -> str:
 
 
 def measure_growth(options: EngineOptions, batches: Seq[int], contexts: Seq[int]) -> Growth:
-    """Raises ModelRefused."""
+    """Measures all cells. Raises ModelRefused."""
     if options.steps == "auto":
         options = msgspec.structs.replace(options, steps="direct")
     runner = load_model(options, lambda text: print(text, file=sys.stderr)).model
@@ -107,7 +107,7 @@ def measure_growth(options: EngineOptions, batches: Seq[int], contexts: Seq[int]
 
 
 def make_streams(runner: ModelRunner, num_streams: int, context: int) -> list[Sequence] | None:
-    """Streams with `context` tokens, all but the last computed; None if they do not fit."""
+    """Returns streams with `context` tokens, all but the last computed; None if they do not fit."""
     most = context + _NUM_WARM_UP + _MOST_STEPS
     num_blocks = -(-most // runner.block_size)
     if num_streams * num_blocks > runner.num_blocks or most > runner.max_model_len:
@@ -130,7 +130,7 @@ def make_streams(runner: ModelRunner, num_streams: int, context: int) -> list[Se
 
 
 def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
-    """Random KV for the first blocks: reading untouched pages costs nothing."""
+    """Fills the first blocks with random KV: reading untouched pages costs nothing."""
     for layer in runner.cache.layers.values():
         for tensor in (layer.keys, layer.values):
             tile = torch.randn(_TILE_BLOCKS, *tensor.shape[1:]).to(tensor)
@@ -142,7 +142,7 @@ def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
 def time_cell(
     runner: ModelRunner, shape: Shape, machine: Machine, streams: list[Sequence], context: int
 ) -> Cell:
-    """The median of some steps, each one token further."""
+    """Returns the median of some steps, each one token further."""
     device = next(iter(runner.cache.layers.values())).keys.device
     walls_s: list[float] = []
     demands: list[Demand] = []

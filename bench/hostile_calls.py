@@ -70,8 +70,8 @@ ATTACKS: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
 
 
 def main() -> None:
-    """Each connection sends at its part of the rate, and waits for each answer. Prints the numbers
-    of answers by status once it is terminated."""
+    """Sends calls over each connection at its part of the rate, and waits for each answer. Prints
+    the numbers of answers by status once it is terminated."""
     name, num_connections, rate_per_s, url, key = sys.argv[1:]
     asyncio.run(_send(name, int(num_connections), int(rate_per_s), url, key))
 

@@ -66,8 +66,8 @@ def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def save_tokenizer(folder: Path, vocab_size: int, *, has_pairs: bool = False) -> None:
-    """Bytes as tokens after the special ones; other ids get unique names. With pairs, special
-    tokens are put around each text, as encoders have it."""
+    """Saves a tokenizer of bytes as tokens after the special ones; other ids get unique names. With
+    pairs, special tokens are put around each text, as in encoders."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*_SPECIAL, *alphabet]
     words += [f"<{i}>" for i in range(len(words), vocab_size)]
@@ -90,7 +90,7 @@ def save_tokenizer(folder: Path, vocab_size: int, *, has_pairs: bool = False) ->
 
 
 def whole_chunk(token_ids: Seq[int], block_size: int, *, samples: bool) -> Chunk:
-    """A text as one chunk that asks for the logits of every position."""
+    """Returns a text as one chunk that asks for the logits of every position."""
     num_tokens = len(token_ids)
     sequence = Sequence(
         job_id="text",

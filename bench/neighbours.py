@@ -39,7 +39,7 @@ BATCHES = "three batches of slow schemas"
 
 @dataclass
 class Turn:
-    """Seconds."""
+    """The figures of one turn, in seconds."""
 
     attack: str  # "": alone
     num_connections: int = 0
@@ -74,7 +74,7 @@ class Client:
         self.http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=120)
 
     async def ttft_s(self, body: dict[str, Any]) -> float | None:
-        """Until the first event of a stream with output; None: refused."""
+        """Returns the seconds until the first event of a stream with output; None if refused."""
         sent_s = time.monotonic()
         async with self.http.stream("POST", CHAT, json={**body, "stream": True}) as answer:
             first_s = None
@@ -84,7 +84,7 @@ class Client:
             return first_s if answer.status_code == 200 else None
 
     async def gaps(self, found: list[float]) -> None:
-        """Of streams, one after another, until cancelled."""
+        """Records the gaps of streams, one after another, until cancelled."""
         while True:
             body = chat("Count to 200.", max_tokens=400, ignore_eos=True, stream=True)
             async with self.http.stream("POST", CHAT, json=body) as answer:
@@ -137,7 +137,7 @@ async def _background(work: Any) -> AsyncIterator[None]:
 
 
 async def _attack(turn: Turn, client: Client, started: asyncio.Event) -> None:
-    """Until cancelled, by a process of its own, which must not delay what is measured here."""
+    """Attacks until cancelled, by its own process, which must not delay what is measured here."""
     if turn.attack == BATCHES:
         await _run_batches(client, started)
         return
@@ -158,7 +158,7 @@ async def _attack(turn: Turn, client: Client, started: asyncio.Event) -> None:
 
 
 async def _run_batches(client: Client, started: asyncio.Event) -> None:
-    """Three at once; cancelled with this task."""
+    """Runs three batches at once; they are cancelled with this task."""
     batch_ids = []
     for number in range(3):
         lines = []
@@ -181,7 +181,7 @@ async def _run_batches(client: Client, started: asyncio.Event) -> None:
 
 
 def make_reranker(folder: Path) -> Path:
-    """Random weights."""
+    """Writes a reranker of random weights."""
     shape: dict[str, Any] = {
         "vocab_size": 300,
         "hidden_size": 32,

@@ -71,14 +71,14 @@ class Comparison:
 
     @property
     def added_ttft_s(self) -> float:
-        """Difference of the medians."""
+        """The difference of the medians."""
         return statistics.median(self.server_ttft_s) - statistics.median(self.engine_ttft_s)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"share": self.share, "added_ttft_s": self.added_ttft_s}
 
     def tables(self) -> str:
-        """Separate tables of throughput, latency and processor time."""
+        """Returns separate tables of throughput, latency and processor time."""
         rounds = zip(self.engine_tokens_per_s, self.server_tokens_per_s, strict=True)
         rows = [["round", "engine (tokens/s)", "server (tokens/s)", "share"]]
         for number, (engine, server) in enumerate(rounds, start=1):
@@ -105,14 +105,14 @@ class Server:
     pid: int
 
     def client(self, timeout_s: float = _TIMEOUT_S) -> httpx.AsyncClient:
-        """Of its API, with as many connections as calls."""
+        """Returns a client of its API, with as many connections as calls."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(base_url=f"{self.url}/v1", timeout=timeout_s, limits=limits)
 
 
 @contextlib.contextmanager
 def running_server(arguments: Sequence[str]) -> Iterator[Server]:
-    """Stops it at exit. Raises RuntimeError if it does not start."""
+    """Starts a server, and stops it at exit. Raises RuntimeError if it does not start."""
     process = subprocess.Popen(  # noqa: S603 - our own command
         [sys.executable, "-m", "infra", "up", "--port=0", *arguments],
         stdin=subprocess.DEVNULL,
@@ -152,7 +152,7 @@ async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -
     seeds = itertools.count(1)
 
     def draw(num_requests: int, num_prompt: int, num_output: int) -> Workload:
-        """Different requests of one shape at each call."""
+        """Draws different requests of one shape at each call."""
         lengths = {"prompt_tokens": (num_prompt,) * 2, "output_tokens": (num_output,) * 2}
         return log_uniform_workload(num_requests, vocab_size, seed=f"pipe {next(seeds)}", **lengths)
 
@@ -185,7 +185,7 @@ async def compare(engine: Engine, vocab_size: int, server: Server, size: Size) -
 
 
 async def _serve(caller: Caller, workload: Workload, num_streams: int) -> LoadRun:
-    """All streams at once."""
+    """Sends all streams at once."""
     run = await run_load(caller, Load(workload, is_open=False, max_concurrency=num_streams))
     failed = [call.reason for call in run.calls if call.outcome is not Outcome.SUCCEEDED]
     if failed:

@@ -78,7 +78,7 @@ _STEPS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way, once: seconds of each question from its start to its answer, and of all."""
+    """One round of one way: seconds of each question from its start to its answer, and of all."""
 
     latencies_s: Sequence[float]
     num_output_tokens: int
@@ -90,7 +90,7 @@ Ask = Callable[[dict[str, Any]], Awaitable[int]]
 
 
 def write_models(folder: Path) -> None:
-    """The three models with random weights, and the flows."""
+    """Writes the three models with random weights, and the flows."""
     torch.manual_seed(0)
     rank = BertConfig.from_dict(_BERT.to_dict() | {"num_labels": 1})
     _save_bert(BertModel(_BERT), folder / "embed")
@@ -119,7 +119,7 @@ def _save_bert(model: Any, folder: Path) -> None:
 
 
 def questions(number: int, max_tokens: int, seed: int) -> list[dict[str, Any]]:
-    """Bodies with a prompt and 16 documents, of 40 to 160 bytes."""
+    """Returns bodies with a prompt and 16 documents, of 40 to 160 bytes."""
     rng = Random(seed)
 
     def text() -> str:
@@ -136,7 +136,7 @@ def questions(number: int, max_tokens: int, seed: int) -> list[dict[str, Any]]:
 
 
 async def measure(ask: Ask, bodies: Sequence[dict[str, Any]], num_callers: int) -> Run:
-    """A closed loop of callers: each asks its next question when it has an answer."""
+    """Runs a closed loop of callers: each asks its next question when it has an answer."""
     waiting, latencies_s, num_tokens = iter(bodies), list[float](), 0
 
     async def caller() -> None:
@@ -155,7 +155,7 @@ async def measure(ask: Ask, bodies: Sequence[dict[str, Any]], num_callers: int) 
 
 
 class Server:
-    """The three ways to ask it. Each raises httpx's errors."""
+    """The server, with three ways to ask it. Each raises httpx's errors."""
 
     def __init__(self, client: httpx.AsyncClient, steps: Pipeline) -> None:
         self._client = client
@@ -188,12 +188,12 @@ class Server:
 
 
 def _num_tokens(answer: dict[str, Any]) -> int:
-    """What the caller reads; a flow's usage counts the other steps too."""
+    """The tokens that the caller reads; a flow's usage counts the other steps too."""
     return int(answer["usage"]["completion_tokens"])
 
 
 def report(runs: dict[str, list[Run]]) -> str:
-    """Medians over the rounds, and the spread of throughput."""
+    """Returns medians over the rounds, and the spread of throughput."""
     rows = [["batching", "output tokens/s", "lowest to highest", "latency p50, ms", "p99, ms"]]
     for way, of_way in runs.items():
         rates = [run.num_output_tokens / run.seconds for run in of_way]

@@ -26,9 +26,9 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from contract.jobs import Pooling, SamplingParams
 from gateway.models.tokens import ModelTokenizer
 from infra.tables import table
-from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
+from workers.ipc.request import Request
 from workers.model.loader import load_model
 
 SIZES: Mapping[str, tuple[int, int, int]] = {  # hidden size, layers, heads
@@ -106,7 +106,7 @@ def save_model(size: str, folder: Path) -> Path:
 
 
 def make_texts(number: int, seed: int) -> list[str]:
-    """Random letters; lengths are log-uniform."""
+    """Draws random letters; lengths are log-uniform."""
     random = np.random.default_rng(seed)
     least, most = np.log(_LENGTHS)
     lengths = np.exp(random.uniform(least, most, number)).astype(int) - 2
@@ -114,8 +114,7 @@ def make_texts(number: int, seed: int) -> list[str]:
 
 
 def engine_of(folder: Path, num_step_tokens: int | None) -> Embed:
-    """The worker's engine: one job with all texts, tokenised as a gateway does, stepped to its
-    end."""
+    """The worker's engine: one job with all texts, tokenised as a gateway does, run to its end."""
     options = EngineOptions(
         model_path=str(folder), device="cpu", max_num_batched_tokens=num_step_tokens
     )
@@ -186,8 +185,8 @@ def measure(
     num_texts: int,
     num_runs: int,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each run by name, in turn with the same texts; and the least cosine to the first
-    contestant's vectors. A first round is not counted."""
+    """Returns the seconds of each run by name, in turn with the same texts; and the least cosine to
+    the first contestant's vectors. A first round is not counted."""
     took: dict[str, list[float]] = {name: [] for name in contestants}
     least = dict.fromkeys(contestants, 1.0)
     for number in range(num_runs + 1):

@@ -59,6 +59,6 @@ def part_of(pid: int) -> str:
 
 
 def _used_s(pid: int) -> float:
-    """User and system time: fields 14 and 15 of stat."""
+    """The user and system time: fields 14 and 15 of stat."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

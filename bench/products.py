@@ -48,7 +48,7 @@ def products_of(
 
 @torch.inference_mode()
 def measure(model: str, rows: Seq[int], num_rounds: int) -> Mapping[str, Mapping[int, float]]:
-    """Name of a type -> rows -> seconds. Raises ModelRefused."""
+    """Returns the name of a type -> rows -> seconds. Raises ModelRefused."""
     kinds = {
         ("int8, " if is_int8 else "") + str(dtype).removeprefix("torch."): (
             dtype,
@@ -75,7 +75,7 @@ def measure(model: str, rows: Seq[int], num_rounds: int) -> Mapping[str, Mapping
 
 
 def table(found: Mapping[str, Mapping[int, float]]) -> str:
-    """A row per type, a column per number of rows; milliseconds."""
+    """Formats a row per type and a column per number of rows; milliseconds."""
     rows = list(next(iter(found.values())))
     cells = [[name, *(f"{1000 * times[n]:.1f}" for n in rows)] for name, times in found.items()]
     return markdown_table([["rows", *map(str, rows)], *cells])

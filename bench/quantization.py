@@ -36,7 +36,7 @@ _EXERCISE_SEED = 1  # as in the demo model's card
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens; the first `num_given` are not scored."""
+    """The tokens of a text; the first `num_given` are not scored."""
 
     token_ids: tuple[int, ...]
     num_given: int
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(slots=True)
 class Tally:
-    """One type: sums over scored tokens, and counts of texts."""
+    """The results of one type: sums over scored tokens, and counts of texts."""
 
     num_tokens: int = 0
     loss: float = 0.0  # nats
@@ -55,7 +55,7 @@ class Tally:
     num_right_texts: int = 0  # all likeliest tokens are the text's
 
     def add(self, logits: Tensor, reference: Tensor, wanted: Tensor) -> None:
-        """logits and reference (n, vocab_size), wanted (n,): a text's scored tokens."""
+        """Adds a text. logits and reference (n, vocab_size), wanted (n,): its scored tokens."""
         logits, reference = _centred(logits), _centred(reference)
         own, true = logits.log_softmax(-1), reference.log_softmax(-1)
         best = logits.argmax(-1)
@@ -71,7 +71,7 @@ class Tally:
 
 
 def exercises(num_each: int) -> list[Text]:
-    """From the demo model's families, not used in training."""
+    """Draws exercises from the demo model's families, not used in training."""
     found = [e for family in FAMILIES for e in held_out(family, _EXERCISE_SEED, num_each)]
     return [
         Text((*prompt_ids(exercise), *answer_ids(exercise)), len(prompt_ids(exercise)))
@@ -80,7 +80,7 @@ def exercises(num_each: int) -> list[Text]:
 
 
 def continuations(loaded: LoadedModel, options: EngineOptions, num_texts: int) -> list[Text]:
-    """Random prompts with the model's greedy continuations."""
+    """Draws random prompts with the model's greedy continuations."""
     workload = log_uniform_workload(
         num_texts, loaded.vocab_size, prompt_tokens=(16, 128), output_tokens=(64, 64)
     )
@@ -117,7 +117,7 @@ def options_of(model: str, dtype: str, quantization: str, threads: int | None) -
 def compare(
     model: str, num_texts: int, threads: int | None
 ) -> tuple[list[Text], list[tuple[str, int, Tally]]]:
-    """The texts; name, bytes read per step and results of each type, the reference first. Raises
+    """The texts; name, bytes read per step and results of each type, first the reference's. Raises
     ModelRefused."""
     options = [options_of(model, *types, threads) for types in _TYPES]
     loaded = [load_model(each, lambda text: None) for each in options]
@@ -145,7 +145,7 @@ def compare(
 
 
 def rows(texts: Seq[Text], found: Seq[tuple[str, int, Tally]]) -> list[tuple[str, ...]]:
-    """A heading, and a row for each pair of types."""
+    """Returns a heading, and a row for each pair of types."""
     heading = (
         "weights", "MB a step reads", "logits off by", "divergence (nats)", "loss (nats)",
         "same token", "same text", "right text",

@@ -48,8 +48,8 @@ _RENEWED_CALLS = 10  # calls between lease renewals: half a second of a worker's
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a function, with `num_jobs` jobs in a step or in the queue. Milliseconds; `function_ms` is
-    the mean inside Redis."""
+    """A function's times in milliseconds, with `num_jobs` jobs in a step or in the queue.
+    `function_ms` is the mean inside Redis."""
 
     function: str
     num_jobs: int
@@ -72,7 +72,7 @@ def make_job(index: int, num_prompt: int = 200) -> Job:
 
 
 def step_of(claimed: Sequence[Claimed], number: int) -> list[Append]:
-    """A token for each job, in event `number` (from 1)."""
+    """Returns a token for each job, in event `number` (from 1)."""
     event = Tokens((ChoiceDelta(0, number - 1, (97,), "a"),))
     return [Append(c.job.id, c.epoch, number, event, 1) for c in claimed]
 

@@ -18,9 +18,9 @@ from infra.tables import markdown_table, percentile, write
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Padding, Row, Sample
 from workers.engine.masks import StepMasks
-from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
+from workers.ipc.request import Request
 
 RUNNING = (16, 64, 256)
 WAITING = (0, 1_000, 10_000)
@@ -94,7 +94,7 @@ def measure(load: Load, num_running: int, num_waiting: int, num_steps: int) -> F
 
 
 def make_engine(load: Load, num_running: int, num_steps: int) -> Engine:
-    """With memory for the streams; under MEMORY for no more."""
+    """Returns an engine with memory for the streams; under MEMORY for no more."""
     num_blocks = num_running * -(-_most_tokens(num_running, num_steps) // _BLOCK_SIZE)
     options = EngineOptions(
         model_path="",
@@ -126,7 +126,7 @@ def fill(engine: Engine, load: Load, num_running: int, num_waiting: int, num_ste
 
 
 def _most_tokens(num_running: int, num_steps: int) -> int:
-    """Of one sequence, at its end."""
+    """The number of tokens of one sequence, at its end."""
     return _PROMPT_TOKENS + _NUM_BEFORE + num_running + num_steps
 
 

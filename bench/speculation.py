@@ -16,9 +16,9 @@ from collections.abc import Sequence as Seq
 
 from contract.jobs import SamplingParams
 from infra.tables import markdown_table
-from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
+from workers.ipc.request import Request
 from workers.model.loader import LoadedModel, load_model
 
 KINDS = {
@@ -32,8 +32,8 @@ Tokens = dict[str, list[int]]
 def run(
     loaded: LoadedModel, options: EngineOptions, kind: str, num_streams: int, num_output: int
 ) -> tuple[Tokens, float, float]:
-    """The tokens, output tokens per second of processor time, and the share of drafted tokens that
-    were right."""
+    """Returns the tokens, output tokens per second of processor time, and the share of drafted
+    tokens that were right."""
     engine = build_engine(loaded.model, loaded.vocab_size, options, loaded.num_step_tokens)
     for number in range(num_streams):
         prompt = tuple(8 + (7919 * number + 31 * i * i) % 240 for i in range(128))

@@ -15,7 +15,8 @@ _OTHERS_PRIORITY = _PRIORITY["standard"]
 
 @dataclass(frozen=True, slots=True)
 class LaneTerms:
-    """The smallest priority is claimed first. The share is of claimed tokens, from 0 to 1."""
+    """A lane's terms. The smallest priority is claimed first. The share, 0 to 1, is of claimed
+    tokens."""
 
     priority: int
     min_share: float

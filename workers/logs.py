@@ -29,7 +29,7 @@ class ErrorOnce:
         self._last = str(exc)
 
     def clear(self) -> None:
-        """Logs the next error in any case: the last call succeeded."""
+        """Lets the next error be logged in any case, as the last call succeeded."""
         self._last = ""
 
 

@@ -58,12 +58,12 @@ class WorkerSettings:
 
     @property
     def self_fence_s(self) -> float:
-        """After so long without a renewal of its leases, a worker drops its jobs."""
+        """The seconds without a renewal of its leases after which a worker drops its jobs."""
         return 0.8 * self.lease_s
 
 
 def new_incarnation() -> str:
-    """A new id for one run of a worker; unique over all hosts. Begins with BATCHWAY_HOST, by
+    """A new id for one run of a worker, unique over all hosts. Begins with BATCHWAY_HOST, by
     default the host's name."""
     host = os.environ.get("BATCHWAY_HOST") or socket.gethostname().split(".")[0]
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -26,7 +26,7 @@ _BLOCK_SIZE = 16
 
 
 def kernel_checks(machine: Machine) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """Every kernel, and attention with every flag, at the shapes' heads, by name."""
+    """Yields every kernel, and attention with every flag, at the shapes' heads, by name."""
     torch.manual_seed(0)
     for name, heads, dim, flags, chunks in _attention_cases(machine):
         check = partial(_check_attention, machine, heads, dim, flags, chunks)
@@ -91,7 +91,7 @@ def _check_attention(
 
 
 def _on_the_device(spans: list[Span], device: torch.device) -> RowsStep:
-    """The same single tokens, with their tables on the device, in another order there."""
+    """Returns the same single tokens, with their tables on the device, in another order there."""
     positions = np.array([span.start for span in spans])
     tables = np.zeros((len(spans), 1 + positions.max() // _BLOCK_SIZE), dtype=np.int64)
     order = np.arange(len(spans))[::-1].copy()
@@ -104,7 +104,7 @@ def _on_the_device(spans: list[Span], device: torch.device) -> RowsStep:
 
 
 def _check_draws(machine: Machine, vocab_size: int) -> Finding:
-    """The kernels that draw tokens, with limits and without, against the sampler."""
+    """Compares the kernels that draw tokens, with limits and without, with the sampler."""
     state = RequestState(8, 8, 4, 0, machine.device)
     wrong = wrong_draws(state, vocab_size, machine.dtype, draw_by_triton)
     return Finding(wrong is None, wrong or "every token is the sampler's")

@@ -31,9 +31,9 @@ class Transformers:
 
     @torch.inference_mode()
     def check(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Finding:
-        """Each greedy token of the engine must be the best here, or behind it by no more than what
-        transformers' own logits differ where they are computed token by token. A token that is the
-        best by other logits may be behind by the differences of two."""
+        """Checks that each greedy token of the engine is the best here, or behind it by no more
+        than the difference of transformers' own logits when computed token by token. A token that
+        is the best by other logits may be behind by the differences of two."""
         worst, num_best, num_all = 0.0, 0, 0
         tolerance = max(_LEAST_TOLERANCE, 2 * self._own_difference(prompts[0], outputs[0]))
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -50,8 +50,8 @@ class Transformers:
         return Finding(worst <= tolerance, detail)
 
     def _own_difference(self, prompt: Sequence[int], output: Sequence[int]) -> float:
-        """The largest of a logit between one forward and the engine's steps: the prompt, then each
-        token with a cache."""
+        """Returns the largest difference of a logit between one forward and the engine's steps: the
+        prompt, then each token with a cache."""
         whole, steps, state = self._logits(prompt, output), [], dict[str, Any]()
         names = inspect.signature(self._decoder.forward).parameters
         name = "cache" if "cache" in names else "past_key_values"  # from transformers 5.24 on

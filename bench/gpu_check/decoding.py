@@ -12,7 +12,7 @@ from bench.gpu_check.sizes import Sizes
 from infra.measure.engine import EngineRun, run_workload
 from infra.tables import spread
 from workers.engine.engine import Engine
-from workers.engine.request import Request
+from workers.ipc.request import Request
 from workers.model.ahead.runner import AheadRunner
 from workers.model.gpu.graphs import sizes_up_to
 
@@ -30,8 +30,8 @@ def check_graphs(served: Served) -> Finding:
 
 
 def warm_up(served: Served, sizes: Sizes) -> float:
-    """One stream over the whole length and one of long prompts: compiles kernels that the loader
-    has not. Returns its seconds."""
+    """Runs one stream over the whole length and one of long prompts, to compile kernels that the
+    loader has not compiled. Returns its seconds."""
     start_s = time.perf_counter()
     for wanted in ((1, sizes.num_in, sizes.num_out), (*sizes.prefill, 2)):
         run_workload(served.engine(), at_once(served.shape, wanted, seed=0))
@@ -39,8 +39,8 @@ def warm_up(served: Served, sizes: Sizes) -> float:
 
 
 def time_streams(served: Served, sizes: Sizes, num_streams: int, seed: int) -> dict[str, Any]:
-    """All requests at once, from the first prompt to the last token. Seconds; `decoding` is None
-    if the streams did not all run together."""
+    """Times all requests at once, from the first prompt to the last token, in seconds. `decoding`
+    is None if the streams did not all run together."""
     workload = at_once(served.shape, (num_streams, sizes.num_in, sizes.num_out), seed)
     run = run_workload(served.engine(), workload)
     return {
@@ -53,8 +53,8 @@ def time_streams(served: Served, sizes: Sizes, num_streams: int, seed: int) -> d
 
 
 def _decoding(served: Served, run: EngineRun, num_in: int) -> dict[str, float] | None:
-    """Rates while every stream decodes. A step reads the weights once, and for each token the KV of
-    all before it."""
+    """Returns the rates while every stream decodes. A step reads the weights once, and for each
+    token the KV of all before it."""
     start_s = max(timeline.times_s[0] for timeline in run.timelines)
     end_s = min(timeline.times_s[-1] for timeline in run.timelines)
     if end_s <= start_s:
@@ -78,8 +78,7 @@ def _decoding(served: Served, run: EngineRun, num_in: int) -> dict[str, float] |
 
 
 def time_prefill(served: Served, sizes: Sizes, seed: int) -> dict[str, float]:
-    """Prompts at once, one token each. The head computes only the last row of each prompt; its
-    small share is included."""
+    """Times prompts at once, one token each. Includes the head, of each prompt's last row alone."""
     num_prompts, num_tokens = sizes.prefill
     run = run_workload(served.engine(), at_once(served.shape, (num_prompts, num_tokens, 1), seed))
     tokens_per_s = num_prompts * num_tokens / run.wall_s
@@ -87,15 +86,15 @@ def time_prefill(served: Served, sizes: Sizes, seed: int) -> dict[str, float]:
 
 
 def time_closed(served: Served, sizes: Sizes, seed: int) -> float:
-    """Output tokens per second of the requests that transformers gets too."""
+    """Returns output tokens per second of the requests that transformers gets too."""
     return run_workload(
         served.engine(), at_once(served.shape, sizes.closed, seed)
     ).output_tokens_per_s
 
 
 def time_host_gap(served: Served, sizes: Sizes, num_streams: int) -> dict[str, float]:
-    """`share` of a step that is saved where the device repeats the model of that step by itself:
-    the host's bookkeeping and the sampling. Raises RuntimeError without steps ahead."""
+    """Returns the `share` of a step that is saved if the device repeats the model of that step by
+    itself, without the host's bookkeeping and sampling. Raises RuntimeError without steps ahead."""
     if not isinstance(served.model, AheadRunner):
         raise RuntimeError("steps do not run ahead")
     decoder = served.model.decoder
@@ -121,11 +120,11 @@ class Streams:
 
     @property
     def positions(self) -> list[int]:
-        """Of the tokens in flight."""
+        """The positions of the tokens in flight."""
         return [sequence.num_known for sequence in self._engine.sequences]
 
     def run(self, num_steps: int) -> None:
-        """Raises RuntimeError if not every stream gets a token in each step."""
+        """Runs steps. Raises RuntimeError if not every stream gets a token in each step."""
         for _ in range(num_steps):
             if self._engine.step().num_decode_tokens != len(self._requests):
                 raise RuntimeError("a stream ended or waited")

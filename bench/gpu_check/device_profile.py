@@ -12,8 +12,8 @@ _NUM_KERNELS = 25
 
 
 def profile_steps(served: Served, sizes: Sizes, num_streams: int) -> dict[str, Any]:
-    """Seconds per step: `step_s` without the profiler, `device_s` the sum of its kernels. Without a
-    GPU torch's operations take the place of kernels."""
+    """Returns seconds per step: `step_s` without the profiler, `device_s` the sum of its kernels.
+    Without a GPU torch's operations take the place of kernels."""
     is_cuda = served.machine.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     num_steps = sizes.steady_steps

@@ -65,7 +65,7 @@ class Machine:
         return (time.perf_counter() - start_s) / repeats
 
     def release(self) -> None:
-        """Frees the memory of what is no longer referred to."""
+        """Frees the memory of objects without references."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,5 @@
-"""What callers get: the shape behind `batchway up` on this device, and a worker that dies."""
+"""Measures what callers get: the shape behind `batchway up` on this device, and a worker that
+dies."""
 
 import asyncio
 import contextlib

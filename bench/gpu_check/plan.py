@@ -54,7 +54,7 @@ def _kernels(stage: Stage) -> None:
 
 
 def _decoding(stage: Stage) -> None:
-    """The shape that is compared with other engines, by the default path."""
+    """Measures the shape that is compared with other engines, by the default path."""
     sizes, results = stage.sizes, stage.results
     served = _serve(stage, sizes.decoding)
     if stage.machine.device.type == "cuda":
@@ -96,7 +96,7 @@ def _strategies(stage: Stage) -> None:
 
 
 def _transformers(stage: Stage) -> None:
-    """With the device to itself: two such models do not fit."""
+    """Measures transformers with the device to itself: two such models do not fit."""
     sizes, results = stage.sizes, stage.results
     model = Transformers(sizes.decoding, stage.machine)
     if outputs := _figure(stage.folder, "decoding", "checked"):
@@ -128,7 +128,7 @@ def _serve(stage: Stage, shape: Shape) -> Served:
 
 
 def _figure(folder: Path, stage: str, name: str) -> Any:
-    """What an earlier stage has put; None if it has not."""
+    """A figure of an earlier stage; None if it has none."""
     path = folder / f"{stage}.json"
     return json.loads(path.read_text()).get(name) if path.exists() else None
 

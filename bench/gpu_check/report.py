@@ -17,8 +17,8 @@ _NUM_KERNELS = 10
 
 
 def has_passed(stages: Mapping[str, Figures]) -> bool:
-    """Whether every check passed and every stage could measure. What fails in transformers' own
-    batching, and what did not fit into the time, does not count."""
+    """Whether every check passed and every stage could measure. Failures of transformers' own
+    batching, and what did not fit into the time, do not count."""
     ours = [figures for name, figures in stages.items() if name != "transformers"]
     return all(check["passed"] for check in _checks(stages)) and not any(
         figures["failed"] for figures in ours
@@ -26,7 +26,7 @@ def has_passed(stages: Mapping[str, Figures]) -> bool:
 
 
 def report(stages: Mapping[str, Figures]) -> str:
-    """Markdown. A stage that is not there yet is left out."""
+    """Returns Markdown. A stage that has not run yet is left out."""
     parts = [_about(stages)]
     roofs = stages.get("kernels", {}).get("roofs")
     if "decoding" in stages:
@@ -63,7 +63,7 @@ def _about(stages: Mapping[str, Figures]) -> str:
 
 
 def _decoding(figures: Figures, roofs: Figures | None) -> str:
-    """In a step of the default path each of these streams gets a token."""
+    """A table of steps of the default path, in which each stream gets a token."""
     groups = _group(figures, "decoding")
     rows = [
         [
@@ -94,7 +94,7 @@ def _decoding(figures: Figures, roofs: Figures | None) -> str:
 
 
 def _http(figures: Figures, decoding: Figures) -> str:
-    """`batchway up` beside the engine alone."""
+    """A table of `batchway up` compared with the engine alone."""
     groups = _group(figures, "http")
     rows = [["over HTTP", *(_streams(n) for n, _ in groups)]]
     alone = dict(_group(decoding, "decoding"))
@@ -200,7 +200,7 @@ def _group(figures: Figures, name: str) -> list[tuple[str, list[Any]]]:
 
 
 def _table(figures: Figures, rows: list[list[str]]) -> str:
-    """The shape's name stands before the heading."""
+    """A table with the shape's name before the heading."""
     rows[0][0] = f"{figures.get('shape')}: {rows[0][0]}"
     return markdown_table(rows)
 

@@ -39,7 +39,7 @@ class Results:
         self._write()
 
     def note(self, text: str) -> None:
-        """Adds a line to the stage's log, and says it."""
+        """Adds a line to the stage's log, and prints it."""
         self._say(text)
         self.put("log", [*self.figures.get("log", []), text])
 
@@ -56,7 +56,7 @@ class Results:
 
     @property
     def left_s(self) -> float:
-        """Seconds until nothing is started any more."""
+        """The seconds until nothing is started any more."""
         return max(0.0, self._end_s - self._clock_s())
 
     def check(self, name: str, compare: Callable[[], Finding]) -> None:

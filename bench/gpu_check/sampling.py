@@ -22,7 +22,7 @@ KINDS = (*_ALL, *_ONE)
 
 
 def time_sampling(served: Served, sizes: Sizes, kind: str) -> dict[str, Any]:
-    """Seconds per step of the most streams, each the mean of several steps."""
+    """Returns seconds per step of the most streams, each the mean of several steps."""
     num_streams, is_one = max(sizes.streams), kind in _ONE
     sampling = _ONE[kind] if is_one else _ALL[kind]
     with steady(served, sizes, num_streams, one=is_one, **sampling) as streams:

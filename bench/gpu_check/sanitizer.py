@@ -14,7 +14,7 @@ _TOOLKIT = "/usr/local/cuda/bin"
 
 
 def check_memory(results: Results, *, has_gpu: bool) -> None:
-    """One check for each tool; `state` tells why there is none."""
+    """Makes one check for each tool; `state` tells why there is none."""
     program = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:{_TOOLKIT}")
     if program is None or not has_gpu:
         results.put("state", "compute-sanitizer is not on this machine" if has_gpu else "no GPU")
@@ -53,7 +53,7 @@ def _run(program: str, tool: str, left_s: float) -> subprocess.CompletedProcess[
 
 
 def _finding(done: subprocess.CompletedProcess[str]) -> Finding:
-    """The tool's own lines begin with signs of equality."""
+    """The result of a tool, whose own lines begin with signs of equality."""
     lines = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=====")]
     summary = next((line for line in reversed(lines) if "SUMMARY" in line), "no summary")
     if done.returncode == 0:

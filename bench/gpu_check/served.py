@@ -1,6 +1,5 @@
 """A decoder of random weights behind the engine, by the loader's default path; and its requests."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,9 @@ from infra.measure.engine import make_request
 from infra.measure.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
 from workers.engine.interface import Model
-from workers.engine.request import Request
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions
+from workers.ipc.request import Request
 from workers.model.checkpoint import context_length
 from workers.model.loader import wrap_decoder
 
@@ -33,7 +32,7 @@ class Served:
 
     @property
     def num_parameters(self) -> int:
-        """Multiplied for each token."""
+        """The number of parameters that are multiplied for each token."""
         return self.num_weight_bytes // self.machine.dtype.itemsize
 
     def engine(self, strategy: StrategyOptions | None = None) -> Engine:
@@ -45,8 +44,8 @@ class Served:
 
 
 def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
-    """Creates and prepares the decoder as the loader does, with the default options. On a CPU with
-    those that a GPU gets, as far as they run there. Raises ModelRefused."""
+    """Creates and prepares the decoder as the loader does, with the default options; on a CPU with
+    those for a GPU, as far as they run there. Raises ModelRefused."""
     sizes: list[int] = []
 
     def read() -> Any:
@@ -70,24 +69,24 @@ def serve(shape: Shape, machine: Machine, say: Callable[[str], None]) -> Served:
 def random_prompts(
     num_prompts: int, num_tokens: int, vocab_size: int, seed: int
 ) -> list[tuple[int, ...]]:
-    """Prompts of one length, the same at every call."""
+    """Returns prompts of one length, the same at every call."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, vocab_size, (num_prompts, num_tokens), generator=generator)
     return [tuple(row) for row in ids.tolist()]
 
 
 def at_once(shape: Shape, sizes: tuple[int, int, int], seed: int) -> Workload:
-    """`sizes`: requests, prompt tokens, output tokens."""
+    """A workload without pauses. `sizes`: requests, prompt tokens, output tokens."""
     num_requests, num_in, num_out = sizes
     prompts = random_prompts(num_requests, num_in, shape.vocab_size, seed)
     return Workload(tuple(WorkloadRequest(prompt, num_out) for prompt in prompts))
 
 
 def requests_of(workload: Workload, **sampling: Any) -> list[Request]:
-    """Its requests; `sampling` changes their parameters."""
+    """Returns the workload's requests; `sampling` changes their parameters."""
     found = []
     for number, drawn in enumerate(workload.requests):
         request = make_request(number, drawn)
         params = msgspec.structs.replace(request.params, **sampling)
-        found.append(dataclasses.replace(request, params=params))
+        found.append(msgspec.structs.replace(request, params=params))
     return found

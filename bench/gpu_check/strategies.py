@@ -13,8 +13,8 @@ STRATEGIES: tuple[StrategyName, ...] = ("continuous", "dynamic", "static")
 
 
 def time_strategy(served: Served, sizes: Sizes, name: StrategyName, seed: int) -> dict[str, Any]:
-    """Output tokens per second; seconds to the first and the last token. Static and dynamic batches
-    are padded, as is common."""
+    """Returns output tokens per second, and seconds to the first and the last token. Static and
+    dynamic batches are padded, as is common."""
     workload = log_uniform_workload(
         sizes.num_requests,
         served.shape.vocab_size,

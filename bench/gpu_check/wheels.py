@@ -25,7 +25,7 @@ _GLIBC = range(17, 40)
 
 
 def lacking() -> list[str]:
-    """What prevents this Python from running the check, one reason each."""
+    """Returns what prevents this Python from running the check, one reason each."""
     found = []
     for name in PRESENT:
         wanted = minimum(name)
@@ -39,7 +39,7 @@ def lacking() -> list[str]:
 
 
 def carried() -> list[str]:
-    """The project's requirements that are carried, with what they need in turn."""
+    """Returns the project's requirements that are carried, with what they need in turn."""
     project = _project()
     extras = project["optional-dependencies"]
     every = [*project["dependencies"], *(text for name in _EXTRAS for text in extras[name])]
@@ -47,7 +47,7 @@ def carried() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Those of the carried packages that this Python does not have itself."""
+    """Returns those of the carried packages that this Python does not have itself."""
     return [name for name in map(_name, carried()) if not _has(name)]
 
 
@@ -109,7 +109,7 @@ def _has(name: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.11.0+cu130 -> (2, 11, 0)."""
+    """Converts 2.11.0+cu130 to (2, 11, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 

@@ -100,7 +100,7 @@ def _peer(text: str) -> tuple[str, Path]:
 
 
 def _prepare(size: str, folder: Path) -> None:
-    """The model and its workload, the same at each call."""
+    """Writes the model and its workload, the same at each call."""
     if not (folder / size / "config.json").exists():
         make_model(size, folder / size)
     workload = log_uniform_workload(_NUM_REQUESTS, SIZES[size]["vocab_size"])
@@ -108,7 +108,7 @@ def _prepare(size: str, folder: Path) -> None:
 
 
 def measure(name: str, python: Path, column: Column, options: argparse.Namespace) -> dict[str, Any]:
-    """One run of one engine in its own process. Raises CalledProcessError."""
+    """Runs one engine once in its own process. Raises CalledProcessError."""
     program = ["infra", "bench", "engine"]
     if name != OURS:
         program = [f"bench.peers.adapters.{ADAPTERS[name]}"]
@@ -138,7 +138,7 @@ def measure(name: str, python: Path, column: Column, options: argparse.Namespace
 
 @contextlib.contextmanager
 def busy_processes(number: int) -> Iterator[None]:
-    """Processes that compute without end; they end by themselves if this one is killed."""
+    """Starts processes that compute without end; they end by themselves if this one is killed."""
     program = (
         f"import time\nend = time.monotonic() + {_TIMEOUT_S}\nwhile time.monotonic() < end: pass"
     )
@@ -151,7 +151,7 @@ def busy_processes(number: int) -> Iterator[None]:
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By engine: medians over its runs, and the number of outputs equal to our engine's."""
+    """Returns by engine: medians over its runs, and the number of outputs equal to our engine's."""
     ours = runs[OURS][0]["outputs"]
     found = {}
     for name, engine_runs in runs.items():
@@ -169,7 +169,7 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
 
 
 def tables(summaries: Mapping[Column, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Separate tables of throughput and latencies for each column."""
+    """Returns separate tables of throughput and latencies for each column."""
     lines = []
     for column, engines in summaries.items():
         best = engines[OURS]["output_tokens_per_s"]

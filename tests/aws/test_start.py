@@ -1,6 +1,6 @@
 """What a function imports at a cold start, and what its snapshot contains.
 
-No times here: docs/deployment.md has the figure and how it is measured.
+No times here: bench/RESULTS.md has the figure and how it is measured.
 """
 
 import json

@@ -20,7 +20,8 @@ from tests.fakes import (
 from tests.hash_engine import LoadedHashModel
 from tests.resume.interruptions import Workers
 from tests.resume.logged_job import LoggedJob, new_job
-from workers.ipc.messages import EngineOptions, StartJob
+from workers.ipc.messages import EngineOptions
+from workers.ipc.request import Request
 from workers.supervisor.held_job import HeldJob
 
 PROMPT = encode_text("Interrupt me wherever you like.")
@@ -180,7 +181,7 @@ def test_some_cuts_are_inside_held_back_text() -> None:
 class ForgetsAToken(HeldJob):
     """A mistake: starts the engine one token too early."""
 
-    def start_message(self) -> StartJob:
+    def start_message(self) -> Request:
         start = super().start_message()
         outputs = tuple(output[:-1] for output in start.outputs)
         return msgspec.structs.replace(start, outputs=outputs)

@@ -14,14 +14,8 @@ from tests.workers.test_engine_process import (
     start_message,
     tokens_of,
 )
-from workers.ipc.messages import (
-    EngineLoad,
-    FromEngine,
-    Reconfigure,
-    StartJob,
-    StrategyOptions,
-    TokenOut,
-)
+from workers.ipc.messages import EngineLoad, FromEngine, Reconfigure, StrategyOptions, TokenOut
+from workers.ipc.request import Request
 
 __all__ = ["start_engine"]
 
@@ -34,7 +28,7 @@ def loads(messages: list[FromEngine]) -> list[EngineLoad]:
     return [m for m in messages if isinstance(m, EngineLoad)]
 
 
-def assert_oracle(messages: list[FromEngine], *jobs: StartJob) -> None:
+def assert_oracle(messages: list[FromEngine], *jobs: Request) -> None:
     for job in jobs:
         assert tokens_of(messages, job.job_id) == expected_output(job.prompts[0], job.params)[0]
 

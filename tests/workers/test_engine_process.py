@@ -30,7 +30,6 @@ from workers.ipc.messages import (
     Reprioritise,
     Running,
     Shutdown,
-    StartJob,
     StopChoice,
     StopJob,
     ToEngine,
@@ -39,6 +38,7 @@ from workers.ipc.messages import (
     decoder_to_engine,
     encode_frame,
 )
+from workers.ipc.request import Request
 
 TIMEOUT_S = 30.0
 OPTIONS = EngineOptions(model_path="hash", max_num_seqs=8)
@@ -111,10 +111,10 @@ def start_engine() -> Iterator[StartEngine]:
         engine.end()
 
 
-def start_message(job_id: str, prompt: str = "hello", **changes: object) -> StartJob:
+def start_message(job_id: str, prompt: str = "hello", **changes: object) -> Request:
     """A new job; `changes` are sampling parameters."""
     params = msgspec.convert({"max_tokens": 40, "seed": 7, **changes}, SamplingParams)
-    return StartJob(
+    return Request(
         job_id,
         1,
         "t",

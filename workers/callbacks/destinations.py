@@ -25,7 +25,7 @@ _TRANSIENT = ("Throttl", "TooManyRequests", "RequestLimit", "SlowDown", "Timeout
 
 
 class AwsSender:
-    """One per process; has one thread-safe client per service."""
+    """The sender of one process, with one thread-safe client per service."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s

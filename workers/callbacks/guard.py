@@ -40,8 +40,7 @@ class Guard:
         self._resolve = resolve
 
     async def addresses(self, url: CallbackUrl) -> list[str]:
-        """At most MAX_ADDRESSES addresses. Raises Unresolvable, and BlockedAddress if one is not
-        public."""
+        """At most MAX_ADDRESSES. Raises Unresolvable, and BlockedAddress if one is not public."""
         if url.address is not None:
             answers: Sequence[str] = [str(url.address)]
         else:

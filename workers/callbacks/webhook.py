@@ -22,7 +22,7 @@ _GONE = 410
 
 
 class WebhookSender:
-    """One per process. Reuses no connection, as its address was checked for one name only."""
+    """The sender of a process. Reuses no connection: its address was checked for one name only."""
 
     def __init__(
         self,

@@ -101,12 +101,12 @@ class AdmissionCheck:
         return copy_from
 
     def forget(self, victim: Sequence) -> None:
-        """The sequence is about to lose its blocks in this step."""
+        """Drops a sequence, which is about to lose its blocks, from the step's forecast."""
         if self._forecast is not None:
             self._forecast.drop(victim)
 
     def _look_at(self, plan: StepPlan) -> KVForecast:
-        """The forecast as of this step."""
+        """Returns the forecast as of this step."""
         if self._plan is not plan or self._forecast is None:
             self._plan, running = plan, self._running.sequences
             self._forecast = KVForecast(self._blocks, self._lengths, running)

@@ -14,8 +14,8 @@ class BlockManager:
 
     Several sequences may share a full block, which is then never written. Blank blocks are reused
     last freed first, so that untouched pages stay uncommitted. Freed blocks in the prefix cache
-    keep their content until no blank one is left; then the one freed first goes, and of one
-    sequence the tail, which fewer sequences share.
+    keep their content until no blank one is left. Then they are reused first freed first, and
+    within a sequence from its end, which fewer sequences share.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BlockManager:
         return num_slots - sequence.num_computed
 
     def has_next_slot(self, sequence: Sequence) -> bool:
-        """Whether it needs one token and its blocks have room for it."""
+        """Whether the sequence needs one token and its blocks have room for it."""
         num_computed = sequence.num_computed
         return (
             num_computed + 1 == len(sequence.token_ids)
@@ -79,7 +79,7 @@ class BlockManager:
             sequence.block_ids.append(self._take())
 
     def grow_streams(self, streams: Seq[Sequence]) -> bool:
-        """Grows each by one token; returns False, and grows none, if there are too few blocks."""
+        """Grows each by one token. If there are too few blocks, grows none and returns False."""
         size = self.block_size
         at_an_end = [s for s in streams if s.num_computed % size == 0]  # of a block, its last maybe
         growing = [s for s in at_an_end if s.num_computed == len(s.block_ids) * size]
@@ -189,7 +189,7 @@ class BlockManager:
 
 
 def blocks_of(model: Model, limits: EngineLimits, revision: str) -> BlockManager:
-    """All blocks of a model, shared as far as model and limits allow."""
+    """Returns all blocks of a model, shared as far as model and limits allow."""
     caches = limits.prefix_caching and model.shares_blocks
     cache = PrefixCache(model.block_size, revision) if caches else None
     return BlockManager(model.num_blocks, model.block_size, cache, can_share=model.shares_blocks)

@@ -26,7 +26,7 @@ class Books:
         return sum([self._book(chunk) for chunk in others])
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
-        """Accounts for drafted tokens that were right, as for those of more steps."""
+        """Accounts for drafted tokens that were right, as if more steps had computed them."""
         end = sequence.num_computed + num_tokens
         sequence.num_computed = end
         sequence.num_once_computed = max(sequence.num_once_computed, end)
@@ -36,7 +36,7 @@ class Books:
             self._cache.put(sequence)
 
     def _book_streams(self, streams: Streams) -> None:
-        """As `_book`, for streams: one token each, never computed before."""
+        """Accounts for streams: one token each, never computed before."""
         for account, num in streams.num_by_account.items():
             self._policy.charge(account, 0, num)
         block_size = self._block_size

@@ -1,5 +1,5 @@
-"""Constrained jobs in the engine: they wait for their grammars, and their forced tokens follow
-without a forward."""
+"""Constrained jobs in the engine: they wait for their grammars. Tokens that a grammar forces need
+no forward of their own."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -51,7 +51,7 @@ class Constraints:
         self._compiling[job_id] = sequences, found
 
     def forget(self, job_id: str) -> None:
-        """Its compilation never begins, or its result is dropped."""
+        """Cancels a job's compilation, or drops its result."""
         _, found = self._compiling.pop(job_id, (None, None))
         if found is not None:
             found.cancel()
@@ -69,7 +69,7 @@ class Constraints:
                 yield job_id, None
 
     def start_masks(self, chunks: Seq[Chunk]) -> StepMasks | None:
-        """Starts to compute the masks of a step; None where no row is constrained."""
+        """Starts to compute the masks of a step; returns None if no row is constrained."""
         if self._grammars is None:
             return None
         constrained = [
@@ -94,7 +94,7 @@ class Constraints:
 
     def force(self, sequence: Sequence, report: StepReport) -> None:
         """Appends the tokens that the grammar forces next: the next step computes their KV in one
-        chunk. Not where log probabilities are asked for, which only a forward can tell."""
+        chunk. Appends none if log probabilities are asked for, which need a forward."""
         matcher = sequence.matcher
         if matcher is None or sequence.params.logprobs is not None:
             return

@@ -109,9 +109,7 @@ class CostModel:
 
 
 def chunk_features(start: int, num_tokens: int) -> Features:
-    """Tokens, KV tokens read, and prefill tokens times context, with n - 1 so that streams
-    count 0.
-    """
+    """Tokens, KV tokens read, and prefill tokens times context; with n - 1, so streams count 0."""
     context = start + num_tokens / 2
     return float(num_tokens), float(start + num_tokens), (num_tokens - 1) * context
 

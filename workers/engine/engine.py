@@ -25,11 +25,12 @@ from workers.engine.masks import StepMasks
 from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy
 from workers.engine.report import JobError, Output, StepReport
-from workers.engine.request import Request, check_request
+from workers.engine.request import check_request, sequences_of
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
+from workers.ipc.request import Request
 
 
 @dataclass(slots=True)
@@ -86,9 +87,8 @@ class Engine:
         return bool(self._jobs or self._ended_early)
 
     def next_wake_s(self) -> float | None:
-        """When the next step has something to do, on the engine's clock: now, in the past, or
-        when a strategy's wait or a job's deadline is over. None: not before something is added.
-        """
+        """When the next step has something to do, on the engine's clock: at once (in the past), or
+        when a strategy's wait or a job's deadline is over. None: not before something is added."""
         now_s = self._clock_s()
         if self._ended_early or (self._batches.num_let_in and not self._is_idle):
             return now_s
@@ -127,7 +127,7 @@ class Engine:
             num_kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
             prefill_only=self._limits.prefill_only,
         )
-        sequences = request.sequences(self._model.eos_token_ids, self._next_arrival)
+        sequences = sequences_of(request, self._model.eos_token_ids, self._next_arrival)
         self._next_arrival += len(request.outputs)
         job = _Job(request.epoch, {s.choice: s for s in sequences})
         if request.params.grammar and sequences:
@@ -178,7 +178,7 @@ class Engine:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have not ended, running and waiting."""
+        """All sequences that have not ended, running and waiting."""
         return [s for job in self._jobs.values() for s in job.sequences.values()]
 
     @property
@@ -275,7 +275,7 @@ class Engine:
 
     def _start(self, job: _Job, report: StepReport | None = None) -> None:
         """Hands a job's sequences to the scheduler; one that is complete ends at once. The report
-        gets the first tokens that a grammar forces. Raises GrammarFailed; then it hands over
+        gets the first tokens that a grammar forces. If this raises GrammarFailed, it hands over
         none."""
         ended: list[Sequence] = []
         for sequence in list(job.sequences.values()):
@@ -310,7 +310,7 @@ class Engine:
             self._finish(sequence, report, now_s)
 
     def _take_drawn(self, chunk: Chunk, drawn: Drawn, report: StepReport, now_s: float) -> None:
-        """Takes drawn tokens, and those that a grammar forces, while the draft was right."""
+        """Takes tokens drawn up to the draft's first mistake, and those that a grammar forces."""
         sequence, num_before = chunk.sequence, chunk.sequence.num_known
         drafted_ids = chunk.token_ids[chunk.num_known :]
         num_new = num_right = 0
@@ -350,8 +350,8 @@ class Engine:
         report: StepReport,
         now_s: float,
     ) -> None:
-        """Takes the model's results. A failed row fails its whole job; what was drawn for a late
-        one is dropped."""
+        """Takes the model's results. A failed row fails its whole job; what was drawn for a row
+        whose mask was late is dropped."""
         append, failed = report.outputs.append, report.failed
         for chunk, row in zip(chunks, rows, strict=True):
             sequence = chunk.sequence
@@ -417,13 +417,13 @@ class Engine:
 
 
 def _num_equal(one: Seq[int], other: Seq[int]) -> int:
-    """How many leading elements of both are equal."""
+    """The number of leading elements that are equal in both."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _late(masks: StepMasks | None, chunks: Seq[Chunk]) -> set[Sequence]:
-    """The sequences of the step whose masks it lacked."""
+    """The sequences of the step whose masks were late."""
     if masks is None or not masks.late:
         return set()
     return {chunk.sequence for chunk in chunks if not masks.late.isdisjoint(chunk.sampled)}

@@ -1,8 +1,8 @@
 """Constrains a choice's tokens to a grammar, by llguidance. Uses no tensors.
 
 A grammar is llguidance's serialised form (JSON), as gateways make it from a JSON schema, a regular
-expression or Lark. A Matcher depends on the grammar and the tokens consumed alone, so a resumed
-choice, whose logged tokens are consumed again, goes on as it would have.
+expression or Lark. A Matcher depends only on the grammar and the tokens consumed. So a resumed
+choice, whose logged tokens are consumed again, continues as it would have.
 
 Compilations and masks have threads of their own, in which tenants take turns.
 """
@@ -46,15 +46,15 @@ class LimitReached(GrammarFailed):
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The tokens that a choice may not take in its state, while they are computed and afterwards:
-    bool, shape (num_rows, vocab_size), where those after its draft follow `row`."""
+    """The tokens that a choice may not take next, perhaps still being computed. bool, shape
+    (num_rows, vocab_size): `row`, then a row after each token of the choice's draft."""
 
     found: Future[np.ndarray]
     row: int
 
 
 class Matcher:
-    """Where one choice stands in its grammar."""
+    """The position of one choice in its grammar."""
 
     def __init__(
         self,
@@ -90,15 +90,15 @@ class Matcher:
             raise LimitReached("the grammar is too complex: the output reached one of its limits")
 
     def num_allowed(self, token_ids: Seq[int]) -> int:
-        """How many of the tokens may follow, one after the other."""
+        """The number of leading tokens that may follow, one after the other."""
         return self.state.validate_tokens(list(token_ids))
 
     def forced(self) -> list[int]:
-        """The next tokens as far as the grammar allows no others, not yet consumed.
+        """Returns the tokens that must come next by the grammar, without consuming them.
 
-        They are the tokenizer's own tokens of the forced text, up to where a longer text may have
-        others; none where only the end can follow. The tokenizer reads text that is spelled like an
-        added token as that token, which is no text to a grammar: there they end.
+        They are the tokenizer's own tokens of the forced text, except at its end, where a longer
+        text may have others; none if only the end can follow. They end before text that is spelled
+        like an added token: the tokenizer reads it as that token, which is not text to a grammar.
         """
         text = self.state.compute_ff_bytes()
         if not text:
@@ -148,7 +148,7 @@ class Grammars:
     def start_matchers(
         self, grammar: str, outputs: Seq[Seq[int]], tenant: str = ""
     ) -> Future[list[Matcher]]:
-        """The states of several choices, computed beside the engine's steps; see `matcher`."""
+        """Computes the states of several choices beside the engine's steps; see `matcher`."""
         # What is compiled does not wait for what others compile.
         turns = self._compilations if self._kept(grammar) is None else self._masks
         return turns.submit(
@@ -156,8 +156,8 @@ class Grammars:
         )
 
     def start_masks(self, drafts: Mapping[Matcher, Seq[int]]) -> None:
-        """Starts `forbidden` for each matcher with its draft, beside the forward. One that was late
-        for an earlier step has its mask, and no draft."""
+        """Starts `forbidden` for each matcher with its draft, beside the forward. A matcher that
+        was late for an earlier step already has its mask, and no draft."""
         by_tenant: dict[str, list[Matcher]] = {}
         for matcher, draft in drafts.items():
             if matcher.mask is None:
@@ -175,8 +175,8 @@ class Grammars:
                     row += 1 + len(draft)
 
     def matcher(self, grammar: str, output_ids: Seq[int] = (), tenant: str = "") -> Matcher:
-        """A new choice's state after `output_ids`. Takes up to a second for a large grammar, and
-        releases the interpreter's lock meanwhile. Raises GrammarFailed."""
+        """Returns a new choice's state after `output_ids`. Takes up to a second for a large
+        grammar, and releases the interpreter's lock meanwhile. Raises GrammarFailed."""
         compiled = self._kept(grammar)
         if compiled is None:
             compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -194,9 +194,9 @@ class Grammars:
             return self._compiled.get(grammar)
 
     def forbidden(self, matchers: Seq[Matcher], drafts: Seq[Seq[int]] = ()) -> np.ndarray:
-        """Which tokens cannot follow: bool, shape (num_rows, vocab_size). Each matcher has a row
-        for its state, and one for its state after each token of its draft, which must be allowed.
-        Releases the interpreter's lock. A matcher that reached a limit allows none, and `consume`
+        """Returns which tokens cannot follow: bool, shape (num_rows, vocab_size). Each matcher has
+        a row for its state, and one for its state after each token of its draft, which must be
+        allowed. Releases the interpreter's lock. A matcher over a limit allows none, and `consume`
         raises."""
         num_words = (self._tokenizer.vocab_size + 31) // 32
         plain: list[tuple[LLMatcher, int]] = []

@@ -23,11 +23,11 @@ class ModelRefused(Exception):
 class Chunk(Struct, frozen=True, gc=False):
     """The part of a sequence that one step computes.
 
-    Positions `start .. start + num_tokens - 1` of `sequence.token_ids`; `sequence.block_ids` covers
-    them. `samples`: the chunk reaches the last known token, so the step yields the next one.
-    `copy_from`: a block whose KV must first be copied to the block of position `start` (copy on
-    write). `drafts`: of a stream, itself with the first, the first two, … of its last
-    `len(drafts)` tokens, which are only supposed; the step draws a token after each.
+    It covers positions `start .. start + num_tokens - 1` of `sequence.token_ids`; their KV is in
+    `sequence.block_ids`. `samples`: the chunk reaches the last known token, so the step yields the
+    next one. `copy_from`: a block whose KV must first be copied to the block of position `start`
+    (copy on write). `drafts`: for a stream whose last `len(drafts)` tokens are drafted, copies of
+    it with one, two, … of these; the step draws a token after each.
     """
 
     sequence: Sequence
@@ -39,7 +39,7 @@ class Chunk(Struct, frozen=True, gc=False):
 
     @property
     def num_known(self) -> int:
-        """Its tokens without drafts."""
+        """The number of its tokens without drafts."""
         return self.num_tokens - len(self.drafts)
 
     @property
@@ -58,8 +58,8 @@ class Chunk(Struct, frozen=True, gc=False):
 class Padding:
     """Pad tokens of a padded batch: computed like a chunk, with unused results.
 
-    Positions `start .. start + num_tokens - 1`, each attending to all up to itself. Their KV goes
-    where no sequence reads.
+    They are at positions `start .. start + num_tokens - 1`, each attending to all up to itself.
+    Their KV goes where no sequence reads.
     """
 
     start: int
@@ -139,29 +139,29 @@ class Model(Protocol):
     ) -> Seq[Row]:
         """Writes the chunks' KV and samples where asked; one entry per chunk, in order.
 
-        A chunk that samples yields a Sample, or a Drawn if it has drafts. Another yields nothing,
-        or the PromptLogprobs of a prompt whose parameters ask; a model may put those off to a later
-        chunk. Of a prefill-only model each chunk is a whole prompt and yields a Vector.
+        A chunk that samples yields a Sample, or a Drawn if it has drafts. Any other yields nothing,
+        or the PromptLogprobs that its prompt's parameters ask for; a model may postpone those to a
+        later chunk. Each chunk of a prefill-only model is a whole prompt and yields a Vector.
 
-        First it copies block `copy_from` of each chunk that names one into that chunk's own
-        block, `block_ids[start // block_size]`, in all layers: all copies as if at once, before
-        anything is written. The block copied may be written to in the same step.
+        First it copies block `copy_from` of each chunk that names one into that chunk's own block,
+        `block_ids[start // block_size]`, in all layers. All copies read before anything is written,
+        because a copied block may be written to in the same step.
 
         Drafted tokens are computed like others. Only engines whose limits say `speculates` draft,
         and only for models that share blocks.
 
         Padding is computed in the same pass and changes nothing that a sequence reads.
 
-        Each sequence has at most one chunk. The sample of a chunk depends on its own sequence
-        alone (up to rounding), and its noise on (seed, choice, number of output tokens so far,
-        token id) alone. While `sequence.num_output < params.min_tokens` the sampler bans
+        Each sequence has at most one chunk. The sample of a chunk depends on its own sequence alone
+        (up to rounding), and its noise on (seed, choice, number of output tokens so far, token id)
+        alone. While `sequence.num_output < params.min_tokens` the sampler bans
         `sequence.ending_ids`.
 
-        `masks` says which tokens a constrained row may not take, before bias, temperature and
+        `masks` tells which tokens a constrained row may not take, before bias, temperature and
         noise; it is ready after the forward.
 
-        A RowFailed in a row's place costs that row's job; an exception means that the device
-        or the KV can no longer be trusted, and ends the process.
+        A RowFailed in a row's place costs that row's job; an exception means that the device or the
+        KV can no longer be trusted, and ends the process.
         """
         ...
 
@@ -191,15 +191,15 @@ class LoadedModel(Protocol):
 
     @property
     def generation(self) -> "GenerationDefaults":
-        """What holds where a caller says nothing."""
+        """The sampling settings for calls that do not set them."""
         ...
 
     @property
     def pooling(self) -> "PoolingCard | None":
-        """Of a prefill-only model."""
+        """What a prefill-only model computes; None for other models."""
         ...
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a full step of a prefill-only model; 0: not measured."""
+        """The speed of a full step of a prefill-only model; 0: not measured."""
         ...

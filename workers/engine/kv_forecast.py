@@ -59,14 +59,14 @@ class KVForecast:
         return Need(num_more, self._blocks.num_blocks_for(num_known) - num_held)
 
     def add(self, sequence: Sequence, need: Need) -> None:
-        """The sequence runs from now on."""
+        """Adds a sequence that runs from here on."""
         self._running.add(sequence)
         self._entered[sequence] = need
         self._num_blocks += need.num_blocks
         self._num_full += self._num_full_of(need)
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence will lose its blocks."""
+        """Drops a sequence that will lose its blocks."""
         if sequence in self._running:
             need = self._need_of(sequence)
             self._running.discard(sequence)
@@ -108,5 +108,5 @@ class KVForecast:
         return num_peak - self._num_shared
 
     def _num_full_of(self, need: Need) -> int:
-        """Blocks at its predicted end."""
+        """The number of blocks at its predicted end."""
         return need.num_blocks + self._blocks.num_blocks_for(need.num_more)

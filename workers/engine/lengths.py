@@ -43,7 +43,7 @@ class RecentLengths:
     halfway. With too few records the lane's history is used, then the global one. Without any,
     nothing is reserved: preemption corrects that. `max_tokens` and the context are never exceeded.
 
-    Where the caller expects a length, that is predicted instead.
+    A length that the caller expects is predicted instead.
     """
 
     def __init__(self, num_kept: int = 512, num_needed: int = 8) -> None:

@@ -11,7 +11,7 @@ _FEW = 1024  # deadlines that are kept in any case
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Raises ValueError if no sequence could ever run."""
+    """The limits of an engine. Raises ValueError if no sequence could ever run."""
 
     max_num_batched_tokens: int  # token budget of a step
     max_num_seqs: int  # sequences that hold blocks at the same time
@@ -46,12 +46,12 @@ class Deadlines:
 
     @property
     def next_s(self) -> float | None:
-        """The earliest, even if out of date."""
+        """The earliest deadline, even if it is out of date."""
         return self._heap[0][0] if self._heap else None
 
     def add(self, deadline_s: float, job_id: str, epoch: int, held: Container[str]) -> None:
-        """`held`: the jobs that have not ended. The deadlines of others are forgotten whenever they
-        may be half of all: a day's would be kept otherwise."""
+        """Adds a deadline. `held`: the jobs that have not ended. Deadlines of others are forgotten
+        when they may be half of all; otherwise a day's would be kept."""
         if len(self._heap) >= self._most:
             self._heap = [each for each in self._heap if each[1] in held]
             heapify(self._heap)
@@ -59,7 +59,7 @@ class Deadlines:
         heappush(self._heap, (deadline_s, job_id, epoch))
 
     def take_passed(self, now_s: float) -> list[tuple[float, str, int]]:
-        """Deadlines up to now, in order, with job and epoch."""
+        """Returns the deadlines up to now, in order, with job and epoch."""
         passed = []
         while self._heap and self._heap[0][0] <= now_s:
             passed.append(heappop(self._heap))

@@ -14,7 +14,7 @@ class StepMasks:
     """The tokens that the constrained rows of one step may not take."""
 
     def __init__(self, masks: Mapping[Sequence, Mask], patience_s: float | None = None) -> None:
-        """`masks` by sequence. After `patience_s` a step goes on without those that it lacks."""
+        """`masks` by sequence. After `patience_s` a step continues without those that are late."""
         self._masks = masks
         self._patience_s = patience_s
         self.late: set[Sequence] = set()  # those that the step lacked
@@ -24,9 +24,9 @@ class StepMasks:
         return sequence in self._masks
 
     def of(self, sequences: Seq[Sequence]) -> tuple[list[int], np.ndarray]:
-        """Waits for the masks. Which of `sequences` are constrained, as indices, and the tokens
-        that each of those may not take: bool, shape (number of indices, vocab_size). Late ones are
-        not among them; what is drawn for those has no meaning."""
+        """Waits for the masks. Returns which of `sequences` are constrained, as indices, and the
+        tokens that each of those may not take: bool, shape (number of indices, vocab_size). Late
+        ones are left out; what is drawn for those has no meaning."""
         masks = {i: self._masks[s] for i, s in enumerate(sequences) if s in self._masks}
         found, _ = wait({mask.found for mask in masks.values()}, self._patience_s)
         ready = {index: mask for index, mask in masks.items() if mask.found in found}

@@ -10,7 +10,7 @@ from workers.engine.waiting_queue import Rank, WaitingQueue
 
 
 class Order:
-    """By level, then running before waiting, streams before prompts, then by policy.
+    """Orders by level, then running before waiting, streams before prompts, then by policy.
 
     So a long prompt does not delay a stream of its own level. The order is fixed when the step
     begins: sequences that are admitted or preempted in the step keep their place.
@@ -35,9 +35,8 @@ class Order:
         self._running.sort(key=_rank_of)
 
     def walk(self, lane: str | None = None, until: float = math.inf) -> Iterator[Sequence]:
-        """The sequences of a lane, or of all lanes, below a level. The caller may admit a waiting
-        one when it is yielded.
-        """
+        """Yields the sequences of a lane, or of all lanes, below a level. The caller may admit a
+        waiting one when it is yielded."""
         self._merge_admitted()
         waiting = (
             self._queue.ordered(self._now_s, lane, until) if self.includes_waiting else iter(())

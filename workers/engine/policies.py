@@ -71,7 +71,7 @@ class Composed(Policy):
 
 
 class FirstComeFirstServed(Policy):
-    """By arrival in this engine; a preempted sequence keeps its place."""
+    """Orders by arrival in this engine; a preempted sequence keeps its place."""
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
         return (sequence.arrival,)

@@ -50,16 +50,16 @@ class PrefixCache:
         sequence.num_keyed = max(sequence.num_keyed, num_full)
 
     def drop(self, block_id: int) -> None:
-        """The block will be overwritten."""
+        """Forgets a block that will be overwritten."""
         del self._block_ids[self._keys.pop(block_id)]
 
     def begin(self, sequence: Sequence) -> None:
-        """The sequence runs: it will compute its known blocks that are not cached."""
+        """Records that the sequence runs: it will compute its known blocks that are not cached."""
         for key in sequence.block_keys[sequence.num_keyed :]:
             self._computing.setdefault(key, sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence lost its blocks and computes nothing."""
+        """Records that the sequence lost its blocks and computes nothing."""
         for key in sequence.block_keys[sequence.num_keyed :]:
             self._forget_computing(key, sequence)
         sequence.num_keyed = 0

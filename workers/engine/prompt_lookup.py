@@ -1,6 +1,5 @@
-"""Foretells a sequence's next tokens from its own: what followed when it last had its three newest
-(Saxena, "Prompt Lookup Decoding", 2023).
-"""
+"""Predicts a sequence's next tokens from its own tokens: those that followed when its last three
+tokens occurred before (Saxena, "Prompt Lookup Decoding", 2023)."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,7 +8,7 @@ _REMEMBERED = 0.9  # of an earlier answer's weight: it is the last ten that coun
 
 
 class PromptLookup:
-    """One sequence's tokens by the three before them, and how often these foretold the next."""
+    """One sequence's tokens by the three before them, and how often these predicted the next."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}  # by hash: a collision costs a wrong draft
@@ -19,7 +18,7 @@ class PromptLookup:
 
     @property
     def chance(self) -> float:
-        """The share of its last output tokens that drafts would have foretold, drafted or not."""
+        """The share of its last output tokens that drafts predicted, or would have predicted."""
         return self._num_right / self._num_tried
 
     def read(self, token_ids: Sequence[int], num_prompt: int) -> None:

@@ -1,12 +1,11 @@
-"""A job in the engine's form, and the check whether it can run here. A refusal affects that job
-only."""
+"""Whether a job can run on this engine, and its sequences. A refusal affects that job only."""
 
 import math
-from dataclasses import dataclass
 
 from contract.errors import ErrorCode
 from contract.jobs import Pooling, SamplingParams
 from workers.engine.sequence import Sequence
+from workers.ipc.request import Request
 
 
 class RequestRefused(Exception):
@@ -18,54 +17,34 @@ class RequestRefused(Exception):
         self.message = message
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A job's choices, each continuing after its logged output."""
-
-    job_id: str
-    epoch: int
-    tenant: str
-    lane: str
-    prompts: tuple[tuple[int, ...], ...]
-    params: SamplingParams
-    outputs: tuple[tuple[int, ...], ...]  # known output ids per choice, n per prompt
-    finished: tuple[bool, ...]  # choices that have already ended
-    deadline_s: float | None = None  # on the engine's clock; the job ends then
-    weight: float = 1.0  # of its tenant: the share of places and tokens in its lane
-    pooling: Pooling | None = None  # of a prefill-only job
-
-    def max_num_known(self, max_model_len: int) -> int:
-        """The most tokens, prompt and output, that one of its sequences can reach."""
-        num_output = max(map(len, self.outputs), default=0)
-        num_prompt = max(map(len, self.prompts))
-        return min(num_prompt + max(self.params.max_tokens, num_output), max_model_len)
-
-    def sequences(self, eos_token_ids: frozenset[int], first_arrival: int) -> list[Sequence]:
-        """One sequence per choice that has not ended, in order of the choices."""
-        ending_ids = ending_token_ids(self.params, eos_token_ids)
-        params = [self.params.of_prompt(number) for number in range(len(self.prompts))]
-        pooling = self.pooling or Pooling()
-        first_parts = pooling.first_parts or (0,) * len(self.prompts)
-        return [
-            Sequence(
-                job_id=self.job_id,
-                epoch=self.epoch,
-                choice=choice,
-                tenant=self.tenant,
-                lane=self.lane,
-                token_ids=[*self.prompts[choice // self.params.n], *output_ids],
-                num_prompt=len(self.prompts[choice // self.params.n]),
-                params=params[choice // self.params.n],
-                ending_ids=ending_ids,
-                arrival=first_arrival + choice,
-                deadline_s=self.deadline_s,
-                weight=self.weight,
-                num_first_part=first_parts[choice // self.params.n],
-                num_dimensions=pooling.dimensions,
-            )
-            for choice, output_ids in enumerate(self.outputs)
-            if not self.finished[choice]
-        ]
+def sequences_of(
+    request: Request, eos_token_ids: frozenset[int], first_arrival: int
+) -> list[Sequence]:
+    """One sequence per choice that has not ended, in order of the choices."""
+    ending_ids = ending_token_ids(request.params, eos_token_ids)
+    params = [request.params.of_prompt(number) for number in range(len(request.prompts))]
+    pooling = request.pooling or Pooling()
+    first_parts = pooling.first_parts or (0,) * len(request.prompts)
+    return [
+        Sequence(
+            job_id=request.job_id,
+            epoch=request.epoch,
+            choice=choice,
+            tenant=request.tenant,
+            lane=request.lane,
+            token_ids=[*request.prompts[choice // request.params.n], *output_ids],
+            num_prompt=len(request.prompts[choice // request.params.n]),
+            params=params[choice // request.params.n],
+            ending_ids=ending_ids,
+            arrival=first_arrival + choice,
+            deadline_s=request.deadline_s,
+            weight=request.weight,
+            num_first_part=first_parts[choice // request.params.n],
+            num_dimensions=pooling.dimensions,
+        )
+        for choice, output_ids in enumerate(request.outputs)
+        if not request.finished[choice]
+    ]
 
 
 def ending_token_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
@@ -106,8 +85,15 @@ def check_request(
             raise _bad(f"token ids must lie below the vocabulary size, {vocab_size}")
 
 
+def _max_num_known(request: Request, max_model_len: int) -> int:
+    """The most tokens, prompt and output, that one of its sequences can reach."""
+    num_output = max(map(len, request.outputs), default=0)
+    num_prompt = max(map(len, request.prompts))
+    return min(num_prompt + max(request.params.max_tokens, num_output), max_model_len)
+
+
 def _check_prompts(request: Request, pooling: Pooling, max_model_len: int) -> None:
-    """The prompts of a prefill-only job; what is wrong with one names its index."""
+    """Checks the prompts of a prefill-only job; an error names the prompt's index."""
     if not request.prompts:
         raise _bad("the job has no prompt")
     for index, prompt_ids in enumerate(request.prompts):
@@ -138,7 +124,7 @@ def _check_lengths(request: Request, max_model_len: int, num_kv_tokens: int) -> 
             ErrorCode.PROMPT_TOO_LONG,
             f"the prompt has {num_prompt} tokens; the context of {max_model_len} leaves no output",
         )
-    num_known = request.max_num_known(max_model_len)
+    num_known = _max_num_known(request, max_model_len)
     # The last token ends the sequence, so its KV is never computed.
     if num_known - 1 > num_kv_tokens:
         raise RequestRefused(
@@ -148,7 +134,7 @@ def _check_lengths(request: Request, max_model_len: int, num_kv_tokens: int) -> 
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
-    """What the sampler relies on; the gateway's schemas are stricter."""
+    """Checks what the sampler relies on; the gateway's schemas are stricter."""
     numbers = (
         params.temperature,
         params.top_p,

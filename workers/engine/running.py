@@ -50,8 +50,7 @@ class Running:
         return (len(self.by_account.get(account, ())) + more) / weight
 
     def most_places(self, account: Account, weight: float) -> Account | None:
-        """The other tenant of the lane with the most places for its weight; None unless it would
-        have at least as many for its weight as this one after passing one place on."""
+        """The tenant to take a place from, if it then still has no less per weight."""
         left = {
             other: self.places_by_weight(other, self.weight_of(other), -1)
             for other in self.by_account
@@ -63,8 +62,7 @@ class Running:
         return found
 
     def below_share(self, waiting: Iterable[Sequence]) -> list[Account]:
-        """The accounts of these sequences to which another tenant of their lane may pass a place
-        on."""
+        """The accounts of those sequences for which `most_places` finds a tenant."""
         most: dict[str, float] = {}
         for account in self.by_account:
             has = self.places_by_weight(account, self.weight_of(account), -1)

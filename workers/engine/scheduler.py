@@ -170,16 +170,16 @@ class Scheduler:
         return self._books.settle(plan)
 
     def hold(self, plan: StepPlan, late: Collection[Sequence]) -> None:
-        """Before `settle`: the step drew no token for these, whose masks were late. They take part
-        in no step until they have them."""
+        """Holds sequences for which the step drew no token, because their masks were late. They
+        take part in no step until they have them. Called before `settle`."""
         plan.put_off(late)
         self._held |= set(late)
         for sequence in late:
             self.blocks.shrink(sequence)
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
-        """Accounts for the drafted tokens of a step that were right, after `settle`, and frees the
-        blocks of those that were not."""
+        """Accounts for the drafted tokens of a step that were right, and frees the blocks of the
+        others. Called after `settle`."""
         self._books.keep(sequence, num_tokens)
         self.blocks.shrink(sequence)
 
@@ -193,11 +193,11 @@ class Scheduler:
                 self.blocks.grow_ahead(sequence, end)
 
     def _new_plan(self, num_tokens: int, now_s: float) -> StepPlan:
-        """A step's limits: tokens, a share of them for prompts, and time.
+        """Returns a step's limits: tokens, a share of them for prompts, and time.
 
-        The time limit is the tightest latency target of the lanes with work now or lately, whose
-        next request would wait for the step's end. If the streams with a target take longer alone,
-        all others get as much time as they.
+        The time limit is the tightest latency target of the lanes that have work or had some
+        lately: their next request would wait for the step's end. If the streams with a target take
+        longer by themselves, all others get as much time as they.
         """
         plan = StepPlan(self.cost, num_tokens)
         plan.streams = streams = self._running.streams(self._held)
@@ -290,10 +290,10 @@ class Scheduler:
         return order.includes_waiting
 
     def _admit_below_share(self, plan: StepPlan, now_s: float) -> None:
-        """Admits sequences of tenants with too few places in their lane first, if room is short: in
+        """If room is short, first admits sequences of tenants with too few places in their lane: in
         the policy's order they may be behind many of the tenant with the most.
 
-        One sequence per tenant and round, until places are shared or none is admitted.
+        It admits one sequence per tenant and round, until places are shared or none is admitted.
         """
         by_weight = self._running.places_by_weight
         has_admitted = True
@@ -374,7 +374,7 @@ class Scheduler:
 
     def _is_due(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Whether the time limit does not apply to it: it is a stream with a latency target, or a
-        prompt with one and there is no such stream."""
+        prompt with one while there is no such stream."""
         is_first = sequence.num_pending == 1 or not plan.has_due_streams
         return is_first and self._target_s_of(sequence) is not None
 

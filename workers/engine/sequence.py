@@ -72,7 +72,7 @@ class Sequence:
 
     @property
     def prompt_number(self) -> int:
-        """Which of its job's prompts it continues."""
+        """The number of the prompt that it continues, among its job's."""
         return self.choice // self.params.n
 
     @property
@@ -93,7 +93,7 @@ class Sequence:
         return self.matcher is not None and self.matcher.is_masking
 
     def with_draft(self, token_ids: Seq[int]) -> "Sequence":
-        """A copy as it would be with these tokens, in the same blocks."""
+        """Returns a copy with these tokens added, in the same blocks."""
         return replace(self, token_ids=[*self.token_ids, *token_ids])
 
     def end_reason(self, max_model_len: int) -> FinishReason | None:

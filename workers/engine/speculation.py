@@ -1,9 +1,9 @@
-"""Drafts the next tokens of streams by prompt lookup, as far as that is expected to pay.
+"""Drafts the next tokens of streams by prompt lookup, where that is expected to save time.
 
-The model computes drafted tokens together with the newest one and draws the next
-token at each of them; the engine keeps drawn tokens up to the first that differs from the draft.
-So each token is drawn as it would be without drafts, unlike in Leviathan et al. (2023), where
-drafts are accepted by chance.
+The model computes drafted tokens together with the newest one and draws the next token at each of
+them; the engine keeps drawn tokens up to the first that differs from the draft. So each token is
+drawn as it would be without drafts, unlike in Leviathan et al. (2023), where drafts are accepted by
+chance.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def add_drafts(plan: StepPlan, blocks: BlockManager) -> None:
 
 
 def _drafts(plan: StepPlan, blocks: BlockManager, seconds: float) -> Iterator[_Draft]:
-    """The drafts whose first token pays. `seconds`: of a step of the streams alone."""
+    """Yields the drafts whose first token saves time. `seconds`: of a step of the streams alone."""
     _, b, c, d = plan.cost.coefficients
     num_streams = max(1, len(plan.streams.sequences))
     seconds_each = seconds / num_streams

@@ -97,7 +97,7 @@ class StepPlan:
         return list(self.chunks.values())[len(self.served_together.sequences) :]
 
     def put_stream(self, sequence: Sequence) -> None:
-        """`put` of a stream's one token, the most common chunk."""
+        """Does `put` for a stream's one token, the most common chunk."""
         start = sequence.num_computed
         self.chunks[sequence] = Chunk(sequence, start, 1, True)
         self.num_tokens_left -= 1
@@ -133,8 +133,7 @@ class StepPlan:
         self.chunks.pop(sequence, None)
 
     def put_off(self, late: Collection[Sequence]) -> None:
-        """After the step was computed: no token was drawn for these, so their last known ones count
-        as not computed."""
+        """Counts the last known tokens of these as not computed: no token was drawn for them."""
         if self._are_streams_first:
             self.streams = self.streams.without([s for s in self.streams.sequences if s in late])
         for sequence in late:

@@ -1,4 +1,4 @@
-"""Runs the calls of tenants in turn. Knows nothing of what is called."""
+"""Runs the calls of tenants in turn. Knows nothing about the calls."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable

@@ -67,7 +67,7 @@ class WaitingQueue:
         self._num_in[sequence.lane] += 1
 
     def let_in(self, sequence: Sequence, now_s: float) -> None:
-        """Its strategy has released it: puts it into its queue."""
+        """Queues a sequence that its strategy has released."""
         place = (self._policy.standing(sequence, now_s), sequence.arrival, self._next_number)
         self._next_number += 1
         self._places[sequence] = place

@@ -6,7 +6,6 @@ ends with the socket, so a killed supervisor leaves no engine behind.
 """
 
 import argparse
-import dataclasses
 import gc
 import logging
 import os
@@ -20,6 +19,7 @@ from enum import IntEnum
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from contract.model_cards import Capabilities
 from workers import logs
@@ -27,7 +27,7 @@ from workers.engine.interface import Chunk, LoadedModel, ModelRefused
 from workers.engine.lanes import Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.report import StepReport
-from workers.engine.request import Request, RequestRefused
+from workers.engine.request import RequestRefused
 from workers.engine.strategy import Strategies
 from workers.engine_process.engine_setup import (
     build_engine,
@@ -50,10 +50,10 @@ from workers.ipc.messages import (
     Reprioritise,
     Running,
     Shutdown,
-    StartJob,
     StopChoice,
     StopJob,
 )
+from workers.ipc.request import Request
 
 log = logging.getLogger("batchway.engine")
 
@@ -70,7 +70,7 @@ Load = Callable[[EngineOptions, Callable[[str], None]], LoadedModel]
 
 
 class SteppedEngine(Protocol):
-    """What the loop asks of an engine: `workers.engine.engine.Engine`, or another in its place."""
+    """What the loop calls: `workers.engine.engine.Engine`, or another engine in its place."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -151,10 +151,10 @@ class EngineLoop:
         return None if wake_s is None else max(0.0, wake_s - time.monotonic())
 
     def _obey(
-        self, message: StartJob | StopJob | StopChoice | Reprioritise | Reconfigure
+        self, message: Request | StopJob | StopChoice | Reprioritise | Reconfigure
     ) -> list[FromEngine]:
         match message:
-            case StartJob():
+            case Request():
                 return self._start(message)
             case StopJob(job_id, epoch):
                 self._engine.stop_job(job_id, epoch)
@@ -180,14 +180,11 @@ class EngineLoop:
         logs.stamp(options.batching_version)
         log.info("reconfigured")
 
-    def _start(self, message: StartJob) -> list[FromEngine]:
-        fields = msgspec.structs.asdict(message)
-        fields["deadline_s"] = _on_our_clock(message.deadline_s)
-        request = Request(**fields)
+    def _start(self, message: Request) -> list[FromEngine]:
+        request = replace(message, deadline_s=_on_our_clock(message.deadline_s))
         if self._max_output_tokens is not None:
             max_tokens = min(request.params.max_tokens, self._max_output_tokens)
-            params = msgspec.structs.replace(request.params, max_tokens=max_tokens)
-            request = dataclasses.replace(request, params=params)
+            request = replace(request, params=replace(request.params, max_tokens=max_tokens))
         try:
             self._engine.add(request)
         except RequestRefused as refusal:
@@ -196,7 +193,7 @@ class EngineLoop:
 
 
 def _on_our_clock(remaining_s: float | None) -> float | None:
-    """Deadlines are sent as remaining time, because processes share no clock."""
+    """Converts a remaining time, in which deadlines are sent because processes share no clock."""
     return None if remaining_s is None else time.monotonic() + remaining_s
 
 
@@ -221,7 +218,7 @@ def serve(channel: Channel, options: EngineOptions, start: Start) -> ExitCode:
 
 
 def start_own(load: Load) -> Start:
-    """batchway's own engine around the model that `load` yields."""
+    """Starts batchway's own engine around the model that `load` yields."""
 
     def start(
         options: EngineOptions, progress: Callable[[str], None]

@@ -61,7 +61,7 @@ def limits_of(
     prefill_only: bool = False,
     grows_ahead: bool = False,
 ) -> EngineLimits:
-    """`num_step_tokens`: the token budget of a step if the options name none."""
+    """The engine's limits. `num_step_tokens`: a step's token budget if the options name none."""
     return EngineLimits(
         max_num_batched_tokens=options.max_num_batched_tokens or num_step_tokens,
         max_num_seqs=options.max_num_seqs,
@@ -125,7 +125,7 @@ def _strategy(options: StrategyOptions, max_num_seqs: int) -> Strategy:
 
 
 def load_grammars(loaded: LoadedModel) -> Grammars | None:
-    """None if the tokenizer cannot be used for structured output."""
+    """The compiler of grammars; None if the tokenizer cannot be used for structured output."""
     tokenizer_json = loaded.tokenizer.tokenizer_json
     try:
         return Grammars(tokenizer_json, loaded.vocab_size, loaded.eos_token_ids)
@@ -135,7 +135,7 @@ def load_grammars(loaded: LoadedModel) -> Grammars | None:
 
 
 def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities) -> Ready:
-    """The context length is limited to what the KV cache can hold for one sequence."""
+    """The message. The context length is limited to what the KV cache can hold for one sequence."""
     model = loaded.model
     num_kv_tokens = model.num_blocks * model.block_size
     return Ready(

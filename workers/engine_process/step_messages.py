@@ -16,7 +16,7 @@ from workers.ipc.messages import (
 
 
 def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[FromEngine]:
-    """Prompt scores, tokens, vectors, ends, failures, and the load last."""
+    """Returns prompt scores, tokens, vectors, ends, failures, and the load last."""
     return [
         *(_prompt_logprobs(sequence, found) for sequence, found in report.prompt_logprobs),
         *map(_token_out, report.outputs),

@@ -12,13 +12,14 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason, Pooling, SamplingParams
+from contract.jobs import FinishReason
 from contract.model_cards import (
     Capabilities,
     GenerationDefaults,
     PoolingCard,
     TokenizerFiles,
 )
+from workers.ipc.request import Request
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
@@ -92,22 +93,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 # --- supervisor to engine process -------------------------------------------------------------
 
 
-class StartJob(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """Run a job's choices, each continuing after its logged output."""
-
-    job_id: str
-    epoch: int
-    tenant: str
-    lane: str
-    prompts: tuple[tuple[int, ...], ...]
-    params: SamplingParams
-    outputs: tuple[tuple[int, ...], ...]  # logged output ids of each choice, `n` for each prompt
-    finished: tuple[bool, ...]  # choices that have already ended
-    deadline_s: float | None = None  # seconds from now; then the job ends wherever it is
-    weight: float = 1.0  # of its tenant
-    pooling: Pooling | None = None  # of a prefill-only job
-
-
 class StopJob(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """Drop a job: cancelled, fenced or released. No message comes back."""
 
@@ -145,7 +130,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """End the engine process. Closing the socket has the same effect."""
 
 
-ToEngine = StartJob | StopJob | StopChoice | Reprioritise | Reconfigure | Shutdown
+ToEngine = Request | StopJob | StopChoice | Reprioritise | Reconfigure | Shutdown
 
 # --- engine process to supervisor -------------------------------------------------------------
 

@@ -24,7 +24,7 @@ _MAX_LINE = 64 * 1024
 
 
 def address_of(master: str) -> tuple[str, int]:
-    """HOST and PORT of `HOST:PORT`."""
+    """Splits `HOST:PORT`."""
     host, _, port = master.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -34,7 +34,7 @@ def meet(
 ) -> EngineOptions:
     """Waits until all nodes are there. Returns the options to start vLLM with: those of node 0,
     with this node's model path and rank, and a port on node 0 that is free for torch. Calls
-    `on_lost` in a thread when a node has gone. Raises OSError where node 0 cannot listen."""
+    `on_lost` in a thread when a node has gone. Raises OSError if node 0 cannot listen."""
     if options.node_rank > 0:
         link, options = _join(options, progress)
         links = [link]
@@ -89,7 +89,7 @@ def _join(
 
 
 def _kept(link: socket.socket) -> socket.socket:
-    """Without a timeout; a machine that is silent for half a minute counts as gone."""
+    """The socket without a timeout; a machine that is silent for half a minute counts as gone."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 4)):
@@ -98,7 +98,7 @@ def _kept(link: socket.socket) -> socket.socket:
 
 
 def _line(link: socket.socket) -> bytes:
-    """Raises OSError, also where the connection ends before the line does."""
+    """Reads a line. Raises OSError, also if the connection ends before the line does."""
     line = b""
     while not line.endswith(b"\n"):
         part = link.recv(_MAX_LINE)

@@ -34,8 +34,8 @@ def answer_chunks(
     find_likeliest: Callable[[Tensor], Tensor] = likeliest,
     masks: StepMasks | None = None,
 ) -> list[Row]:
-    """One row per chunk. logits (num_rows, vocab_size): for each chunk its scored positions, then
-    its last positions, one for each of its `sampled`."""
+    """Returns one row per chunk. logits (num_rows, vocab_size): for each chunk its scored
+    positions, then its last positions, one for each of its `sampled`."""
     prompts: list[PromptLogprobs | None] = []
     sample_rows: list[int] = []
     num_rows = 0

@@ -47,8 +47,8 @@ def choose_backend(
     weight_bytes: int = 0,
     processor: Processor | None = None,
 ) -> Backend:
-    """`fused`: modules may be replaced; `weight_bytes`: of the model; `processor`: of a CPU,
-    default the current one. Raises ModelRefused."""
+    """Returns what runs the model. `fused`: modules may be replaced; `weight_bytes`: of the model;
+    `processor`: of a CPU, default the current one. Raises ModelRefused."""
     if attention not in ATTENTIONS:
         raise ModelRefused(f"attention {attention} is not one of {', '.join(ATTENTIONS)}")
     if attention == "triton" or (attention == "auto" and has_fast_gpu(device)):
@@ -77,7 +77,7 @@ def has_fast_gpu(device: torch.device) -> bool:
 
 
 def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused: bool) -> Backend:
-    """On a CPU only in Triton's interpreter, which an environment variable must select."""
+    """Triton's back end. On a CPU an environment variable must select Triton's interpreter."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ModelRefused("attention triton needs a CUDA device")
     try:

@@ -16,9 +16,9 @@ from workers.model.staging import to_device
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """input_ids and position_ids (1, T); slot_mapping (T,): the cache slot of each token;
-    logits_index (num_rows,): the flat rows whose logits are needed, in chunk order: each chunk's
-    `scored` positions, then its last ones, one for each of its `sampled`."""
+    """A step as tensors. input_ids and position_ids (1, T); slot_mapping (T,): the cache slot of
+    each token; logits_index (num_rows,): the flat rows whose logits are needed, in chunk order:
+    each chunk's `scored` positions, then its last ones, one for each of its `sampled`."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -95,7 +95,7 @@ class _Layout:
         self.begins = np.repeat(self._begins, self._counts)  # (T,): of each token's sequence
 
     def spans(self, slots: npt.NDArray[np.int64]) -> tuple[Span, ...]:
-        """One for each part."""
+        """Returns a span for each part."""
         columns = (self._firsts, self._counts, self._starts, self._begins)
         return tuple(
             [

@@ -57,8 +57,8 @@ _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 def read_config(
     model_path: str, revision: str = DEFAULT_REVISION, *, pools: bool = False
 ) -> PretrainedConfig:
-    """The configuration of a model that we can serve: a decoder, or if it `pools`, any that takes
-    one text. Raises ModelRefused."""
+    """Returns the configuration of a model that we can serve: a decoder, or if `pools`, any that
+    takes one text. Raises ModelRefused."""
     config = parse_config(model_path, revision)
     _check_weight_files(model_path)
     _check_kind(model_path, config, pools=pools)
@@ -231,8 +231,8 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 
 def _has_text_head(architecture: str) -> bool:
-    """False for heads that are known to be others, such as LlamaForTokenClassification. One
-    without a head may share it with its embedding."""
+    """Whether the head may be that of a decoder. False for known others, such as
+    LlamaForTokenClassification. A model without a head may share it with its embedding."""
     _, is_for, task = architecture.partition("For")
     return not is_for or "LM" in task or "Generation" in task
 
@@ -254,7 +254,7 @@ def _quantization_of(model_path: str, config: PretrainedConfig) -> str | None:
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Maximum positions by the configuration, with its rotary scaling; None if it sets no limit."""
+    """Maximum positions by the configuration, with its rotary scaling; None if unlimited."""
     text = config.get_text_config()
     for name in _LENGTH_NAMES:
         value = getattr(text, name, None)

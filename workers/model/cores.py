@@ -10,7 +10,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_cores(membership: Path = _MEMBERSHIP, cgroup: Path = _CGROUP) -> int:
-    """Those of its affinity, or what the quota of its control groups (version 1 or 2) allows if
+    """The cores of its affinity, or what the quota of its control groups (version 1 or 2) allows if
     that is less."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -20,8 +20,8 @@ def available_cores(membership: Path = _MEMBERSHIP, cgroup: Path = _CGROUP) -> i
 
 
 def _quotas(membership: Path, cgroup: Path) -> Iterator[float]:
-    """In cores, of the process's own groups and all above them. In a container the named folders
-    may be missing; its own group is then the root."""
+    """Yields the quotas in cores, of the process's own groups and all above them. In a container
+    the named folders may be missing; its own group is then the root."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

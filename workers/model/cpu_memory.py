@@ -7,7 +7,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_cpu_bytes() -> int:
-    """Bytes that are available now."""
+    """The available bytes."""
     limit = _limit_bytes()
     machine = _meminfo_bytes("MemAvailable") or _all_bytes() // 2  # not Linux: half of it
     if limit is None:
@@ -17,7 +17,7 @@ def free_cpu_bytes() -> int:
 
 
 def total_cpu_bytes() -> int:
-    """Bytes in all."""
+    """All bytes, whether free or not."""
     machine = _meminfo_bytes("MemTotal") or _all_bytes()
     limit = _limit_bytes()
     return machine if limit is None else min(machine, limit)

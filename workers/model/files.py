@@ -21,7 +21,7 @@ class Files:
 
     def find(self, name: str) -> Path | None:
         """The file of that name, fetched if the model is on the Hub; None if it has none. Raises
-        ModelRefused for a name that leads out of the folder, and if the Hub does not tell."""
+        ModelRefused for a name that leads out of the folder, and if the Hub does not answer."""
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ModelRefused(f"modules.json of {self.model_path} names a path outside the model")
@@ -41,7 +41,7 @@ class Files:
             raise self._unknown(name, exc) from exc
 
     def _is_known_to_lack(self, name: str) -> bool:
-        """Whether the cache of a Hub that is out of reach tells that the model has no such file."""
+        """Whether the cache shows that the model has no such file, as the Hub is out of reach."""
         found, listing = (
             try_to_load_from_cache(self.model_path, each, revision=self.revision)
             # Each model has this file, which only a download of all files puts into the cache.

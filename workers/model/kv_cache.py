@@ -36,7 +36,7 @@ class LayerShape:
 
     @property
     def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of one token's keys and values."""
+        """The sizes of one token's keys and values."""
         return (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim)
 
 
@@ -75,7 +75,7 @@ class KVCache:
         self._allot(shapes, num_blocks)
 
     def resize(self, num_blocks: int) -> None:
-        """Makes it a cache of `num_blocks` empty blocks; the old ones are freed first."""
+        """Replaces the cache by one of `num_blocks` empty blocks; the old ones are freed first."""
         shapes = {
             module: LayerShape(layer.keys.shape[2], layer.keys.shape[3], layer.values.shape[3])
             for module, layer in self.layers.items()

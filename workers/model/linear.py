@@ -113,7 +113,7 @@ def are_linear(modules: Seq[object]) -> bool:
 
 
 def weight_of(linear: AnyLinear) -> Weight:
-    """As it lies."""
+    """The weight in its stored form."""
     if isinstance(linear, QuantizedLinear):
         return linear.quantized_weight
     return linear.weight.detach()

@@ -25,8 +25,8 @@ DEFAULT_BLOCK_SIZE = 16
 
 @dataclass(slots=True)
 class Loaded:
-    """`read` loads the decoder, always the same one; max_model_len is the operator's or the
-    model's."""
+    """A decoder and the operator's options. `read` loads it, always the same one; max_model_len is
+    the operator's or the model's."""
 
     read: Callable[[], nn.Module]
     config: PretrainedConfig
@@ -55,16 +55,16 @@ class Loaded:
 
     @property
     def measured(self) -> Card | None:
-        """The card whose memory the largest step shares with the KV cache; None: a CPU, or the
-        operator gives the cache's size."""
+        """The card whose memory the largest step shares with the KV cache. None for a CPU, or if
+        the operator gives the cache's size."""
         return card_of(self.device) if self.options.kv_memory_bytes is None else None
 
     def kv_bytes(
         self, token_bytes: int, fixed_bytes: int = 0, step_bytes: int | None = None
     ) -> int:
-        """Bytes for the KV cache, at `token_bytes` for each token and `fixed_bytes` at least;
-        `step_bytes`: memory of the largest step, if known. Raises ModelRefused if they do not fit
-        into the worker's share of the memory."""
+        """Returns bytes for the KV cache, at `token_bytes` for each token and `fixed_bytes` at
+        least; `step_bytes`: memory of the largest step, if known. Raises ModelRefused if they do
+        not fit into the worker's share of the memory."""
         num_bytes, share = self.options.kv_memory_bytes, self.options.memory_share
         if share is None:
             return default_kv_bytes(self.device, step_bytes) if num_bytes is None else num_bytes
@@ -81,11 +81,11 @@ class Loaded:
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that all sequences together could fill."""
+        """The number of blocks that all sequences together could fill."""
         return self.options.max_num_seqs * -(-self.max_model_len // self.block_size)
 
     def longest(self, num_blocks: int) -> int:
-        """Longest sequence that fits the cache alone, in tokens. Raises ModelRefused."""
+        """The longest sequence that fits the cache alone, in tokens. Raises ModelRefused."""
         num_kv_tokens = num_blocks * self.block_size
         if self.options.max_model_len is not None and self.max_model_len > num_kv_tokens:
             raise ModelRefused(

@@ -118,7 +118,7 @@ def load_model(
 def _load_pooling(
     folder: PoolingFolder, options: EngineOptions, progress: Callable[[str], None]
 ) -> LoadedModel:
-    """A prefill-only model. Raises ModelRefused."""
+    """Loads a prefill-only model. Raises ModelRefused."""
     path, revision = options.model_path, folder.files.revision
     if options.quantization != "none" or options.steps not in ("auto", "direct"):
         raise ModelRefused(f"{path} makes vectors, which needs quantization none and steps direct")
@@ -161,8 +161,8 @@ def wrap_decoder(
     *,
     max_model_len: int,
 ) -> ModelRunner | AheadRunner | SequentialRunner:
-    """`load_model` for a decoder that comes from no folder: `read` makes it, always the same one,
-    with our attention. Raises ModelRefused."""
+    """Does `load_model` for a decoder that comes from no folder: `read` makes it, always the same
+    one, with our attention. Raises ModelRefused."""
     _avoid_cudnn_attention()
     loaded = Loaded(read, config, device, dtype, options, max_model_len, frozenset())
     return _runner(loaded, progress)
@@ -206,7 +206,7 @@ def _paged(
 
 
 def _sequential_runner(loaded: Loaded) -> SequentialRunner:
-    """Raises ModelRefused."""
+    """Returns a runner of one sequence at a time. Raises ModelRefused."""
     continues = choose_continuation(loaded.decoder, loaded.config, loaded.device)
     shape = StateShape(0, 0)
     if continues is not Continues.NEVER:
@@ -235,8 +235,8 @@ def _device(name: str) -> torch.device:
 
 
 def _avoid_cudnn_attention() -> None:
-    """From torch 2.11 on SDPA prefers cuDNN's attention, which builds a graph for every new shape,
-    and the shape of a context changes with each token."""
+    """Switches off cuDNN's attention, which SDPA prefers from torch 2.11 on: it builds a graph for
+    every new shape, and the shape of a context changes with each token."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -30,12 +30,12 @@ class Card:
 
     @property
     def free_bytes(self) -> int:
-        """Without what torch keeps for later."""
+        """The free memory, without what torch keeps for later."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def peak_bytes(self, compute: Callable[[], None]) -> int:
-        """What `compute` needs at most, beside what is held already."""
+        """Returns the most that `compute` needs beside what is held already."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -46,13 +46,13 @@ class Card:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """None: a CPU."""
+    """Returns the device's card; None for a CPU."""
     return Card(device) if device.type == "cuda" else None
 
 
 def default_kv_bytes(device: torch.device, step_bytes: int | None = None) -> int:
-    """What the largest step leaves of the memory that is free once the weights are loaded; if that
-    step is unknown, a share of this memory."""
+    """Returns what the largest step leaves of the memory that is free once the weights are loaded;
+    if that step is unknown, a share of this memory."""
     free = _free_bytes(device)
     if step_bytes is not None:
         return free - computing_bytes(step_bytes)
@@ -92,13 +92,13 @@ def kv_bytes_in_share(
     """
 
     def computing(kv_bytes: float) -> float:
-        """What the cache needs beside it."""
+        """The memory that the cache needs beside it."""
         return (
             kv_bytes / _KV_SHARE - kv_bytes if step_bytes is None else computing_bytes(step_bytes)
         )
 
     def beside(left: float) -> int:
-        """The cache that fits into `left` with what it needs."""
+        """The size of a cache that fits into `left` together with what it needs."""
         return (
             int(left * _KV_SHARE) if step_bytes is None else int(left) - computing_bytes(step_bytes)
         )
@@ -140,5 +140,5 @@ def _gib(num_bytes: float) -> str:
 
 
 def _up(share: float) -> str:
-    """A share with three digits, rounded up."""
+    """Formats a share with three digits, rounded up."""
     return f"{math.ceil(share * 1000) / 1000:g}" if share <= 1 else "more than 1"

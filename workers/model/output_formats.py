@@ -1,8 +1,8 @@
 """Which formats a model writes its reasoning and its tool calls in.
 
 A chat template shows past answers as the model was trained to write them. A format of the tables is
-the model's if its parser reads back what the template shows. A template may also show a format that
-is in no table, if its calls are JSON between marks.
+the model's if its parser reads back what the template shows. If no table contains the format, it is
+derived from the template, provided that its calls are JSON between marks.
 """
 
 import json
@@ -48,8 +48,8 @@ class FoundCalls(NamedTuple):
 
 
 def find_reasoning(chats: ShownChats, parser: str = "auto") -> ReasoningFormat | None:
-    """The format of the model's reasoning; None: it does not reason. `parser`: its name, "auto" or
-    "none". Raises ModelRefused for an unknown name."""
+    """Returns the format of the model's reasoning; None if it does not reason. `parser`: its name,
+    "auto" or "none". Raises ModelRefused for an unknown name."""
     if parser == "none":
         return None
     known = _named(parser, REASONING_FORMATS, "reasoning")
@@ -66,7 +66,7 @@ def find_reasoning(chats: ShownChats, parser: str = "auto") -> ReasoningFormat |
 def find_calls(
     chats: ShownChats, reasoning: ReasoningFormat | None, parser: str = "auto"
 ) -> FoundCalls | None:
-    """The format of the model's calls; None: it is not known. `parser`: as of `find_reasoning`."""
+    """The format of the model's calls; None if unknown. `parser`: as of `find_reasoning`."""
     if parser == "none":
         return None
     known = _named(parser, TOOL_FORMATS, "tool call")
@@ -128,7 +128,7 @@ def _begins_in(format_: ToolFormat, text: str) -> bool:
 def _fitted(
     format_: ToolFormat, reasoning: ReasoningFormat | None, chats: ShownChats, two: Shown | None
 ) -> ToolFormat:
-    """With what the template refuses: several calls in an answer, or ids that are long."""
+    """The format without what the template refuses: several calls in an answer, or long ids."""
     if _calls_of(format_, reasoning, two) != [_CALL, _OTHER]:
         format_ = replace(format_, between=None)
     if with_changes(chats, id_length=24).calls(_CALL) is None:
@@ -198,7 +198,7 @@ def _likeness(format_: ToolFormat | ReasoningFormat, text: str) -> int:
 def _learned(
     chats: ShownChats, reasoning: ReasoningFormat | None, one: Shown, two: Shown | None
 ) -> Iterator[ToolFormat]:
-    """The format that the answers show, if their calls are JSON between marks."""
+    """Yields the format that the answers show, if their calls are JSON between marks."""
     if (call := _json_call(one.text, 0, *_CALL)) is None:
         return
     before, after = one.text[: call.start], one.text[call.end :].removesuffix(chats.turn_end())
@@ -226,7 +226,7 @@ def _learned(
 
 
 def _gap(text: str) -> str:
-    """What stands between two calls."""
+    """The text between two calls."""
     if (first := _json_call(text, 0, *_CALL)) is None:
         return ""
     second = _json_call(text, first.end, *_OTHER)
@@ -244,7 +244,7 @@ class _JsonCall(NamedTuple):
 
 
 def _json_call(text: str, at: int, name: str, arguments: dict[str, Any]) -> _JsonCall | None:
-    """The next call: a JSON object with name and arguments, or a name before its arguments."""
+    """Finds the next JSON object with name and arguments, or name before its arguments."""
     if (named := text.find(name, at)) < 0:
         return None
     start = text.rfind("{", at, named)

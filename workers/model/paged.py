@@ -36,7 +36,8 @@ _READY_PER_WEIGHT = 8
 
 
 def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
-    """Raises CannotShareBatch if the model cannot be paged, ModelRefused if it cannot run."""
+    """Returns the runner and its back end. Raises CannotShareBatch if the model cannot be paged,
+    ModelRefused if it cannot run."""
     weight_bytes = num_weight_bytes(loaded.decoder, "cpu")
     runner, backend = _right_runner(loaded, progress)
     if (card := loaded.measured) is not None:
@@ -128,7 +129,7 @@ def _choose_backend(loaded: Loaded, progress: Callable[[str], None]) -> Backend:
 
 
 def _checked_runner(loaded: Loaded, cache: KVCache, backend: Backend) -> ModelRunner:
-    """Raises CannotShareBatch."""
+    """Returns a runner that passed the check. Raises CannotShareBatch."""
     runner = ModelRunner(
         loaded.decoder,
         cache,
@@ -143,7 +144,7 @@ def _checked_runner(loaded: Loaded, cache: KVCache, backend: Backend) -> ModelRu
 
 
 def _build_cache(loaded: Loaded, shapes: Mapping[nn.Module, LayerShape]) -> KVCache:
-    """Of the final size, except where a step must be measured first."""
+    """Builds a cache of the final size, or a small one if a step must be measured first."""
     num_blocks = 4 * _blocks_per_probe(loaded)
     if loaded.measured is None:
         num_blocks = _num_blocks(loaded, token_bytes(shapes.values(), loaded.dtype))
@@ -164,7 +165,7 @@ def _fill(runner: ModelRunner, loaded: Loaded, card: Card, progress: Callable[[s
 
 
 def _num_blocks(loaded: Loaded, num_token_bytes: int, step_bytes: int | None = None) -> int:
-    """As many as memory holds, but no more than all sequences could fill. Raises ModelRefused."""
+    """As many as memory holds, at most what all sequences could fill. Raises ModelRefused."""
     num_bytes = loaded.kv_bytes(num_token_bytes, step_bytes=step_bytes)
     block_bytes = num_token_bytes * loaded.block_size
     num_blocks = min(num_bytes // block_bytes, loaded.most_blocks)
@@ -178,7 +179,7 @@ def _num_blocks(loaded: Loaded, num_token_bytes: int, step_bytes: int | None = N
 
 
 def _blocks_per_probe(loaded: Loaded) -> int:
-    """Blocks of one sequence of the checks."""
+    """The blocks of one sequence of the checks."""
     return -(-16 // loaded.block_size)
 
 
@@ -211,7 +212,7 @@ def _warn_if_slower(products: Products, loaded: Loaded) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """A few names, and the number of the rest."""
+    """Lists a few names, and the number of the rest."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 4} more" if len(ordered) > 4 else ""
     return ", ".join(ordered[:4]) + more

@@ -1,6 +1,5 @@
-"""Checks where a model is, and what a folder without one is instead. Imports no transformers, so
-that commands can check quickly; what the files say is for the loader.
-"""
+"""Checks where a model is, and explains what a folder without one is instead. Imports no
+transformers, so that commands can check quickly; the loader reads the files."""
 
 import json
 from pathlib import Path
@@ -91,7 +90,7 @@ def _instead_of_config(path: Path) -> str:
 
 
 def _adapter_refusal(model_path: str, file: Path) -> str:
-    """`file`: an adapter's configuration, which names its base model."""
+    """The refusal of an adapter. `file`: its configuration, which names its base model."""
     base = None
     if file.stat().st_size <= _MAX_ADAPTER_BYTES:
         try:

@@ -29,8 +29,8 @@ def of_each_layer(parameters: Any) -> list[Mapping[str, Any]]:
 
 
 def scaled_length(text: PretrainedConfig, num_positions: int) -> int:
-    """The positions that scaling makes of the configured ones, as vLLM counts them. yarn's are a
-    multiple of the original ones: configurations state that product, or what it was before."""
+    """Returns the positions that scaling makes of the configured ones, as vLLM counts them. yarn's
+    are a multiple of the original ones: configurations have either the product or the original."""
     if "gemma3" in text.model_type:  # states the product
         return num_positions
     scale, least = 1.0, 0.0

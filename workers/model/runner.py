@@ -81,16 +81,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
-        """Writes the chunks' KV; returns logits (num_rows, vocab_size), as Batch.logits_index
-        says.
-        """
+        """Writes the chunks' KV; returns logits (num_rows, vocab_size) as in Batch.logits_index."""
         return self._compute(self._batch(chunks, padding))
 
     @torch.inference_mode()
     def logits_beside(
         self, chunks: Seq[Chunk], nexts: Seq[Chunk], token_ids: Tensor
     ) -> tuple[Tensor, tuple[range, ...]]:
-        """`logits` of chunks and of `nexts`: single tokens behind the known ones, whose ids
+        """Does `logits` for chunks and for `nexts`: single tokens behind the known ones, whose ids
         int64 (n,) only the device knows. Returns `scored` too."""
         batch = self._batch((*chunks, *nexts), ())
         num_known = batch.input_ids.shape[1] - len(nexts)
@@ -99,8 +97,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def padding_logits(self, padding: Seq[Padding]) -> Tensor:
-        """The logits (num_tokens, vocab_size) of padding alone, which are of no use but to see
-        what a step takes."""
+        """The logits (num_tokens, vocab_size) of padding alone, used to measure a step."""
         batch = self._batch((), padding)
         index = torch.arange(batch.input_ids.shape[1], device=self._device)
         return self._compute(dataclasses.replace(batch, logits_index=index))

@@ -59,7 +59,7 @@ def choose_continuation(decoder: Any, config: PretrainedConfig, device: torch.de
 
 @torch.inference_mode()
 def measure_state(decoder: Any, config: PretrainedConfig, device: torch.device) -> StateShape:
-    """Measured at two lengths; a longer window counts as unlimited."""
+    """Measures the state at two lengths; a longer window counts as unlimited."""
     short, long = 4, 12
     sizes = []
     for num_tokens in (short, long):

@@ -34,7 +34,7 @@ _CUT_MARK = regex.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 @dataclass(frozen=True)
 class Shown:
-    """An answer as the template shows it, with what comes before and behind it."""
+    """An answer as the template shows it, with the text before and behind it."""
 
     prompt_end: str
     text: str
@@ -42,7 +42,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class ShownChats:
-    """A template, and how it wants its messages. `variables`: others that it reads."""
+    """A template, and its requirements for messages. `variables`: others that it reads."""
 
     template: str
     variables: Mapping[str, Any]
@@ -52,11 +52,11 @@ class ShownChats:
     id_length: int = 9  # of calls
 
     def calls(self, *calls: tuple[str, dict[str, Any]], content: str = "") -> Shown | None:
-        """An answer with calls; None: the template refuses it."""
+        """Renders an answer with calls; None if the template refuses it."""
         return self._answered(self._calling(calls, content))
 
     def refusal(self, *calls: tuple[str, dict[str, Any]]) -> str:
-        """The error with which the template refuses an answer with calls; "": it does not."""
+        """The error with which the template refuses an answer with calls; "" if it accepts it."""
         try:
             self._render([self._calling(calls, "")])
         except Exception as exc:  # jinja2 raises many kinds
@@ -64,7 +64,7 @@ class ShownChats:
         return ""
 
     def reasoning(self) -> list[Shown]:
-        """An answer with reasoning, in the ways in which templates take it."""
+        """Renders an answer with reasoning, in each way that templates accept."""
         names = ("reasoning_content", "reasoning", "thinking", "thought")
         parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]
         messages: list[dict[str, Any]] = [
@@ -75,7 +75,7 @@ class ShownChats:
         return [each for each in shown if each is not None and THOUGHT in each.text]
 
     def turn_end(self) -> str:
-        """What stands behind an answer."""
+        """The text behind an answer."""
         shown = self._answered({"role": "assistant", "content": ANSWER})
         return "" if shown is None else shown.text.rpartition(ANSWER)[2]
 

@@ -16,8 +16,8 @@ log = logging.getLogger("batchway.engine")
 def choose_steps(
     paged: ModelRunner, backend: Backend, loaded: Loaded, progress: Callable[[str], None]
 ) -> ModelRunner | AheadRunner:
-    """`auto` leaves out what fails, with a line in the log. Raises SelfTestFailed for a way that
-    was asked for."""
+    """Returns a runner that passed its self-test. `auto` leaves out what fails, with a line in the
+    log. Raises SelfTestFailed for a way that was asked for."""
     steps = loaded.options.steps
     is_auto = steps == "auto"
     if is_auto:

@@ -29,9 +29,8 @@ class Allowed:
 
 
 def find_allowed(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Allowed:
-    """scores (num_rows, vocab_size) float32: logits over temperature. top_k (num_rows,) int64, 0
-    for off; top_p and min_p (num_rows,) float32, 1 and 0 for off.
-    """
+    """The tokens that may be drawn. scores (num_rows, vocab_size) float32: logits over temperature.
+    top_k (num_rows,) int64, 0 for off; top_p and min_p (num_rows,) float32, 1 and 0 for off."""
     vocab_size = scores.shape[1]
     top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)[:, None]
     top_p, min_p = top_p[:, None], min_p[:, None]
@@ -62,20 +61,20 @@ def _suffices(scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor) 
 def _lowest(
     scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """All three thresholds together (num_rows, 1); each parameter (num_rows, 1)."""
+    """Returns all three thresholds together (num_rows, 1); each parameter (num_rows, 1)."""
     lowest = _lowest_of_top_k(candidates, top_k)
     lowest = torch.maximum(lowest, _lowest_of_top_p(scores, candidates, lowest, top_p))
     return torch.maximum(lowest, candidates[:, :1] + torch.log(min_p))  # log 0 = -inf: all
 
 
 def _lowest_of_top_k(candidates: Tensor, top_k: Tensor) -> Tensor:
-    """candidates (num_rows, n) sorted -> (num_rows, 1); -inf where top-k is beyond them (off)."""
+    """For candidates (num_rows, n) sorted -> (num_rows, 1); -inf if top-k is beyond them (off)."""
     lowest = candidates.gather(1, (top_k - 1).clamp(max=candidates.shape[1] - 1))
     return torch.where(top_k > candidates.shape[1], float("-inf"), lowest)
 
 
 def _lowest_of_top_p(scores: Tensor, candidates: Tensor, lowest: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest set whose mass, of what `lowest` leaves, reaches top_p. (num_rows, 1)."""
+    """For the smallest set whose mass, of what `lowest` leaves, reaches top_p. (num_rows, 1)."""
     kept = torch.where(candidates >= lowest, candidates, float("-inf"))
     # Without top-k the mass is that of the whole vocabulary, which may exceed the candidates.
     unlimited = torch.isneginf(lowest)

@@ -39,8 +39,8 @@ def read_tokenizer(
     reasoning_parser: str = "auto",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokenizerFiles:
-    """The fast tokenizer and chat template beside the weights, and how the model writes reasoning
-    and tool calls. Raises ModelRefused."""
+    """Reads the fast tokenizer and chat template beside the weights, and how the model writes
+    reasoning and tool calls. Raises ModelRefused."""
     tokenizer = _load(model_path, revision)
     special = {
         name: str(token)
@@ -89,7 +89,7 @@ def _load(model_path: str, revision: str) -> Any:
 
 
 def _templates(tokenizer: Any, model_path: str) -> tuple[str | None, str | None]:
-    """The default template, and the one for chats with tools where it is another.
+    """Returns the default template, and the one for chats with tools if it is another.
 
     Raises ModelRefused.
     """
@@ -128,7 +128,7 @@ def _variables(
 
 
 def _with_formats(files: TokenizerFiles, calls: str, reasoning: str) -> TokenizerFiles:
-    """With the formats that the templates show, or that were asked for. Raises ModelRefused."""
+    """Adds the formats that the templates show, or that were asked for. Raises ModelRefused."""
     if files.chat_template is None:
         return files
     variables = {**files.special_tokens, **files.template_kwargs}

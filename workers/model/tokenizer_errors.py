@@ -1,6 +1,5 @@
-"""Why a tokenizer cannot be read, in words that help an operator: those of transformers often name
-a package that does not.
-"""
+"""Explains why a tokenizer cannot be read. The errors of transformers often name the wrong
+package."""
 
 from importlib.util import find_spec
 

@@ -41,7 +41,7 @@ def can_change_attention(model: Any) -> bool:
 
 
 def forget_attention(config: PretrainedConfig) -> None:
-    """The next model of this configuration chooses its attention itself."""
+    """Lets the next model of this configuration choose its attention itself."""
     config._attn_implementation = None
 
 

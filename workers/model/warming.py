@@ -17,9 +17,8 @@ _DRAWS = (
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
-    """Computes `num_tokens` of padding with the logits of each, as of a prompt whose log
-    probabilities are asked for, and samples `num_rows` of them in every way. Writes the scratch
-    block only."""
+    """Computes `num_tokens` of padding with all their logits, as if log probabilities of a prompt
+    were asked for, and samples `num_rows` of them in every way. Writes only the scratch block."""
     longest = min(num_tokens, runner.max_model_len)
     starts = range(0, num_tokens, longest)
     padding = [Padding(0, min(longest, num_tokens - start)) for start in starts]

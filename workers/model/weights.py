@@ -79,9 +79,8 @@ def use_own_attention(decoder: Any) -> None:
 
 
 def _placement(device: torch.device) -> dict[str, Any]:
-    """Straight to a GPU where accelerate is installed; transformers asks for it. Else the weights
-    pass through the CPU's memory.
-    """
+    """Arguments that put weights straight on a GPU if accelerate is installed, which transformers
+    needs for it. Otherwise they pass through the CPU's memory."""
     if device.type == "cpu" or find_spec("accelerate") is None:
         return {}
     return {"device_map": {"": device}}
@@ -93,7 +92,7 @@ def _read(
     auto_class: Any = AutoModelForCausalLM,
     unused: tuple[str, ...] = (),
 ) -> Any:
-    """`unused`: beginnings of names of weights that the checkpoint need not have."""
+    """Reads weights. `unused`: beginnings of names of weights that the checkpoint need not have."""
     try:
         loaded: Any = auto_class.from_pretrained(
             path,

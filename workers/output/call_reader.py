@@ -1,4 +1,4 @@
-"""What the readers of calls share. Each syntax has one (calls.py)."""
+"""The common base of the readers of calls. Each syntax has one (calls.py)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from workers.output.patterns import compiled
 
 
 class CallReader(ABC):
-    """What stands between the marks of a call."""
+    """Reads the text between the marks of a call."""
 
     head: str  # a pattern of its beginning; by the format, unless the class has one
 
@@ -27,12 +27,12 @@ class CallReader(ABC):
         self._head = compiled(self.head)
 
     def _prepare(self, format_: ToolFormat) -> None:  # noqa: B027 - most need no more
-        """Sets what depends on the format."""
+        """Sets attributes that depend on the format."""
 
     @abstractmethod
     def read(self) -> Reading[bool]:
-        """Reads a call. False: it is none; the text is marked, unless part of it was a call."""
+        """Reads a call. False: there is none; the text is marked, unless a part was a call."""
 
     def _is_offered(self, name: str) -> bool:
-        """Of a format without marks, only the name of a function tells a call."""
+        """Whether a call may have this name, the only sign of a call in a format without marks."""
         return not self._is_bare or name in self._tools

@@ -1,6 +1,6 @@
 """Reads the tool calls in an output: where they begin, one behind another, and where they end.
 
-Each syntax has a module or class of its own for what stands between the marks.
+For the text between the marks, each syntax has a module or class of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +28,8 @@ _PYTHON_TAG = r"(?:<\|python_tag\|>)?"  # of Llama: before calls, at will
 
 
 class Calls:
-    """Reads calls into a message. `start` is a pattern of what begins the first; of a format
-    without marks, it is one only where the answer begins."""
+    """Reads calls into a message. `start` is a pattern of the beginning of the first; in a format
+    without marks it counts only at the beginning of the answer."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Calls:
         self._ending = _optional(format_.end)
 
     def read(self) -> Reading[None]:
-        """Reads calls behind a start; the text is marked before it. What is no call is content."""
+        """Reads calls behind a start; the text is marked before it. Other text is content."""
         while (yield from self._read_group()):
             self._text.mark()
             if (yield from self._text.match(self._start)) is None:
@@ -67,7 +67,7 @@ class Calls:
                 return
 
     def _read_group(self) -> Reading[bool]:
-        """The calls up to the format's end. False: the last of them is none."""
+        """Reads the calls up to the format's end. Returns False if the last of them is none."""
         while (yield from self._call.read()):
             self._message.end_part()
             for piece in self._closing:
@@ -84,7 +84,7 @@ class Calls:
 
 
 def _loose_begin(literal: str) -> str:
-    """A model may leave out the bracket behind a mark, for a call alone."""
+    """A pattern of a call's beginning. Models may omit the bracket behind a mark for one call."""
     mark = literal.rstrip().removesuffix("[")
     if mark == literal.rstrip() or not is_mark(mark):
         return loose(literal)

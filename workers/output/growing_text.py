@@ -1,7 +1,7 @@
-"""A text that grows, and what of it has been read.
+"""A text that grows, and how much of it has been read.
 
-Readers are generators: they yield where only more text tells what a part is. So they are written
-as if the text were whole, and read the same wherever it is cut. Knows nothing of formats.
+Readers are generators: they yield when only more text tells what a part is. So they are written as
+if the text were whole, and read the same however it is cut. Knows nothing of formats.
 """
 
 from collections.abc import Callable, Generator
@@ -17,7 +17,7 @@ _MAX_READ_CHARS = 4096  # that are kept before the text is cut
 
 
 class GrowingText:
-    """`has_ended`: no more text comes."""
+    """The text so far. `has_ended`: no more text comes."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -34,11 +34,11 @@ class GrowingText:
         self._text += text
 
     def mark(self, num_back: int = 0) -> None:
-        """From here on the text is kept, or from so many characters before."""
+        """Keeps the text from here on, or from `num_back` characters before."""
         self._mark = self._at - num_back
 
     def since_mark(self) -> str:
-        """What has been read since the mark, which ends here."""
+        """Returns the text read since the mark, which ends here."""
         assert self._mark is not None
         text, self._mark = self._text[self._mark : self._at], None
         return text
@@ -49,7 +49,7 @@ class GrowingText:
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing is left, and nothing comes."""
+        """Whether all text has been read, and no more comes."""
         return self.has_ended and self._at == len(self._text)
 
     def ends_within(self, pattern: Pattern[str]) -> bool:
@@ -60,8 +60,8 @@ class GrowingText:
     def match(
         self, pattern: Pattern[str], last: Pattern[str] | None = None
     ) -> Reading[Match[str] | None]:
-        """Reads what the pattern matches here. A match that may become longer waits; so a pattern
-        must not match less than another of its branches might. `last`: as of `until`."""
+        """Reads what the pattern matches here. A match that may become longer waits, so an earlier
+        branch of a pattern must not match less than a later one. `last`: as of `until`."""
         while True:
             if self.has_ended:
                 pattern = last or pattern
@@ -76,9 +76,9 @@ class GrowingText:
     def until(
         self, pattern: Pattern[str], emit: Emit, last: Pattern[str] | None = None
     ) -> Reading[Match[str] | None]:
-        """Reads up to and with the first match. Passes on what is before it, as soon as it can be
-        no part of a match; all of the text if it ends without one. `last` is the pattern once the
-        text has ended."""
+        """Reads up to the first match, and the match. Passes on the text before it, as soon as it
+        cannot be part of a match; all of the text if it ends without one. `last` is the pattern for
+        its end."""
         while True:
             if self.has_ended:
                 pattern = last or pattern

@@ -29,7 +29,7 @@ _FUNCTIONS = "functions."
 
 
 class Harmony:
-    """`is_thinking`: whether the message that is read is reasoning."""
+    """Reads an output. `is_thinking`: whether the message being read is reasoning."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Harmony:
             channel = recipient = ""
 
     def _read_body(self, channel: str, recipient: str, is_begun: bool = False) -> Reading[None]:
-        """Up to and with the mark of its end."""
+        """Reads up to the mark of the body's end, and the mark."""
         name = recipient.removeprefix(_FUNCTIONS)
         is_call = name in self._tools or (self._tools and recipient.startswith(_FUNCTIONS))
         if is_call and not is_begun:

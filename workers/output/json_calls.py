@@ -21,7 +21,7 @@ Read = Literal["whole", "cut", "none"]
 
 def read_arguments(text: GrowingText, message: Message, name: str) -> Reading[Read]:
     """Reads a value as a call's arguments, which are an object, null, or a string that spells an
-    object. "cut": the call has begun, but its arguments are broken or cut by the end."""
+    object. Returns "cut" if the call has begun, but its arguments are broken or cut by the end."""
     value = yield from text.match(_VALUE)
     if value is None:
         return "none"
@@ -46,7 +46,7 @@ def read_arguments(text: GrowingText, message: Message, name: str) -> Reading[Re
 
 
 def _unquoted(text: str) -> str:
-    """The value of a JSON string without its quotes. If it is cut, without a cut escape."""
+    """Returns the value of a JSON string without its quotes. If it is cut, without a cut escape."""
     for end in (len(text), text.rfind("\\"), text.rfind("\\") - 1):
         try:
             value: str = json.loads(f'"{text[: max(end, 0)]}"')
@@ -57,7 +57,7 @@ def _unquoted(text: str) -> str:
 
 
 class JsonCall(CallReader):
-    """NAME middle {…}"""
+    """Reads NAME middle {…}"""
 
     def _prepare(self, format_: ToolFormat) -> None:
         middle = loose(format_.middle)
@@ -80,7 +80,7 @@ class JsonCall(CallReader):
 
 
 class ObjectCall(CallReader):
-    """{"name": NAME, "arguments": {…}}, with keys in any order, and others."""
+    """Reads {"name": NAME, "arguments": {…}}, with keys in any order, and others."""
 
     head = r"\s*\{"
 
@@ -119,7 +119,7 @@ class ObjectCall(CallReader):
         return self._give(name, arguments, has_other)
 
     def _give(self, name: str, arguments: str, has_other: bool) -> bool:
-        """A call whose name stands behind its arguments, or that has none."""
+        """Emits a call whose name is behind its arguments, or that has none."""
         given = "{}" if arguments in ("", "null") else as_object(arguments)
         if given is None and arguments.startswith('"'):
             given = as_object(json.loads(arguments))
@@ -131,7 +131,7 @@ class ObjectCall(CallReader):
         return True
 
     def _read_rest(self) -> Reading[None]:
-        """The other keys, and the brace."""
+        """Reads the other keys, and the brace."""
         while (key := (yield from self._text.match(_NEXT_KEY))) is not None:
             if key.lastgroup != "key" or not (yield from self._read_key()):
                 return
@@ -139,7 +139,7 @@ class ObjectCall(CallReader):
                 return
 
     def _read_key(self) -> Reading[str]:
-        """A key behind its quote, with the colon; "": there is none."""
+        """Reads a key behind its quote, with the colon; "" if there is none."""
         key = yield from self._read_quoted()
         return key if key and (yield from self._text.match(_COLON)) is not None else ""
 

@@ -1,7 +1,7 @@
-"""Reads one JSON value as it comes, and gives it as valid JSON.
+"""Reads one JSON value as it comes, and passes it on as valid JSON.
 
 Raw control characters in strings are escaped, and so are backslashes that escape nothing. Also
-reads Gemma's spelling of JSON, whose strings stand between <|"|> and whose keys may be bare.
+reads Gemma's spelling of JSON, whose strings are enclosed in <|"|> and whose keys may be bare.
 """
 
 import json
@@ -60,8 +60,8 @@ GEMMA = _lexis(
 
 
 def read_json(text: GrowingText, emit: Emit, lexis: Lexis = JSON) -> Reading[bool]:
-    """Passes on the text of one value as it comes. False: it is none; the text is read up to where
-    that shows, or ends."""
+    """Passes on the text of one value as it comes. Returns False if it is not one; the text is then
+    read up to the fault, or to its end."""
     opened: list[str] = []
     expected = "value"
     while True:
@@ -95,7 +95,7 @@ def read_json(text: GrowingText, emit: Emit, lexis: Lexis = JSON) -> Reading[boo
 
 
 def read_string(text: GrowingText, emit: Emit) -> Reading[bool]:
-    """A JSON string behind its opening quote, up to and with the closing one."""
+    """Reads a JSON string behind its opening quote, including the closing one."""
     return (yield from _read_string(text, emit, has_marks=False))
 
 
@@ -133,7 +133,7 @@ def _respelled(token: "regex.Match[str]") -> str:
 
 
 def escaped(text: str) -> str:
-    """Text as part of a JSON string."""
+    """Returns text as part of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -150,7 +150,7 @@ def parsed(text: str) -> Any:
 
 
 def as_object(text: str) -> str | None:
-    """The JSON text of an object that text spells; None: it spells none."""
+    """Returns the JSON text of an object that text spells; None if it spells none."""
     try:
         value = parsed(text)
     except ValueError:

@@ -14,12 +14,12 @@ _LIST_END = compiled(r"\s*\]")
 
 
 class PythonCalls(CallReader):
-    """[NAME(key=value, …), …]"""
+    """Reads [NAME(key=value, …), …]"""
 
     head = r"\s*\["
 
     def read(self) -> Reading[bool]:
-        """The whole list. False: it is none, or its last call is none."""
+        """Reads the whole list. Returns False if it is none, or its last call is none."""
         if (yield from self._text.match(self._head)) is None:
             return False
         while (yield from self._read_call()):
@@ -61,7 +61,7 @@ class PythonCalls(CallReader):
 
 
 class GemmaCall(CallReader):
-    """NAME{key:value,…}"""
+    """Reads NAME{key:value,…}"""
 
     head = rf"\s*{NAME}\s*(?=\{{)"
 

@@ -20,7 +20,7 @@ class ResponseDelta:
             self.add_call(call)
 
     def add_call(self, call: ToolCallDelta) -> None:
-        """Joins more arguments of the last call to what is there."""
+        """Adds a call, or appends to the arguments of the last one."""
         if self.tool_calls and self.tool_calls[-1].index == call.index:
             last = self.tool_calls[-1]
             arguments = last.arguments + call.arguments
@@ -41,17 +41,17 @@ class Message:
         self._gap = self._reasoning_gap = ""  # white space that may be dropped
 
     def take(self) -> ResponseDelta:
-        """What is new since the last call."""
+        """Returns what is new since the last call."""
         new, self._new = self._new, ResponseDelta()
         return new
 
     def end_part(self, gap: str = "") -> None:
-        """A call, or the reasoning, has ended. `gap` stands before more content or reasoning."""
+        """Ends a call or the reasoning. `gap` is inserted before more content or reasoning."""
         self._is_between = True
         self._gap, self._reasoning_gap = gap, gap
 
     def end(self) -> None:
-        """The output has ended."""
+        """Ends the output."""
         if not self._is_between:
             self._new.content += self._gap
 

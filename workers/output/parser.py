@@ -1,7 +1,7 @@
 """Splits the text of an output into content, reasoning and tool calls, as it is generated.
 
-What it gives depends only on the text and on where it is cut, so a resumed job rebuilds the same
-state from its log. Text that is neither reasoning nor a call is content, marks included.
+The result depends only on the text and on where it is cut, so a resumed job rebuilds the same state
+from its log. Text that is neither reasoning nor a call is content, including marks.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class OutputParser:
         return self._message.take()
 
     def finish(self) -> ResponseDelta:
-        """At the end of the output."""
+        """Returns the rest at the end of the output."""
         self._text.has_ended = True
         next(self._reading, None)
         self._message.end()
@@ -99,7 +99,7 @@ class OutputParser:
             self._message.end_part()
 
     def _read_answer(self, tail: tuple[str, ...], calls: Calls | None) -> Reading[None]:
-        """Content, and calls within it. `tail`: the parts of what may stand behind the content."""
+        """Reads content, and calls within it. `tail`: the parts of what may follow the content."""
         start = "(?!)" if calls is None or calls.is_bare else calls.start
         begins_call, ending = compiled(f"(?={start})"), "(?!)"
         if tail:

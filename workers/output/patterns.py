@@ -1,4 +1,4 @@
-"""Regular expressions of a format's literals, which a model spells with other white space, too."""
+"""Regular expressions for a format's literals, which models also write with other white space."""
 
 import functools
 
@@ -15,7 +15,7 @@ _SEAM = regex.compile(r"\s+|(?<=>)(?=<)", regex.V1)
 
 @functools.cache
 def loose(literal: str) -> str:
-    """A pattern of the literal in which white space stands for any or none, and may stand between
+    """A pattern of the literal in which white space matches any or none, and may also occur between
     tags and around JSON's punctuation."""
     pattern = ""
     for piece in _PIECES.findall(literal.strip()):
@@ -35,7 +35,7 @@ def loose(literal: str) -> str:
 
 @functools.cache
 def pieces_of(literal: str) -> tuple[str, ...]:
-    """Patterns of the parts of a closing literal, each of which a model may leave out."""
+    """Patterns of the parts of a closing literal; models may omit any of them."""
     return tuple(loose(part) for part in _SEAM.split(literal) if part)
 
 
@@ -46,5 +46,5 @@ def is_mark(literal: str) -> bool:
 
 @functools.cache
 def compiled(pattern: str) -> "regex.Pattern[str]":
-    """White space is bounded: a text of nothing else must not take quadratic time."""
+    """Compiles with bounded white space: a text of nothing else must not take quadratic time."""
     return regex.compile(pattern.replace(_SPACE, r"\s{0,99}+"), regex.DOTALL)

@@ -1,4 +1,4 @@
-"""Reads Python literals as they come, and gives them as JSON. Nothing is ever evaluated."""
+"""Reads Python literals as they come, and passes them on as JSON. Evaluates nothing."""
 
 import ast
 import warnings
@@ -37,10 +37,10 @@ _DIFFERS = regex.compile(r"\s*(?:[\[{(]|(?:True|False|None)\s*\Z)")
 
 
 def read_literal(text: GrowingText) -> Reading[tuple[str | None, str]]:
-    """Reads the value of an argument, up to the comma or parenthesis behind it, and with it.
-    Returns the value as JSON, and that character. None: it is no literal.
+    """Reads the value of an argument, and the comma or parenthesis behind it. Returns the value as
+    JSON, and that character. None: it is not a literal.
 
-    Of one that the end of the text cuts, the JSON is cut, too, and the character is "".
+    If the end of the text cuts the literal, the JSON is cut, too, and the character is "".
     """
     parts: list[str] = []
     opened: list[str] = []
@@ -62,7 +62,7 @@ def read_literal(text: GrowingText) -> Reading[tuple[str | None, str]]:
 
 
 def _read_string(text: GrowingText, quote: str, parts: list[str]) -> Reading[bool]:
-    """A string behind its opening quote, its control characters escaped. False: it is cut."""
+    """Reads a string behind its opening quote, and escapes control characters. False: it is cut."""
     while (piece := (yield from text.match(*_PIECES[quote]))) is not None:
         spelled = _CONTROL.sub(lambda found: escaped(found.group()[-1]), piece.group())
         if piece.lastgroup == "grows":
@@ -74,7 +74,7 @@ def _read_string(text: GrowingText, quote: str, parts: list[str]) -> Reading[boo
 
 
 def literal(text: str) -> Any:
-    """The value of a Python literal, in which JSON's names are allowed, too. Raises ValueError."""
+    """Returns the value of a Python literal, which may contain JSON's names. Raises ValueError."""
     if len(text) > _MAX_CHARS:
         raise ValueError("too long")
     with warnings.catch_warnings():
@@ -86,7 +86,7 @@ def literal(text: str) -> Any:
 
 
 def value_of(text: str) -> Any:
-    """The value that JSON spells, or Python where it differs, else the text itself."""
+    """Returns the value that text spells in JSON, or in Python; otherwise the text itself."""
     for read in (parsed, literal):
         try:
             return read(text)
@@ -121,7 +121,7 @@ def _key(node: ast.expr | None) -> str:
 
 
 def _cut(text: str, quote: str, opened: list[str]) -> str | None:
-    """The JSON of a literal that is cut, in a string or not, without what would close it."""
+    """Returns the JSON of a cut literal, within a string or not, without what would close it."""
     closers = "".join(reversed(opened))
     try:
         whole = dumped(literal(text + quote + closers))

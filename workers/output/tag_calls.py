@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, each on its own. Values of strings are as they are."""
+"""Calls whose arguments are each enclosed in tags. Strings are written without quotes."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ _CDATA_END = compiled(r"\]\]>")
 
 @dataclass(slots=True)
 class _Value:
-    """An argument: given as it comes, if it is a string, else once it is whole."""
+    """An argument: a string is passed on as it comes, any other value once it is whole."""
 
     message: Message
     key: str
@@ -40,14 +40,14 @@ class _Value:
         self.message.argue('"' if self.is_string else dumped(value_of(self.text)))
 
     def cut(self) -> None:
-        """The text has ended within the value."""
+        """Ends the value, in which the text has ended."""
         if not self.is_string:
             value = value_of(self.text)
             self.message.argue(f'"{escaped(value)}' if isinstance(value, str) else dumped(value))
 
 
 class TagCall(CallReader):
-    """NAME middle (key_open KEY key_close VALUE value_close)*"""
+    """Reads NAME middle (key_open KEY key_close VALUE value_close)*"""
 
     def _prepare(self, format_: ToolFormat) -> None:
         self._has_cdata = format_.has_cdata
@@ -91,7 +91,7 @@ class TagCall(CallReader):
         return True
 
     def _read_value(self, value: _Value) -> Reading[bool]:
-        """False: the text ends within it."""
+        """Reads a value. Returns False if the text ends within it."""
         value.begin()
         if self._has_cdata and (yield from self._text.match(_CDATA)) is not None:
             yield from self._text.until(_CDATA_END, value.add)
@@ -104,7 +104,7 @@ class TagCall(CallReader):
 
 
 def _type_of(key: "regex.Match[str]", strings: tuple[str, ...]) -> tuple[str, bool]:
-    """The key, and whether its value is a string."""
+    """Returns the key, and whether its value is a string."""
     type_ = key.groupdict().get("type")
     is_string = key["key"] in strings if type_ is None else type_ in ("string", "true")
     return key["key"], is_string

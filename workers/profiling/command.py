@@ -24,7 +24,7 @@ _PROFILED_STEPS = 8  # of each class, under torch's profiler
 
 
 class CannotProfile(Exception):
-    """The message is one sentence."""
+    """The engine cannot be profiled. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Profile:
 def take_profile(
     options: EngineOptions, load: Load, num_profiled: int, trace_dir: Path | None
 ) -> Profile:
-    """Raises ModelRefused, CannotProfile."""
+    """Takes the profile of a model. Raises ModelRefused, CannotProfile."""
     if options.steps == "auto":
         options = msgspec.structs.replace(options, steps="direct")
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))

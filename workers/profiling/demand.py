@@ -32,7 +32,7 @@ class Demand:
 
 
 def shape_of(runner: ModelRunner) -> Shape:
-    """Raises AttributeError for a model that is not a transformers decoder."""
+    """A decoder's sizes. Raises AttributeError for a model that is not a transformers decoder."""
     decoder: Any = runner._decoder
     seen: set[int] = set()
     head = decoder.get_output_embeddings()
@@ -69,7 +69,7 @@ def demand_of(shape: Shape, chunks: Seq[Chunk]) -> Demand:
 
 
 def _count(modules: Seq[nn.Module], seen: set[int]) -> tuple[int, int]:
-    """Elements and bytes of the modules' own matrices; shared tensors count once."""
+    """Returns elements and bytes of the modules' own matrices; shared tensors count once."""
     own = [tensor for module in modules for tensor in _tensors(module)]
     found = {id(t): t for t in own if t.dim() > 1 and id(t) not in seen}.values()
     seen.update(map(id, found))
@@ -78,7 +78,7 @@ def _count(modules: Seq[nn.Module], seen: set[int]) -> tuple[int, int]:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, and other tensors of batchway's own modules, packed or not."""
+    """Yields parameters, and other tensors of batchway's own modules, packed or not."""
     yield from module.parameters(recurse=False)
     for value in vars(module).values():
         if isinstance(value, Tensor):

@@ -24,7 +24,7 @@ from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Padding, Row
 from workers.engine.masks import StepMasks
 from workers.engine.report import StepReport
-from workers.engine.request import Request
+from workers.ipc.request import Request
 from workers.model.native.kernels import Kernels
 from workers.model.runner import ModelRunner
 from workers.profiling.demand import Demand, Shape, demand_of
@@ -70,7 +70,7 @@ class Load:
 
     @property
     def num_output_tokens(self) -> int:
-        """Enough for a stream to last for all windows."""
+        """The output that a stream needs to last for all windows."""
         return 6 * self.num_steps + 64
 
 
@@ -229,7 +229,7 @@ def _look_inside(
 
 
 def _self_us(row: Any, is_gpu: bool) -> float:
-    """On a GPU, the time of kernels only; host operators include it again."""
+    """An operation's time; on a GPU of kernels only, because host operators include it again."""
     if is_gpu:
         return float(row.self_device_time_total) if row.device_type == DeviceType.CUDA else 0.0
     return float(row.self_cpu_time_total)

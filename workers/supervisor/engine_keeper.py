@@ -78,7 +78,7 @@ class EngineKeeper:
         self._formats: OutputFormats | None = None
 
     def hold(self, claimed: Claimed) -> HeldJob:
-        """A claimed job with the model's tokenizer. Only after an engine has been ready."""
+        """Returns a claimed job with the model's tokenizer. Only after an engine has been ready."""
         assert self.tokenizer is not None
         return HeldJob(claimed, self.tokenizer, self._formats)
 

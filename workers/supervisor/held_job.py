@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed
 from contract.jobs import FinishReason, ObjectRef
-from workers.ipc.messages import ChoiceEnded, PromptLogprobs, StartJob, TokenOut, VectorOut
+from workers.ipc.messages import ChoiceEnded, PromptLogprobs, TokenOut, VectorOut
+from workers.ipc.request import Request
 from workers.output.message import ResponseDelta
 from workers.output.parser import OutputParser
 from workers.supervisor.output import OutputFormats
@@ -55,7 +56,7 @@ class _Choice:
         self._finish(finish_reason)
 
     def _add_token(self, text: str) -> None:
-        """The text that a token releases; counts the token if it is of the reasoning."""
+        """Returns the text that a token releases; counts the token if it is of the reasoning."""
         was_reasoning = self.parser is not None and self.parser.in_reasoning
         delta = self._add(text)
         if self.parser is None:
@@ -193,7 +194,7 @@ class HeldJob:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the choices that have ended."""
+        """The finish reasons of the choices that have ended."""
         return [str(c.finish_reason) for c in self._choices if c.finish_reason is not None]
 
     @property
@@ -202,14 +203,15 @@ class HeldJob:
 
     @property
     def num_open(self) -> int:
-        """Its places in the current step: one for each choice that has not ended; one in all of a
-        prefill-only job."""
+        """The places that it takes in the current step: one for each choice that has not ended; one
+        for the whole of a prefill-only job."""
         return min(self.job.num_places, len(self._unfinished))
 
     @property
     def num_continuing(self) -> int:
-        """Choices that need a place in the next step: also those without output, whose prompt may
-        take several steps; not those whose final token is computed now. 0 of a prefill-only job."""
+        """The number of choices that need a place in the next step, including those without output,
+        whose prompt may take several steps; without those whose final token is computed in this
+        step. 0 for a prefill-only job."""
         if self.job.pooling is not None:
             return 0
         most = self.job.params.max_tokens
@@ -253,9 +255,9 @@ class HeldJob:
                 choice.num_logged = len(choice.token_ids)
                 choice.num_reasoning_logged = choice.num_reasoning
 
-    def start_message(self) -> StartJob:
+    def start_message(self) -> Request:
         """The message that makes the engine continue this job where its log ends."""
-        return StartJob(
+        return Request(
             self.job.id,
             self.epoch,
             self.job.tenant,

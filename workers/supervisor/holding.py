@@ -53,7 +53,7 @@ class EngineLink:
             self.client.send(messages)
 
     def forget(self) -> None:
-        """The engine has ended."""
+        """Forgets the engine, which has ended."""
         self.client, self.ready, self.load, self.running = None, None, _IDLE, frozenset()
         self.steps = StepClock()
         self.changed.set()
@@ -150,8 +150,8 @@ class Holding:
         return claim_deadline_s - now_s if has_ending and checked_s < claim_deadline_s else math.inf
 
     def room(self, now_s: float) -> LaneRoom | None:
-        """What this worker could start now; None if it should not claim. After the claim deadline
-        of a step, the places that the step frees count as room."""
+        """What this worker could start at present; None if it should not claim. After the claim
+        deadline of a step, the places that the step frees count as room."""
         ready = self.engine.ready
         if ready is None or (self.jobs and self.engine.load.num_waiting > 0):
             return None
@@ -170,7 +170,7 @@ class Holding:
         return LaneRoom(min(max_jobs, _MAX_CLAIM), max_tokens)
 
     def rooms(self, terms: Mapping[str, LaneTerms], now_s: float) -> dict[str, LaneRoom]:
-        """As `room`, for each lane; lanes without room are missing."""
+        """Returns `room` for each lane; lanes without room are missing."""
         room, ready = self.room(now_s), self.engine.ready
         if ready is None or not self.jobs or not self._displaces:
             return {} if room is None else dict.fromkeys(terms, room)

@@ -70,8 +70,8 @@ class LeaseKeeper:
                 await self._beat_once()
 
     async def _beat(self) -> None:
-        """From the first time that an engine is ready. While a lost engine is loaded again, the
-        heartbeats say so: calls that wait for nothing are then refused, and told when to return."""
+        """Sends heartbeats from the first time that an engine is ready. While a lost engine is
+        loaded again, they say so: calls that cannot wait are refused, and told when to return."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.heartbeat_s):
@@ -125,7 +125,7 @@ class LeaseKeeper:
             self._is_published = False
 
     async def _announce(self, ready: Ready | None) -> None:
-        """Once after each change of the engine's state."""
+        """Tells about the engine's state once after each change."""
         if ready is None:
             await self._broker.announce_start(RESTART_S + self._engine.load_s)
             log.info("loading again load_s=%.1f", self._engine.load_s)

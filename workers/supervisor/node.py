@@ -39,7 +39,7 @@ async def run_node(settings: WorkerSettings) -> int:
 
 
 async def _keep(settings: WorkerSettings) -> None:
-    """Raises EngineRefused."""
+    """Keeps the ranks running. Raises EngineRefused."""
     while True:
         client = await EngineClient.start(
             settings.engine_module, settings.engine, _take_in, settings.engine_python

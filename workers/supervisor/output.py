@@ -29,7 +29,7 @@ class OutputFormats:
         }
 
     def parser(self, job: Job, prompt_ids: Sequence[int]) -> OutputParser | None:
-        """For one choice of a job; None: its output is plain text."""
+        """Returns a parser for one choice of a job; None if its output is plain text."""
         tool_format = self._tool_format if job.tools else None
         is_chat = job.endpoint is not Endpoint.COMPLETIONS
         if not is_chat or (self._reasoning is None and tool_format is None):
@@ -38,7 +38,7 @@ class OutputFormats:
         return OutputParser(tool_format, self._reasoning, prompt_end, job.tools)
 
     def hidden_ids(self, job: Job) -> frozenset[int]:
-        """The special tokens that are no marks of the formats: they have no text."""
+        """The special tokens that are not marks of the formats: they have no text."""
         return self._hidden[bool(job.tools)]
 
 

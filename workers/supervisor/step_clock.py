@@ -24,11 +24,11 @@ class StepClock:
         self._claim_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """A step begins."""
+        """Records that a step begins."""
         self._began_s = now_s
 
     def end(self, step_s: float) -> None:
-        """The step ended after `step_s` seconds."""
+        """Records that the step ended after `step_s` seconds."""
         self._began_s = None
         self._steps_s.append(step_s)
 

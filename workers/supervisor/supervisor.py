@@ -269,7 +269,7 @@ class Supervisor:
             await self._holding.job_left.wait()
 
     async def _close(self) -> None:
-        """Within the budget: releases jobs, stops the engine, deregisters the worker."""
+        """Releases jobs, stops the engine and deregisters the worker, within the budget."""
         await self._prompts.aclose()
         await self._results.aclose()
         self._publisher.clear()

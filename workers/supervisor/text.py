@@ -68,7 +68,7 @@ class ChoiceText:
         return text
 
     def _after_prompt(self, text: str) -> str:
-        """The first text that is decoded, without the prompt's."""
+        """The first decoded text, without the prompt's."""
         text = text[len(os.path.commonprefix([text, self._prompt_end])) :]
         self._prompt_end = ""
         return text

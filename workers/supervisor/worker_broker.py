@@ -106,7 +106,7 @@ class WorkerBroker:
         return claimed
 
     async def mine(self, known_ids: Sequence[str]) -> list[Claimed]:
-        """Jobs of a claim whose reply was lost. `known_ids`: the jobs that the worker holds."""
+        """The jobs of a claim whose reply was lost. `known_ids`: the jobs that the worker holds."""
         sent_s = self._clock()
         found = await self._functions.mine(
             self.incarnation, known_ids, lease_s=self._settings.lease_s
@@ -166,8 +166,8 @@ class WorkerBroker:
 
     @contextlib.contextmanager
     def _holding_on(self, sent_s: float) -> Iterator[None]:
-        """A Redis whose disk is full refuses all writes, so nobody can take this worker's jobs:
-        it keeps them. Should one be taken all the same, its next append is fenced."""
+        """Keeps the jobs if Redis refuses all writes because its disk is full: nobody can take them
+        then. If one is taken all the same, its next append is fenced."""
         try:
             yield
         except BrokerFull:
@@ -175,9 +175,10 @@ class WorkerBroker:
             raise
 
     def _note_renewal(self, sent_s: float) -> None:
-        """A call sent at `sent_s` renewed the leases. A claim renews no lease but those it grants,
-        so it counts only if no other job is held. Without it, a worker whose engine took longer to
-        load than a lease lasts would drop its first jobs: it sends no heartbeats meanwhile."""
+        """Records that a call sent at `sent_s` renewed the leases. A claim renews only the leases
+        that it grants, so it counts only if no other job is held. If it never counted, a worker
+        whose engine takes longer to load than a lease lasts would drop its first jobs: it sends no
+        heartbeats yet."""
         self.last_contact_s = max(self.last_contact_s, sent_s)
 
     async def deregister(self, counted: Mapping[str, int]) -> None:

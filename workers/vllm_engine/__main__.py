@@ -1,7 +1,7 @@
 """`python -m workers.vllm_engine --fd N --options JSON`, by the interpreter of vLLM's environment.
 
-Takes what `workers.engine_process.engine_loop` takes, and speaks the same frames. vLLM's own
-processes are in this one's group, which is killed as soon as this one has ended.
+Takes the same arguments as `workers.engine_process.engine_loop`, and exchanges the same frames.
+vLLM's own processes are in this one's group, which is killed as soon as this one has ended.
 """
 
 import logging
@@ -42,7 +42,7 @@ def _end_group_with_this_process(fd: int) -> None:
 
 
 def _end_with_supervisor(fd: int) -> None:
-    """Waits for the end of the socket; ends the process where it has not ended by then."""
+    """Waits for the end of the socket, then ends the process if it still runs."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP | select.POLLHUP)
     poll.poll()
@@ -59,7 +59,7 @@ def _end_with_vllm() -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends vLLM's processes, which it would wait for, and this one."""
+    """Ends vLLM's processes, for which it would otherwise wait, and this one."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(status)
@@ -68,7 +68,7 @@ def _leave(status: int) -> NoReturn:
 def _start(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[SteppedEngine, Ready, int]:
-    """Does not return on a node other than node 0: that has ranks, and no engine."""
+    """Starts the engine. Does not return on a node other than node 0: that has ranks alone."""
     from workers.vllm_engine.load import engine_args, start_ranks, start_vllm
 
     if options.nodes > 1:

@@ -1,7 +1,7 @@
 """vLLM's engine in the place of `workers.engine.engine.Engine`: the same calls, the same reports.
 
 vLLM schedules, computes and counts blocks. Requests, endings and deadlines stay here: each choice
-is a request of its own, and a `Sequence` says what of it is known.
+is a request of its own, and a `Sequence` contains what is known of it.
 
 Over 300 lines: what vLLM runs and what waits for its grammar are stopped and reported alike.
 """
@@ -24,9 +24,10 @@ from workers.engine.interface import Chunk, PromptLogprobs, Sample
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import Deadlines, EngineLimits
 from workers.engine.report import JobError, Output, StepReport
-from workers.engine.request import Request, RequestRefused, check_request
+from workers.engine.request import RequestRefused, check_request, sequences_of
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import Strategies
+from workers.ipc.request import Request
 from workers.vllm_engine.sampling import with_plugin, without_plugin
 from workers.vllm_engine.stats import Stats
 
@@ -76,7 +77,7 @@ class HostedEngine:
     def reconfigure(
         self, limits: EngineLimits, strategies: Strategies | None, lanes: Seq[Lane] = DEFAULT_LANES
     ) -> None:
-        """New lanes hold for requests that come; vLLM's own limits stay as they are loaded."""
+        """Applies new lanes to new requests; vLLM's own limits stay as they are loaded."""
         self._limits = limits
         self._priorities = {lane.name: lane.priority for lane in lanes}
 
@@ -97,7 +98,7 @@ class HostedEngine:
             max_model_len=self._max_model_len,
             num_kv_tokens=self.num_blocks * self.block_size,
         )
-        sequences = request.sequences(self._eos_token_ids, self._next_arrival)
+        sequences = sequences_of(request, self._eos_token_ids, self._next_arrival)
         self._next_arrival += len(sequences)
         if request.params.grammar and sequences:
             self._constraints.compile(request.job_id, request.params.grammar, sequences)
@@ -132,8 +133,7 @@ class HostedEngine:
     def reprioritise(
         self, job_id: str, epoch: int, lane: str, deadline_s: float | None = None
     ) -> None:
-        """The deadline holds at once. vLLM has no call that changes a priority: what it runs keeps
-        the lane it came with."""
+        """Changes the deadline. vLLM cannot change a priority: what it runs keeps its lane."""
         if self._epochs.get(job_id) != epoch:
             return
         for sequence in self._sequences_of(job_id):
@@ -143,7 +143,7 @@ class HostedEngine:
             self._deadlines.add(deadline_s, job_id, epoch, self._epochs)
 
     def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport:
-        """One step of vLLM. Raises what vLLM raises where its engine has died."""
+        """Runs one step of vLLM. Raises what vLLM raises if its engine has died."""
         report = StepReport(ended=self._ended_early)
         self._ended_early = []
         start_s = self._clock_s()
@@ -177,7 +177,7 @@ class HostedEngine:
             report.failed.append(JobError(job_id, epoch, code, message))
 
     def _enter(self, sequences: Seq[Sequence]) -> None:
-        """Hands them to vLLM; one that is complete ends at once. Raises RequestRefused."""
+        """Hands sequences to vLLM; one that is complete ends at once. Raises RequestRefused."""
         for sequence in sequences:
             sequence.added_s = self._clock_s()
             sequence.finish_reason = sequence.end_reason(self._max_model_len)
@@ -304,7 +304,7 @@ class HostedEngine:
 def _scores(
     found: dict[int, Logprob], token_id: int, num_top: int
 ) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """A token's log probability, and the most likely tokens with theirs."""
+    """Returns a token's log probability, and the most likely tokens with theirs."""
     ranked = sorted(found.items(), key=lambda item: (item[1].rank or 0, item[0]))
     top = [(i, value.logprob) for i, value in ranked if (value.rank or 0) <= num_top]
     return found[token_id].logprob, tuple(top[:num_top])
@@ -313,7 +313,7 @@ def _scores(
 def _prompt_samples(
     sequence: Sequence, found: Seq[dict[int, Logprob] | None]
 ) -> tuple[Sample, ...]:
-    """Of the prompt's tokens from the second on."""
+    """Returns a sample for each of the prompt's tokens from the second on."""
     num_top = sequence.params.prompt_logprobs or 0
     samples = []
     for position in range(1, sequence.num_prompt):

@@ -1,4 +1,5 @@
-"""From EngineOptions to a vLLM engine. vLLM checks its own arguments; nothing is served before."""
+"""Builds a vLLM engine from EngineOptions. vLLM checks its own arguments before anything is
+served."""
 
 import json
 import logging
@@ -103,8 +104,8 @@ def start_vllm(
 
 
 def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> MultiprocExecutor:
-    """Starts the ranks of a node other than node 0, which schedules for them. They end with what
-    is returned. Raises ModelRefused."""
+    """Starts the ranks of a node other than node 0, which schedules for them. They end with the
+    returned object. Raises ModelRefused."""
     arguments = engine_args(options)
     _give_way()
     progress(f"loading {options.model_path} into vLLM on node {options.node_rank}")
@@ -118,8 +119,8 @@ def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> Mult
 
 
 def engine_args(options: EngineOptions) -> EngineArgs:
-    """Ours first, then the operator's `--engine-arg`s, read by vLLM's own parser. Raises
-    ModelRefused with vLLM's sentence where one is unknown or out of range."""
+    """Returns our arguments, then the operator's `--engine-arg`s, read by vLLM's own parser. Raises
+    ModelRefused with vLLM's sentence if one is unknown or out of range."""
     parser = FlexibleArgumentParser()
     EngineArgs.add_cli_args(parser)
 
@@ -160,13 +161,13 @@ def engine_args(options: EngineOptions) -> EngineArgs:
 
 
 def _dtype(name: str) -> str:
-    """auto: on a CPU as with batchway's own engine; on a GPU vLLM chooses."""
+    """The type by its name. auto: on a CPU as with batchway's own engine; on a GPU vLLM chooses."""
     return "float32" if name == "auto" and current_platform.is_cpu() else name
 
 
 def _lengthened(options: EngineOptions) -> str | None:
-    """What tells vLLM of the positions that yarn makes possible: it takes the configuration's to
-    include them, which is often not so."""
+    """Overrides that tell vLLM of the positions that yarn makes possible: it assumes that the
+    configuration includes them, which is often wrong."""
     try:
         config = parse_config(options.model_path, options.revision or DEFAULT_REVISION)
     except ModelRefused:  # vLLM serves models that batchway's own engine does not
@@ -190,8 +191,8 @@ def _give_way() -> None:
 
 
 def default_kv_memory_bytes() -> int | None:
-    """On a CPU vLLM takes nine tenths of the machine's memory, or fails where others use some.
-    None: on a GPU its default stands."""
+    """The KV cache's size on a CPU, where vLLM takes nine tenths of the machine's memory, or fails
+    if others use some. None on a GPU: vLLM's default is kept."""
     return _CPU_KV_BYTES if current_platform.is_cpu() else None
 
 

@@ -48,8 +48,8 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def with_plugin(sequence: Sequence) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams: greedy, and what `SeededSampling` must know if plain
-    greedy search is not all that the choice asks for."""
+    """Returns arguments of vLLM's SamplingParams: greedy, and what `SeededSampling` must know if
+    the choice asks for more than plain greedy search."""
     params = sequence.params
     is_greedy = params.temperature < LOWEST_TEMPERATURE and not asks_for_change(sequence)
     if is_greedy and not params.grammar:
@@ -59,9 +59,9 @@ def with_plugin(sequence: Sequence) -> dict[str, Any]:
 
 
 def without_plugin(sequence: Sequence) -> dict[str, Any]:
-    """Arguments for vLLM's own sampler. A choice that goes on draws from another seed, so that it
-    does not repeat the noise of its first tokens; penalties count its logged output as prompt.
-    Raises RequestRefused for what has no effect beside speculative decoding."""
+    """Returns arguments for vLLM's own sampler. A resumed choice draws from another seed, so that
+    it does not repeat the noise of its first tokens; penalties count its logged output as prompt.
+    Raises RequestRefused for parameters without effect beside speculative decoding."""
     params = sequence.params
     if params.min_p or params.logit_bias:
         name = "min_p" if params.min_p else "logit_bias"
@@ -80,7 +80,7 @@ def without_plugin(sequence: Sequence) -> dict[str, Any]:
 
 
 def grammars_of(config: VllmConfig) -> Grammars | None:
-    """None where llguidance cannot read the model's tokenizer."""
+    """Returns the compiler of grammars; None if llguidance cannot read the model's tokenizer."""
     model = config.model_config
     revision = model.revision or DEFAULT_REVISION
     tokenizer = read_tokenizer(model.model, revision)
@@ -92,7 +92,7 @@ def grammars_of(config: VllmConfig) -> Grammars | None:
 
 
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed here
-    """One for each process that samples. A row's state is its `Sequence`, without blocks."""
+    """The processor of one sampling process. A row's state is its `Sequence`, without blocks."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[Sequence, list[int]]] = {}

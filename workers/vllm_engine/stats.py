@@ -1,4 +1,4 @@
-"""What vLLM reports of its steps."""
+"""vLLM's reports about its steps."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from workers.engine.report import StepReport
 
 
 class Stats(StatLoggerBase):  # type: ignore[misc]  # vLLM is not installed here
-    """What vLLM said of its last step. Fields that a version does not have count as 0."""
+    """vLLM's report about its last step. Fields that a version does not have count as 0."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self.num_running = self.num_waiting = 0

@@ -6,7 +6,7 @@ import threading
 
 from contract.jobs import SamplingParams
 from workers.engine.interface import ModelRefused
-from workers.engine.request import Request
+from workers.ipc.request import Request
 from workers.vllm_engine.hosted import HostedEngine
 
 _NUM_TOKENS = 4
@@ -49,5 +49,5 @@ def try_step(engine: HostedEngine, num_most: int, model_path: str) -> None:
 
 
 def line_of(exc: BaseException) -> str:
-    """Its whole message in one line: the cause is not always in the first."""
+    """Its whole message in one line: the cause is not always in the first line."""
     return " ".join(str(exc).split())[:_MAX_MESSAGE] or type(exc).__name__

@@ -65,8 +65,8 @@ def _add_shape(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_vocabulary(writer: GGUFWriter, vocab_size: int) -> None:
-    """Unique names. None has the type byte, for which the server would delay tokens until they form
-    valid UTF-8."""
+    """Adds unique names. None has the type byte, for which the server would delay tokens until they
+    form valid UTF-8."""
     num_special = len(_SPECIAL)
     tokens = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += [f"<{i}>" for i in range(len(tokens), vocab_size)]
@@ -82,7 +82,7 @@ def _add_vocabulary(writer: GGUFWriter, vocab_size: int) -> None:
 
 
 def _add_weights(writer: GGUFWriter, weights: Path, config: dict[str, Any], dtype: str) -> None:
-    """Matrices in `dtype`, norms in float32, as in llama.cpp's own conversion."""
+    """Adds matrices in `dtype`, norms in float32, as in llama.cpp's own conversion."""
     names = dict(_MODEL_NAMES)
     for i in range(config["num_hidden_layers"]):
         names |= {f"model.layers.{i}.{a}": f"blk.{i}.{b}" for a, b in _LAYER_NAMES.items()}

@@ -53,7 +53,7 @@ class Record:
         return len(self._outputs[number])
 
     def write(self, path: Path) -> None:
-        """Throughput, latencies, memory and tokens."""
+        """Writes throughput, latencies, memory and tokens."""
         wall_s = self._end_s - self._start_s
         itls = [b - a for times in self._times_s for a, b in pairwise(times)]
         summary = {

@@ -16,9 +16,9 @@ from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
 from workers.engine.policies import Policy
 from workers.engine.report import StepReport
-from workers.engine.request import Request
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import Strategies, Strategy
+from workers.ipc.request import Request
 from workers.strategies import ContinuousBatching
 
 MAX_MODEL_LEN = 40

@@ -1,7 +1,6 @@
 """The engine's handling of jobs, choices and epochs."""
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from contract.jobs import FinishReason
@@ -54,7 +53,7 @@ def test_a_newer_epoch_replaces_the_older_one() -> None:
     harness.add(request)
     harness.step()
 
-    harness.add(dataclasses.replace(request, epoch=2))
+    harness.add(msgspec.structs.replace(request, epoch=2))
     epochs = {output.sequence.epoch for output in harness.step().outputs}
     harness.run()
 
@@ -65,9 +64,9 @@ def test_a_newer_epoch_replaces_the_older_one() -> None:
 def test_a_newer_epoch_silences_an_end_that_was_not_yet_said() -> None:
     """A complete choice of the older attempt is not reported under the old epoch."""
     harness, request = Harness(Sizes()), job(max_tokens=2, ignore_eos=True)
-    harness.add(dataclasses.replace(request, outputs=((1, 2),)))
+    harness.add(msgspec.structs.replace(request, outputs=((1, 2),)))
 
-    harness.add(dataclasses.replace(request, epoch=2))
+    harness.add(msgspec.structs.replace(request, epoch=2))
 
     assert harness.step().ended == []
 
@@ -75,7 +74,7 @@ def test_a_newer_epoch_silences_an_end_that_was_not_yet_said() -> None:
 def test_an_older_epoch_changes_nothing() -> None:
     """Neither its start nor its stop reaches the newer attempt."""
     harness, request = Harness(Sizes()), job(max_tokens=20, ignore_eos=True)
-    newer = dataclasses.replace(request, epoch=5)
+    newer = msgspec.structs.replace(request, epoch=5)
     harness.add(newer)
     harness.step()
 
@@ -105,7 +104,7 @@ def test_a_stopped_job_gives_its_blocks_back_at_once() -> None:
 def test_a_stopped_job_is_silent_about_choices_that_had_just_ended() -> None:
     """The end of a complete choice that was not reported yet is never reported."""
     harness = Harness(Sizes())
-    harness.add(dataclasses.replace(job(max_tokens=2, ignore_eos=True), outputs=((1, 2),)))
+    harness.add(msgspec.structs.replace(job(max_tokens=2, ignore_eos=True), outputs=((1, 2),)))
     assert harness.engine.has_work
 
     harness.engine.stop_job("job", 1)
@@ -118,7 +117,7 @@ def test_finished_choices_are_not_run_again() -> None:
     harness, request = Harness(Sizes()), job(n=2, ignore_eos=True)
     first_ids = oracle(request)["job", 0][0]
     harness.add(
-        dataclasses.replace(request, outputs=(tuple(first_ids), ()), finished=(True, False))
+        msgspec.structs.replace(request, outputs=(tuple(first_ids), ()), finished=(True, False))
     )
 
     harness.run()

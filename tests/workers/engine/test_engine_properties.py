@@ -3,8 +3,7 @@
 `test_state_machine` mixes everything a supervisor may do; these tests check one promise each.
 """
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,8 @@ from tests.workers.engine.harness import (
     all_sizes,
     oracle,
 )
-from workers.engine.request import Request, RequestRefused
+from workers.engine.request import RequestRefused
+from workers.ipc.request import Request
 
 Workload = list[tuple[Prompts, SamplingParams]]
 
@@ -43,7 +43,7 @@ def is_possible(request: Request, sizes: Sizes) -> bool:
 def cut(request: Request, num_kept: int, finishes: bool = False) -> Request:
     """The job after `num_kept` tokens of each choice were logged."""
     outputs = [token_ids for token_ids, _ in oracle(request).values()]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         request,
         outputs=tuple(tuple(token_ids[:num_kept]) for token_ids in outputs),
         finished=tuple(finishes and len(token_ids) <= num_kept for token_ids in outputs),

@@ -1,12 +1,13 @@
 """A tenant with fewer places than another in its lane takes one from it; equal tenants take
 none."""
 
-import dataclasses
 from collections import Counter
+
+import msgspec
 
 from tests.workers.engine.harness import Harness, Sizes, job, oracle
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
-from workers.engine.request import Request
+from workers.ipc.request import Request
 
 _NUM_PLACES = 6
 
@@ -20,7 +21,7 @@ def flood(
     harness: Harness, tenant: str, num_jobs: int, max_tokens: int = 40, weight: float = 1.0
 ) -> list[Request]:
     requests = [
-        dataclasses.replace(
+        msgspec.structs.replace(
             job(
                 f"{tenant}-{i}",
                 range(i, i + 8),

@@ -1,8 +1,8 @@
 """Choices constrained to a grammar: forced tokens, ends, resumes and neighbours."""
 
-import dataclasses
 import json
 
+import msgspec
 import pytest
 from llguidance import LLMatcher
 
@@ -87,7 +87,7 @@ def test_a_job_resumed_anywhere_ends_the_same(grammar: str) -> None:
         harness = Harness(Sizes())
         known = tuple(tuple(ids[:cut]) for ids, _ in whole.values())
         finished = tuple(len(ids) <= cut for ids, _ in whole.values())
-        harness.add(dataclasses.replace(request, epoch=2, outputs=known, finished=finished))
+        harness.add(msgspec.structs.replace(request, epoch=2, outputs=known, finished=finished))
 
         harness.run()
 
@@ -100,7 +100,7 @@ def test_a_grammar_that_fails_costs_only_its_own_job() -> None:
     """A grammar that does not compile, and one that the logged output does not match."""
     harness, free = Harness(Sizes()), job("free", max_tokens=6)
     harness.add(job("bad", grammar="start: /(/", max_tokens=6))
-    other = dataclasses.replace(job("other", grammar=DIGITS), outputs=((97, 98),))
+    other = msgspec.structs.replace(job("other", grammar=DIGITS), outputs=((97, 98),))
     harness.add(other)
     harness.add(free)
 
@@ -126,7 +126,7 @@ def test_stopping_a_job_whose_grammar_is_being_compiled_forgets_it() -> None:
     harness = Harness(Sizes())
     harness.add(job("a", grammar=GRAMMAR))
     harness.add(job("b", grammar=GRAMMAR))
-    harness.add(dataclasses.replace(job("c", grammar=GRAMMAR), deadline_s=-1.0))
+    harness.add(msgspec.structs.replace(job("c", grammar=GRAMMAR), deadline_s=-1.0))
 
     harness.engine.stop_job("a", 1)
     harness.engine.stop_choice("b", 1, 0)

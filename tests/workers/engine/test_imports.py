@@ -52,4 +52,6 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
         "contract.jobs",
         "workers",
         "workers.engine",
+        "workers.ipc",
+        "workers.ipc.request",
     ]

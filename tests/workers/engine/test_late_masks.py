@@ -1,11 +1,11 @@
 """Compilations and masks that take long, or never end, hold up nobody but their own rows."""
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from threading import Event
 
+import msgspec
 import numpy as np
 import pytest
 from llguidance import LLMatcher
@@ -130,7 +130,7 @@ def test_a_compilation_ends_with_its_job(compiling: BlockedGrammars, stop: str) 
     for job_id in ("begun", "waits"):
         request = job(job_id, tenant="slow", grammar=GRAMMAR)
         passed = -1.0 if stop == "deadline" else None
-        harness.add(dataclasses.replace(request, deadline_s=passed))
+        harness.add(msgspec.structs.replace(request, deadline_s=passed))
     compiling.compiling.wait(WAIT_S)
 
     for job_id in ("begun", "waits"):

@@ -16,8 +16,9 @@ from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Padding, Row, RowFailed, Vector
 from workers.engine.limits import EngineLimits
 from workers.engine.masks import StepMasks
-from workers.engine.request import Request, RequestRefused
+from workers.engine.request import RequestRefused
 from workers.engine.strategy import Strategy
+from workers.ipc.request import Request
 from workers.strategies import ContinuousBatching, DynamicBatching
 
 BUDGET = 32

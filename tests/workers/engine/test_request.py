@@ -1,8 +1,8 @@
 """Requests that an engine refuses, each for one job alone, with a code and one sentence."""
 
-import dataclasses
 import math
 
+import msgspec
 import pytest
 
 from contract.errors import ErrorCode
@@ -61,7 +61,7 @@ def test_known_outputs_are_checked_like_the_prompt() -> None:
 
     for outputs in (((VOCAB_SIZE,),), ((), ())):
         with pytest.raises(RequestRefused):
-            harness.engine.add(dataclasses.replace(job(), outputs=outputs))
+            harness.engine.add(msgspec.structs.replace(job(), outputs=outputs))
 
 
 def test_a_prompt_that_fills_the_context_is_too_long() -> None:

@@ -1,6 +1,5 @@
 """Shares of service: lanes, tenants, limits of starvation, admission by predicted length."""
 
-import dataclasses
 import random
 
 import msgspec
@@ -14,7 +13,8 @@ from workers.engine.policies import (
     VirtualTokenCounters,
 )
 from workers.engine.report import StepReport
-from workers.engine.request import Request
+from workers.engine.request import sequences_of
+from workers.ipc.request import Request
 
 
 def names(report: StepReport) -> set[str]:
@@ -147,7 +147,7 @@ def preemptions_of(lengths: LengthPredictor, *, callers_know: bool = False) -> t
 
 def expecting(request: Request, num_tokens: int) -> Request:
     params = msgspec.structs.replace(request.params, expected_tokens=num_tokens)
-    return dataclasses.replace(request, params=params)
+    return msgspec.structs.replace(request, params=params)
 
 
 def test_expected_lengths_prevent_preemptions() -> None:
@@ -158,7 +158,7 @@ def test_expected_lengths_prevent_preemptions() -> None:
     assert known < predicted
     assert known_use >= 2 * capped_use
     lengths = RecentLengths()
-    [sequence] = expecting(job(max_tokens=30), 4).sequences(frozenset(), 0)
+    [sequence] = sequences_of(expecting(job(max_tokens=30), 4), frozenset(), 0)
     assert lengths.predict(sequence) == 4
     sequence.token_ids += range(10)
     assert lengths.predict(sequence) == 21
@@ -199,7 +199,7 @@ def test_a_deadline_frees_the_blocks_of_its_job() -> None:
     harness = Harness(Sizes(max_num_seqs=1))
     for name in ("running", "waiting"):
         request = job(name, max_tokens=30, ignore_eos=True)
-        harness.engine.add(dataclasses.replace(request, deadline_s=5.0))
+        harness.engine.add(msgspec.structs.replace(request, deadline_s=5.0))
         harness.output_ids[name, 0] = []
     harness.step()
     harness.now_s = 5.0

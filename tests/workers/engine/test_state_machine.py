@@ -4,6 +4,7 @@ holds."""
 import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -39,8 +40,9 @@ from workers.engine.policies import (
     Policy,
     VirtualTokenCounters,
 )
-from workers.engine.request import Request, RequestRefused
+from workers.engine.request import RequestRefused
 from workers.engine.strategy import Strategies, Strategy
+from workers.ipc.request import Request
 
 LANES = ("interactive", "standard", "batch")
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -114,7 +116,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
         """A job of any lane and tenant, possibly with the first tokens of its choices."""
         self.num_jobs += 1
         request = request_of(f"job-{self.num_jobs}", prompts, params)
-        request = dataclasses.replace(request, lane=lane, tenant=tenant)
+        request = msgspec.structs.replace(request, lane=lane, tenant=tenant)
         if not is_possible(request, self.harness.sizes):
             with pytest.raises(RequestRefused):
                 self.harness.add(request)
@@ -127,11 +129,11 @@ class SupervisorAndEngine(RuleBasedStateMachine):
     def rerun(self, old: Request, num_kept: int) -> Request:
         """The job's lease expired and it was claimed here again with a newer epoch."""
         self.stopped -= {(old.job_id, choice) for choice in range(len(old.outputs))}
-        return self.take(cut(dataclasses.replace(old, epoch=old.epoch + 1), num_kept))
+        return self.take(cut(msgspec.structs.replace(old, epoch=old.epoch + 1), num_kept))
 
     def take(self, request: Request) -> Request:
         deadline_s = self.deadlines_s.get(request.job_id)
-        request = dataclasses.replace(request, deadline_s=deadline_s)
+        request = msgspec.structs.replace(request, deadline_s=deadline_s)
         self.harness.add(request)
         self.due[request.job_id] = request
         return request
@@ -140,7 +142,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
     def add_a_fenced_epoch(self, request: Request) -> None:
         """A late command of an older attempt changes nothing while a newer one runs."""
         if request.job_id in self.due and not self.has_ended(request):
-            self.harness.engine.add(dataclasses.replace(request, epoch=request.epoch - 1))
+            self.harness.engine.add(msgspec.structs.replace(request, epoch=request.epoch - 1))
         self.harness.engine.stop_job(request.job_id, request.epoch - 1)
         self.harness.engine.stop_choice(request.job_id, request.epoch - 1, 0)
 

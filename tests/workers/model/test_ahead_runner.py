@@ -21,8 +21,8 @@ from tests.workers.model.driver import (
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Model, ModelRefused, RowFailed, Sample
 from workers.engine.limits import EngineLimits
-from workers.engine.request import Request
 from workers.ipc.messages import EngineOptions
+from workers.ipc.request import Request
 from workers.model.ahead import decode
 from workers.model.ahead import runner as ahead_runner
 from workers.model.ahead.decode import PrepareRows

@@ -17,7 +17,7 @@ from tests.workers.model.parity import Expected, expected_of, num_near_ties
 from workers.engine.engine import Engine
 from workers.engine.interface import Model
 from workers.engine.limits import EngineLimits
-from workers.engine.request import Request
+from workers.ipc.request import Request
 from workers.strategies import ContinuousBatching
 
 SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]

@@ -14,8 +14,8 @@ from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Drawn, Model, RowFailed, Sample, Vector
 from workers.engine.limits import EngineLimits
-from workers.engine.request import Request
 from workers.engine.sequence import Sequence
+from workers.ipc.request import Request
 from workers.strategies import ContinuousBatching
 
 # A paged model, and one for each way to continue a state.

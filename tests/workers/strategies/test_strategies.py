@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,11 +110,11 @@ def test_a_lane_may_have_a_strategy_of_its_own() -> None:
     strategies = Strategies(ContinuousBatching(), {"batch": StaticBatching(2, max_wait_s=60)})
     harness = Harness(Sizes())
     harness.engine.reconfigure(harness.engine.limits, strategies)
-    harness.add(dataclasses.replace(job("waits", ignore_eos=True), lane="batch"))
-    harness.add(dataclasses.replace(job("goes", ignore_eos=True), lane="interactive"))
+    harness.add(msgspec.structs.replace(job("waits", ignore_eos=True), lane="batch"))
+    harness.add(msgspec.structs.replace(job("goes", ignore_eos=True), lane="interactive"))
 
     first = harness.step()
-    harness.add(dataclasses.replace(job("fills", ignore_eos=True), lane="batch"))
+    harness.add(msgspec.structs.replace(job("fills", ignore_eos=True), lane="batch"))
     second = harness.step()
 
     assert {output.sequence.job_id for output in first.outputs} == {"goes"}

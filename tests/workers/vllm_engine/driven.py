@@ -18,9 +18,9 @@ from workers.ipc.messages import (
     JobFailed,
     LoadFailed,
     Ready,
-    StartJob,
     TokenOut,
 )
+from workers.ipc.request import Request
 from workers.settings import VLLM_ENGINE
 
 PROMPT = tuple(range(5, 45))
@@ -91,7 +91,7 @@ class Engine:
                 self.news.clear()
                 await self.news.wait()
 
-    async def run(self, *jobs: StartJob) -> dict[tuple[str, int], list[int]]:
+    async def run(self, *jobs: Request) -> dict[tuple[str, int], list[int]]:
         """Runs all jobs at once to their ends; returns the new tokens of each job and choice."""
         self.received.clear()
         self.client.send(jobs)
@@ -135,15 +135,13 @@ def job(
     *,
     prompt: tuple[int, ...] = PROMPT,
     **params: Any,
-) -> StartJob:
+) -> Request:
     fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "seed": 7, "ignore_eos": True, **params}
     finished = (False,) * len(outputs)
-    return StartJob(
-        name, 1, "t", "standard", (prompt,), SamplingParams(**fields), outputs, finished
-    )
+    return Request(name, 1, "t", "standard", (prompt,), SamplingParams(**fields), outputs, finished)
 
 
-def workload_jobs() -> list[StartJob]:
+def workload_jobs() -> list[Request]:
     return [
         job(
             f"w-{number}",

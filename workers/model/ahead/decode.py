@@ -1,5 +1,6 @@
-"""Computes the logits of a step from state on the device (`RequestState`): of one token for each of
-some rows, and of prompts, each of whose tokens is a row of its own with its sequence's table.
+"""Computes the logits of a step from state on the device (`RequestState`). The step has one token
+for each of some rows, and prompts: each of their tokens is a row of its own with its sequence's
+table.
 
 A step can follow another without waiting for its tokens, and can be recorded. Sampling is in
 `drawing`.
@@ -30,7 +31,7 @@ PrepareRows = Callable[[RowsStep], PreparedAttention]
 
 
 class RowsDecoder:
-    """Computes the logits of the places that the state has lined up."""
+    """Computes the logits of the step that the state has lined up."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class RowsDecoder:
             self.graphs = StepGraphs(record, self._compute_in_place, self._sizes)
 
     def has_graph_for(self, chunks: Seq[Chunk]) -> bool:
-        """Whether there is room in a recorded step for these, prompts among them."""
+        """Whether a recorded step has room for these chunks, which may be prompts."""
         positions = _positions_of(chunks)
         if self.graphs is None or len(positions) > self._sizes[-1]:
             return False
@@ -61,14 +62,14 @@ class RowsDecoder:
         return num_parts <= self._most_parts(size) and num_prompt_parts <= _MOST_PROMPT_PARTS
 
     def logits_of(self, chunks: Seq[Chunk]) -> Tensor:
-        """The logits (n, vocab_size) of the n chunks that sample. Tokens are those of the state's
-        rows where a chunk samples one alone. All sequences have a row."""
+        """Returns the logits (n, vocab_size) of the n chunks that sample. A chunk of one token
+        takes that token from the state's row. All sequences have a row."""
         self.line_up(chunks)
         num_wanted = sum(chunk.samples for chunk in chunks)
         return self.logits(_positions_of(chunks), num_wanted)
 
     def line_up(self, chunks: Seq[Chunk]) -> None:
-        """Makes these the device's next step; see `logits_of`."""
+        """Makes these chunks the device's next step; see `logits_of`."""
         rows, tokens, positions, wanted = list[int](), list[int](), list[int](), list[int]()
         for chunk in chunks:
             self._state.cover(chunk.sequence)
@@ -85,8 +86,8 @@ class RowsDecoder:
         self._state.flush()
 
     def logits(self, positions: Seq[int], num_wanted: int) -> Tensor:
-        """Logits (num_wanted, vocab) of the step that the state has lined up, whose tokens are at
-        these positions. Valid until the next step."""
+        """Returns logits (num_wanted, vocab) of the step that the state has lined up, whose tokens
+        are at these positions. Valid until the next step."""
         size, num_parts = self._extent(positions)
         if self.graphs is not None and num_parts <= self._most_parts(size):
             found = self.replay(size)
@@ -95,18 +96,18 @@ class RowsDecoder:
         return found[:num_wanted]
 
     def _extent(self, positions: Seq[int]) -> tuple[int, int]:
-        """The padded number of these tokens, and the parts of all their contexts."""
+        """The padded number of these tokens, and the number of KV splits of their contexts."""
         size = next(size for size in self._sizes if size >= len(positions))
         return size, size - len(positions) + _num_parts(positions)
 
     def compute(self, size: int, num_parts: int, longest: int) -> Tensor:
-        """The logits of all places that may be wanted in a step of this size, without a graph, of
-        contexts with these parts together, and none longer than `longest`. Writes their KV."""
+        """Computes a step of this size without a graph, and writes its KV. Returns the logits of
+        all places that may be wanted. `num_parts`: KV splits of all contexts; `longest` context."""
         found = self._compute(size, num_parts, longest)
         return found if self._has_index(size) else found[self._wanted(size)]
 
     def _compute(self, size: int, num_parts: int, longest: int | None) -> Tensor:
-        """`compute`, but of every place of a step without an index."""
+        """As `compute`. If the head computes all places, returns the logits of all."""
         state, block_size = self._state, self.runner.block_size
         rows, given = state.order[:size], state.given[:, :size]
         token_ids, positions = (
@@ -127,14 +128,14 @@ class RowsDecoder:
         return self.runner.forward(token_ids[None], positions[None], index, paged)
 
     def replay(self, size: int) -> Tensor:
-        """`compute` by a graph, of contexts with at most `_most_parts`."""
+        """Does `compute` by a graph, for contexts with at most `_most_parts` KV splits."""
         assert self.graphs is not None
         assert self._logits is not None
         self.graphs.replay(size)
         return self._logits[: len(self._wanted(size))]
 
     def _wanted(self, size: int) -> Tensor:
-        """Places of a step whose logits may be wanted."""
+        """The places of a step whose logits may be wanted."""
         return self._state.wanted[: min(size, self._most_wanted)]
 
     def _has_index(self, size: int) -> bool:
@@ -142,7 +143,7 @@ class RowsDecoder:
         return size > self._most_wanted
 
     def _most_parts(self, size: int) -> int:
-        """Of all contexts of a recorded step."""
+        """The most KV splits of all contexts in a recorded step."""
         of_one = -(-self._state.tables.shape[1] * self.runner.block_size // SPLIT_TOKENS)
         return min(size * of_one, size + _MOST_MORE_PARTS)
 
@@ -158,10 +159,10 @@ class RowsDecoder:
 
 
 def _positions_of(chunks: Iterable[Chunk]) -> list[int]:
-    """Of all tokens of these chunks."""
+    """The positions of all tokens of these chunks."""
     return [chunk.start + i for chunk in chunks for i in range(chunk.num_tokens)]
 
 
 def _num_parts(positions: Iterable[int]) -> int:
-    """Of the contexts of tokens at these positions."""
+    """The number of KV splits of the contexts that end at these positions."""
     return sum(position // SPLIT_TOKENS + 1 for position in positions)

@@ -154,7 +154,7 @@ class AheadRunner:
         masks: StepMasks | None,
     ) -> tuple[dict[Sequence, Row], HostCopy | None]:
         """Starts rows not in flight, and in the same forward the next step of the `ready` ones that
-        go on. Returns the rows that the host samples, and the ids of the others, in order."""
+        continue. Returns the rows that the host samples, and the ids of the others, in order."""
         if not rest:
             return {}, None
         on = [chunk for chunk in ready if self._goes_on(chunk)]

@@ -52,8 +52,8 @@ class SelfTestFailed(ModelRefused):
 
 @torch.inference_mode()
 def check_attention(backend: Backend, shapes: Collection[AttentionShape], loaded: Loaded) -> None:
-    """Chunks, single tokens with short and long contexts, and rows whose tables are on the device,
-    for each shape of the model's layers. Raises SelfTestFailed."""
+    """Compares chunks, single tokens with short and long contexts, and rows whose tables are on the
+    device, for each shape of the model's layers. Raises SelfTestFailed."""
     device = loaded.device
     for shape in shapes:
         trial = _Trial(shape, loaded.block_size, loaded.dtype, device)
@@ -102,7 +102,7 @@ class _Trial:
             raise SelfTestFailed(stage, f"off by {share:.1e} of the largest number of a head")
 
     def rows_step(self) -> RowsStep:
-        """The rows of `_ROW_STARTS`, in the other order in the tables, behind a third."""
+        """The rows of `_ROW_STARTS`, in another order in the tables, behind a third row."""
         tables = torch.zeros(3, self._num_blocks, dtype=torch.int64)
         tables[2], tables[1] = map(torch.from_numpy, self._tables)
         rows = torch.tensor([2, 1], device=self._device)
@@ -134,7 +134,7 @@ class _Trial:
 
 
 def _largest_difference(found: Tensor, expected: Tensor) -> float:
-    """As a share of the largest number of its head; NaN if there is one."""
+    """The difference as a share of the largest number of its head; NaN if there is one."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
     difference = (found.float() - expected.float()).abs().amax(-1)
@@ -143,8 +143,8 @@ def _largest_difference(found: Tensor, expected: Tensor) -> float:
 
 @torch.inference_mode()
 def check_rows(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> None:
-    """Rows from state on the device, a prompt's tokens among them, computed directly, and the
-    tokens drawn from rows of logits. Raises SelfTestFailed."""
+    """Compares rows from state on the device, including a prompt's tokens, computed directly, and
+    the tokens drawn from rows of logits. Raises SelfTestFailed."""
     rows = _Rows(model, runner, config)
     with _Stage("rows", rows.device), closing(rows):
         for chunks in rows.steps():
@@ -164,9 +164,8 @@ def check_rows(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig
 
 @torch.inference_mode()
 def check_graphs(model: AheadRunner, runner: ModelRunner, config: PretrainedConfig) -> int:
-    """Records all graphs and compares a replay of each with the same step, computed directly: in a
-    mixture of experts other sizes may choose others. Returns their number. Raises SelfTestFailed.
-    """
+    """Records all graphs and compares a replay of each with the same step, computed directly: other
+    sizes may choose other experts in a mixture. Returns their number. Raises SelfTestFailed."""
     decoder = model.decoder
     assert decoder.graphs is not None
     rows = _Rows(model, runner, config)
@@ -197,8 +196,8 @@ class _Rows:
             model.state.place(sequence, sequence.token_ids[-1], sequence.num_prompt - 1)
 
     def steps(self, most: int = 4) -> list[list[Chunk]]:
-        """Those with at most so many tokens: last tokens together and alone, so that a replay
-        cannot repeat what it once read; and the end of a prompt, beside the other's last token."""
+        """Steps with at most `most` tokens: the last tokens together and alone, so that a replay
+        cannot repeat what it read before; and the end of a prompt, beside the other's last one."""
         first, *other = (Chunk(s, s.num_prompt - 1, 1, samples=True) for s in self._sequences)
         end = Chunk(first.sequence, first.start - 2, 3, samples=True)
         steps = [[*other, first], [first], [*other], [end, *other]]
@@ -216,7 +215,7 @@ class _Rows:
             layer.key_slots[slots] = layer.value_slots[slots] = value
 
     def close(self) -> None:
-        """Leaves nothing behind, whatever has failed."""
+        """Frees all that it holds, even after a failure."""
         self.spoil([Chunk(s, 0, s.num_prompt, samples=False) for s in self._sequences], 0.0)
         self._model.decoder.line_up([])
 

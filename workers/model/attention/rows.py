@@ -19,10 +19,10 @@ SPLIT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class RowsStep:
-    """One token per row. rows int64 (n,): row of the tables; positions int64 (n,); tables int64
-    (num_tables, num_blocks): block ids, any stride; most_parts: no fewer than the parts of all
-    contexts, of SPLIT_TOKENS each; longest: no shorter than any context, None where the host does
-    not know it, as in a recorded step."""
+    """A step with one token per row. rows int64 (n,): row of the tables; positions int64 (n,);
+    tables int64 (num_tables, num_blocks): block ids, any stride. `most_parts`: an upper bound of
+    the parts of all contexts, of SPLIT_TOKENS each. `longest`: an upper bound of the contexts'
+    lengths; None if the host does not know it, as in a recorded step."""
 
     rows: Tensor
     positions: Tensor

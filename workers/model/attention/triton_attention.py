@@ -204,10 +204,10 @@ def can_attend(num_heads: int, kv_heads: int, k_dim: int, v_dim: int) -> bool:
 
 
 def _tile(dtype: torch.dtype, widest: int, group: int, *, is_short: bool) -> _Tile:
-    """Tiles that fit 99 KiB of shared memory, which every GPU from sm_80 on has, and the registers,
-    by the compiler's figures (tests/workers/model/test_triton_compile.py). With five stages the
-    next keys and values are loaded while these are multiplied: fewer look ahead in the table only.
-    """
+    """Returns tiles that fit 99 KiB of shared memory, which every GPU from sm_80 on has, and the
+    registers, by the compiler's figures (tests/workers/model/test_triton_compile.py). With five
+    stages the next keys and values are loaded during a product: fewer look ahead in the table
+    only."""
     num_rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
     num_keys = 32 if widest > 128 else 64
     if dtype == torch.float32:  # without tensor cores, and twice as large

@@ -20,9 +20,9 @@ _Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One launch. items int64 (at least num_items, ITEM_FIELDS), num_items int64 (1,) and joins
-    int64 (num_joins, JOIN_FIELDS) as in `triton_kernels`; no joins if no context has several parts.
-    `num_parts`: most partial results, 0 if contexts are not split."""
+    """The work of one launch. items int64 (at least num_items, ITEM_FIELDS), num_items int64 (1,)
+    and joins int64 (num_joins, JOIN_FIELDS) as in `triton_kernels`; no joins if no context has
+    several parts. `num_parts`: most partial results, 0 if contexts are not split."""
 
     items: Tensor
     num_items: Tensor
@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """positions int64 (T,); tables int64 (rows, blocks) with last stride 1."""
+    """A step's work. positions int64 (T,); tables int64 (rows, blocks) with last stride 1."""
 
     positions: Tensor
     tables: Tensor
@@ -40,7 +40,7 @@ class StepPlan:
 
 
 def parts_of(num_tokens: int, split_tokens: int) -> int:
-    """Parts of a context."""
+    """The number of parts of a context."""
     return -(-num_tokens // split_tokens)
 
 

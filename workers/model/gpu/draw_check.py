@@ -30,8 +30,8 @@ _UNLIKELY = -30.0
 def wrong_draws(
     state: RequestState, vocab_size: int, dtype: torch.dtype, draw_rows: Draw = draw
 ) -> str | None:
-    """Describes rows that `draw_rows` draws otherwise than the sampler; None if there are none.
-    Compiles the kernels for this state and size of the vocabulary."""
+    """Describes rows for which `draw_rows` and the sampler differ; None if there are none. Compiles
+    the kernels for this state and size of the vocabulary."""
     for rows in _BATCHES:
         for sequences in _groups(rows, state.num_rows):
             logits = _logits(len(sequences), vocab_size, state.device).to(dtype)
@@ -45,7 +45,7 @@ def wrong_draws(
 
 
 def _groups(rows: Seq[tuple[float, int, float, float]], num_rows: int) -> Iterator[list[Sequence]]:
-    """One sequence for each row, at most `num_rows` at once."""
+    """Yields one sequence for each row, at most `num_rows` at once."""
     for first in range(0, len(rows), num_rows):
         part = rows[first : first + num_rows]
         yield [_sequence(first + number, *row) for number, row in enumerate(part)]
@@ -68,7 +68,7 @@ def _sequence(number: int, temperature: float, top_k: int, top_p: float, min_p: 
 
 
 def _lined_up(state: RequestState, sequences: Seq[Sequence]) -> list[int]:
-    """The rows of the sequences, whose state the device gets."""
+    """Copies the sequences' state to the device, and returns their rows."""
     for sequence in sequences:
         state.admit(sequence, sequences)
         state.place(sequence, sequence.token_ids[-1], sequence.num_known - 1)
@@ -77,8 +77,8 @@ def _lined_up(state: RequestState, sequences: Seq[Sequence]) -> list[int]:
 
 
 def _logits(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
-    """float32 (num_rows, vocab_size): some likely tokens all over the vocabulary, in another order
-    in each row."""
+    """float32 (num_rows, vocab_size): some likely tokens all over it, in each row in another
+    order."""
     logits = torch.full((num_rows, vocab_size), _UNLIKELY)
     ids = torch.linspace(0, vocab_size - 1, min(_NUM_LIKELY, vocab_size)).long()
     for row in range(num_rows):

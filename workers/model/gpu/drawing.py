@@ -48,20 +48,20 @@ def wishes_of(sequences: Iterable[Sequence]) -> Wishes:
 
 
 def draw(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> Tensor:
-    """logits (n, vocab_size) behind the position of each row, rows int64 (n,) -> ids or OPEN."""
+    """logits (n, vocab_size) behind each row's position, rows int64 (n,) -> drawn ids, or OPEN."""
     is_fast = logits.device.type == "cuda" and find_spec("triton") is not None
     return (draw_by_triton if is_fast else draw_by_torch)(logits, state, rows, wishes)
 
 
 def draw_by_triton(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> Tensor:
-    """`draw` by our kernels."""
+    """Does `draw` by our kernels."""
     from workers.model.gpu.kernels import draw_rows
 
     return draw_rows(logits, state.cells, rows, is_limited=wishes.draws_limited)
 
 
 def draw_by_torch(logits: Tensor, state: RequestState, rows: Tensor, wishes: Wishes) -> Tensor:
-    """`draw` without our kernels. With limits it waits for the device."""
+    """Does `draw` without our kernels. With limits it waits for the device."""
     raw = logits.float()
     token_ids = raw.argmax(-1)
     is_open = ~raw.gather(1, token_ids[:, None])[:, 0].isfinite()

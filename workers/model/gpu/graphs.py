@@ -1,6 +1,6 @@
 """Recorded steps: one graph per padded number of tokens.
 
-All are recorded at load, the largest first, so that smaller ones reuse its memory. A graph holds
+All are recorded at load, the largest first, so that smaller ones reuse its memory. A graph works
 for contexts of any length: its kernels read on the device how much they have to do.
 """
 
@@ -22,14 +22,14 @@ _TOKENS_APART = 64
 
 
 def padded_size(num_rows: int) -> int:
-    """1, 2, 4, 8, 16, 24 … 256, then by 32."""
+    """Rounds up to 1, 2, 4, 8, 16, 24 … 256, then to multiples of 32."""
     if num_rows > _SIZES[-1]:
         return -(-num_rows // _BEYOND) * _BEYOND
     return next(size for size in _SIZES if size >= num_rows)
 
 
 def sizes_up_to(num_rows: int) -> list[int]:
-    """All padded sizes up to the one for `num_rows`, ascending; then those of steps with
+    """Returns all padded sizes up to the one for `num_rows`, ascending; then those of steps with
     prompts."""
     largest = padded_size(num_rows)
     of_rows = [s for s in _SIZES if s <= largest]
@@ -55,7 +55,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Compute) -> Graph:
-        """Raises what `compute` raises, or what cannot be recorded."""
+        """Records a computation. Raises what `compute` raises, or what cannot be recorded."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
@@ -92,11 +92,11 @@ class StepGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """Of the recorded graphs, in recording order."""
+        """The sizes of the recorded graphs, in recording order."""
         return list(self._graphs)
 
     def record_all(self) -> None:
-        """For a device whose next step is padding. Raises what a recording raises."""
+        """Records; the device's next step must be padding. Raises what a recording raises."""
         for size in reversed(self._sizes):
             self._compute(size)  # compiles its kernels
             self._graphs[size] = self._record(lambda size=size: self._compute(size))  # type: ignore[misc]

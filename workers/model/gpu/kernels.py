@@ -100,8 +100,8 @@ def draw_rows(logits: Tensor, cells: Tensor, rows: Tensor, *, is_limited: bool) 
     """Chooses each row's next token, without waiting for the device.
 
     logits (n, vocab_size) of any float type; cells int64 (num_rows, width) and rows int64 (n,) as
-    in RequestState; `is_limited`: some row has top-k, top-p or min-p -> ids int64 (n,), or OPEN
-    where the logits are not finite.
+    in RequestState; `is_limited`: some row has top-k, top-p or min-p -> ids int64 (n,), or OPEN for
+    rows whose logits are not finite.
     """
     logits = logits.contiguous()
     num_rows, vocab_size = logits.shape

@@ -152,7 +152,7 @@ class RequestState:
         self, rows: Seq[int], given: tuple[Seq[int], Seq[int]] = ((), ()), wanted: Seq[int] = ()
     ) -> None:
         """Sets the next step; the rest is padding. rows (n,); given: tokens and positions (n,), OWN
-        where the row has them, or none; wanted: the places whose logits are needed first."""
+        for those that the row has, or none; wanted: the places whose logits are needed first."""
         places = self._padding.copy()
         for line, numbers in zip(places, (rows, *given, wanted), strict=True):
             line[: len(numbers)] = numbers
@@ -172,7 +172,7 @@ class RequestState:
         self._flat[shipped[0]] = shipped[1]
 
     def note_advance(self, sequences: Seq[Sequence]) -> None:
-        """The device has advanced these by one token that the host does not know yet."""
+        """Records that the device has advanced these by one token unknown to the host."""
         for sequence in sequences:
             cells = self._cells[self._rows[sequence].number]
             cells[TOKEN] = _UNKNOWN

@@ -34,7 +34,7 @@ _WHOLE = tl.constexpr(2.0**40)
 
 @triton.jit
 def _fraction(cell):
-    """A float64 in an int64 cell."""
+    """Reads a float64 from an int64 cell."""
     return tl.load(cell).to(tl.float64, bitcast=True)
 
 
@@ -48,7 +48,7 @@ def _mix(bits):
 
 @triton.jit
 def _logits(logits, first, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """A tile of a row as float32, infinite where it is not a number, -inf behind the vocabulary."""
+    """Loads a tile as float32: infinite where it is not a number, -inf behind the vocabulary."""
     ids = first + tl.arange(0, TILE)
     found = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
     return tl.where(found == found, found, float("inf"))
@@ -65,8 +65,8 @@ def _weigh(
     TILE: tl.constexpr,
     MASS: tl.constexpr,
 ):
-    """Of a row's logits from `least` on: the number or mass of those above the pivot, the largest
-    up to it, and the smallest above it."""
+    """Among a row's logits from `least` on: returns the number or mass of those above the pivot,
+    the largest up to it, and the smallest above it."""
     weight = tl.zeros([TILE], tl.int64)
     below = tl.full([TILE], float("-inf"), tl.float32)
     above = tl.full([TILE], float("inf"), tl.float32)
@@ -94,8 +94,8 @@ def _lowest_kept(
     TILE: tl.constexpr,
     MASS: tl.constexpr,
 ):
-    """The smallest logit, from `least` on, above which the number or mass is below `limit`; both
-    ends are logits of the row. Bisects their values."""
+    """Returns the smallest logit, from `least` on, above which the number or mass is below `limit`,
+    by bisecting the values. `least` and `best` are logits of the row."""
     low, high = least, best
     while low < high:
         pivot = tl.maximum(low * 0.5 + high * 0.5, low)

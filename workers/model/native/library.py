@@ -61,7 +61,7 @@ def supported_isas() -> tuple[Isa, ...]:
 
 @cache
 def load_library(isa: Isa = Isa.NATIVE) -> ctypes.CDLL:
-    """The kernels, built if they are not there yet. Raises CannotBuild."""
+    """Loads the kernels, and builds them if that was not done before. Raises CannotBuild."""
     target = library_path(isa)
     if not target.exists():
         _build(_compiler(), (*_FLAGS, _march(isa)), target)
@@ -117,7 +117,7 @@ def _macros(compiler: str, march: str) -> str:
 
 
 def _cache_folder() -> Path:
-    """A private folder: code is loaded from it."""
+    """A private folder, because code is loaded from it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "batchway"
     try:

@@ -13,8 +13,8 @@ _PAIR = ("batchway-q", "batchway-d")
 
 
 def activation_of(found: PoolingFolder, config: PretrainedConfig) -> Activation:
-    """A cross-encoder's own, by default a sigmoid of its one score. Of other classifiers, and of
-    cross-encoders whose several labels have none, the one of transformers' pipelines."""
+    """A cross-encoder's own activation, by default a sigmoid of its one score. Other classifiers,
+    and cross-encoders with several labels and none of their own, have transformers'."""
     own = found.activation
     if not isinstance(found.steps[0], ClassifierStep):
         return own or ("sigmoid" if found.is_cross_encoder else "none")
@@ -36,7 +36,7 @@ def make_card(
     num_outputs: int,
     tokenizer: Any,
 ) -> PoolingCard:
-    """Raises ModelRefused."""
+    """Returns the model's card. Raises ModelRefused."""
     path = found.files.model_path
     scores = found.is_cross_encoder or isinstance(found.steps[0], ClassifierStep)
     renders_pairs = _renders_pairs(found, tokenizer) if scores else False
@@ -60,7 +60,7 @@ def make_card(
 
 
 def _labels(found: PoolingFolder, config: PretrainedConfig, num_outputs: int) -> tuple[str, ...]:
-    """Of several scores, or of one that a single text has. Raises ModelRefused."""
+    """The labels of several scores, or of one that a single text has. Raises ModelRefused."""
     scores_texts = isinstance(found.steps[0], ClassifierStep) and not found.is_cross_encoder
     if not scores_texts and not (found.is_cross_encoder and num_outputs > 1):
         return ()
@@ -71,8 +71,7 @@ def _labels(found: PoolingFolder, config: PretrainedConfig, num_outputs: int) ->
 
 
 def _renders_pairs(found: PoolingFolder, tokenizer: Any) -> bool:
-    """Whether the chat template renders a query and a document, where sentence-transformers would
-    use it."""
+    """Whether the chat template renders a query and a document, as sentence-transformers does."""
     if found.has_messages is False or tokenizer.chat_template is None:
         return False
     messages = [

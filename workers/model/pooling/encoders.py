@@ -1,6 +1,6 @@
 """Computes the vectors of the tokens of several texts: flat, without padding, or padded.
 
-Both give what each text gives alone, up to rounding; `loading` tries which of them does.
+Both give the same as each text alone, up to rounding; `loading` tries which of them does.
 """
 
 import inspect
@@ -50,7 +50,7 @@ def runs_of_equal_length(lengths: Seq[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class FlatEncoder:
-    """All tokens in one row; each attends within its own text."""
+    """Computes all tokens in one row; each attends within its own text."""
 
     def __init__(self, model: Any, device: torch.device, *, uses_types: bool) -> None:
         self._model = model
@@ -116,7 +116,7 @@ class FlatStep:
         return out
 
     def _mask(self, length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
-        """(length, length), True where a query sees a key less than `window` away."""
+        """(length, length): True for pairs of a query and a key less than `window` away."""
         key = (length, window, is_causal)
         if key not in self._masks:
             positions = torch.arange(length, device=device)
@@ -127,7 +127,7 @@ class FlatStep:
 
 
 class PaddedEncoder:
-    """Batches of similar lengths, padded on the right, with transformers' own attention."""
+    """Computes batches of similar lengths, padded on the right, by transformers' attention."""
 
     def __init__(self, model: Any, device: torch.device, *, uses_types: bool, pad_id: int) -> None:
         self._model = model
@@ -173,6 +173,6 @@ def first_position(model: nn.Module) -> int:
 
 
 def fixed_arguments(model: Any) -> dict[str, Any]:
-    """Decoders would otherwise fill a cache."""
+    """Arguments of each forward: decoders would otherwise fill a cache."""
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False} if takes_cache else {}

@@ -58,7 +58,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """Vectors of length 1."""
+    """Scales vectors to length 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ Step = Pool | Dense | Normalize | ClassifierStep | LogitScore
 
 @dataclass(frozen=True, slots=True)
 class PoolingFolder:
-    """What the files say; None or empty where they say nothing."""
+    """What the files say; None or empty for what they do not say."""
 
     files: Files
     task: Task
@@ -100,7 +100,7 @@ class PoolingFolder:
 
 
 def read_folder(model_path: str, revision: str) -> PoolingFolder | None:
-    """None for a model that generates text. Raises ModelRefused."""
+    """Reads a folder; None for a model that generates text. Raises ModelRefused."""
     check_place(model_path)
     files = Files(model_path, revision)
     modules = files.read_json("modules.json")
@@ -277,7 +277,7 @@ class _SavedModules:
 
 
 def _activation(files: Files, name: Any) -> Activation:
-    """By the name of a class of torch. Raises ModelRefused."""
+    """The activation with the name of a class of torch. Raises ModelRefused."""
     found = _ACTIVATIONS.get(str(name).rpartition(".")[2])
     if found is None or not str(name).startswith("torch.nn."):
         raise ModelRefused(f"{files.model_path} has an activation that batchway lacks: {name}")

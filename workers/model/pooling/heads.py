@@ -59,8 +59,8 @@ class PoolHead:
 
 
 class ModelHead:
-    """A model's own layers behind its encoder, through its own forward, in which the encoder's
-    output is put in the encoder's place. Texts of equal length are computed in one call."""
+    """A model's own layers behind its encoder. They are computed by the model's forward, in which
+    the encoder is replaced by its known output. Texts of equal length are computed in one call."""
 
     def __init__(self, model: Any, encoder: nn.Module, *, last_only: bool = False) -> None:
         """`last_only`: the head takes a text's last token alone."""

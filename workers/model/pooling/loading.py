@@ -64,8 +64,8 @@ def load_runner(
     max_model_len: int | None,
     num_step_tokens: int | None,
 ) -> tuple[PoolingRunner, PoolingCard, TokenizerFiles]:
-    """The model as an engine runs it, its card, and the tokenizer files to publish. `path`: of
-    config.json and the weights. Raises ModelRefused."""
+    """Returns the model as an engine runs it, its card, and the tokenizer files to publish. `path`:
+    of config.json and the weights. Raises ModelRefused."""
     revision = found.files.revision
     whole = load_pooling_model(
         _AUTO_CLASSES[found.task], path, config, place.dtype, place.device, revision
@@ -108,8 +108,8 @@ def default_step_tokens(device: torch.device) -> int:
 def _largest_step(
     runner: PoolingRunner, text: Text, num_step_tokens: int, device: torch.device
 ) -> int | None:
-    """Bytes of a GPU's memory that a full step of the longest texts takes; None on a CPU, where it
-    is not measured. Raises ModelRefused if the GPU has less."""
+    """Returns the bytes of a GPU's memory that a full step of the longest texts takes; None on a
+    CPU, where it is not measured. Raises ModelRefused if the GPU has less."""
     card, longest = card_of(device), runner.max_model_len
     if card is None:
         return None
@@ -147,7 +147,7 @@ def _longest(
     tokenizer: Any,
     asked: int | None,
 ) -> int:
-    """Tokens of a text: the operator's limit, or the model's and its tokenizer's."""
+    """The most tokens of a text: the operator's limit, or the model's and its tokenizer's."""
     own = context_length(config)
     limits = [] if own is None else [own - first_position(model)]
     trained = found.max_tokens or tokenizer.model_max_length
@@ -168,7 +168,7 @@ def _uses_types(model: Any, config: PretrainedConfig, tokenizer: Any) -> bool:
 
 
 def _published(files: TokenizerFiles, *, lowercases: bool) -> TokenizerFiles:
-    """Without truncation and padding, so that gateways see every token."""
+    """Returns the files without truncation and padding, so that gateways see every token."""
     tokenizer = Tokenizer.from_str(files.tokenizer_json)
     tokenizer.no_truncation()
     tokenizer.no_padding()

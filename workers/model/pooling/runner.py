@@ -47,7 +47,7 @@ class PoolingRunner:
     def run(
         self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
     ) -> list[Row]:
-        """Padding is not computed: no batch is a rectangle here."""
+        """Runs a step. Padding is not computed: no batch is a rectangle here."""
         assert masks is None, "a prefill-only model samples nothing"
         if not chunks:
             return []
@@ -78,7 +78,7 @@ class PoolingRunner:
         return out
 
     def measure_rate(self, text: Text, num_tokens: int) -> int:
-        """Computes `num_tokens` of the same text twice and times the second; the vectors' size."""
+        """Computes `num_tokens` of one text twice and times the second. Returns vectors' size."""
         texts = [text] * -(-num_tokens // len(text.token_ids))
         vectors = self.compute(texts)
         started_s = time.perf_counter()

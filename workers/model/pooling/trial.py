@@ -1,6 +1,5 @@
-"""Tries how a prefill-only model can be computed: compares what each of several texts gives alone,
-through transformers' own code, with what they give together.
-"""
+"""Tries how a prefill-only model can be computed: compares the results of several texts together
+with those of each text alone, computed by transformers' own code."""
 
 import math
 from collections.abc import Callable
@@ -64,7 +63,7 @@ class Trial:
 
     @torch.inference_mode()
     def choose_encoder(self, progress: Callable[[str], None]) -> Encoder:
-        """Raises ModelRefused if even padded texts differ from each alone."""
+        """The first encoder with equal results. Raises ModelRefused if even padded texts differ."""
         model, uses_types = self._model, self._uses_types
         alone = torch.cat(
             [

@@ -108,8 +108,8 @@ class _Turns:
 
 
 def stack_of(decoder: Any, num_positions: int, cache: KVCache) -> Stack | None:
-    """A loop that replaces the decoder's forward if all its modules are known types; else None. A
-    comparison must show that the forward does nothing else."""
+    """Returns a loop that replaces the decoder's forward if all its modules are known types; else
+    None. A comparison must show that the forward does nothing else."""
     if not (
         _has_just(decoder, {"model": nn.Module, "lm_head": _LINEAR})
         and not decoder.lm_head._forward_hooks
@@ -147,7 +147,7 @@ def _native_layers(layers: tuple[_Layer, ...], cache: KVCache) -> NativeLayers |
 
 
 def _weights(layer: _Layer, cache: KVCache) -> tuple[LayerWeights, LayerSizes, Kernels] | None:
-    """None if a part is not computed by the kernels, or has a bias."""
+    """A layer for the kernels; None if they do not compute one of its parts, or it has a bias."""
     attention, mlp, kept = layer.attention, layer.mlp, cache.layers[layer.attention]
     gates = mlp.gate_up
     qkv, out, down = map(_unbiased, (attention.qkv, attention.o_proj, mlp.down_proj))

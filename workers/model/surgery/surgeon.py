@@ -160,7 +160,7 @@ def _can_take(linear: nn.Linear | QuantizedLinear) -> bool:
 
 
 def _has_known_norms(attention: Any, dim: int) -> bool:
-    """No norms, or one weight per head dimension for queries and keys."""
+    """Whether queries and keys have no norms, or one weight per head dimension."""
     try:
         norms = head_norms(attention)
     except (AttributeError, AssertionError):
