@@ -46,7 +46,7 @@ def add_candidate_options(parser: argparse.ArgumentParser, *, share_default: str
 
 
 def check_candidate(options: argparse.Namespace) -> int:
-    """How many workers of `up` run the candidate. Raises UsageError."""
+    """Returns how many workers of `up` run the candidate. Raises UsageError."""
     if options.candidate is None:
         candidate_share(options)
         return 0
@@ -64,7 +64,7 @@ def check_candidate(options: argparse.Namespace) -> int:
 
 
 def entry_candidate(options: argparse.Namespace) -> tuple[str, ...]:
-    """What the workers of an entry of a fleet get in addition. Raises UsageError."""
+    """Returns additional arguments for the workers of an entry of a fleet. Raises UsageError."""
     share = candidate_share(options)
     if options.candidate is None:
         return ()
@@ -82,14 +82,14 @@ def _check_configured(options: argparse.Namespace) -> None:
 
 
 def candidate_share(options: argparse.Namespace) -> float:
-    """That of a worker. Raises UsageError."""
+    """The candidate's share of a worker. Raises UsageError."""
     if options.candidate is None and options.candidate_share is not None:
         raise UsageError("--candidate-share needs --candidate")
     return float(options.candidate_share or WORKER_CANDIDATE_SHARE)
 
 
 def candidate_arguments(options: argparse.Namespace, num_candidates: int) -> tuple[str, ...]:
-    """What the candidate's workers of `up` get in addition."""
+    """Returns additional arguments for the candidate's workers of `up`."""
     if not num_candidates:
         return ()
     share = num_candidates / options.workers

@@ -1,6 +1,6 @@
 """Compares two batching configurations by their jobs: estimates, bootstrap intervals, a verdict.
 
-Jobs that run at the same time share a machine's good and bad moments, so they are no independent
+Jobs that run at the same time share a machine's good and bad moments, so they are not independent
 samples. The bootstrap therefore draws stretches of time, with the jobs of both arms that ended in
 them (a block bootstrap: Künsch, "The jackknife and the bootstrap for general stationary
 observations", 1989). Intervals are of the percentiles 2.5 and 97.5.
@@ -41,8 +41,8 @@ Estimates = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Terms:
-    """What a report is of and when it says worse. `margin`: tolerated relative change for the
-    worse. Bounds of goodput in seconds; None: no bound."""
+    """The terms of a report. `margin`: tolerated relative change for the worse. Bounds of goodput
+    in seconds; None: no bound."""
 
     margin: float = 0.05
     min_jobs: int = 100  # of each arm
@@ -51,7 +51,7 @@ class Terms:
     seed: int = 0
 
     def is_good(self, job: AbJob) -> bool:
-        """Whether the job succeeded, which is before its deadline, and within the bounds."""
+        """Whether the job succeeded within its deadline and the bounds."""
         bounds = ((job.ttft_s, self.ttft_s), (job.itl_s, self.itl_s))
         return job.status is JobStatus.SUCCEEDED and all(
             found is None or bound is None or found <= bound for found, bound in bounds
@@ -94,7 +94,7 @@ class _Arm:
         return found
 
     def num_beyond(self, metric: str) -> float:
-        """How many jobs lie beyond the percentile that a metric is; infinite for no percentile."""
+        """The number of jobs beyond the metric's percentile; infinite for metrics that are none."""
         name, _, quantile = metric.rpartition("_")
         share = dict(_QUANTILES).get(quantile)
         return float("inf") if share is None else (1 - share) * len(self._sorted[name])
@@ -154,7 +154,7 @@ _ENDS = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CAN
 
 
 def _durations(jobs: Sequence[AbJob], num_blocks: int) -> list[float]:
-    """Seconds from each block's last end to that of the block before."""
+    """The seconds from the last end of one block to that of the next."""
     ends_ms = [0] * num_blocks
     for i, job in enumerate(jobs):
         block = i * num_blocks // len(jobs)
@@ -166,7 +166,7 @@ def _durations(jobs: Sequence[AbJob], num_blocks: int) -> list[float]:
 def _measure(
     sides: Mapping[str, _Arm], times: Sequence[int], durations_s: Sequence[float], share: float
 ) -> dict[str, Estimates]:
-    """Both arms' estimates and their ratios. That of the throughputs is for equal shares."""
+    """Both arms' estimates and their ratios. The ratio of throughputs is for equal shares."""
     found = {arm: side.estimate(times, durations_s) for arm, side in sides.items()}
     ratios: Estimates = {}
     for metric in METRICS:
@@ -180,7 +180,7 @@ def _measure(
 def _summary(
     metric: str, rounds: Sequence[Mapping[str, Estimates]], margin: float, has_tail: bool
 ) -> dict[str, Any]:
-    """`rounds`: the estimate from all jobs, then those of the bootstrap."""
+    """Summarises a metric. `rounds`: the estimate from all jobs, then those of the bootstrap."""
     found: dict[str, Any] = {}
     for side in (*ARMS, "ratio"):
         drawn = [v for r in rounds[1:] if (v := r[side].get(metric)) is not None]
@@ -192,8 +192,8 @@ def _summary(
 
 
 def judge(ratio: Interval, margin: float, is_higher_better: bool) -> str:
-    """Worse where the whole interval of candidate ÷ control is beyond the margin, not worse where
-    all of it is within, else unclear."""
+    """Returns "worse" if the whole interval of candidate ÷ control is beyond the margin, "not
+    worse" if all of it is within, else "unclear"."""
     if ratio is None:
         return UNCLEAR
     low, high = ratio
@@ -256,7 +256,7 @@ def _cell(value: Mapping[str, Any], scale: float, digits: int) -> str:
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """What makes the comparison unfair, in sentences."""
+    """Returns what makes the comparison unfair, in sentences."""
     control, candidate, share = *(found["arms"][arm] for arm in ARMS), found["candidate_share"]
     texts = []
     num_workers = control["workers"] + candidate["workers"]

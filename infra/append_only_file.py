@@ -30,8 +30,8 @@ def cut_off_unfinished_write(data_dir: Path) -> None:
 
 
 def _end_of_whole_writes(file: BinaryIO) -> int:
-    """Offset in bytes. A MULTI inside an open block means that an earlier start left the block
-    open: servers run it with the next one, so it counts as complete."""
+    """Returns an offset in bytes. A MULTI inside an open block means that an earlier start left the
+    block open: servers run it with the next one, so it counts as complete."""
     end, is_open = 0, False
     while True:
         begin = file.tell()
@@ -63,5 +63,5 @@ def _next_command(file: BinaryIO) -> bytes | None:
 
 
 def _length(line: bytes) -> int:
-    """Bytes of the following word including its line end; 0 if the line is incomplete."""
+    """The bytes of the following word including its line end; 0 if the line is incomplete."""
     return int(line[1:]) + 2 if line.endswith(b"\r\n") else 0

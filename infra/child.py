@@ -108,7 +108,7 @@ class Child:
         return status
 
     async def stop(self, budget_s: float) -> None:
-        """SIGTERM, then SIGKILL when the budget is spent."""
+        """Sends SIGTERM, and SIGKILL when the budget is spent."""
         if not self.is_running:
             return
         os.kill(self.pid, signal.SIGTERM)
@@ -121,7 +121,7 @@ class Child:
             await self.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the process and its own children."""
+        """Sends SIGKILL to the process and its own children."""
         if self.is_running:
             # macOS reports a group that has just ended as "not permitted".
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -171,7 +171,7 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> "GatewaySettings
 
 
 def _bind(settings: "GatewaySettings", options: argparse.Namespace) -> socket.socket:
-    """The listening socket, before anything else is started."""
+    """Binds the listening socket, before anything else is started."""
     from gateway.http.listener import UnsafeBinding, bind, is_loopback
 
     try:
@@ -188,7 +188,7 @@ def _bind(settings: "GatewaySettings", options: argparse.Namespace) -> socket.so
 
 
 def _has_keys(settings: "GatewaySettings") -> bool:
-    """Whether Redis holds an API key; one of `up`'s own holds none that anybody could know."""
+    """Whether Redis has an API key. `up`'s own has none that anybody could know."""
     if settings.api_key is not None or not settings.redis_url:
         return False
     try:

@@ -70,8 +70,8 @@ def _fleet_of_one(options: argparse.Namespace) -> tuple[FleetEntry, ...]:
 
 
 def read_fleet(path: Path, given: argparse.Namespace) -> tuple[FleetEntry, ...]:
-    """The entries of the file; `given`, the options of `batchway up`, are their defaults. Raises
-    UsageError, which names entry and field."""
+    """Returns the entries of the file; `given`, the options of `batchway up`, are their defaults.
+    Raises UsageError, which names entry and field."""
     try:
         root = load_file(path)
     except (OSError, UnicodeDecodeError) as exc:
@@ -91,8 +91,8 @@ def read_fleet(path: Path, given: argparse.Namespace) -> tuple[FleetEntry, ...]:
 
 
 def check_names(entries: Sequence[FleetEntry]) -> None:
-    """Raises UsageError where workers of one name would differ in what its card says: a name stands
-    for one model, and its card for all its workers."""
+    """Raises UsageError if workers of one name would differ in what its card contains: a name
+    stands for one model, and its card for all its workers."""
     first: dict[str, FleetEntry] = {}
     for entry in entries:
         other = first.setdefault(entry.served_model_name, entry)
@@ -105,7 +105,7 @@ def check_names(entries: Sequence[FleetEntry]) -> None:
 
 
 def worker_names(entries: Sequence[FleetEntry]) -> Iterator[tuple[str, FleetEntry]]:
-    """A name for each worker: with several models, that of its model and a number."""
+    """Yields a name for each worker: with several models, that of its model and a number."""
     has_several = len({entry.served_model_name for entry in entries}) > 1
     num_workers: Counter[str] = Counter()
     for entry in entries:
@@ -124,7 +124,7 @@ def share_threads(entries: Sequence[FleetEntry]) -> None:
 
 
 def worker_arguments(entry: FleetEntry) -> tuple[str, ...]:
-    """The entry as options of `batchway worker`."""
+    """Returns the entry as options of `batchway worker`."""
     lanes = ",".join(entry.options.lanes)
     return (*opts.model_arguments(entry.options), f"--lanes={lanes}", *entry.candidate)
 
@@ -193,7 +193,7 @@ def _parser(where: str) -> argparse.ArgumentParser:
 
 
 def _words(where: str, key: str, value: Any, defaults: Mapping[str, Any]) -> list[str]:
-    """A field as arguments of the command line."""
+    """Returns a field as arguments of the command line."""
     option = f"--{key.replace('_', '-')}"
     match value:
         case bool() if isinstance(defaults[key], bool):

@@ -28,8 +28,8 @@ class Device:
 
 
 def share_memory(entries: Sequence[FleetEntry]) -> None:
-    """Gives workers without a share that run on one GPU with others equal shares of what these
-    leave. Raises UsageError if the shares of a device exceed it, or the weights their shares."""
+    """Gives workers that share a GPU and have no share of its memory equal parts of the rest.
+    Raises UsageError if the shares of a device exceed it, or the weights their shares."""
     by_device: dict[Device, list[FleetEntry]] = {}
     for entry in entries:
         by_device.setdefault(_device(entry), []).append(entry)

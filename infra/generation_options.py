@@ -43,7 +43,7 @@ def add_generation_options(group: argparse._ArgumentGroup) -> None:
 
 
 def generation_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineOptions."""
+    """The fields of EngineOptions for these options."""
     return {
         "generation_config": options.generation_config,
         "tool_call_parser": options.tool_call_parser,
@@ -53,7 +53,7 @@ def generation_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generation_arguments(options: argparse.Namespace) -> list[str]:
-    """The same options again, as arguments of a worker."""
+    """The same options, as arguments of a worker."""
     variables = msgspec.json.encode(options.default_chat_template_kwargs).decode()
     return [
         f"--generation-config={options.generation_config}",

@@ -1,7 +1,7 @@
 """Restarts a child process that has ended.
 
-Quick failures are few: after them, or where a restart would not help, the part is given up. Whoever
-can do without it has it tried again, at growing intervals and for ever.
+A part is given up after a few quick failures, or if a restart would not help. If others can do
+without it, it is tried again, at growing intervals and for ever.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Restarts:
         self._num_tries = 0
 
     def next_pause_s(self, lived_s: float) -> float | None:
-        """How long to wait before the next start; None after too many failures."""
+        """The pause before the next start; None after too many failures."""
         if lived_s >= _HEALTHY_AFTER_S:
             self._num_quick = self._num_tries = 0
         if self._num_quick >= len(_PAUSES_S):
@@ -46,7 +46,7 @@ class Restarts:
         return _PAUSES_S[self._num_quick - 1]
 
     def next_try_s(self) -> float:
-        """How long to wait before the next try of a part that was given up."""
+        """The pause before the next try of a part that was given up."""
         pause_s = _TRIES_S[min(self._num_tries, len(_TRIES_S) - 1)]
         self._num_tries += 1
         return pause_s * (1 - _JITTER + 2 * _JITTER * self._draw())
@@ -69,8 +69,8 @@ async def keep_running(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> NoReturn:
-    """Starts a child and restarts it whenever it ends; `announce` is told before each start, in how
-    many seconds it is. Raises PartLost for a part that is given up, unless `give_up` is told."""
+    """Starts a child and restarts it whenever it ends. `announce` gets, before each start, the
+    seconds until it. A part that is given up is told to `give_up`, or PartLost is raised."""
     restarts = restarts or Restarts()
     await announce(0.0)
     while True:

@@ -229,7 +229,7 @@ class LocalStack:
                 await starts.announce_another(model, starts_in_s)
 
     async def _give_up(self, redis_url: str, model: str, reason: str, retry_in_s: float) -> None:
-        """A worker of one of several models does not stay up: the others serve on."""
+        """Reports that a worker of one of several models does not stay up: the others serve on."""
         await self._report(
             redis_url, lambda failures: failures.report(model, reason, retry_in_s=retry_in_s)
         )
@@ -266,7 +266,7 @@ class LocalStack:
 
 
 def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int) -> dict[str, str]:
-    """The environment of a child. The URL goes here, not on a command line that `ps` shows."""
+    """The environment of a child. It contains the URL, which `ps` would show on a command line."""
     path = [str(_ROOT), *filter(None, [environ.get("PYTHONPATH")])]
     return dict(environ) | {
         "REDIS_URL": redis_url,

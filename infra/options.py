@@ -62,7 +62,7 @@ GIB = 2**30
 
 
 def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -> None:
-    """Options that all parts of an installation must agree on."""
+    """Adds options that all parts of an installation must agree on."""
     parser.add_argument(
         "--redis-url",
         type=redis_url,
@@ -154,7 +154,7 @@ def add_drain_option(parser: argparse.ArgumentParser, default: float, what: str)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The model of a worker and its limits."""
+    """Adds the model of a worker and its limits."""
     group = parser.add_argument_group("the model and its limits")
     group.add_argument(
         "--model",
@@ -374,7 +374,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
 
 
 def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    """The model options again, as arguments of a worker."""
+    """The model options, as arguments of a worker."""
     names = (
         "model", "dtype", "quantization", "device", "threads", "max_model_len", "max_num_seqs",
         "max_num_batched_tokens", "block_size", "kv_cache_gib", "memory_share", "strategy",

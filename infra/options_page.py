@@ -5,9 +5,9 @@ The options of the command line and the settings of a gateway, as they are decla
 
 import argparse
 import re
-from collections.abc import Iterator
 
 from gateway.settings import GatewaySettings, variable
+from infra.argparse_compat import commands_of, shown_options
 from infra.parser import build_parser
 
 _HEAD = """<!-- Written by `python -m infra.options_page`. Do not edit. -->
@@ -20,34 +20,12 @@ _DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
 def page() -> str:
     """The text of the page, in Markdown."""
     parts = [_HEAD]
-    for name, parser in _commands(build_parser()):
+    for name, parser in commands_of(build_parser()):
         rows = [_option_row(action) for action in shown_options(parser)]
         parts += [f"## {name}", _table("option", rows)]
     rows = [_setting_row(name) for name in GatewaySettings.model_fields]
     parts += ["## Variables of a gateway", _table("variable", rows)]
     return "\n\n".join(parts) + "\n"
-
-
-def shown_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """All options of a command except `--help` and those for tests and child processes."""
-    return [
-        action
-        for action in parser._actions
-        if action.dest != "help" and action.help != argparse.SUPPRESS and action.option_strings
-    ]
-
-
-def _commands(
-    parser: argparse.ArgumentParser,
-) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """The commands that have options."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from _commands(command)
-            return
-    if shown_options(parser):
-        yield parser.prog, parser
 
 
 def _option_row(action: argparse.Action) -> tuple[str, str, str]:

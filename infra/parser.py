@@ -27,7 +27,7 @@ _KINDS = ("ACTION", "COMMAND", "KIND", "WHAT")  # of what a command line may lac
 
 
 class _Parser(argparse.ArgumentParser):
-    """Shows its commands where one is missing."""
+    """Shows its commands if none is given."""
 
     def error(self, message: str) -> NoReturn:
         if message.rpartition(": ")[2] not in _KINDS:

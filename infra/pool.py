@@ -60,7 +60,7 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """What is carried from one decision to the next."""
+    """What is kept from one decision to the next."""
 
     needs: tuple[tuple[float, int], ...] = ()  # (time, number needed); see _recall
     since_s: float | None = None  # of the first decision
@@ -69,8 +69,8 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The desired number of workers and the reason. `eta_s`: until one is ready, or would be if
-    it were wanted now; None while starts are stopped.
+    """The desired number of workers and the reason. `eta_s`: the time until one is ready, or would
+    be if it were requested at once; None while starts are stopped.
 
     Workers to retire take no more jobs and end when their jobs have ended.
     """
@@ -118,14 +118,13 @@ def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()
 def num_outdated_to_retire(
     num_desired: int, num_current: int, num_outdated: int, min_healthy_share: float
 ) -> int:
-    """Ready workers of a former version that a deployment no longer needs: the others stay until
-    workers of the current version have taken their places."""
+    """Returns how many ready workers of a former version a deployment no longer needs. The others
+    stay until workers of the current version have taken their places."""
     return max(0, num_outdated - max(0, int(num_desired * min_healthy_share) - num_current))
 
 
 def num_needed(policy: PoolPolicy, view: PoolView) -> int:
-    """Workers needed for waiting and running work, at least one for refused calls; before
-    limits."""
+    """Workers for waiting and running work, at least one for refused calls; before limits."""
     waiting = max(
         (tokens / (_rate(policy, view) * target_s) for tokens, target_s in _ahead(policy, view)),
         default=0.0,
@@ -134,7 +133,7 @@ def num_needed(policy: PoolPolicy, view: PoolView) -> int:
 
 
 def backlog_s(policy: PoolPolicy, view: PoolView) -> float:
-    """Seconds the ready workers (at least one) need for all waiting work."""
+    """The seconds that the ready workers (at least one) need for all waiting work."""
     tokens = sum(view.queued_tokens.values())
     return tokens / (_rate(policy, view) * max(1, view.num_ready))
 
@@ -159,8 +158,7 @@ def _rate(policy: PoolPolicy, view: PoolView) -> float:
 
 def _ahead(policy: PoolPolicy, view: PoolView) -> list[tuple[float, float]]:
     """For each lane with work: tokens up to its end, including more urgent lanes; and its
-    target.
-    """
+    target."""
     lanes, total = [], 0.0
     for lane, target_s in policy.wait_targets_s.items():
         queued = view.queued_tokens.get(lane, 0)
@@ -173,7 +171,7 @@ def _ahead(policy: PoolPolicy, view: PoolView) -> list[tuple[float, float]]:
 def _recall(
     policy: PoolPolicy, view: PoolView, needed: int, memory: PoolMemory
 ) -> tuple[tuple[float, int], ...]:
-    """The recent needs that no later one exceeds; the first is the largest.
+    """Returns the recent needs that no later one exceeds; the first is the largest.
 
     A pool shrinks to the most workers needed within `scale_in_after_s`. If it shrank to what one
     quiet moment needs, it would oscillate, and each oscillation costs a cold start.

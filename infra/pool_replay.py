@@ -161,7 +161,7 @@ def compare(
     target_s: float,
     num_at_start: int,
 ) -> list[Outcome]:
-    """The pool with several settings, and fixed pools of each size up to its largest."""
+    """Replays the pool with several settings, and fixed pools of each size up to its largest."""
     half = max(1, policy.max_workers // 4)
     settings = {
         "pool": (policy, num_at_start),
@@ -192,7 +192,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
-    """GPU hours against misses. Raises ImportError without matplotlib."""
+    """Plots GPU hours against misses. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="tight")

@@ -36,7 +36,7 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class PoolWatch:
-    """Read-only. Every method raises BrokerUnavailable."""
+    """Reads the pool's state. Every method raises BrokerUnavailable."""
 
     client: redis.asyncio.Redis
     keys: Keys

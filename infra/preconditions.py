@@ -122,16 +122,14 @@ def check_store(url: str, namespace: str, setting: str) -> None:
 
 
 def known_redis(options: argparse.Namespace) -> str:
-    """The given URL. Raises UsageError."""
+    """Returns the given URL. Raises UsageError."""
     if options.redis_url is None:
         raise UsageError("no Redis given: set the variable REDIS_URL, or give --redis-url")
     return str(options.redis_url)
 
 
 def operators_redis(options: argparse.Namespace) -> str:
-    """The given URL, else that of the running `batchway up`, with its namespace. Raises
-    UsageError.
-    """
+    """The given URL, or that of the running `batchway up` and its namespace. Raises UsageError."""
     if options.redis_url is not None:
         return str(options.redis_url)
     up = running_up()

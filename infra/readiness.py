@@ -34,9 +34,9 @@ async def until_ready(
     failed: Collection[str],
     tell: Callable[[str], None],
 ) -> list[str]:
-    """Returns the models of which /readyz shows a live worker, once there is one and the others
-    have failed; tells of each where there are several, and every half minute what is missing.
-    `allowed_hosts`: the host names that the gateway accepts, if restricted."""
+    """Waits until /readyz shows a live worker of some model and the other models have one or have
+    failed. Returns the models with one. Tells of each if there are several, and every half minute
+    what is missing. `allowed_hosts`: the host names that the gateway accepts, if restricted."""
     address = reachable_host(host)
     is_allowed = not allowed_hosts or {"*", address} & set(allowed_hosts)
     name = in_url(address if is_allowed else allowed_hosts[0])

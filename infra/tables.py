@@ -27,20 +27,20 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; the first row is the heading."""
+    """Formats aligned columns; the first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table for documents; the first row is the heading."""
+    """Formats a table for documents; the first row is the heading."""
     head, *lines = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|---" * len(rows[0]) + "|", *lines])
 
 
 def date(seconds: float | None) -> str:
-    """A Unix time to the minute, in UTC."""
+    """Formats a Unix time to the minute, in UTC."""
     if seconds is None:
         return "never"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

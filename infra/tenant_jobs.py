@@ -38,7 +38,7 @@ def add_tenant_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
-    """Filters of the list."""
+    """Adds filters of the list."""
     parser.add_argument("--status", choices=PUBLIC_STATUSES, help="only this state (default: any)")
     parser.add_argument("--lane", choices=LANES, help="only this lane (default: any)")
     parser.add_argument("--served-model-name", metavar="NAME", help="only this one (default: any)")

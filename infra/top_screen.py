@@ -15,7 +15,7 @@ _BAR_CELLS = 12
 
 
 def screen(snapshot: MetricsReader, where: str) -> RenderableType:
-    """One screen, top to bottom: callers, workers, steps."""
+    """Draws one screen, top to bottom: callers, workers, steps."""
     return Group(_head(snapshot, where), _lanes(snapshot.lanes), _workers(snapshot.workers),
                  _engines(snapshot.engines))  # fmt: skip
 
@@ -36,7 +36,7 @@ def _head(snapshot: MetricsReader, where: str) -> Text:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """The first two columns are names, the others numbers."""
+    """A table whose first two columns are names, and the others numbers."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, expand=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
@@ -98,7 +98,7 @@ def _engines(rows: tuple[EngineRow, ...]) -> Table:
 
 
 def _classes(row: EngineRow) -> Text:
-    """Busy share of the engines, with a bar of decode, mixed and prefill."""
+    """Draws the busy share of the engines, with a bar of decode, mixed and prefill."""
     if not any(row.step_share.values()):
         return Text("idle", "dim")
     text = Text()

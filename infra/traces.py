@@ -46,6 +46,6 @@ def _seconds(text: str) -> float:
 
 
 def with_gap(arrivals: Sequence[Arrival], gap_s: float) -> list[Arrival]:
-    """A trace, a gap, and the trace again."""
+    """Returns a trace, a gap, and the trace again."""
     shift_s = arrivals[-1].at_s + gap_s
     return [*arrivals, *(replace(one, at_s=one.at_s + shift_s) for one in arrivals)]

@@ -1,4 +1,4 @@
-"""What `batchway up` prints once it serves: a call that its first model answers."""
+"""The text that `batchway up` prints once it serves: a call that its first model answers."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ _IN_PYTHON = {  # what the official client has
 
 
 async def card_of(redis_url: str, namespace: str, model: str) -> ModelCard | None:
-    """None without an answer."""
+    """Reads a model's card; None without an answer."""
     with contextlib.suppress(BatchwayError):
         async with connect(redis_url, command_timeout_s=_TIMEOUT_S) as client:
             return await Catalogue(client, Keys(namespace)).model(model)
@@ -38,8 +38,7 @@ async def card_of(redis_url: str, namespace: str, model: str) -> ModelCard | Non
 
 
 def welcome(url: str, models: Sequence[str], card: ModelCard | None, *, has_key: bool) -> str:
-    """The text, with a call of the first model, whose card is given; names the variable of an API
-    key, never the key."""
+    """The text, with a call of the first model. Names the variable of an API key, never the key."""
     endpoint = Endpoint.CHAT if card is None else card.endpoints[0]
     needs_pairs = card is not None and card.pooling is not None and card.pooling.needs_pairs
     fields = _PAIRS if needs_pairs else _FIELDS[endpoint]
@@ -58,7 +57,7 @@ Ctrl-C ends it.
 
 
 def _python(url: str, model: str, endpoint: Endpoint, *, has_key: bool) -> str:
-    """'' where the official client has no such call."""
+    """An example in Python; '' if the official client has no such call."""
     if endpoint not in _IN_PYTHON:
         return ""
     key = 'os.environ["BATCHWAY_API_KEY"]' if has_key else '"none"'

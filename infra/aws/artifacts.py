@@ -85,7 +85,7 @@ def run_builds(
     tag: str,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Runs all at once and waits for them. Raises DeployError."""
+    """Runs all builds at once and waits for them. Raises DeployError."""
     ids = [
         client.start_build(
             projectName=project,

@@ -68,7 +68,7 @@ class EcsService:
             del self._protected_s[arn]
 
     def outdated(self, incarnations: Collection[str]) -> set[str]:
-        """Those whose task has another task definition than the service."""
+        """Returns the workers whose task has another task definition than the service."""
         current = self._described()["taskDefinition"]
         return {
             name
@@ -102,7 +102,7 @@ class EcsService:
         return service
 
     def _workers(self, incarnations: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
-        """Running tasks with their worker's incarnation."""
+        """Yields running tasks with their worker's incarnation."""
         by_host = {name.partition("-")[0]: name for name in incarnations}
         for task in self._tasks("RUNNING"):
             if (name := by_host.get(task["taskArn"].rpartition("/")[2])) is not None:
@@ -120,7 +120,7 @@ class EcsService:
 
 
 def _has_failed(task: dict[str, Any]) -> bool:
-    """A task that found no machine has not failed: starting it later may succeed."""
+    """Whether a task failed. Not if it found no machine: starting it later may succeed."""
     if task.get("stopCode") in _NOT_A_WORKER_ERROR:
         return False
     if task.get("stopCode") == "TaskFailedToStart":

@@ -22,7 +22,7 @@ def fetch_flows(client: Any, url: str, folder: Path) -> Path:
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:
-    """Names the fetched file in the variable. Raises what boto3 raises."""
+    """Sets the variable to the fetched file. Raises what boto3 raises."""
     url = environ.get(MODELS_VARIABLE, "")
     if url.startswith("s3://"):
         import boto3

@@ -19,7 +19,7 @@ NO_CREDENTIALS = (
 
 
 class DeployError(Exception):
-    """The message says what to do."""
+    """The deployment cannot go on. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)

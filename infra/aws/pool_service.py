@@ -88,7 +88,7 @@ class PoolService:
             await asyncio.sleep(EVERY_S)
 
     async def step(self) -> Decision:
-        """One observation and its consequences. Raises BrokerUnavailable, and what boto3 raises."""
+        """Does one observation and acts on it. Raises BrokerUnavailable, and what boto3 raises."""
         observed = await self.watch.look()
         decision, retired = await asyncio.to_thread(self.size, observed)
         if retired:
@@ -106,7 +106,7 @@ class PoolService:
         return decision
 
     def size(self, observed: PoolState) -> tuple[Decision, list[str]]:
-        """Protects, decides and resizes; returns also the workers to drain. Raises what boto3
+        """Protects, decides and resizes. Returns also the workers to drain. Raises what boto3
         raises."""
         num_desired = self.workforce.num_desired()
         self.workforce.keep(observed.incarnations)
@@ -148,7 +148,7 @@ class PoolService:
             self.emit(line)
 
     def _failed_starts_s(self) -> list[float]:
-        """When workers failed that were never ready. Raises what boto3 raises."""
+        """When workers failed before they were ever ready. Raises what boto3 raises."""
         now_s = self.clock_s()
         self.healthy_at_s |= dict.fromkeys(self.workforce.healthy(), now_s)
         self.healthy_at_s = {

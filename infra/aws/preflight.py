@@ -38,7 +38,7 @@ _ECR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`problem` is empty where all is well; `is_fatal` problems fail the deployment."""
+    """A check's result. `problem` is empty if all is well; `is_fatal` ones fail the deployment."""
 
     what: str
     problem: str = ""
@@ -54,7 +54,7 @@ Check = Callable[[Installation, dict[str, str]], Iterator[Finding]]
 
 
 def check_network(one: Installation, values: dict[str, str]) -> Iterator[Finding]:
-    """Two zones, one VPC, and a way out of each subnet."""
+    """Checks for two zones, one VPC, and a way out of each subnet."""
     what, ec2 = "subnets", one.client("ec2")
     names = [name for name in values["PrivateSubnetIds"].split(",") if name]
     if not names:
@@ -80,7 +80,7 @@ def check_network(one: Installation, values: dict[str, str]) -> Iterator[Finding
 
 
 def _has_way_out(subnet: str, tables: Sequence[dict[str, Any]]) -> bool:
-    """By its own route table, or else by the VPC's main one."""
+    """Whether there is a way out by its own route table, or else by the VPC's main one."""
     own = [t for t in tables if any(a.get("SubnetId") == subnet for a in t["Associations"])]
     main = [t for t in tables if any(a.get("Main") for a in t["Associations"])]
     routes = (route for table in own or main for route in table["Routes"])
@@ -131,7 +131,7 @@ def check_concurrency(one: Installation, values: dict[str, str]) -> Iterator[Fin
 
 
 def check_gpus(one: Installation, values: dict[str, str]) -> Iterator[Finding]:
-    """The vCPU quota, and for an Auto Scaling group that a zone offers the type."""
+    """Checks the vCPU quota, and for an Auto Scaling group that a zone offers the type."""
     if values["CapacityKind"] == "own-machines":
         return
     is_group = values["CapacityKind"] == "auto-scaling-group"
@@ -194,7 +194,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def findings(one: Installation, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
-    """A check that AWS does not answer is reported, and fails nothing."""
+    """Yields the checks' results. If AWS does not answer a check, that is reported, but not
+    fatal."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     values = {name: default or "" for name, default in declared_parameters().items()}
@@ -214,7 +215,7 @@ def _is_fatal(exc: Exception) -> bool:
 
 
 def report(one: Installation) -> bool:
-    """Prints each finding; whether a deployment can succeed."""
+    """Prints each finding. Returns whether a deployment can succeed."""
     is_well = True
     for finding in findings(one):
         print(finding.line(), flush=True)

@@ -54,7 +54,7 @@ class ScalingGroup:
                 )
 
     def outdated(self, incarnations: Collection[str]) -> set[str]:
-        """None: an instance refresh of the group replaces machines by itself."""
+        """Returns none: an instance refresh of the group replaces machines by itself."""
         return set()
 
     def min_healthy_share(self) -> float:
@@ -73,11 +73,11 @@ class ScalingGroup:
         ]
 
     def healthy(self) -> list[str]:
-        """Protected machines: their worker sends heartbeats."""
+        """Returns the protected machines, whose workers send heartbeats."""
         return [m["InstanceId"] for m in self._in_service() if m["ProtectedFromScaleIn"]]
 
     def _in_service(self) -> list[dict[str, Any]]:
-        """Only machines in service can be protected."""
+        """Returns the machines in service, as others cannot be protected."""
         return [m for m in self._group()["Instances"] if m["LifecycleState"] == "InService"]
 
     def _group(self) -> dict[str, Any]:

@@ -23,8 +23,8 @@ _TIMEOUT_S = 2.0
 
 
 def host_name(environ: Mapping[str, str]) -> str:
-    """What the worker's incarnation begins with: the id of the ECS task, from the task metadata
-    endpoint, or else the host's name. Raises OSError, ValueError."""
+    """Returns the beginning of the worker's incarnation: the id of the ECS task, from the task
+    metadata endpoint, or else the host's name. Raises OSError, ValueError."""
     if url := environ.get("ECS_CONTAINER_METADATA_URI_V4"):
         with urllib.request.urlopen(f"{url}/task", timeout=_TIMEOUT_S) as answer:  # noqa: S310
             arn: str = json.load(answer)["TaskARN"]

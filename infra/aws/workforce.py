@@ -1,5 +1,5 @@
-"""What the pool needs from whoever runs the workers: ECS (ecs_service.py) or an Auto Scaling group
-(scaling_group.py). boto3 blocks, so callers use threads."""
+"""What the pool needs from the service that runs the workers: ECS (ecs_service.py) or an Auto
+Scaling group (scaling_group.py). boto3 blocks, so callers use threads."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

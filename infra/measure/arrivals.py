@@ -14,7 +14,7 @@ Process = Literal["poisson", "gamma", "constant"]
 def draw_arrivals(
     num_requests: int, rate_per_s: float, process: Process, burstiness: float, seed: str
 ) -> list[float]:
-    """Arrivals of an open loop; a gap precedes the first.
+    """Draws the arrivals of an open loop; a gap precedes the first.
 
     `burstiness` is the shape of the gaps' gamma distribution: 1 is Poisson, less is burstier, more
     is smoother.
@@ -39,8 +39,7 @@ class TraceEntry:
 
 
 def read_trace(path: Path) -> list[TraceEntry]:
-    """CSV with the heading arrival_s,prompt_tokens,max_tokens. Raises BadWorkload, which names the
-    line."""
+    """CSV with the heading arrival_s,prompt_tokens,max_tokens. Raises BadWorkload with the line."""
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))

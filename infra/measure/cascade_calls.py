@@ -47,7 +47,7 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """`token_costs`: of each member; None: a call costs its seconds."""
+    """Asks the members. `token_costs`: of each member; None: the cost of a call is its seconds."""
 
     client: httpx.AsyncClient
     cascade: Cascade
@@ -60,7 +60,7 @@ class Asker:
         progress: Callable[[int, int], None],
         keep: Callable[[Measured], None],
     ) -> list[Measured]:
-        """In the order of the questions; each is kept once it is measured. Raises CallRefused."""
+        """Measures in the order of the questions; keeps each result. Raises CallRefused."""
         places = asyncio.Semaphore(self.max_concurrency)
         num_done = 0
 
@@ -146,7 +146,7 @@ class Asker:
 
 
 def scorer_prompt(question: Question) -> str:
-    """What a scorer compares the answer to, as in a cascade. Raises CallRefused."""
+    """Returns what a scorer compares the answer to, as in a cascade. Raises CallRefused."""
     endpoint = Endpoint.CHAT if question.path == CHAT else Endpoint.COMPLETIONS
     try:
         return text_of(parse_body(endpoint, {**question.body, "model": "any"}))

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> list[Question | Measured]:
-    """Raises BadData, which names the line."""
+    """Reads the data. Raises BadData, which names the line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as exc:
@@ -110,7 +110,7 @@ def _line_of(measured: Measured) -> bytes:
 
 
 def _cascade(options: argparse.Namespace) -> Cascade:
-    """Raises BadData, FlowError."""
+    """Returns the cascade to fit. Raises BadData, FlowError."""
     if options.models is None:
         raise BadData("questions need --models, the file with the cascade")
     found = {n: f for n, f in load_flows(options.models).items() if isinstance(f, Cascade)}
@@ -127,7 +127,7 @@ def _cascade(options: argparse.Namespace) -> Cascade:
 
 
 def report(fit: Fit, target: float) -> str:
-    """The curve, and what is chosen with its uncertainty."""
+    """Returns the curve, and the chosen threshold with its uncertainty."""
     lines = [["threshold", "first member answers", "quality", "cost"]]
     lines += [_line(point, "" if point != fit.chosen else " *") for point in _shown(fit)]
     text = (

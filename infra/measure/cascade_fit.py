@@ -18,7 +18,7 @@ _Array = npt.NDArray[np.float64]
 
 
 class FirstAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the first member. Costs of both members are in one unit."""
+    """The first member's answer. Costs of both members are in one unit."""
 
     confidence: _Share
     quality: _Share
@@ -26,7 +26,7 @@ class FirstAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LastAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the last member."""
+    """The last member's answer."""
 
     quality: _Share
     cost: _Cost
@@ -40,13 +40,13 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class CannotFit(ValueError):
-    """The data do not tell a threshold. The message is one sentence."""
+    """The data do not determine a threshold. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a threshold does. Shares: of questions that the first member answers; quality and cost
-    relative to the last member alone."""
+    """The effect of a threshold. `first_share`: of questions that the first member answers; quality
+    and cost relative to the last member alone."""
 
     threshold: float
     first_share: float
@@ -64,9 +64,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`curve`: from the highest threshold to 0, where the first member answers alone. `chosen`: the
-    cheapest point that keeps the target; None: there is none. `unseen_quality`: of questions that a
-    choice did not see."""
+    """A chosen threshold. `curve`: from the highest threshold to 0, where the first member answers
+    alone. `chosen`: the cheapest point that keeps the target; None if there is none.
+    `unseen_quality`: of questions that a choice did not see."""
 
     num_questions: int
     last_quality: float  # absolute
@@ -113,8 +113,8 @@ def fit_threshold(rows: Sequence[Measured], target: float, seed: int) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """Questions, the first member's surest answers first. `ends[k]`: how many stand at
-    `thresholds[k]`; answers of one confidence stand or fall together."""
+    """Questions, the first member's surest answers first. `ends[k]`: the number of its answers that
+    `thresholds[k]` accepts; all answers of one confidence are accepted together."""
 
     first_quality: _Array
     first_cost: _Array
@@ -153,7 +153,7 @@ class _Data:
 
 
 def _over(values: _Array, whole: float) -> _Array:
-    """0 over 0 is 1: nothing is lost where there is nothing."""
+    """Divides; 0 over 0 is 1, because nothing is lost where there is nothing."""
     return values / whole if whole else np.where(values == 0, 1.0, np.inf)
 
 
@@ -163,8 +163,8 @@ def _cheapest(quality: _Array, cost: _Array, target: float) -> int | None:
 
 
 def _unseen(data: _Data, target: float, seed: int) -> Interval:
-    """Chooses on each resample, and looks at the questions that are not in it. Where no threshold
-    keeps the target, the last member answers alone."""
+    """Chooses on each resample, and measures quality on the questions that are not in it. If no
+    threshold keeps the target, the last member answers alone."""
     found = []
     for drawn in _resamples(len(data.first_cost), seed):
         index = _cheapest(*data.curve(drawn), target)

@@ -10,7 +10,7 @@ _CURVE, _TARGET, _CHOSEN = "#2a9d5c", "#8a8f9a", "#c03030"
 
 
 def draw_fit(fit: Fit, target: float, path: Path) -> None:
-    """Raises OSError, and ImportError without matplotlib."""
+    """Plots a fit. Raises OSError, and ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.8), layout="constrained")
@@ -43,7 +43,7 @@ def _draw_costs(axes: Any, fit: Fit, target: float) -> None:
 
 
 def _draw_thresholds(axes: Any, fit: Fit, target: float) -> None:
-    """As many nines as the threshold has, because answers are often that sure."""
+    """Plots over the number of nines of a threshold, because answers are often that sure."""
     places = [_nines(point.threshold) for point in fit.curve]
     axes.step(places, [100 * point.first_share for point in fit.curve], where="pre",
               color="#6a9fd0", label="answered by the first member, %")  # fmt: skip
@@ -61,12 +61,12 @@ def _draw_thresholds(axes: Any, fit: Fit, target: float) -> None:
 
 
 def _explain(axes: Any) -> None:
-    """Below the panel, where its legend covers nothing."""
+    """Puts a legend below the panel, where it covers nothing."""
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
 
 
 def _nines(threshold: float) -> float:
-    """0.9 is 1, 0.99 is 2."""
+    """Converts 0.9 to 1, 0.99 to 2."""
     return -math.log10(max(1 - threshold, 1e-6))
 
 

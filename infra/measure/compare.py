@@ -41,7 +41,8 @@ def compare(
     seed: int,
     progress: Callable[[int, int], None] = lambda num_done, num_all: None,
 ) -> list[Trial]:
-    """All trials of all rounds: first all requests at once, then Poisson arrivals at each load.
+    """Returns all trials of all rounds: first all requests at once, then Poisson arrivals at each
+    load.
 
     Loads are shares of the best request rate of any candidate in the first round. Raises
     RequestFailed, RequestRefused.
@@ -92,7 +93,7 @@ def _in_turns(candidates: Sequence[Candidate], number: int) -> list[Candidate]:
 
 
 def count_different(trials: Sequence[Trial]) -> dict[str, int]:
-    """By candidate, how many answers differ from the first trial's."""
+    """Returns by candidate how many answers differ from the first trial's."""
     expected = [timeline.token_ids for timeline in trials[0].run.timelines]
     unlike: dict[str, int] = {}
     for trial in trials:

@@ -68,7 +68,7 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> int:
 
 
 def make_workload(options: argparse.Namespace, vocab_size: int) -> Workload:
-    """Raises BadWorkload. Ignores a file's arrival times: loads are drawn."""
+    """Returns the workload. Raises BadWorkload. Ignores a file's arrival times: loads are drawn."""
     if options.workload is not None:
         workload = read_workload(options.workload)
         return arriving(workload, [0.0] * len(workload.requests))
@@ -93,7 +93,7 @@ def _base_options(options: argparse.Namespace) -> EngineOptions:
 
 
 def _ways(options: argparse.Namespace, base: EngineOptions) -> Sequence[tuple[str, EngineOptions]]:
-    """Name and options of each strategy or file. Raises ConfigurationError."""
+    """Returns name and options of each strategy or file. Raises ConfigurationError."""
     ways = []
     for name in ("static", "dynamic", "continuous"):
         is_padded = not options.flat and name != "continuous"

@@ -72,7 +72,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def comparison_tables(found: dict[str, Any]) -> str:
-    """Tables of throughput, of latencies at each load, and of differing answers."""
+    """Returns tables of throughput, of latencies at each load, and of differing answers."""
     best = max(one["output_tokens_per_s"] for one in found["throughput"].values())
     rows: list[Sequence[str]] = [
         ("all at once", "output tokens/s", "of the best", "requests/s", "steps", "tokens a step")

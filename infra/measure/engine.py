@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from contract.jobs import SamplingParams
 from infra.measure.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
-from workers.engine.request import Request
+from workers.ipc.request import Request
 
 _TENANT, _LANE = "bench", "standard"
 _NUM_WARM_UP = 4  # requests

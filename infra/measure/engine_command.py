@@ -58,7 +58,7 @@ def summarise(run: EngineRun) -> dict[str, Any]:
 
 
 def tables(summary: dict[str, Any]) -> str:
-    """Separate tables of throughput and of latencies in milliseconds."""
+    """Returns separate tables of throughput and of latencies in milliseconds."""
     rows = [
         ("output tokens/s", f"{summary['output_tokens_per_s']:.1f}"),
         ("output tokens", str(summary["num_output_tokens"])),

@@ -28,8 +28,8 @@ class Outcome(enum.StrEnum):
 
 @dataclass(slots=True)
 class Call:
-    """Times are seconds from the start of the run; `arrival_s` is the due time. `chunk_times_s` has
-    one entry per piece of output; `token_ids` is empty where the server does not return them."""
+    """A call. Times are seconds from the start of the run; `arrival_s` is when it was due.
+    `chunk_times_s` has one entry per piece of output; `token_ids` may be missing in answers."""
 
     number: int
     num_prompt_tokens: int

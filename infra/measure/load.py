@@ -47,7 +47,7 @@ async def run_load(
     sleep: Sleep = asyncio.sleep,
     progress: Callable[[Call], None] = lambda call: None,
 ) -> LoadRun:
-    """Returns once all calls have ended."""
+    """Sends the load. Returns once all calls have ended."""
     start_s = clock_s()
 
     def now_s() -> float:

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_loads(options: argparse.Namespace) -> list[Load]:
-    """One load per rate, or one closed loop, or a trace. Raises BadWorkload.
+    """Returns one load per rate, or one closed loop, or a trace. Raises BadWorkload.
 
     Each rate has its own prompts, so that no prefix cache has them; those of a workload file are
     the same every time.
@@ -114,7 +114,7 @@ async def _measure(options: argparse.Namespace, loads: list[Load]) -> tuple[str,
 
 
 def _warm_up_load(options: argparse.Namespace) -> Load:
-    """Prompts that share no prefix with measured requests; not counted."""
+    """A load that is not counted, of prompts that share no prefix with measured requests."""
     workload = log_uniform_workload(
         options.warm_up,
         options.vocab_size,

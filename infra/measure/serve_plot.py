@@ -19,8 +19,8 @@ _MOST_CHARS = 30  # of names side by side below the bars
 
 
 def draw_runs(runs: Sequence[LoadRun], summaries: Sequence[dict[str, Any]], path: Path) -> None:
-    """Three rows: latency over throughput, distributions, calls over time. Raises OSError, and
-    ImportError without matplotlib."""
+    """Plots three rows: latency over throughput, distributions, calls over time. Raises OSError,
+    and ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 10.5), layout="constrained")
@@ -37,7 +37,7 @@ def draw_runs(runs: Sequence[LoadRun], summaries: Sequence[dict[str, Any]], path
 
 
 def _explain(part: Any) -> None:
-    """One legend below all panels of a row, so that it covers none."""
+    """Puts one legend below all panels of a row, so that it covers none."""
     found = [axes.get_legend_handles_labels() for axes in part.axes]
     handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
     if handles:
@@ -46,7 +46,7 @@ def _explain(part: Any) -> None:
 
 
 def logarithmic(axes: Any, which: Literal["x", "y"]) -> None:
-    """A logarithmic axis with ticks at 1, 2, 5, 10; over three decades at 1, 10."""
+    """Makes an axis logarithmic with ticks at 1, 2, 5, 10; over three decades at 1, 10."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set(**{f"{which}scale": "log"})
@@ -58,7 +58,7 @@ def logarithmic(axes: Any, which: Literal["x", "y"]) -> None:
 
 
 def _timelines(num_runs: int) -> list[int]:
-    """At most three: the first, the middle and the last."""
+    """The indices of at most three runs: the first, the middle and the last."""
     return sorted({0, (num_runs - 1) // 2, num_runs - 1})
 
 
@@ -107,7 +107,7 @@ def _latencies(call: Call) -> tuple[list[float], list[float], list[float]]:
 
 
 def _draw_timeline(axes: Any, run: LoadRun, name: str) -> None:
-    """Concurrent calls over time, and when unsuccessful ones ended."""
+    """Plots concurrent calls over time, and when unsuccessful ones ended."""
     changes = sorted([(c.sent_s, 1) for c in run.calls] + [(c.end_s, -1) for c in run.calls])
     times, num_running, running = [0.0], [0], 0
     for at_s, change in changes:

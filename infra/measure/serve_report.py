@@ -77,7 +77,7 @@ def summarise_load(run: LoadRun, slo: Slo) -> dict[str, Any]:
 
 
 def load_tables(summaries: Sequence[dict[str, Any]]) -> str:
-    """Separate tables of outcomes, throughput and latencies."""
+    """Returns separate tables of outcomes, throughput and latencies."""
     names = [load_name(found) for found in summaries]
     heads = ("load", "requests", *(str(o) for o in Outcome))
     counts: list[Sequence[str]] = [heads]
@@ -108,7 +108,7 @@ def load_name(found: dict[str, Any]) -> str:
 
 
 def write_csv(runs: Sequence[LoadRun], path: Path) -> None:
-    """One line per request, in seconds from the start of its run; no content."""
+    """Writes one line per request, in seconds from the start of its run; no content."""
     names = (
         *("rate_per_s", "number", "outcome", "reason", "status", "arrival_s", "sent_s"),
         *("first_token_s", "end_s", "prompt_tokens", "output_tokens", "ttft_s", "mean_itl_s"),

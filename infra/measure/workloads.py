@@ -39,7 +39,7 @@ class BadWorkload(ValueError):
 
 
 def read_workload(path: Path) -> Workload:
-    """Raises BadWorkload, naming the file and the field."""
+    """Reads a workload. Raises BadWorkload, naming the file and the field."""
     try:
         workload = msgspec.json.decode(path.read_bytes(), type=Workload)
     except OSError as exc:
@@ -64,7 +64,7 @@ def draw_request(
     max_tokens: int,
     arrival_s: float = 0.0,
 ) -> WorkloadRequest:
-    """A prompt of random tokens, without the first four ids, which are often special."""
+    """Draws a prompt of random tokens, without the first four ids, which are often special."""
     ids = tuple(generator.randrange(4, vocab_size) for _ in range(num_prompt))
     return WorkloadRequest(ids, max_tokens, arrival_s)
 
@@ -81,7 +81,7 @@ def log_uniform_workload(
     output_tokens: tuple[int, int] = (8, 256),
     seed: int | str = 0,
 ) -> Workload:
-    """Requests that all come at once, with lengths log-uniform within the given bounds."""
+    """Draws requests that all come at once, with lengths log-uniform within the given bounds."""
     generator = random.Random(seed)
 
     def length(low: int, high: int) -> int:

@@ -3,7 +3,7 @@
 import argparse
 
 from infra import callbacks_command, jobs_command, keys_command, tenant_jobs
-from infra.options_page import shown_options
+from infra.argparse_compat import shown_options
 from infra.parser import build_parser
 
 COMMANDS = (
