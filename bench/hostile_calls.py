@@ -50,7 +50,7 @@ def _past_call(arguments: str) -> dict[str, Any]:
     return body
 
 
-# By name: the path and the body of the call of a number.
+# Name -> a function from a call's number to its path and body.
 ATTACKS: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
     "a surrogate in arguments": lambda _: (CHAT, _past_call('{"a":"\\ud800"}')),
     "deep arguments": lambda _: (CHAT, _past_call('{"a":' + "[" * 964 + "]" * 964 + "}")),

@@ -1,4 +1,4 @@
-"""Two batching configurations beside each other: what Redis keeps of their jobs, without text.
+"""Two batching configurations beside each other: what Redis stores about their jobs, without text.
 
 The functions write it (contract/lua/_ab.lua); this module reads it.
 """
@@ -58,8 +58,8 @@ class AbJob(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class AbRecord:
-    """A model's A/B; the mappings are by arm. `share`: of the jobs, for the candidate. `jobs`: the
-    last ones that ended, the first first. `num_open`: jobs that wait or run. `num_workers`: live
+    """A model's A/B; the mappings are by arm. `share`: the candidate's share of the jobs. `jobs`:
+    the latest ended jobs, oldest first. `num_open`: jobs that wait or run. `num_workers`: live
     ones."""
 
     versions: Mapping[str, str]
@@ -70,7 +70,7 @@ class AbRecord:
 
 
 async def read_ab(client: redis.asyncio.Redis, keys: Keys, model: str) -> AbRecord | None:
-    """None where the model has had no candidate. Raises BrokerUnavailable, CommandDenied,
+    """None if the model has had no candidate. Raises BrokerUnavailable, CommandDenied,
     WireError."""
     with wire_errors("record of an A/B"), broker_errors(client, "HMGET, HGETALL or XRANGE"):
         fields: Any = await client.hmget(keys.of("ab", model), [*ARMS, "share"])
@@ -96,7 +96,7 @@ def _num_open(totals: Mapping[bytes, bytes], version: str) -> int:
 
 
 async def _num_workers(client: redis.asyncio.Redis, keys: Keys, model: str) -> dict[str, int]:
-    """By arm, from the workers' heartbeats."""
+    """The number of workers by arm, from their heartbeats."""
     since_ms = await now_ms(client) - int(WORKER_TTL_S * 1000)
     names: Any = await client.zrange(keys.workers(model), since_ms, "+inf", byscore=True)
     found = dict.fromkeys(ARMS, 0)

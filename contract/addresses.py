@@ -98,7 +98,7 @@ class AllowList(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> "AllowList":
-        """Raises ValueError, which quotes the entry."""
+        """Reads the entries. Raises ValueError, which quotes the entry."""
         networks: list[IPv4Network | IPv6Network] = []
         names: set[str] = set()
         for entry in entries:

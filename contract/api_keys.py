@@ -156,7 +156,7 @@ class ApiKeys:
         return self._pepper
 
     async def create(self, terms: KeyTerms, *, lifetime_s: float | None = None) -> tuple[str, str]:
-        """A new key and its prefix. The key itself is not stored."""
+        """Creates a key. Returns it and its prefix. The key itself is not stored."""
         prefix = "".join(secrets.choice(_PREFIX_ALPHABET) for _ in range(_PREFIX_CHARS))
         key = f"bw-{prefix}-{secrets.token_hex(_SECRET_BYTES)}"
         pepper = await self._some_pepper()
@@ -175,7 +175,7 @@ class ApiKeys:
         return key, prefix
 
     async def find(self, prefix: str) -> ApiKey | None:
-        """Raises WireError."""
+        """Returns a key's record. Raises WireError."""
         with wire_errors("API key record"), broker_errors(self._client, "HMGET"):
             values: Any = await repeated(
                 lambda: self._client.hmget(
@@ -216,9 +216,8 @@ class ApiKeys:
     async def rotate(
         self, prefix: str, *, overlap_s: float, lifetime_s: float | None = None
     ) -> tuple[str, str] | None:
-        """A new key and its prefix, with the terms of an active key, which expires after at most
-        `overlap_s` seconds; None where the old key is not active.
-        """
+        """Creates a key with the terms of an active one, which expires after at most `overlap_s`
+        seconds. Returns the new key and its prefix; None if the old key is not active."""
         old = await self.find(prefix)
         if old is None or old.state != "active":
             return None

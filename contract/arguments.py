@@ -19,8 +19,8 @@ _NO_ROOM = LaneRoom(0, 0)
 
 
 def stored_bytes(job: Job, submission: Submission, parts: Iterable[bytes]) -> int:
-    """Bytes that count as stored until a job is forgotten: its encoded parts, those in the object
-    store, its record, and an output of full length."""
+    """Returns the bytes that count as stored until a job is forgotten: its encoded parts, those in
+    the object store, its record, and an output of full length."""
     num_bytes = sum(map(len, parts))
     if job.stored_prompt is not None:
         num_bytes += job.stored_prompt.ref.num_bytes
@@ -83,14 +83,14 @@ def submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...
 
 
 def _part(job: Job) -> str:
-    """Of a flow's job or a call of one."""
+    """Whether the job is a flow's, a call of one, or both."""
     if job.flow is not None:
         return "nested" if job.parent else "parent"
     return "child" if job.parent else ""
 
 
 def append_items(items: Sequence[Append]) -> bytes:
-    """The events and ends of an append, packed into one argument: an argument for each value would
+    """Packs the events and ends of an append into one argument: an argument for each value would
     cost more than the value."""
     parts: list[bytes] = []
     for item in items:

@@ -45,7 +45,7 @@ class BatchStatus(StrEnum):
 
 
 class BatchesFull(BatchwayError):
-    """As many batches of the tenant as may be have not ended."""
+    """The tenant has as many open batches as it may have."""
 
 
 class LeaseLost(BatchwayError):
@@ -80,7 +80,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The immutable part of a batch, as its caller has asked for it."""
+    """The immutable part of a batch, as its caller requested it."""
 
     endpoint: Endpoint
     input_file_id: str
@@ -91,7 +91,7 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch's record; times in Unix ms of the Redis clock, None for what has not happened.
+    """A batch's record. Times are in Unix ms of the Redis clock, None for what has not happened.
 
     Fields are those of the record in Redis, under their `name` where one is given.
     """
@@ -126,7 +126,7 @@ def new_batch_id() -> str:
 
 
 def line_job_id(batch_id: str, line: int) -> str:
-    """The id of a line's job: the same whoever submits it."""
+    """The id of a line's job, the same whoever submits it."""
     return f"job-0-{hashlib.sha256(f'{batch_id}/{line}'.encode()).hexdigest()[:32]}"
 
 
@@ -175,7 +175,7 @@ class Batches:
             raise BatchesFull("as many batches of the tenant as may be have not ended")
 
     async def find(self, batch_id: str, tenant: str | None = None) -> Batch | None:
-        """None where the tenant has no such batch; `tenant` None: of any tenant."""
+        """Returns a batch; None if the tenant has no such batch. `tenant` None: of any tenant."""
         with broker_errors(self._client, "HGETALL"), wire_errors("batch"):
             key = self._keys.of("batch", batch_id)
             found = _record(batch_id, await repeated(lambda: self._client.hgetall(key)))
@@ -203,7 +203,7 @@ class Batches:
             return _readable(names, records)
 
     async def cancel(self, batch_id: str, tenant: str) -> BatchStatus | None:
-        """Has the batch cancelled; its status then, None where the tenant has no such batch."""
+        """Has the batch cancelled. Returns its status then; None if the tenant has no such one."""
         reply = await self._call("batch_cancel", batch_id, tenant)
         return None if reply == [b"NOT_FOUND"] else BatchStatus(reply[1].decode())
 
@@ -211,8 +211,8 @@ class Batches:
         self, token: str, *, lease_s: float, in_progress: bool, max_batches: int, max_more: int = 0
     ) -> list[str]:
         """Leases unfinished batches that no feeder holds: those in progress, or those in other
-        states. First those of tenants of which the fewest are held. `max_more`: beyond
-        `max_batches`, of tenants of which none is."""
+        states. Tenants with the fewest leased batches come first. `max_more`: the number of batches
+        beyond `max_batches`, only of tenants without a leased batch."""
         terms = int(lease_s * 1000), int(in_progress), max_batches, max_more
         reply = await self._call("batch_take", token, *terms)
         return [batch_id.decode() for batch_id in reply]
@@ -234,9 +234,9 @@ class Batches:
         part: tuple[int, Part | None] | None = None,
         fields: Mapping[str, str | int | bytes] | None = None,
     ) -> tuple[BatchStatus, int]:
-        """Renews the lease (0: gives it back) and records progress; the batch's status, and the
-        time in ms. `part`: its number, and None to forget it. Raises LeaseLost, and StatusChanged
-        where the status is not the expected one."""
+        """Renews the lease (0: gives it back) and records progress. Returns the batch's status, and
+        the time in ms. `part`: its number, and None to forget it. Raises LeaseLost, and
+        StatusChanged if the status is not the expected one."""
         number, written = ("", None) if part is None else part
         packed = b"" if written is None else msgspec.msgpack.encode(written)
         flat = [each for pair in (fields or {}).items() for each in pair]

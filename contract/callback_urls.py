@@ -40,7 +40,7 @@ _DEFAULT_PORTS = {"https": 443, "http": 80}
 
 
 def parse_callback_url(text: str, allow: AllowList) -> CallbackUrl:
-    """Raises BadCallbackUrl."""
+    """Parses a URL. Raises BadCallbackUrl."""
     if len(text) > MAX_URL_CHARS:
         raise BadCallbackUrl(f"may have at most {MAX_URL_CHARS} characters")
     # urlsplit silently removes some forbidden characters.

@@ -1,5 +1,5 @@
-"""Models in Redis, which workers publish and gateways look up; and what Redis knows of the object
-store."""
+"""Models in Redis, which workers publish and gateways look up; and what Redis stores about the
+object store."""
 
 import logging
 from typing import Any
@@ -68,7 +68,7 @@ class Catalogue:
         return cards
 
     async def _names(self) -> set[bytes]:
-        """Empty where another program has overwritten the list."""
+        """The names of all models; empty if another program has overwritten the list."""
         try:
             with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS"):
                 names: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
@@ -81,7 +81,7 @@ class Catalogue:
         return set(names)
 
     async def model(self, name: str) -> ModelCard | None:
-        """None where no such model was published. Raises WireError."""
+        """Returns a model's card; None if no such model was published. Raises WireError."""
         raw = await self._read(self._keys.model(name), MAX_CARD_BYTES)
         if not raw:
             return None
@@ -91,7 +91,7 @@ class Catalogue:
         return card
 
     async def tokenizer(self, sha256: str) -> TokenizerFiles:
-        """Raises WireError, also where it was never published."""
+        """Returns a tokenizer. Raises WireError, also if it was never published."""
         packed = await self._read(self._keys.of("tokenizer", sha256), MAX_TOKENIZER_BYTES)
         if not packed:
             raise WireError(f"there is no tokenizer {sha256[:12]}")

@@ -31,7 +31,7 @@ class PrimaryConnection(redis.asyncio.Connection):
         self._options = kwargs
 
     async def connect(self) -> None:
-        """Raises ConnectionError also where the cluster has not exactly one shard."""
+        """Connects. Raises ConnectionError also if the cluster has not exactly one shard."""
         if not self.is_connected:
             self.host, self.port = await self._find_primary()
         await super().connect()  # type: ignore[no-untyped-call]
@@ -119,8 +119,8 @@ def find_primary(pool: Any) -> None:
 
 
 def _primary(slots: Any, asked: str) -> tuple[str, int]:
-    """The address of the only primary in a reply to CLUSTER SLOTS of the host `asked`, which is the
-    primary's where the reply names none. Raises ConnectionError."""
+    """Returns the address of the only primary in a reply to CLUSTER SLOTS. If the reply names no
+    host, it is `asked`, the host that sent the reply. Raises ConnectionError."""
     primaries = {(shard[2][0] or asked.encode(), int(shard[2][1])) for shard in slots}
     if len(primaries) != 1:
         raise ConnectionError(f"the cluster has {len(primaries)} shards; batchway needs one")

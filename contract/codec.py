@@ -41,21 +41,21 @@ _tokenizer_decoder = msgspec.msgpack.Decoder(TokenizerFiles)
 
 
 def decode_entry(number: int, hash_: bytes, raw: bytes) -> LogEntry:
-    """Raises WireError."""
+    """Decodes an entry of a log. Raises WireError."""
     with wire_errors("log event"):
         return LogEntry(number=number, hash=hash_.decode(), event=_event_decoder.decode(raw))
 
 
 def decode_hint(raw: bytes) -> LogEntry:
-    """A message of an events channel, `<number> <hash> <event>`. Raises WireError."""
+    """Decodes a message of an events channel, `<number> <hash> <event>`. Raises WireError."""
     with wire_errors("hint"):
         number, hash_, event = raw.split(b" ", 2)
         return decode_entry(int(number), hash_, event)
 
 
 def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:
-    """A tokenizer's key and its compressed files. The key is the sha256 of the compressed bytes, so
-    that a reader checks it before decompression.
+    """Returns a tokenizer's key and its compressed files. The key is the sha256 of the compressed
+    bytes, so that a reader checks it before decompression.
 
     Raises ValueError where the files exceed MAX_TOKENIZER_BYTES.
     """

@@ -48,8 +48,8 @@ def connect(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     command_timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> redis.asyncio.Redis:
-    """A client, which connects at its first command. `cluster=true` in the URL's query: to the
-    primary of that cluster."""
+    """Returns a client, which connects at its first command. With `cluster=true` in the URL's query
+    it connects to the primary of that cluster."""
     url, is_cluster = plain_url(redis_url)
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         url,
@@ -68,12 +68,12 @@ def connect(
 
 
 async def repeated(call: Callable[[], Awaitable[T]]) -> T:
-    """The result of a call; repeats it up to twice where Redis does not answer."""
+    """Returns the result of a call; repeats it up to twice if Redis does not answer."""
     return await _RETRY.call_with_retry(call, _ignore)
 
 
 async def _ignore(_: Exception) -> None:
-    """Nothing to do between attempts: redis-py has closed the connection."""
+    """Does nothing between attempts: redis-py has closed the connection."""
 
 
 async def now_ms(client: redis.asyncio.Redis) -> int:
@@ -123,7 +123,8 @@ class Listener:
             await self._pubsub.ping()
 
     async def _next_message(self) -> dict[str, Any] | None:
-        """None also for a PING that Redis refuses because its disk is full: messages still come."""
+        """The next message; None also if Redis, with a full disk, refuses a PING: it still
+        sends."""
         try:
             message: dict[str, Any] | None = await self._pubsub.get_message(timeout=None)
         except ResponseError as exc:
@@ -177,7 +178,7 @@ def broker_errors(client: redis.asyncio.Redis, command: str) -> Iterator[None]:
 
 
 def _broker_error(exc: BaseException) -> BrokerUnavailable | BrokerFull | None:
-    """None where the error does not mean that the server is unavailable."""
+    """Converts an error; None if it does not mean that the server is unavailable."""
     match exc:
         case AuthenticationError():
             return BrokerUnavailable("Redis refused the credentials")
@@ -204,9 +205,9 @@ def _response_error(text: str, *, is_oom: bool) -> BrokerUnavailable | BrokerFul
 
 
 def redis_url_of(environ: Mapping[str, str]) -> str | None:
-    """REDIS_URL, with REDIS_PASSWORD where the URL holds none; None where it is not set.
+    """Returns REDIS_URL, with REDIS_PASSWORD if the URL has no password; None if it is not set.
 
-    Vaults hand out a password by itself, and the rest of the URL is no secret.
+    Vaults hand out a password by itself, and the rest of the URL is not secret.
     """
     url, password = environ.get("REDIS_URL") or None, environ.get("REDIS_PASSWORD", "")
     if url is None or not password:

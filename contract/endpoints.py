@@ -1,4 +1,4 @@
-"""The endpoints of calls, whose formats answers have."""
+"""The endpoints of calls, which define the formats of answers."""
 
 from enum import StrEnum
 

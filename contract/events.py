@@ -63,7 +63,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
 
 
 class MemberRun(msgspec.Struct, frozen=True, array_like=True):
-    """A call of a model by a flow, once it begins and once it has ended."""
+    """A call of a model by a flow, logged when it begins and when it has ended."""
 
     model: str
     job_id: str

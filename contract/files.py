@@ -1,4 +1,5 @@
-"""The records of files, whose content is in the object store. The calls of their Redis Functions.
+"""The records of files, whose content is in the object store, and the calls of their Redis
+Functions.
 
 A content is announced, then written, then recorded, and deleted after its record. Whatever is due
 for deletion, at once or later, is in `objects_due` until it has been deleted.
@@ -22,7 +23,7 @@ _LIST_PAGE = 500  # records per read
 
 
 class FilesFull(BatchwayError):
-    """The tenant's files may not have more bytes in all. `num_bytes`: what they have."""
+    """The tenant's files have reached their limit. `num_bytes`: what they have."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__("the tenant's files have reached their limit")
@@ -65,7 +66,7 @@ class Files:
         return await call_function(self._client, self._keys.tag, name, *args)
 
     async def begin(self, file_id: str, *, upload_s: float = UPLOAD_S) -> None:
-        """Announces a content: it is deleted later, unless `add` records the file."""
+        """Announces a content, which is deleted later unless `add` records the file."""
         await self._call("file_begin", file_id, int(upload_s * 1000))
 
     async def add(
@@ -83,13 +84,13 @@ class Files:
         return msgspec.structs.replace(file, created_ms=reply[1], expires_ms=reply[2])
 
     async def find(self, file_id: str, tenant: str) -> StoredFile | None:
-        """None where the tenant has no such file, or it has expired."""
+        """Returns a file; None if the tenant has no such file, or it has expired."""
         [flat] = await self._call("file_read", file_id)
         found = _record(file_id, flat)
         return found if found is not None and found.tenant == tenant else None
 
     async def _readable(self, file_ids: Sequence[str]) -> list[StoredFile]:
-        """Those that exist and can be read."""
+        """Returns the files that exist and can be read."""
         reply = await self._call("file_read", *file_ids) if file_ids else []
         found = []
         for file_id, flat in zip(file_ids, reply, strict=True):
@@ -98,7 +99,7 @@ class Files:
         return [file for file in found if file is not None]
 
     async def tenant_bytes(self, tenant: str) -> int:
-        """Of all the tenant's files."""
+        """The bytes of all the tenant's files."""
         with broker_errors(self._client, "HGET"), wire_errors("number of bytes"):
             raw: Any = await repeated(
                 lambda: self._client.hget(self._keys.of("file_bytes"), tenant)
@@ -137,7 +138,7 @@ class Files:
         return bool(await self._call("file_drop", file_id, tenant) == [b"DROPPED"])
 
     async def due(self, max_ids: int = 100) -> list[str]:
-        """Files that have expired or were dropped, and batches whose parts nobody needs."""
+        """Returns files that have expired or were dropped, and batches whose parts nobody needs."""
         reply = await self._call("objects_due", max_ids)
         return [each.decode(errors="replace") for each in reply]
 
@@ -148,7 +149,7 @@ class Files:
 
 
 def _record(file_id: str, flat: list[bytes]) -> StoredFile | None:
-    """Raises WireError."""
+    """Decodes a file's record. Raises WireError."""
     if not flat:
         return None
     with wire_errors("file"):

@@ -19,7 +19,7 @@ log = logging.getLogger("batchway.redis")
 
 
 async def check_fitness(client: redis.asyncio.Redis) -> None:
-    """Raises BrokerUnfit, BrokerUnavailable, CommandDenied."""
+    """Checks the server. Raises BrokerUnfit, BrokerUnavailable, CommandDenied."""
     with broker_errors(client, "INFO"):  # INFO, since managed services have no CONFIG
         known = await repeated(lambda: client.info("memory", "persistence", "server"))
     policy = known.get("maxmemory_policy", FIT_POLICY)

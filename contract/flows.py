@@ -28,7 +28,7 @@ class Target(_Strict, frozen=True, kw_only=True):
 
 
 class Condition(_Strict, frozen=True, kw_only=True):
-    """Holds where everything that it names holds."""
+    """Is true if all that it names is true."""
 
     min_prompt_tokens: int = 0  # as the route's first target counts them
     max_prompt_tokens: int | None = None
@@ -42,14 +42,14 @@ class Condition(_Strict, frozen=True, kw_only=True):
 
 
 class Rule(_Strict, frozen=True, kw_only=True):
-    """Where `when` holds, a call goes to one of `to`."""
+    """Sends calls for which `when` is true to one of `to`."""
 
     when: Condition
     to: Annotated[tuple[Target, ...], msgspec.Meta(min_length=1)]
 
 
 class Route(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="route"):
-    """Sends a call to one model: of the first rule that holds, or of `otherwise`."""
+    """Sends a call to one model: of the first rule that matches, or of `otherwise`."""
 
     rules: tuple[Rule, ...] = ()
     otherwise: Annotated[tuple[Target, ...], msgspec.Meta(min_length=1)]
@@ -57,7 +57,7 @@ class Route(_Strict, frozen=True, kw_only=True, tag_field="kind", tag="route"):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Of all rules, and the others."""
+        """The targets of all rules, and `otherwise`."""
         return (*(to for rule in self.rules for to in rule.to), *self.otherwise)
 
 
@@ -65,8 +65,8 @@ class Confidence(_Strict, frozen=True, kw_only=True):
     """How sure a member of a cascade is of its answer, from 0 to 1.
 
     `mean_logprob` is exp of the mean log probability of its tokens, `quantile_logprob` exp of that
-    quantile of them, `field` the number in that field of a JSON answer, `scorer` the score of the
-    prompt and the answer by the model `scorer`, of /v1/score.
+    quantile of them. `field` is the number in that field of a JSON answer. `scorer` is the score
+    that the model `scorer`, of /v1/score, gives to the prompt and the answer.
     """
 
     by: Literal["mean_logprob", "quantile_logprob", "field", "scorer"] = "mean_logprob"
@@ -76,7 +76,7 @@ class Confidence(_Strict, frozen=True, kw_only=True):
 
 
 class Member(_Strict, frozen=True, kw_only=True):
-    """A model of a cascade; its answer stands where its confidence reaches `threshold`."""
+    """A model of a cascade. Its answer is the cascade's if its confidence reaches `threshold`."""
 
     model: _Name
     threshold: _Share | None = None  # None: of the last member, whose answer always stands
@@ -162,7 +162,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlowCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a flow's job carries for the process that runs it."""
+    """The part of a flow's job for the process that runs it."""
 
     flow: Flow  # as it was when the job was accepted
     body: bytes  # of the call, checked: JSON

@@ -87,7 +87,7 @@ class Functions:
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        """What submit would reply; writes nothing."""
+        """Returns what submit would reply; writes nothing."""
         reply = await self._call("quote", *submit_arguments(job, submission), reads=True)
         reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
         limits = replies.decode_rates(submission.limits, rates)
@@ -116,8 +116,8 @@ class Functions:
 
         Lanes are in order of urgency; a lane with waiting jobs and a minimum share gets at least
         that share of the claimed tokens. An idle worker may get a suspect job, which must run
-        alone. The job's record keeps the version of the worker's configuration; in an A/B
-        ` candidate` follows that of the candidate.
+        alone. The job's record keeps the version of the worker's configuration. Candidate workers
+        append ' candidate' to the version.
 
         Not repeated when the reply is lost; `mine` returns the jobs of a lost reply. Jobs with
         unreadable records fail as poison.
@@ -149,7 +149,7 @@ class Functions:
     async def append(
         self, incarnation: str, items: Sequence[Append], *, lease_s: float
     ) -> list[tuple[Verdict | JobStatus, int]]:
-        """Appends a step's output; for each item a verdict and its number, or 0.
+        """Appends a step's output. Returns for each item a verdict and its number, or 0.
 
         `lease_s`: the leases' new duration; 0 leaves them unchanged.
         """
@@ -194,13 +194,13 @@ class Functions:
         return [job_id.decode(errors="replace") for job_id in reply]
 
     async def drain(self, incarnations: Sequence[str]) -> list[bool]:
-        """Orders workers to drain; for each, whether it has a record."""
+        """Orders workers to drain. Returns for each whether it has a record."""
         return [verdict == b"OK" for verdict in await self._call("drain", *incarnations)]
 
     async def release(
         self, incarnation: str, items: Sequence[Release]
     ) -> list[tuple[Verdict | JobStatus, int]]:
-        """Returns jobs to their lanes; a verdict for each."""
+        """Returns jobs to their lanes, and a verdict for each."""
         args: list[str | int] = []
         for item in items:
             args += [item.job_id, item.epoch, item.kind, item.code, item.message]
@@ -217,7 +217,7 @@ class Functions:
         return [replies.verdict(part) for part in reply]
 
     async def attend(self, job_ids: Sequence[str]) -> int:
-        """Reports that a caller still waits for these jobs; how many of them need attendance."""
+        """Reports that callers wait for these jobs. Returns how many need attendance."""
         return int(await self._call("attend", *job_ids))
 
     async def reprioritise(
@@ -239,7 +239,7 @@ class Functions:
         return None if reply == [b"NOT_FOUND"] else replies.verdict(reply)[0]
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
-        """Cancels a job; its status afterwards, None where the tenant has no such job."""
+        """Cancels a job. Returns its status afterwards; None if the tenant has no such job."""
         [status] = await self._call("cancel", job_id, tenant)
         if status == b"NOT_FOUND":
             return None
@@ -248,7 +248,7 @@ class Functions:
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
     ) -> tuple[JobView, list[LogEntry]] | None:
-        """A job and its log after event `after`; None where the tenant has no such job.
+        """Reads a job and its log after event `after`; None where the tenant has no such job.
 
         Raises WireError.
         """
@@ -286,16 +286,15 @@ class Functions:
         return JobPage(replies.views(records), position.decode(errors="replace"))
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
-        """Deletes an ended job: True. False where the tenant has no such job, its status where it
-        has not ended.
-        """
+        """Deletes an ended job and returns True. Returns False if the tenant has no such job, and
+        the status if it has not ended."""
         [status] = await self._call("delete", job_id, tenant)
         if status == b"NOT_FOUND":
             return False
         return True if status == b"DELETED" else JobStatus(status.decode())
 
     async def snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:
-        """A model's lanes, workers and totals at one moment. Raises WireError."""
+        """Returns a model's lanes, workers and totals at one moment. Raises WireError."""
         reply = await self._call("snapshot", model, *lanes, reads=True)
         with wire_errors("state of a model"):
             return replies.snapshot(lanes, reply)

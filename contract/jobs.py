@@ -30,7 +30,7 @@ MAX_GRAMMAR_BYTES = 128 * 1024  # serialised, in a job
 
 
 class JobStatus(StrEnum):
-    """The states of a job; docs/protocol.md holds the table of transitions."""
+    """The states of a job; docs/protocol.md contains the table of transitions."""
 
     QUEUED = "queued"
     CLAIMED = "claimed"
@@ -220,25 +220,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_choices(self) -> int:
-        """Of all prompts."""
+        """The number of choices of all prompts."""
         return self.params.n * self.num_prompts
 
     @property
     def num_places(self) -> int:
-        """The slots of a worker that the job fills: one for each choice; one in all where its
-        prompts leave nothing behind."""
+        """The slots of a worker that the job fills: one for each choice; one if it is
+        prefill-only."""
         return 1 if self.pooling is not None else self.num_choices
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """The number of tokens of all prompts."""
         return sum(map(len, self.prompts)) or (
             self.stored_prompt.num_tokens if self.stored_prompt else 0
         )
 
 
 def cut_tokens(job: Job) -> dict[str, int]:
-    """What `usage` says of tokens that were cut off its prompts; {} if nothing was to be cut."""
+    """What `usage` shows of tokens that were cut off its prompts; {} if nothing was to be cut."""
     return {} if job.num_cut_tokens is None else {"truncated_tokens": job.num_cut_tokens}
 
 
@@ -248,5 +248,5 @@ def new_job_id(partition: int = 0) -> str:
 
 
 def default_seed(job_id: str) -> int:
-    """The seed of a job without one of its caller: the same on every attempt (63 bits)."""
+    """Returns the seed of a job whose caller gave none: the same on every attempt (63 bits)."""
     return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8]) >> 1

@@ -32,8 +32,8 @@ _LUA = Path(__file__).parent / "lua"
 
 
 def library_source() -> str:
-    """The library's source: the shared parts, then the functions by name. Each function is in a
-    block, as Lua has room for 200 local names outside of blocks."""
+    """Returns the library's source: the shared parts, then the functions by name. Each function is
+    in a block, as Lua has room for 200 local names outside of blocks."""
     shared = [(_LUA / f"_{name}.lua").read_text() for name in _SHARED]
     functions = [path.read_text() for path in sorted(_LUA.glob("[a-z]*.lua"))]
     return "\n".join([*shared, *(f"do\n{text}end" for text in functions)])
@@ -64,8 +64,8 @@ async def call_function(
     reads: bool = False,
     is_repeated: bool = True,
 ) -> Any:
-    """A function's reply; `tag` is the partition's key. `is_repeated`: retry where Redis does not
-    answer.
+    """Returns a function's reply. `tag` is the partition's key. `is_repeated`: retry if Redis does
+    not answer.
 
     Raises BrokerUnavailable, CommandDenied, and WireError for a key that the functions did not
     write.

@@ -1,4 +1,4 @@
-"""What workers publish of a model, and gateways need to serve it."""
+"""What workers publish of a model so that gateways can serve it."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^\S+\Z")]
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine of a model's workers can do. Gateways refuse the rest by name."""
+    """What the engine of a model's workers can do. Gateways refuse other parameters by name."""
 
     prompt_logprobs: bool = True
     structured_output: bool = False
@@ -26,8 +26,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What holds where a caller says nothing: the model's generation_config.json. None: as in
-    OpenAI's API."""
+    """Settings for calls without their own: generation_config.json. None: as in OpenAI's API."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
@@ -90,7 +89,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """The endpoints that the model can answer; of a flow, those of its definition."""
+        """The endpoints that the model can answer; for a flow, those of its definition."""
         if self.flow is not None:
             return self.flow.endpoints
         if self.pooling is None:
@@ -115,6 +114,6 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     template_kwargs: dict[str, Any] = {}
     # The template wants the arguments of past calls as JSON strings, not as objects.
     string_arguments: bool = False
-    null_content: bool = False  # it shows the calls of a past message only where content is null
+    null_content: bool = False  # it shows the calls of a past message only if content is null
     reasoning: ReasoningFormat | None = None  # None: the model does not reason
     tool_format: ToolFormat | None = None  # None: not known, so the model calls no tools

@@ -1,4 +1,4 @@
-"""Models that cannot stay up, as whoever restarts their workers reports them.
+"""Models that cannot stay up, as reported by the process that restarts their workers.
 
 Why, since when and when the next try is are fields of the hash `pool:<model>`, which a worker that
 becomes ready deletes (contract/starts.py). A model that was never served is put on the list of
@@ -21,8 +21,8 @@ _KEPT_S = 1_800.0  # after the next try, whose start may take long
 
 
 class ModelFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """`since_s`: Unix seconds of the Redis clock; `retry_in_s`: from the reading, 0 while the next
-    try is under way."""
+    """A report. `since_s`: Unix seconds of the Redis clock; `retry_in_s`: from the reading, 0 while
+    the next try is under way."""
 
     reason: str
     since_s: float
@@ -37,7 +37,7 @@ class ModelFailures:
         self._keys = keys
 
     async def report(self, model: str, reason: str, *, retry_in_s: float) -> None:
-        """The model's workers do not stay up; they are tried again after so many seconds."""
+        """Reports that the model's workers do not stay up, and when the next try is."""
         now = await now_ms(self._client)
         retry_ms = int(retry_in_s * 1000)
         key = self._keys.of("pool", model)
@@ -51,13 +51,13 @@ class ModelFailures:
                 await transaction.execute()
 
     async def forget(self, models: Iterable[str]) -> None:
-        """Nobody tries these models any more, or again from the start."""
+        """Forgets reports: nobody tries these models any more, or they start anew."""
         with broker_errors(self._client, "HDEL"):
             for model in models:
                 await self._client.hdel(self._keys.of("pool", model), *FIELDS)
 
     async def all(self) -> dict[str, ModelFailure]:
-        """By model. A model may have a worker all the same, where it has several."""
+        """The reports by model. A model with several workers may have a live one all the same."""
         now = await now_ms(self._client)
         with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS or HMGET"):
             raw: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
@@ -74,7 +74,7 @@ class ModelFailures:
 
 
 def _failure(values: list[bytes | None], now: int) -> ModelFailure | None:
-    """None where there is none, or it is not as this version writes it."""
+    """Decodes a report; None if there is none, or it is not as this version writes it."""
     reason, since, retry = values
     if reason is None or since is None or retry is None:
         return None

@@ -52,7 +52,7 @@ class OutboxRecord(msgspec.Struct, frozen=True):
 
     @property
     def message_id(self) -> str:
-        """The same on every attempt."""
+        """The message's id, the same on every attempt."""
         return f"{self.job_id}-{self.number}"
 
 
@@ -94,7 +94,7 @@ class Outbox:
         return [Taken(job_id.decode(errors="replace"), attempt) for job_id, attempt in reply]
 
     async def start(self, taken: Taken, *, lease_s: float) -> OutboxRecord | None:
-        """Begins an attempt and renews its lease; None where another relay has taken it.
+        """Begins an attempt and renews its lease; returns None if another relay has taken it.
 
         Raises WireError.
         """
@@ -129,7 +129,7 @@ class Outbox:
         return letters
 
     async def replay(self, job_id: str, tenant: str) -> OutboxState | None:
-        """Schedules a dead letter again; the record's state, None where the tenant has none."""
+        """Schedules a dead letter again. The record's state; None if the tenant has none."""
         reply = await self._call("replay", job_id, tenant)
         if reply == [b"NOT_FOUND"]:
             return None
@@ -137,7 +137,7 @@ class Outbox:
 
 
 def _record(job_id: str, flat: list[bytes]) -> OutboxRecord:
-    """Raises WireError."""
+    """Decodes a record. Raises WireError."""
     with wire_errors("record of the outbox"):
         raw = dict(zip(flat[::2], flat[1::2], strict=True))
         callback = raw.pop(b"callback", None)
@@ -166,7 +166,7 @@ class CallbackState(msgspec.Struct, frozen=True):
 async def callback_state(
     client: redis.asyncio.Redis, keys: Keys, job_id: str, tenant: str
 ) -> CallbackState | None:
-    """None where the tenant's job has no callback.
+    """Returns the state of a job's callback; None if the tenant's job has no callback.
 
     Raises BrokerUnavailable, WireError.
     """

@@ -41,18 +41,18 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id_key: _Literal = ""  # of `object`: a key for the call's id
     id_first: bool = False  # the id's key stands before the name, or behind the arguments
     middle: _Literal = ""  # of `json` and `tags`
-    # Of `tags`. A run of white space here stands for itself or for none: values keep their own.
+    # Of `tags`. White space here stands for itself or for none: values keep their own.
     key_open: _Literal = ""
     key_close: _Literal = ""
     value_close: _Literal = ""
     has_cdata: bool = False  # of `tags`: values may stand in <![CDATA[…]]>
-    # Ids in prompts are of so many letters and digits, or the chat template refuses them; 0: any.
+    # The number of letters and digits that the chat template requires of ids in prompts; 0: any.
     id_length: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing marks a call: then it is one only at the start of the answer, or behind
-        another call, and only of a function that was offered."""
+        """Whether calls have no marks. Then only the start of the answer and text behind another
+        call can be a call, and only of a function that was offered."""
         return not (self.begin or self.open).strip(" \n[{\"'")
 
 
@@ -68,11 +68,11 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     before_first_answer: _Literal = ""
     after_answer: _Literal = ""
     before_call: _Literal = ""  # between reasoning and a tool call
-    # OpenAI's harmony: messages with channels and recipients, of which the rest are examples.
+    # OpenAI's harmony: messages with channels and recipients, as in the other fields' examples.
     is_harmony: bool = False
 
     def state_after(self, prompt: str) -> Literal["open", "closed", "none"]:
-        """How a prompt leaves the reasoning: begun, ended, or not begun, so that the model may."""
+        """Whether a prompt has begun the reasoning, ended it, or leaves that to the model."""
         text = prompt.rstrip()
         if text.endswith(self.open.strip()):
             return "open"

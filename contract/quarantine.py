@@ -62,7 +62,7 @@ class Quarantine:
         return [await self._record(job_id, since_ms) for job_id, since_ms in found]
 
     async def find(self, job_id: str) -> PoisonRecord:
-        """Raises NotInQuarantine."""
+        """Returns a record. Raises NotInQuarantine."""
         with broker_errors(self.client, "ZSCORE"):
             since_ms = await self.client.zscore(self.keys.of("quarantine"), job_id)
         if since_ms is None:

@@ -123,7 +123,7 @@ def view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
 
 
 def views(records: list[list[bytes]]) -> tuple[JobView, ...]:
-    """The readable records of a list; logs that others are omitted."""
+    """Returns the readable records of a list; logs that others are omitted."""
     found = []
     for flat in records:
         try:

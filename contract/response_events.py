@@ -27,7 +27,7 @@ STATUSES = {
     JobStatus.EXPIRED: "failed",
     JobStatus.CANCELLED: "cancelled",
 }
-# Of a text: the names of its part and of its events.
+# Kind of an item with text -> the name of its part and of its events.
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -38,7 +38,7 @@ def call_id(job: Job, choice: int, index: int) -> str:
 
 
 class _OpenItem(msgspec.Struct):
-    """The item that the log goes on with. `call` is its number among the calls."""
+    """The item that the log is writing. `call` is its number among the calls."""
 
     item: Item
     index: int
@@ -52,11 +52,11 @@ class _OpenItem(msgspec.Struct):
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where it is, as its events say."""
+        """The fields of its events that locate it."""
         return {"item_id": self.item["id"], "output_index": self.index}
 
     def part(self) -> dict[str, Any]:
-        """Its text so far as a part of its content."""
+        """Its text so far, as a part of its content."""
         part = {"type": _PARTS[self.kind], "text": "".join(self.texts)}
         is_message = self.kind == "message"
         return part | ({"annotations": [], "logprobs": [*self.logprobs]} if is_message else {})
@@ -172,7 +172,7 @@ class ResponseEvents:
         return events
 
     def _more(self, kind: str, text: str) -> list[Event]:
-        """More text of a message or of reasoning."""
+        """Adds text to a message or to reasoning."""
         events = [] if self._open and self._open.kind == kind else self._opened(kind)
         opened = self._open
         assert opened is not None

@@ -1,5 +1,5 @@
-"""What a response's job keeps of its request, and the ids of responses and their items, which
-follow from the job's id."""
+"""What a response's job keeps of its request, and the ids of responses and their items, which are
+derived from the job's id."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ _PREFIXES = {
 
 
 class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's request. `shown` are the fields that responses show; `items` are all that the model
-    was given, also those of earlier responses, each under the id that it had there."""
+    """A job's request. `shown` are the fields that responses show. `items` are all that the model
+    received, including those of earlier responses, each with the id that it had there."""
 
     shown: dict[str, Any]
     items: list[Item]
@@ -33,7 +33,7 @@ _decoder = msgspec.msgpack.Decoder(ResponseRecord)
 
 
 def decode_record(raw: bytes) -> ResponseRecord:
-    """Raises WireError."""
+    """Decodes a record. Raises WireError."""
     with wire_errors("request of a response"):
         return _decoder.decode(raw)
 

@@ -1,9 +1,9 @@
-"""When a model's next worker will be ready, as announced by whoever starts workers; and that one is
-wanted.
+"""When a model's next worker will be ready, as announced by the process that starts workers; and
+whether one is wanted.
 
-What a start takes and when the next is ready are fields of the hash `pool:<model>`. `submit` names
-the time in its refusals while no worker lives. Such a refusal leaves no job, so the gateway sets
-`wanted:<model>:<lane>` for whoever starts workers on demand.
+The duration of a start and the time of the next are fields of the hash `pool:<model>`. `submit`
+gives this time in its refusals while no worker lives. Such a refusal leaves no job, so the gateway
+sets `wanted:<model>:<lane>` for processes that start workers on demand.
 """
 
 from dataclasses import dataclass
@@ -25,20 +25,20 @@ class Starts:
     keys: Keys
 
     async def measured(self, model: str, took_s: float) -> None:
-        """A worker reports how long its start took; the model has not failed, then."""
+        """Reports how long a worker's start took, and thereby that the model has not failed."""
         with wire_errors("start of a worker"), broker_errors(self.client, "HSET or HDEL"):
             await self.client.hset(self._key(model), "start_ms", str(int(took_s * 1000)))
             await self.client.hdel(self._key(model), *FAILURE_FIELDS)
 
     async def announce(self, model: str, ready_in_s: float) -> None:
-        """A worker of the model will be ready after so many seconds."""
+        """Announces that a worker of the model will be ready after `ready_in_s`."""
         ready_at_ms = await now_ms(self.client) + int(ready_in_s * 1000)
         with wire_errors("start of a worker"), broker_errors(self.client, "HSET"):
             await self.client.hset(self._key(model), "ready_at", str(ready_at_ms))
 
     async def announce_another(self, model: str, starts_in_s: float) -> None:
-        """A worker starts after so many seconds, and is expected to take as long as the last one;
-        announces nothing where that is unknown. Raises WireError."""
+        """Announces that a worker starts after `starts_in_s`. It is expected to take as long as the
+        last one; announces nothing if that is unknown. Raises WireError."""
         with wire_errors("start of a worker"), broker_errors(self.client, "HGET"):
             took: Any = await self.client.hget(self._key(model), "start_ms")
             took_s = None if took is None else int(took) / 1000
@@ -46,7 +46,7 @@ class Starts:
             await self.announce(model, starts_in_s + took_s)
 
     async def want(self, model: str, lane: str, for_s: float) -> None:
-        """A call was refused for want of a worker, and may come again within so many seconds."""
+        """Records that a call was refused for want of a worker. It may come again in `for_s`."""
         with broker_errors(self.client, "SET"):
             await self.client.set(self._wish_key(model, lane), b"", px=int(for_s * 1000))
 

@@ -40,7 +40,8 @@ class VectorAnswer:
                 self._vectors[delta.choice] = delta.vector
 
     def build(self, num_prompt_tokens: int, num_output_tokens: int = 0) -> dict[str, Any]:
-        """The answer, once each prompt has its vector. Output: of a flow's calls that generate."""
+        """The answer, once each prompt has its vector. Output tokens are of a flow's other
+        calls."""
         job = self._job
         assert all(self._vectors), "a job succeeds with all its vectors"
         answer: dict[str, Any] = {"id": _ID_PREFIXES[job.endpoint] + job.id.removeprefix("job-")}
@@ -72,7 +73,7 @@ class VectorAnswer:
         return {"object": "embedding", "index": index, "embedding": shown}
 
     def _ranking(self) -> list[dict[str, Any]]:
-        """The documents by falling score."""
+        """Returns the documents by falling score."""
         scores = self._scores()
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         documents = self._pooling.documents
@@ -86,8 +87,8 @@ class VectorAnswer:
         ]
 
     def _scores(self) -> list[float]:
-        """Of pairs, their vectors' only number; of queries and documents, the cosine of each
-        document with its query, or with the only one."""
+        """The scores: of pairs, the only number of each vector; of queries and documents, the
+        cosine of each document with its query, or with the only query."""
         vectors, num_queries = [_numbers(each) for each in self._vectors], self._pooling.num_queries
         if num_queries == 0:
             return [vector[0] for vector in vectors]
@@ -115,6 +116,6 @@ def _numbers(vector: bytes) -> list[float]:
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    """0 where one of them has no direction."""
+    """The cosine of two vectors; 0 if one of them has no direction."""
     length = math.hypot(*first) * math.hypot(*second)
     return sum(map(operator.mul, first, second)) / length if length else 0.0

@@ -27,7 +27,7 @@ class YamlFault(Exception):
 
 
 class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not typed
-    """YAML's plain values; of a key that is there twice, the first would be lost."""
+    """Loads YAML's plain values. Refuses repeated keys, of which the first would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[tuple[str, str]] = set()
@@ -41,7 +41,7 @@ class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not typed
 
 
 def _checked(construct: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """A constructor that refuses what Python cannot hold, and what takes it long."""
+    """Returns a constructor that refuses what Python cannot represent or takes long to read."""
 
     def checked(loader: PlainLoader, node: yaml.Node) -> Any:
         try:
@@ -63,13 +63,13 @@ for _tag, _construct, _what in (
 
 
 def load_file(path: Path) -> Any:
-    """The values of a file. Raises YamlFault, OSError, UnicodeDecodeError."""
+    """Returns the values of a file. Raises YamlFault, OSError, UnicodeDecodeError."""
     with opened(read_text(path)) as loader:
         return loader.get_single_data()
 
 
 def read_text(path: Path) -> str:
-    """Raises YamlFault, OSError, UnicodeDecodeError."""
+    """Returns a file's text. Raises YamlFault, OSError, UnicodeDecodeError."""
     with path.open("rb") as file:
         raw = file.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:

@@ -61,7 +61,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tracing.open()
-        take_turns(gateway.turns)  # also of what is started here
+        take_turns(gateway.turns)  # also for tasks started here
         ending = AsyncExitStack()
         duties = [asyncio.create_task(gateway.broker.attendance.report())]
         if gateway.broker.payloads.store is not None:

@@ -47,7 +47,7 @@ class _Line(msgspec.Struct):
 
     share: int  # places that it may have
     weight: float
-    start: float  # its virtual time: seconds of its work by weight
+    start: float  # virtual time: seconds of its work by weight
     num_running: int = 0
     mean_s: float = 0.0
     waiting: deque[asyncio.Future[None]] = msgspec.field(default_factory=deque)
@@ -69,7 +69,7 @@ class Turns:
         self._wait_s = wait_s
         self._clock = clock
         self._lines: dict[Owner, _Line] = {}
-        self._virtual_s = 0.0  # start of what has begun last
+        self._virtual_s = 0.0  # start of the work that began last
 
     @asynccontextmanager
     async def turn(self, owner: Owner) -> AsyncIterator[None]:

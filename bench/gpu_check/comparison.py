@@ -16,8 +16,8 @@ from bench.gpu_check.served import random_prompts
 from bench.gpu_check.shapes import Shape, random_decoder
 from workers.model.sequential import kept_state
 
-# In standard deviations of a row's logits: a difference of float32 that no other order of additions
-# explains on a tiny model.
+# A difference, in standard deviations of a row's logits, that another order of additions in float32
+# does not explain on a tiny model.
 _LEAST_TOLERANCE = 0.01
 
 

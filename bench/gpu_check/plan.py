@@ -62,7 +62,7 @@ def _decoding(stage: Stage) -> None:
     checked = run_workload(served.engine(), at_once(served.shape, sizes.checked, seed=0))
     results.put("checked", [timeline.token_ids for timeline in checked.timelines])
     results.measure("warm-up", "seconds", partial(warm_up, served, sizes))
-    # In rounds, so that each count of streams has a figure soon.
+    # Works in rounds, so that each count of streams soon has a figure.
     for number in range(sizes.num_repeats):
         for n in sizes.streams:
             results.measure("decoding", str(n), partial(time_streams, served, sizes, n, number + 1))

@@ -6,14 +6,14 @@ from bench.gpu_check.decoding import steady
 from bench.gpu_check.served import Served
 from bench.gpu_check.sizes import Sizes
 
-# What every stream asks for.
+# Parameters of every stream.
 _ALL: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature 1": {"temperature": 1.0},
     "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "top-k 50 and top-p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
 }
-# What one stream asks for, beside greedy ones.
+# Parameters of one stream beside greedy ones.
 _ONE: dict[str, dict[str, Any]] = {
     "one with log probabilities": {"logprobs": 5},
     "one with a repetition penalty": {"repetition_penalty": 1.1},

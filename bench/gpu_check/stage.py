@@ -57,8 +57,7 @@ def _run(options: argparse.Namespace, results: Results) -> int:
     from bench.gpu_check.plan import PLAN, Stage
     from bench.gpu_check.sizes import FULL, SMALL
 
-    # For every stage, transformers' too: cuDNN's attention builds a graph for each length of a
-    # context.
+    # In all stages, as cuDNN's attention builds a graph for each length of a context.
     torch.backends.cuda.enable_cudnn_sdp(False)
     machine = Machine(torch.device(options.device), options.tiny)
     sizes = SMALL if options.tiny else FULL

@@ -224,7 +224,7 @@ end
 
 -- Settles a job's cost at its end: charges the tokens used and refunds the rest. The charge may exceed
 -- the cost where the output was longer than predicted. A job that no worker claimed costs nothing.
--- The tenant's meter gets what was used for what was reserved. Calls of a flow add what they used, and
+-- In the tenant's meter the used tokens replace the reserved ones. Calls of a flow add theirs, and
 -- the flow's job nothing, so that the meter is right however the flow ends.
 function ledger.settle(tag, job, status, now)
   local charge = job.epoch > 0 and job.prompt_tokens + job.tokens or 0

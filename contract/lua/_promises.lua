@@ -11,8 +11,8 @@ local function promise_key(tag, job)
   return tag .. ':promised:' .. job.model, job.lane .. ' ' .. job.tenant
 end
 
--- The line's next retry time, at least retry_ms from now, and the one after it. `gap_ms`: time to drain
--- a job of this cost at the promised rate.
+-- When this tenant may retry in this lane, at least retry_ms from now, and the time to give to its next
+-- refusal. `gap_ms`: time to drain a job of this cost at the promised rate.
 function promises.next(tag, job, gap_ms, retry_ms, now)
   local key, line = promise_key(tag, job)
   local lines = redis.call('ZCOUNT', key, '(' .. now, '+inf')
@@ -23,7 +23,7 @@ function promises.next(tag, job, gap_ms, retry_ms, now)
   return math.min(at, latest), math.min(at + lines * gap_ms, latest)
 end
 
--- Stores the line's next retry time.
+-- Stores the time to give to the line's next refusal.
 function promises.book(tag, job, after, now)
   local key, line = promise_key(tag, job)
   redis.call('ZREMRANGEBYSCORE', key, '-inf', now)

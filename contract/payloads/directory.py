@@ -33,14 +33,14 @@ URL_PATH = "/v1/objects/"
 
 
 class DirectoryStore:
-    """Opens nothing before its first call. Creates `path` where it is missing."""
+    """A directory with objects. Opens nothing before its first call. Creates a missing `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @property
     def name(self) -> str:
-        """Raises PayloadUnavailable."""
+        """The name of the store. Raises PayloadUnavailable."""
         return f"dir:{self._identity[:_ID_CHARS]}"
 
     def put(self, key: str, data: bytes) -> ObjectRef:
@@ -114,7 +114,7 @@ class DirectoryStore:
         return f"{URL_PATH}{ref.key}?{urlencode(fields)}"
 
     def opened(self, key: str, query: dict[str, str]) -> ObjectRef | None:
-        """The object of a URL; None where the signature is wrong or the URL has expired."""
+        """Returns the object of a URL; None if the signature is wrong or the URL has expired."""
         names = ("sha256", "num_bytes", "expires")
         fields = {name: query.get(name, "") for name in names}
         signature = self._signature(key, fields)

@@ -1,8 +1,8 @@
-"""Encodes what the objects of jobs hold.
+"""Encodes the objects of jobs.
 
-A prompt's object holds the token ids in msgpack, as a job's record does. A result's object holds in
-JSON the answer's texts or vectors, for readers of its URL, and the log, from which a gateway serves
-results and streams.
+A prompt's object contains the token ids in msgpack, like a job's record. A result's object contains
+in JSON the answer's texts or vectors, for readers of its URL, and the log, from which a gateway
+serves results and streams.
 """
 
 from collections.abc import Iterable, Sequence
@@ -81,8 +81,7 @@ def encode_prompts(job: Job) -> bytes:
 
 
 def with_prompts(job: Job, data: bytes) -> Job:
-    """The job with the prompts of its object. Raises PayloadLost where they do not match the
-    job."""
+    """The job with the prompts of its object. Raises PayloadLost if they do not match the job."""
     stored = job.stored_prompt
     assert stored is not None
     try:

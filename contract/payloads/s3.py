@@ -50,7 +50,7 @@ class S3Store:
         return checked(ref, self._read(ref.key))
 
     def write(self, key: str, content: BinaryIO) -> None:
-        """In parts of 8 MB, one at a time."""
+        """Writes in parts of 8 MB, one at a time."""
         assert is_key(key), key
         transfer = importlib.import_module("boto3.s3.transfer")
         config = transfer.TransferConfig(use_threads=False)

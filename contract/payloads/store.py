@@ -49,7 +49,7 @@ class ObjectStore(Protocol):
         """The object's bytes. Raises PayloadLost where it is missing or damaged."""
 
     def write(self, key: str, content: BinaryIO) -> None:
-        """Writes an object atomically, reading the content to its end bit by bit."""
+        """Writes an object atomically, reading the content to its end in pieces."""
 
     def read(self, key: str, start: int, num_bytes: int) -> bytes:
         """Bytes of an object that `write` wrote, fewer at its end. Raises PayloadLost where it is
@@ -98,7 +98,7 @@ def check_place(store: str, ref: ObjectRef) -> None:
 
 
 def checked(ref: ObjectRef, data: bytes) -> bytes:
-    """The data. Raises PayloadLost where size or hash differ from the reference."""
+    """Returns the data. Raises PayloadLost if size or hash differ from the reference."""
     if len(data) != ref.num_bytes or hashlib.sha256(data).hexdigest() != ref.sha256:
         raise PayloadLost(f"object {ref.key} is damaged: its size or hash differs")
     return data

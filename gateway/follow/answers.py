@@ -31,7 +31,7 @@ from gateway.models.tokens import ModelTokenizer
 def usage(
     job: Job, num_prompt_tokens: int, num_output_tokens: int, num_reasoning: int | None = None
 ) -> dict[str, Any]:
-    """`num_reasoning`: of the output, the tokens of a chat's reasoning."""
+    """Returns the counts of tokens. `num_reasoning`: those of a chat's reasoning, in the output."""
     if not job.shows_output:
         num_output_tokens = 0
     shown: dict[str, Any] = {
@@ -220,7 +220,7 @@ def _role(choice: int) -> dict[str, Any]:
 
 
 class _Choice(msgspec.Struct):
-    """One choice so far."""
+    """The output of one choice so far."""
 
     texts: list[str] = msgspec.field(default_factory=list)
     reasoning: list[str] = msgspec.field(default_factory=list)

@@ -169,7 +169,7 @@ def accepted_response(shown: AcceptedJob, headers: Mapping[str, str]) -> Respons
 
 
 def job_object(view: JobView, members: Sequence[MemberRun] = ()) -> JobObject:
-    """`members`: the calls of a flow."""
+    """Returns the object of a job. `members`: the calls of a flow."""
     num_prompt, num_output = view.num_prompt_tokens, view.num_output_tokens
     if view.job.flow is not None and members:
         num_prompt = sum(run.prompt_tokens for run in members)
@@ -206,7 +206,7 @@ def _member(job: Job, run: MemberRun) -> MemberObject:
 
 
 def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
-    """Null if the job has no callback."""
+    """The state of the job's callback; None if it has none."""
     if found is None:
         return None
     return {

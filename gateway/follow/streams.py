@@ -173,8 +173,8 @@ async def _prime(gateway: Gateway, chunks: Chunks | ResponseEvents, job: Job, af
 
 
 def _chunk_messages(chunks: Chunks | ResponseEvents, entry: LogEntry, *, has_id: bool) -> bytes:
-    """Only the last message has the id: a client that resumes there has them all. Empty if the
-    event shows nothing."""
+    """Encodes chunks. Only the last has the id, so a client that resumes there has them all. Empty
+    if the event shows nothing."""
     if not (messages := chunks.of(entry)):
         return b""
     *heads, last = messages

@@ -19,15 +19,15 @@ _BYTES = LLTokenizer("byte")  # a token for each byte
 _END: int = _BYTES.eos_token
 _MAX_MESSAGE_CHARS = 300
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
-# A worker, whose tokens have many bytes, needs and has more for a step.
+# A worker's tokens have many bytes, so a step needs, and has, a higher limit.
 LIMITS = LLParserLimits(
     **GRAMMAR_LIMITS | {"step_lexer_fuel": 200_000, "step_max_items": 30_000},
 )
 _NUM_STEPS = 150  # of a walk, apart from forced text
-_TEXT = 64  # more bytes than this may follow within free text alone
+_TEXT = 64  # only within free text may more bytes than this follow
 _QUOTE = ord('"')
 _CLOSING, _OPENING = tuple(b'"}]'), tuple(b"{[")
-# What an error of the library says, and what that means.
+# Texts of the library's errors, and their meanings.
 _REASONS = {
     "row has": "too many alternatives at one place, as of optional properties or anyOf",
     "Too many items": "too much text is forced at once, or it is too ambiguous",
@@ -36,7 +36,7 @@ _REASONS = {
 }
 _NO_WAY = "an output can come to a place where nothing may follow"
 
-Choose = Callable[[int], int]  # a token, of those that may follow: a bit for each
+Choose = Callable[[int], int]  # chooses one of the tokens that may follow, given as bits
 
 
 def fault_of(grammar: str) -> str:

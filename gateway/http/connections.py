@@ -128,14 +128,14 @@ class Connection(HttpProtocol):
         self._num_requests += 1
         self._cancel_deadline()
 
-    def request_ended(self, is_long: bool) -> None:
-        """The application has returned. The next request may have started already. `is_long`: the
-        request's body is."""
+    def request_ended(self, *, drops_rest: bool) -> None:
+        """The application has returned. The next request may have started already. `drops_rest`:
+        what nobody has read of the body is dropped."""
         self._num_requests -= 1
         if self._num_requests:
             return
         self._is_in_head = False
-        if is_long and self.awaits_body:
+        if drops_rest and self.awaits_body:
             self._drop_rest()
         else:
             self._close_after(self._bounds.idle_s)
@@ -204,7 +204,7 @@ class RequestGuard:
             # uvicorn would answer 500, or close the connection in the middle of an answer
             _log_without_text(exc)
         finally:
-            connection.request_ended(_has_long_body(scope))
+            connection.request_ended(drops_rest=_is_rest_dropped(scope))
 
 
 class _InTime:
@@ -232,16 +232,19 @@ class _InTime:
 
 
 def _log_without_text(exc: Exception) -> None:
-    """uvicorn and asyncio would log the exception's text, which may quote a request's body."""
+    """Logs an exception without its text, which may quote a request's body. uvicorn and asyncio
+    would log the text."""
     frame = traceback.extract_tb(exc.__traceback__)[-1]
     log.error("unexpected %s (%s:%d)", type(exc).__name__, frame.filename, frame.lineno)
 
 
-def _has_long_body(scope: Scope) -> bool:
+def _is_rest_dropped(scope: Scope) -> bool:
+    """Whether what nobody has read of the body is dropped: it may be long, or never come, because
+    its client waits for `100 Continue`."""
     length = header(scope, b"content-length")
     if length is None:
         return header(scope, b"transfer-encoding") is not None
-    return int(length) > _SHORT_BYTES
+    return int(length) > _SHORT_BYTES or header(scope, b"expect") is not None
 
 
 def _is_ambiguous(scope: Scope) -> bool:

@@ -165,7 +165,7 @@ def not_found(what: str, code: str, param: str | None = None) -> ApiError:
 
 
 def no_such_model(name: str, known: Collection[str]) -> ApiError:
-    """`known`: the models that this caller may use."""
+    """The error for an unknown model. `known`: the models that this caller may use."""
     name = name[:_MAX_NAME]
     message = f"the model {name!r} does not exist"
     if similar := difflib.get_close_matches(name, known, n=1):

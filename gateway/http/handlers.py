@@ -88,8 +88,8 @@ def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) -> None:
-    """`draw` returns random numbers from 0 to 1, for the jitter of Retry-After. `paths`: known
-    paths, from which a similar one is suggested for an unknown path."""
+    """Adds the handlers. `draw` returns random numbers from 0 to 1, for the jitter of Retry-After.
+    `paths`: known paths, from which a similar one is suggested for an unknown path."""
 
     @app.exception_handler(BatchwayError)
     async def refused(_: Request, exc: BatchwayError) -> Response:

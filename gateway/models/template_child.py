@@ -16,7 +16,7 @@ def prepare(start: Any) -> Callable[[Any], str]:
         with_tools = ChatTemplate(start["tool_source"], start["special_tokens"])
 
     def answer(request: Any) -> str:
-        """One prompt, or for pairs a JSON list of them."""
+        """Returns one prompt, or a JSON list of them for pairs."""
         if "pairs" in request:
             return json.dumps(plain.render_pairs(**request), ensure_ascii=False)
         if not request["tools"]:

@@ -73,7 +73,7 @@ class ModelTokenizer:
         self._bytes_of_char = _byte_level(files.tokenizer_json)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        # What the files say beside the tokenizer and the templates, which are large.
+        # The files without the tokenizer and the templates, which are large.
         self.files = msgspec.structs.replace(
             files, tokenizer_json="", chat_template=None, tool_template=None
         )

@@ -75,12 +75,12 @@ async def prepare_call(
     reservation = Reservation(cards, gateway.settings, call.body, gateway.step_templates)
     all_calls = await reservation.estimate(card.name, own)
     expected = own._replace(output=job.params.expected_tokens * job.num_choices)
-    if isinstance(definition, Pipeline):  # whose steps ask for what they want
+    if isinstance(definition, Pipeline):  # its steps have their own parameters
         expected = NumTokens(0, 0)
-    elif expected.output:  # the caller expects that of each call
+    elif expected.output:  # the caller expects this output of each call
         expected = await reservation.estimate(card.name, expected)
     params = replace(job.params, grammar="", expected_tokens=-(-expected.output // job.num_choices))
-    # Its calls tell what was cut off their prompts.
+    # Its calls report what was cut off their prompts.
     job = replace(job, flow=call, params=params, num_cut_tokens=None)
     return job, replace(
         submission,

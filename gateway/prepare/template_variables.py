@@ -12,7 +12,7 @@ from gateway.prepare.unsupported import refusal
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 _MAX_VARIABLES = 64
-# What the gateway sets itself, or the call has a parameter for.
+# Variables that the gateway sets itself, or that have a parameter of the call.
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 # Variables of real templates -> their value for an effort; None: as if it were not given.

@@ -70,7 +70,7 @@ IGNORED = frozenset(
         *("chat_id", "conversation_id", "tags", "thread_id", "trace_id"),
     }
 )
-# What a message would say and the model not see.
+# Parts of a message that the model would not see.
 OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),

@@ -28,7 +28,7 @@ from gateway.prepare.vector_bodies import (
     VectorBody,
 )
 
-# Of a call's pairs or rendered texts: a query that is repeated for each document adds up.
+# Limit of a call's pairs or rendered texts, in which the query is repeated for each document.
 MAX_PAIR_CHARS = 4 * 1024 * 1024
 _BYTES_PER_NUMBER = 4  # float32
 _VECTOR_OVERHEAD_BYTES = 32  # of an event's part

@@ -38,7 +38,7 @@ class KeyRing:
         self._api_keys = api_keys
         self._guard = guard
         self._clock_s = clock_s
-        # By prefix: the record, and its expiry by `clock_s`.
+        # Prefix -> the record, and its expiry by `clock_s`.
         self._found: TTLCache[str, tuple[ApiKey | None, float]] = TTLCache(
             MAX_REMEMBERED, REMEMBERED_S, timer=clock_s
         )

@@ -140,7 +140,7 @@ def _already_terminal(status: JobStatus) -> ApiError:
 
 
 async def _nothing() -> None:
-    """A disconnect does not cancel this job."""
+    """Does nothing, as a disconnect does not cancel this job."""
 
 
 async def prepare_job(

@@ -141,7 +141,7 @@ def _terms(gateway: Gateway, caller: Caller, body: ResponseBody, key: str, hashe
     """The terms of a response. One in the background is a job like others; any other ends with its
     caller, unless the caller may come back with its Idempotency-Key."""
     settings = gateway.settings
-    # What is not stored cannot be returned to.
+    # A caller cannot return to a response that is not stored.
     ends_with_caller = not body.is_stored or (
         not key if body.on_disconnect is None else body.on_disconnect == "cancel"
     )

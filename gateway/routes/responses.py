@@ -166,4 +166,4 @@ async def list_input_items(
 
 
 async def _nothing() -> None:
-    """A disconnect of a reader cancels nothing."""
+    """Does nothing, as a disconnect of a reader cancels nothing."""

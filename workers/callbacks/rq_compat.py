@@ -68,7 +68,7 @@ class WorkerInThread(BaseWorker):
         """Takes no commands: anyone who can write to Redis could end this process."""
 
     def procline(self, message: str) -> None:
-        """RQ would set the title of the process."""
+        """Does nothing: RQ would set the title of the process."""
 
     def _install_signal_handlers(self) -> None:
-        """The process has its own signal handlers."""
+        """Does nothing: the process has its own signal handlers."""

@@ -83,7 +83,7 @@ class Matcher:
         """Takes a token that was sampled. Raises GrammarFailed for one that cannot follow."""
         assert not self.is_masking
         self.mask = None
-        # In its error state the library allows the end of the output, and takes it.
+        # In its error state the library allows and accepts the end of the output.
         if self.state.is_error() or not self.state.consume_token(token_id):
             if _MISMATCH in self.state.get_error():
                 raise GrammarFailed("a token does not match the grammar")
@@ -137,7 +137,7 @@ class Grammars:
             raise GrammarFailed("the model's tokenizer has no form for grammars") from error
         self._limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._compiled: LRUCache[str, LLMatcher] = LRUCache(_NUM_KEPT)
-        self._lock = threading.Lock()  # of what is compiled
+        self._lock = threading.Lock()  # of the compiled grammars
         self._compilations = Turns(
             compiler or ThreadPoolExecutor(_NUM_THREADS, "compile", initializer=_give_way)
         )
@@ -149,7 +149,7 @@ class Grammars:
         self, grammar: str, outputs: Seq[Seq[int]], tenant: str = ""
     ) -> Future[list[Matcher]]:
         """Computes the states of several choices beside the engine's steps; see `matcher`."""
-        # What is compiled does not wait for what others compile.
+        # Cached grammars do not wait for compilations of others.
         turns = self._compilations if self._kept(grammar) is None else self._masks
         return turns.submit(
             tenant, lambda: [self.matcher(grammar, output_ids, tenant) for output_ids in outputs]

@@ -20,7 +20,8 @@ class Policy(Protocol):
     """
 
     def key(self, sequence: Sequence, now_s: float) -> Key:
-        """`now_s` is the engine's monotonic clock. Equal keys: first come, first served."""
+        """Returns the sort key. `now_s` is the engine's monotonic clock. Equal keys: first come,
+        first served."""
         ...
 
     def standing(self, sequence: Sequence, now_s: float) -> Key:

@@ -92,7 +92,8 @@ def end_token_ids(
 
 
 def _tokenizer_ends(files: Files, tokenizer: TokenizerFiles) -> list[int | None]:
-    """Also those of special_tokens_map.json, which transformers often does not read."""
+    """The tokenizer's end tokens; those of special_tokens_map.json are often missing in
+    transformers."""
     tokens = {tokenizer.special_tokens.get("eos_token")}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = files.read_object(name).get("eos_token")

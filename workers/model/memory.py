@@ -11,10 +11,10 @@ from workers.model.cpu_memory import free_cpu_bytes, total_cpu_bytes
 # The rest is for activations, a step's logits and other processes.
 _CPU_SHARE = 0.25
 _CUDA_SHARE = 0.85  # where no step was measured
-# Of what the weights leave of a worker's share. The rest is for activations and a step's logits.
+# Share of the memory that the weights leave of a worker's; the rest is for activations and logits.
 _KV_SHARE = 0.85
-# Beside the largest step: this share of it for graphs' tensors and gaps between tensors, and bytes
-# for graphs' nodes and what is loaded later. Estimates, not measured on a GPU.
+# Added to the largest step: this share of it for graphs' tensors and gaps between tensors, and
+# bytes for graphs' nodes and later loads. Estimates, not measured on a GPU.
 _GAP_SHARE = 0.25
 _LATER_BYTES = 3 * 2**28
 # A worker whose share holds the KV of fewer tokens is not worth starting.

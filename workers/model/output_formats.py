@@ -108,7 +108,7 @@ def _find(
     is_harmony = reasoning is not None and reasoning.is_harmony
     if not is_harmony:
         known = [each for each in known if each.is_bare or _begins_in(each, one.text)]
-    # Some templates show calls behind a prompt that begins the reasoning, which they do not end.
+    # Some templates show calls behind a prompt that begins reasoning, and do not end the reasoning.
     for before in dict.fromkeys((reasoning, None)):
         right = [each for each in known if _reads(each, before, chats)]
         if not right and parser == "auto" and not is_harmony:

@@ -165,7 +165,7 @@ def _fill(runner: ModelRunner, loaded: Loaded, card: Card, progress: Callable[[s
 
 
 def _num_blocks(loaded: Loaded, num_token_bytes: int, step_bytes: int | None = None) -> int:
-    """As many as memory holds, at most what all sequences could fill. Raises ModelRefused."""
+    """The blocks that memory holds, at most what all sequences could fill. Raises ModelRefused."""
     num_bytes = loaded.kv_bytes(num_token_bytes, step_bytes=step_bytes)
     block_bytes = num_token_bytes * loaded.block_size
     num_blocks = min(num_bytes // block_bytes, loaded.most_blocks)

@@ -140,7 +140,7 @@ def num_weight_bytes(decoder: nn.Module, device_type: str) -> int:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Exactly nn.Linear, no subclass."""
+    """Whether it is exactly nn.Linear, no subclass."""
     has_hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) is nn.Linear and not has_hooks
 

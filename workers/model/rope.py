@@ -16,7 +16,7 @@ from workers.model.transformers_compat import ROPE_INIT_FUNCTIONS
 
 # A name that modeling_rope_utils.dynamic_rope_update ignores.
 _FIXED = "fixed"
-# Without scaling, or with one that `max_position_embeddings` includes.
+# Kinds without scaling, or whose scaling `max_position_embeddings` includes.
 _INCLUDED = ("default", "su", "longrope", "llama3")
 
 
@@ -31,7 +31,7 @@ def of_each_layer(parameters: Any) -> list[Mapping[str, Any]]:
 def scaled_length(text: PretrainedConfig, num_positions: int) -> int:
     """Returns the positions that scaling makes of the configured ones, as vLLM counts them. yarn's
     are a multiple of the original ones: configurations have either the product or the original."""
-    if "gemma3" in text.model_type:  # states the product
+    if "gemma3" in text.model_type:  # its configuration contains the product
         return num_positions
     scale, least = 1.0, 0.0
     for parameters in of_each_layer(getattr(text, "rope_parameters", None)):

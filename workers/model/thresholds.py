@@ -52,7 +52,7 @@ def _suffices(scores: Tensor, candidates: Tensor, top_k: Tensor, top_p: Tensor) 
     """Whether the candidates (num_rows, n), sorted, decide top-k and top-p: bool (num_rows,)."""
     vocab_size, num_candidates = scores.shape[1], candidates.shape[1]
     decides_k = (top_k >= vocab_size) | (top_k <= num_candidates)
-    # With top-k among the candidates, top-p is too; otherwise their mass must reach it.
+    # If top-k is among the candidates, so is top-p; otherwise their mass must reach it.
     mass = (torch.logsumexp(candidates, -1) - torch.logsumexp(scores, -1)).exp()[:, None]
     decides_p = (top_p >= 1.0) | (mass > top_p) | (top_k <= num_candidates)
     return (decides_k & decides_p)[:, 0]

@@ -24,7 +24,7 @@ log = logging.getLogger("batchway.engine")
 _MAX_TEMPLATE_CHARS = 2**20
 _MAX_VARIABLES = 256
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag
-# What every chat gives its template, and what templates may call.
+# Variables that every chat's template gets, and functions that it may call.
 _COMMON = {
     *("messages", "tools", "documents", "add_generation_prompt"),
     *("dict", "namespace", "raise_exception", "range", "strftime_now"),
@@ -132,7 +132,7 @@ def _with_formats(files: TokenizerFiles, calls: str, reasoning: str) -> Tokenize
     if files.chat_template is None:
         return files
     variables = {**files.special_tokens, **files.template_kwargs}
-    # What switches the reasoning off does so for calls that do not switch it on.
+    # An operator's variable may switch reasoning off, but a call may switch it on again.
     by_default = ShownChats(files.chat_template, files.special_tokens)
     found = find_reasoning(by_default, reasoning)
     found = found or find_reasoning(ShownChats(files.chat_template, variables), reasoning)

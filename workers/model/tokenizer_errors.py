@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from workers.model.checkpoint import first_line
 
-# What a tokenizer.model is read with, by module.
+# Packages that read a tokenizer.model, by module.
 _FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 _FILES = "tokenizer.json, tokenizer.model, tekken.json, vocab.txt, or vocab.json with merges.txt"
 

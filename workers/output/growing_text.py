@@ -22,8 +22,8 @@ class GrowingText:
     def __init__(self) -> None:
         self.has_ended = False
         self._text = ""
-        self._at = 0  # what is before has been read
-        self._mark: int | None = None  # what is behind is kept for `since_mark`
+        self._at = 0  # text before it has been read
+        self._mark: int | None = None  # text behind it is kept for `since_mark`
 
     def feed(self, text: str) -> None:
         start = self._at if self._mark is None else self._mark

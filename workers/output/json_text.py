@@ -13,7 +13,7 @@ import regex
 
 from workers.output.growing_text import Emit, GrowingText, Reading
 
-MAX_DEPTH = 128  # of a value: less than what readers of JSON take
+MAX_DEPTH = 128  # of a value: less than JSON readers allow
 
 _STRING = r'(?P<quote>")'
 _NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
@@ -32,7 +32,7 @@ _KEY = r"""(?P<key>[^\s:,{}\[\]<"][^:,{}\[\]<"]{0,127}+)(?=:)"""
 class Lexis:
     """How strings and keys are written."""
 
-    patterns: dict[str, "regex.Pattern[str]"]  # by what may come
+    patterns: dict[str, "regex.Pattern[str]"]  # by the expected part
     has_marks: bool  # around strings
 
 

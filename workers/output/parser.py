@@ -89,7 +89,7 @@ class OutputParser:
             yield from self._text.until(end, self._message.think)
             self._is_thinking = False
         elif (yield from self._text.match(compiled(rf"\s*{loose(format_.close)}"))) is not None:
-            state = "closed"  # by the output, which reasons nothing
+            state = "closed"  # by the output, which has no reasoning
         is_answer = state != "none" or opening is not None
         for literal in (format_.before_answer, format_.before_first_answer, format_.before_call):
             if literal and (yield from self._text.match(compiled(rf"\s*{loose(literal)}"))):

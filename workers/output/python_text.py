@@ -17,7 +17,7 @@ _TOKEN = regex.compile(
     r"""(?P<quote>'{3}|"{3}|'(?=[^'])|"(?=[^"]))|(?P<grows>''|"")"""
     r"""|(?P<open>[\[({])|(?P<close>[\])}])|(?P<comma>,)|(?P<other>[^\[\](){},'"]+)"""
 )
-# A quote that nothing of a list or a call follows is part of the string: not all models escape it.
+# A quote is part of the string unless a list or a call continues: not all models escape it.
 _FOLLOWS = r"\s{0,99}+(?:[,)\]}:]"
 
 
@@ -78,7 +78,7 @@ def literal(text: str) -> Any:
     if len(text) > _MAX_CHARS:
         raise ValueError("too long")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that are none
+        warnings.simplefilter("ignore")  # about invalid escapes
         try:
             return _value(ast.parse(text.strip(), mode="eval").body)
         except (SyntaxError, RecursionError, MemoryError) as exc:

@@ -55,7 +55,7 @@ def shape_of(runner: ModelRunner) -> Shape:
 
 
 def demand_of(shape: Shape, chunks: Seq[Chunk]) -> Demand:
-    """Reads the weights once and each sequence's KV once; operations of weights and attention."""
+    """A step's demand: it reads the weights once and each sequence's KV once."""
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     num_rows = sum(chunk.samples for chunk in chunks)
     num_context = sum(chunk.start + chunk.num_tokens for chunk in chunks)

@@ -158,7 +158,7 @@ class HostedEngine:
                     self._take(output, report)
             report.step_s = self._clock_s() - start_s
         else:
-            # Nobody is left; vLLM says nothing more.
+            # No request is left; vLLM reports nothing more.
             self._stats.num_running = self._stats.num_waiting = 0
             self._stats.kv_usage = 0.0
         self._stats.take(report, self.num_blocks)

@@ -37,7 +37,7 @@ def tool_rules(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
 def free_rules(lark: Lark, frame: Frame, format_: Mapping[str, Any] | None) -> str:
     """Returns a rule for an output without a constraint. `format_`: that of its calls, if any."""
     text = frame.free_text()
-    if format_ is None or not frame.marks_answers:  # else the text may have calls
+    if format_ is None or not frame.marks_answers:  # else the text may contain calls
         return frame.around(text)
     head = (format_["begin"] + format_["open"]).strip()
     return frame.around(text, f"{lark.literal(head)} {text}")
@@ -88,7 +88,7 @@ class _CallRules:
         between = format_["between"] or ""
         again = literal(between + format_["open"])
         more = f"({again} {one})*" if self._may_repeat else ""
-        # Some models write the white space behind the last call, too.
+        # Some models also write the white space behind the last call.
         space = "" if between.strip() else maybe(between)
         return f"{one} {more} {literal(format_['end'])} {space}"
 

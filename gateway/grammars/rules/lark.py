@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 KNOBS = "x-guidance"  # the library's own options inside a schema
 ANY_TEXT = "/(?s:.*)/"
 _PLACEHOLDERS = re.compile(r"(\{id\}|\{type\})")
-# With what a literal begins, up to white space and to what JSON and Python begin with, too.
+# The beginning of a literal, up to white space or a character that also begins JSON or Python.
 _WORD = re.compile(r"""\S[^\s{\["']*""")
 
 

@@ -25,9 +25,9 @@ _OF_NUMBERS = frozenset(
     {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
 _PATTERNS = frozenset({"pattern", "format"})
-_ALTERNATIVES = ("anyOf", "oneOf")  # of `oneOf` only what JSON's grammar took: nothing overlaps
+_ALTERNATIVES = ("anyOf", "oneOf")  # no `oneOf` here overlaps: JSON's grammar took it
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.\-]+")
-_NUMBERS = {  # of a size that every reader takes
+_NUMBERS = {  # limited to a size that every reader accepts
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/",
 }

@@ -15,7 +15,7 @@ from typing import Any
 from gateway.grammars.schemas.refusals import Unenforceable
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-MAX_STEP = 10_000  # multipleOf without its decimal point: as many states of a lexer
+MAX_STEP = 10_000  # multipleOf without its decimal point; a lexer needs so many states
 
 _NUM_DIGITS, _NUM_DECIMALS = 15, 18
 _LARGEST = Decimal(10**18)

@@ -50,7 +50,7 @@ _UNENFORCED = frozenset(
     }
 )
 _UNREACHABLE = 10_000_000  # characters or items: no output has as many
-_MAX_DEPTH = 32  # of references that name references
+_MAX_DEPTH = 32  # of references to references
 
 
 def prepare(schema: Schema, is_strict: bool, fault_of: FaultOf) -> Prepared:
@@ -68,7 +68,7 @@ class _Preparation:
         self._root = root
         self._checks = checks
         self._document = Document(root)
-        self._names: dict[Path, str] = {}  # of what references name, in `$defs`
+        self._names: dict[Path, str] = {}  # of referenced schemas, in `$defs`
         self._waiting: list[tuple[Path, Any]] = []
         self._places: dict[int, Path] = {}
 
@@ -101,7 +101,7 @@ class _Preparation:
         if keyword in _LISTS:
             parts = [self._schema(each, (*place, str(i))) for i, each in enumerate(value)]
             name = "anyOf" if keyword == "oneOf" else keyword
-            if name == "anyOf" and name in kept:  # both stood there
+            if name == "anyOf" and name in kept:  # the schema had both
                 name, parts = "allOf", [{name: parts}]
             kept[name] = [*kept.get(name, []), *parts]
         elif keyword in _MAPS:
@@ -126,7 +126,7 @@ class _Preparation:
         place, schema = found
         if place not in self._names:
             self._names[place] = str(len(self._names))
-            self._waiting += [(place, schema)] if place else []  # the root is under way
+            self._waiting += [(place, schema)] if place else []  # the root is being prepared
         kept["$ref"] = self._pointer(place)
 
     def _pointer(self, place: Path) -> str:
@@ -146,7 +146,7 @@ class _Preparation:
 
     def _simplified(self, schema: Schema, path: Path) -> Schema:
         """Returns the schema with keywords that can be enforced. Its parts are not yet prepared."""
-        # Clients write null for what they leave unset.
+        # Clients write null for unset keywords.
         given = {k: v for k, v in schema.items() if v is not None or k == "const"}
         if self._document.is_old and "$ref" in given:
             given = {"$ref": given["$ref"]}

@@ -7,7 +7,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from gateway.grammars.schemas.refusals import Path, Schema
 
 _OLD_DRAFTS = ("/draft-04/", "/draft-06/", "/draft-07/")
-_VALUES = frozenset({"const", "default", "enum", "example", "examples"})  # no schemas
+_VALUES = frozenset({"const", "default", "enum", "example", "examples"})  # contain no schemas
 
 
 class Document:
@@ -15,9 +15,9 @@ class Document:
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        # Nothing counts beside $ref, and prefixItems is unknown.
+        # Keywords beside $ref do not count, and prefixItems is unknown.
         self.is_old = any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
-        self._bases: dict[Path, str] = {(): ""}  # addresses of what has one of its own
+        self._bases: dict[Path, str] = {(): ""}  # addresses of parts that have their own
         self._places: dict[str, Path] = {"": ()}  # by address
         for path, part in _parts(root):
             if self.is_old and "$ref" in part:
@@ -45,7 +45,7 @@ class Document:
         keys = tuple(
             unquote(key).replace("~1", "/").replace("~0", "~") for key in fragment.split("/")[1:]
         )
-        for start in (self._places[address], ()):  # some tools count from the root, whatever $id
+        for start in (self._places[address], ()):  # some tools count from the root despite $id
             try:
                 return (*start, *keys), self._at((*start, *keys))
             except (LookupError, TypeError, ValueError):
@@ -84,5 +84,5 @@ def _joined(base: str, reference: str) -> str:
         return base + reference
     try:
         return urljoin(base, reference)
-    except ValueError:  # no address at all
+    except ValueError:  # not an address
         return reference

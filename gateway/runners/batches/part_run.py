@@ -95,7 +95,7 @@ class PartRun:
             states = await self._states(waiting)
             left, postponed, pause_s = list[str](), list[str](), 0.0
             for job_id, state in zip(waiting, states, strict=True):
-                stop_code = self._leased.stop_code  # preparing a line may take its time
+                stop_code = self._leased.stop_code  # preparing a line may take long
                 if state in TERMINAL_STATUSES or (state is None and stop_code):
                     continue
                 if state is None and not pause_s:
@@ -141,7 +141,7 @@ class PartRun:
             return self._poll_s
         except BatchwayError as exc:
             self._refused[job_id] = to_api_error(exc)
-        except Exception as exc:  # otherwise the batch would meet it for ever
+        except Exception as exc:  # otherwise the batch would repeat it for ever
             self._refused[job_id] = self._unexpected(exc)
         return 0.0
 
@@ -157,7 +157,7 @@ class PartRun:
             return True
         limits, bound = submission.limits, submission.lane_bound_tokens
         most = {
-            "tokens_per_min": 0,  # without a time to retry it is for ever
+            "tokens_per_min": 0,  # permanent, as there is no time to retry
             "concurrent_tokens": limits.concurrent_tokens,
             "lane_share": limits.lane_share * bound,
             "lane_tokens": bound,

@@ -111,7 +111,7 @@ class Calls:
             job_id=call.job_id(self.parent.id),
             caller=Caller(key, ""),
             deadline_s=deadline_s,
-            # As long as the parent's output, whenever the parent ends.
+            # Kept as long as the parent's output, whenever the parent ends.
             retention_s=deadline_s + self._flow.retention_s,
             lane=self.lane,
             metadata=self._flow.metadata,
@@ -174,7 +174,7 @@ def parse_body(endpoint: Endpoint, fields: Mapping[str, object]) -> CallBody:
         return _ASKED.validate_json(msgspec.json.encode(asked)).body
     except ValidationError as exc:
         error = exc.errors(include_input=False, include_url=False)[0]
-        # Without the endpoint, by which pydantic chose the model of the body.
+        # Without the endpoint, by which pydantic chose the body's class.
         raise translated({**error, "loc": error["loc"][1:] or ("body",)}, fields) from None
 
 

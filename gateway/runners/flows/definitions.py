@@ -95,7 +95,7 @@ def members(definition: Definition) -> Iterator[tuple[str, str]]:
 def _read(path: Path) -> _File:
     try:
         raw = load_file(path)
-        # As JSON: dates become text, and keys strings.
+        # Through JSON, which turns dates into text, and keys into strings.
         return msgspec.json.decode(msgspec.json.encode(raw), type=_File)
     except (OSError, UnicodeDecodeError) as exc:
         raise FlowError(f"cannot be read: {exc}") from exc

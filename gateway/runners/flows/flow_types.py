@@ -94,14 +94,14 @@ class _Checker:
             self._check_labels(route, place)
         targets = [target.model for target in route.targets]
         endpoints = self._shared(targets, tuple(Endpoint), place, "the targets share no endpoint")
-        if route.classifier:  # without one, a call is a job of its target
+        if route.classifier:  # otherwise a call is a job of its target
             self._check_same_outputs(targets, endpoints, place, is_mean=False)
         return endpoints
 
     def _check_labels(self, route: Route, place: str) -> None:
         card = self._cards.get(route.classifier)
         if card is None or card.pooling is None or not card.pooling.labels:
-            return  # what a flow answers is not known here
+            return  # a flow's outputs are not known here
         known = card.pooling.labels
         for index, rule in enumerate(route.rules):
             for label in rule.when.labels:

@@ -23,7 +23,7 @@ from gateway.runners.flows.calls import Call, MemberFailed, Outcome, parse_body
 from gateway.runners.flows.confidence import confidence
 from gateway.runners.flows.execution import Execution, Output
 
-_SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers: so many for each member
+_SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers that each member may use
 
 
 def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:

@@ -54,7 +54,7 @@ class Run:
             deadline_s=gateway.broker.clock() + claimed.deadline_s,
         )
         self._execution: Execution | None = None
-        self._deadline_ms: int | None = None  # by Redis's clock, where it is that of the calls
+        self._deadline_ms: int | None = None  # as last read, by Redis's clock
         self._number = 0  # of the last event in the log
         self._shown: dict[int, int] = {}  # output tokens in the log, by choice
 

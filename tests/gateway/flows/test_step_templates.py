@@ -33,7 +33,7 @@ def step(**body: Any) -> Step:
 
 @pytest.fixture
 async def templates() -> AsyncIterator[StepTemplates]:
-    found = StepTemplates(ChildLimits(cpu_s=1))
+    found = StepTemplates(ChildLimits(cpu_s=1, wall_s=60))
     yield found
     await found.aclose()
 

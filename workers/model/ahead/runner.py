@@ -119,7 +119,7 @@ class AheadRunner:
         answers |= {s: _sample(token_ids[started.index]) for s, started in used.items()}
         if rest_ids is not None:
             sampled = [c.sequence for c in rest if c.samples and c.sequence not in answers]
-            # Without one, as in the middle of a prompt, nothing here needs the device's answer.
+            # If none is sampled, as in the middle of a prompt, nothing waits for the device.
             ids = rest_ids.read()[: len(sampled)] if sampled else []
             answers |= dict(zip(sampled, map(_sample, ids), strict=True))
         return self._settle(chunks, answers)

@@ -230,7 +230,7 @@ def join_parts(
     if HAS_SINKS:
         largest = tl.load(sinks + head) * 1.4426950408889634
         total = 1.0
-    # From a number that is a multiple of _JOINED: the order of additions depends on the row alone.
+    # Starts at a multiple of _JOINED, so the order of additions depends on the row alone.
     for begin in range(first // _JOINED * _JOINED, position // SPLIT_TOKENS + 1, _JOINED):
         part = begin + parts
         inside = (part >= first) & (part <= position // SPLIT_TOKENS)

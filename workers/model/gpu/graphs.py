@@ -15,8 +15,8 @@ from workers.engine.interface import ModelRefused
 STEPS = ("auto", "direct", "ahead", "graphs")
 _SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
 _BEYOND = 32
-# Of recorded steps with prompts, whatever the token budget, which may change while a worker runs.
-# The device takes longer for more tokens than the host for their launches.
+# Limit of recorded steps with prompts. It does not follow the token budget, which may change. For
+# more tokens the device takes longer than the host's launches.
 _MOST_TOKENS = 512
 _TOKENS_APART = 64
 

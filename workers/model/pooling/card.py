@@ -80,6 +80,6 @@ def _renders_pairs(found: PoolingFolder, tokenizer: Any) -> bool:
     ]
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # the template raises, as it may
+    except Exception:  # a template may raise
         return False
     return all(text in str(rendered) for text in _PAIR)

@@ -23,7 +23,7 @@ _OLD_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# By the last part of the class's name.
+# The last part of a class's name -> its activation.
 _ACTIVATIONS: dict[str, Activation] = {
     "Identity": "none",
     "Sigmoid": "sigmoid",

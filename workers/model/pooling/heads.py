@@ -15,7 +15,7 @@ from workers.model.pooling import folder
 from workers.model.pooling.encoders import Text, runs_of_equal_length
 from workers.model.transformers_compat import EncoderOutput
 
-# Of a logit in a half type, as a share of the largest.
+# Largest error of a logit in a half type, as a share of the largest logit.
 _MAX_LOGIT_ERROR = 0.02
 
 
@@ -120,7 +120,7 @@ class LogitHead:
 
     def __init__(self, model: Any, encoder: nn.Module, step: folder.LogitScore) -> None:
         self._token_ids = [step.true_id, *([] if step.false_id is None else [step.false_id])]
-        linear = model.get_output_embeddings()  # which needs the encoder in its place
+        linear = model.get_output_embeddings()  # requires the encoder in its place
         self._head: ModelHead | None = ModelHead(model, encoder, last_only=True)
         self._weights = torch.empty(0)  # (tokens of the score, H)
         if type(linear) is nn.Linear and linear.bias is None:

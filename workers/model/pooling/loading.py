@@ -32,8 +32,7 @@ from workers.model.pooling.trial import Trial
 from workers.model.rope import fix_rope
 from workers.model.weights import load_pooling_model
 
-# In tokens. On a CPU larger steps are no faster (bench.pooling), and others wait longer; the GPU's
-# is a guess.
+# On a CPU larger steps are no faster (bench.pooling), and others wait longer. The GPU's is a guess.
 CPU_STEP_TOKENS = 1024
 GPU_STEP_TOKENS = 16_384
 

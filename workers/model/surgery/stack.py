@@ -19,8 +19,8 @@ from workers.model.quantization import QuantizedLinear
 from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
 
 _LINEAR = (NativeLinear, PackedLinear, PlainLinear, QuantizedLinear, nn.Linear)
-# Of the rotary table of all positions, by kind of device. Where it would be larger, cosines and
-# sines are computed in each step. 131,072 positions of 128 numbers take 64 MiB in bfloat16.
+# Limit of the rotary table of all positions, by kind of device. Instead of a larger one, each step
+# computes cosines and sines. 131,072 positions of 128 numbers take 64 MiB in bfloat16.
 _MAX_TABLE_BYTES = {"cpu": 2**25, "cuda": 2**28}
 
 
