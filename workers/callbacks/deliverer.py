@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -14,6 +15,7 @@ from contract.callback_secrets import Secrets
 from contract.callbacks import Callback, CallbackKind, is_open_target
 from contract.catalogue import Catalogue
 from contract.connection import end_tasks
+from contract.consumer import keep_leases
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.events import LogEntry
 from contract.function_types import JobView
@@ -128,17 +130,13 @@ class Deliverer:
 
     @contextlib.asynccontextmanager
     async def _renewing(self, taken: Taken) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._renew(taken))
+        lease_s = self._settings.lease_s
+        renew = partial(self._outbox.renew, taken, lease_s=lease_s)
+        task = asyncio.create_task(keep_leases(renew, every_s=lease_s / 3))
         try:
             yield
         finally:
             await end_tasks(task)
-
-    async def _renew(self, taken: Taken) -> None:
-        while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
-            with contextlib.suppress(BrokerUnavailable):
-                await self._outbox.renew(taken, lease_s=self._settings.lease_s)
 
     async def _traced(self, record: OutboxRecord, taken: Taken) -> Outcome:
         """Makes one attempt and records it as a span of the job's trace."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 
 from contract.connection import SWEEP_PAUSE_S
+from contract.consumer import keep_leases
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.function_types import WorkerCapacity, WorkerState
 from workers.ipc.messages import Ready, Reprioritise
@@ -56,10 +57,10 @@ class LeaseKeeper:
     def duties(self) -> list[Coroutine[None, None, None]]:
         """The coroutines to run concurrently while the worker lives."""
         return [
-            self._beat(),
+            keep_leases(self._beat, every_s=self._settings.heartbeat_s, hurry=self._engine.changed),
             self._watch_fence(),
             self._sweep(),
-            self._broker.listen(self._holding.wake, self._control),
+            self._broker.consumer.listen(self._holding.wake, self._control),
             self._handle_control(),
         ]
 
@@ -70,22 +71,20 @@ class LeaseKeeper:
                 await self._beat_once()
 
     async def _beat(self) -> None:
-        """Sends heartbeats from the first time that an engine is ready. While a lost engine is
-        loaded again, they say so: calls that cannot wait are refused, and told when to return."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.heartbeat_s):
-                    await self._engine.changed.wait()
-                    self._engine.changed.clear()
-                    self._is_published = False
-            if self._engine.ready is not None or self._started_s is None:
-                try:
-                    await self._beat_once()
-                except BrokerUnfit:
-                    raise  # this Redis must not hold jobs, so the worker ends
-                except (BrokerUnavailable, WireError) as exc:
-                    log.warning("heartbeat failed: %s", exc)
-                    self._is_published = False  # Redis may have lost its data
+        """From the first time that an engine is ready. While a lost engine is loaded again, the
+        heartbeats say so: calls that wait for nothing are then refused, and told when to return."""
+        if self._engine.changed.is_set():
+            self._engine.changed.clear()
+            self._is_published = False
+        if self._engine.ready is None and self._started_s is not None:
+            return
+        try:
+            await self._beat_once()
+        except BrokerUnfit:
+            raise  # this Redis must not hold jobs, so the worker ends
+        except (BrokerUnavailable, WireError) as exc:
+            log.warning("heartbeat failed: %s", exc)
+            self._is_published = False  # Redis may have lost its data
 
     async def _beat_once(self) -> None:
         was_published, self._is_published = self._is_published, True

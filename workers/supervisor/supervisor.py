@@ -301,7 +301,7 @@ class Supervisor:
                 claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]
                 if claims:
                     await self._broker.release([Release(i, epoch, "drain") for i, epoch in claims])
-                await self._broker.deregister(self._leases.counted())
+                await self._broker.consumer.leave(self._leases.counted())
                 return
             await asyncio.sleep(_RETRY_S)
 

@@ -6,14 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
 from contract.catalogue import Catalogue, clear_orphan, orphaned_jobs
 from contract.codec import encode_tokenizer
-from contract.connection import Listener, broker_errors, connect
-from contract.errors import BrokerFull, BrokerUnavailable
+from contract.connection import connect
+from contract.consumer import Consumer
+from contract.errors import BrokerFull
 from contract.events import LogEntry
 from contract.fitness import check_fitness
 from contract.function_types import (
@@ -26,7 +26,6 @@ from contract.function_types import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.library import ensure_library
@@ -39,7 +38,6 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 1.0
 _READ_EVENTS = 500
 _ORPHANED_JOBS = 20  # per call
 _SCORING_LANE = "scoring"  # the default of prefill-only models
@@ -61,7 +59,10 @@ class WorkerBroker:
         self.incarnation = incarnation
         self._keys = Keys(settings.namespace)
         self._client = connect(settings.redis_url)
-        self._functions = Functions(self._client, self._keys)
+        self.consumer = Consumer(
+            self._client, self._keys, settings.served_model_name, incarnation, settings.lease_s
+        )
+        self._functions = self.consumer.functions
         self._roster = Roster(self._client, self._keys)
         self.last_contact_s = clock()  # when the last call that renewed the leases was sent
         self._appends_renewed_s = -math.inf  # when an append last renewed
@@ -181,18 +182,6 @@ class WorkerBroker:
         heartbeats yet."""
         self.last_contact_s = max(self.last_contact_s, sent_s)
 
-    async def deregister(self, counted: Mapping[str, int]) -> None:
-        """Deregisters this worker and reports its final counts."""
-        await self._functions.heartbeat(
-            self.incarnation,
-            self._settings.served_model_name,
-            [],
-            lease_s=self._settings.lease_s,
-            info="",
-            state="gone",
-            counted=counted,
-        )
-
     async def report_start(self, took_s: float) -> None:
         """Reports how long this worker's start took."""
         await Starts(self._client, self._keys).measured(self._settings.served_model_name, took_s)
@@ -230,31 +219,6 @@ class WorkerBroker:
                 swept.num_expired,
                 swept.num_unattended,
             )
-
-    async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
-        """Subscribes until cancelled: sets `wake` when a job waits, and queues control messages.
-        Messages may be lost, so callers must also poll."""
-        while True:
-            with contextlib.suppress(BrokerUnavailable):
-                await self._subscribe(wake, control)
-            await asyncio.sleep(_POLL_S)
-
-    async def _subscribe(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
-        control_channel = self._keys.control_channel(self.incarnation)
-
-        def handle(message: dict[str, Any]) -> None:
-            if message["type"] == "message" and message["channel"] == control_channel.encode():
-                control.put_nowait(message["data"].decode(errors="replace"))
-            elif message["type"] != "pong":
-                wake.set()  # also when a subscription begins: jobs may have been queued before
-
-        wake_channel = self._keys.wake_channel(self._settings.served_model_name)
-        with broker_errors(self._client, "SUBSCRIBE"):
-            async with self._client.pubsub() as pubsub:
-                await pubsub.subscribe(wake_channel, control_channel)
-                listener = Listener(pubsub, handle)
-                while True:
-                    await listener.listen()
 
 
 def make_card(

@@ -1,10 +1,9 @@
 """A batch that this feeder holds: its lease, its status, and the end of its window."""
 
-import asyncio
 from typing import Any, Self
 
 from contract.batches import Batch, BatchStatus, LeaseLost, Part
-from contract.errors import BrokerUnavailable
+from contract.consumer import keep_leases
 from contract.payloads.store import ObjectStore
 from gateway.files.store import store_of
 from gateway.state import Gateway
@@ -72,11 +71,4 @@ class LeasedBatch:
 
     async def keep(self) -> None:
         """Renews the lease until it is lost."""
-        while True:
-            await asyncio.sleep(_RENEW_S)
-            try:
-                await self.save()
-            except BrokerUnavailable:
-                continue
-            except LeaseLost:
-                return
+        await keep_leases(self.save, every_s=_RENEW_S)

@@ -1,6 +1,7 @@
 """Takes a flow's jobs, like a worker of a model: with leases, epochs and control messages."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -9,10 +10,10 @@ from typing import Any
 
 import redis.asyncio
 
-from contract.connection import Listener, broker_errors, end_tasks
+from contract.connection import end_tasks
+from contract.consumer import Consumer, keep_leases
 from contract.errors import BatchwayError, BrokerUnavailable
 from contract.function_types import Claimed, Release, WorkerCapacity
-from contract.functions import Functions
 from contract.keys import Keys
 from gateway.runners.flows.publisher import Publisher
 from gateway.runners.flows.run import Run
@@ -40,10 +41,10 @@ class FlowWorker:
         self.model = model
         self.lanes = lanes
         self.incarnation = f"flow-{secrets.token_hex(8)}"
-        self._client = client
-        self._keys = keys
-        self._functions = Functions(client, keys)
+        self._consumer = Consumer(client, keys, model, self.incarnation, LEASE_S)
+        self._functions = self._consumer.functions
         self._lease_s = LEASE_S
+        self._control: asyncio.Queue[str] = asyncio.Queue()
         self._publisher = Publisher(self._functions, self.incarnation, LEASE_S)
         self._make_run = runs
         self._held: dict[str, tuple[Run, asyncio.Task[None]]] = {}
@@ -54,8 +55,14 @@ class FlowWorker:
         self.is_idle = False  # it holds no job, and none waits
 
     def start(self) -> None:
-        duties = (self._publisher.run, self._beat, self._claim_jobs, self._listen)
-        self._duties = [asyncio.create_task(duty()) for duty in duties]
+        duties = [
+            self._publisher.run(),
+            self._beat(),
+            self._claim_jobs(),
+            self._consumer.listen(self._wake, self._control),
+            self._handle_messages(),
+        ]
+        self._duties = [asyncio.create_task(duty) for duty in duties]
 
     @property
     def failure(self) -> BaseException | None:
@@ -149,12 +156,9 @@ class FlowWorker:
     # --- leases and messages ------------------------------------------------------------------
 
     async def _beat(self) -> None:
-        while True:
-            try:
-                await self._report()
-            except BatchwayError as exc:
-                log.info("no heartbeat error=%s model=%s", type(exc).__name__, self.model)
-            await asyncio.sleep(self._lease_s / 4)
+        with contextlib.suppress(BatchwayError):
+            await self._report()
+        await keep_leases(self._report, every_s=self._lease_s / 4)
 
     async def _report(self) -> None:
         held = [(job_id, run.claimed.epoch) for job_id, (run, _) in self._held.items()]
@@ -184,30 +188,9 @@ class FlowWorker:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _listen(self) -> None:
+    async def _handle_messages(self) -> None:
         while True:
-            try:
-                await self._subscribe()
-            except BatchwayError as exc:
-                log.info("no messages error=%s model=%s", type(exc).__name__, self.model)
-            await asyncio.sleep(_POLL_S)
-
-    async def _subscribe(self) -> None:
-        wake = self._keys.wake_channel(self.model)
-        control = self._keys.control_channel(self.incarnation)
-
-        def handle(message: dict[str, Any]) -> None:
-            if message["type"] == "message" and message["channel"] == control.encode():
-                self._handle_control(message["data"].decode(errors="replace").split())
-            elif message["type"] != "pong":  # also when a subscription begins
-                self._wake.set()
-
-        with broker_errors(self._client, "SUBSCRIBE"):
-            async with self._client.pubsub() as pubsub:
-                await pubsub.subscribe(wake, control)
-                listener = Listener(pubsub, handle)
-                while True:
-                    await listener.listen()
+            self._handle_control((await self._control.get()).split())
 
     def _handle_control(self, words: list[str]) -> None:
         match words:
@@ -225,9 +208,7 @@ class FlowWorker:
             items = [Release(each.job.id, each.epoch, "drain") for each in found]
             if items:
                 await self._functions.release(self.incarnation, items)
-            await self._functions.heartbeat(
-                self.incarnation, self.model, [], lease_s=self._lease_s, info="", state="gone"
-            )
+            await self._consumer.leave()
         except BatchwayError as exc:
             log.info("jobs not released error=%s model=%s", type(exc).__name__, self.model)
 
