@@ -1,7 +1,7 @@
 """The gateway's settings: environment variables, read once and then frozen."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -72,6 +72,14 @@ class GatewaySettings(BaseSettings):
         hide_input_in_errors=True,  # an input may be a key
     )
 
+    # What nobody has had to set.
+    job_deadline_s: ClassVar[float] = 86_400.0  # of a job that sets none
+    head_timeout_s: ClassVar[float] = 10.0  # for a request's headers
+    body_timeout_s: ClassVar[float] = 10.0
+    stall_timeout_s: ClassVar[float] = 30.0  # of a client that accepts no data (Linux)
+    max_calls_per_key: ClassVar[int] = 1_024  # concurrent, to one process
+    max_buffer_bytes: ClassVar[int] = 256 * 1024  # of messages; beyond it the log is read
+
     redis_url: str = Field(
         validation_alias=AliasChoices("redis_url", "REDIS_URL"),
         repr=False,
@@ -100,7 +108,6 @@ class GatewaySettings(BaseSettings):
         "a longer call becomes a job; set it two seconds below a proxy's limit. 0: the "
         "platform's limit, if it reports one",
     )
-    job_deadline_s: PositiveFloat = _set(86_400.0, "the deadline of a job that sets none")
     sync_retention_s: PositiveFloat = _set(
         600.0, "how long the output of a synchronous call is kept"
     )
@@ -130,7 +137,6 @@ class GatewaySettings(BaseSettings):
         "the longest decoded body: 32 bytes for each of 131,072 tokens. English takes 4 to 5 "
         "bytes a token, Cyrillic in JSON escapes 18, token ids 8",
     )
-    body_timeout_s: PositiveFloat = _set(10.0, "the time for a body")
     max_file_bytes: PositiveInt = _set(200 * 10**6, "the longest file")
     max_tenant_file_bytes: NonNegativeInt = _set(10 * 10**9, "all files of a tenant; 0: no limit")
     file_lifetime_s: Annotated[float, Field(ge=3_600, le=30 * 86_400)] = _set(
@@ -147,15 +153,11 @@ class GatewaySettings(BaseSettings):
         "all gateways",
     )
     feeds_batches: bool = _set(True, "whether this gateway runs batches")
-    head_timeout_s: PositiveFloat = _set(10.0, "the time for a request's headers")
     idle_timeout_s: PositiveFloat = _set(
         30.0, "the time until a request's first byte; longer than a load balancer's"
     )
     max_connections_per_address: NonNegativeInt = _set(
         1_024, "of one address (IPv6: /64) to one process; 0: no limit. Behind a proxy 0"
-    )
-    max_calls_per_key: NonNegativeInt = _set(
-        1_024, "concurrent requests of one key to one process; 0: no limit"
     )
     max_output_tokens: PositiveInt = _set(
         32_768, "the largest `max_tokens`; all choices together eight times as much"
@@ -173,10 +175,6 @@ class GatewaySettings(BaseSettings):
     lane_bounds: Annotated[_Names, _read_by(parse_lane_bounds)] = _set(
         (), "bounds of single lanes: `interactive=2s,batch=500000`; 0 or `0s`: no limit"
     )
-    max_stored_bytes: NonNegativeInt | None = _set(
-        None,
-        "all kept jobs together, beyond it 503; 0: no limit. By default 8 times Redis's memory",
-    )
     max_tenant_stored_bytes: NonNegativeInt | None = _set(
         None, "the kept jobs of a tenant, beyond it 429; 0: no limit. By default half of all"
     )
@@ -185,12 +183,6 @@ class GatewaySettings(BaseSettings):
         10.0, "a stream that is silent so long sends an empty line or a comment"
     )
     poll_s: PositiveFloat = _set(1.0, "how often a log is read, as messages may be lost")
-    max_buffer_bytes: PositiveInt = _set(
-        256 * 1024, "a log is read when more messages wait for a reader"
-    )
-    stall_timeout_s: PositiveFloat = _set(
-        30.0, "a connection whose client accepts no data for so long is closed (Linux)"
-    )
     outage_grace_s: NonNegativeFloat = _set(30.0, "how long a stream waits for Redis")
     breaker_open_s: PositiveFloat = _set(
         0.5, "how long calls are refused at once after Redis failed"
@@ -217,11 +209,9 @@ class GatewaySettings(BaseSettings):
         )
 
     def stored_bounds(self, memory_bytes: int) -> tuple[int, int]:
-        """The bytes that may be stored, of all jobs and of one tenant's; 0: no limit.
+        """The bytes that may be stored, of all jobs and of one tenant's (0: no limit).
         `memory_bytes`: of Redis."""
-        whole = self.max_stored_bytes
-        if whole is None:
-            whole = stored_bytes_beside(memory_bytes)
+        whole = stored_bytes_beside(memory_bytes)
         own = self.max_tenant_stored_bytes
         return whole, int(TENANT_SHARE * whole) if own is None else own
 

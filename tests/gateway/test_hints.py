@@ -14,6 +14,7 @@ from contract.keys import Keys
 from gateway.redis import broker
 from gateway.redis.broker import Broker
 from gateway.redis.hints import Hints
+from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_submission
 from tests.gateway.conftest import make_settings, running_gateway
@@ -142,10 +143,11 @@ async def test_a_full_mailbox_drops_hints_and_reports_a_gap(
 
 
 async def test_a_slow_reader_gets_every_byte(
-    idle_worker: FakeWorker, redis_server: EmbeddedRedis
+    idle_worker: FakeWorker, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What exceeds all buffers stays in the log until it is read."""
-    settings = make_settings(redis_server.url, max_buffer_bytes=10_000)
+    monkeypatch.setattr(GatewaySettings, "max_buffer_bytes", 10_000)
+    settings = make_settings(redis_server.url)
     text = "x" * 400
     with running_gateway(settings) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:

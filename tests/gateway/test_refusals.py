@@ -133,11 +133,11 @@ async def test_stored_bytes_are_limited(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     redis_server: EmbeddedRedis,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a tenant: 429, and other tenants are accepted; of all: 503. Deleted jobs make room."""
-    settings = make_settings(
-        redis_server.url, max_stored_bytes=35_000, max_tenant_stored_bytes=20_000
-    )
+    monkeypatch.setattr("gateway.settings.stored_bytes_beside", lambda memory_bytes: 35_000)
+    settings = make_settings(redis_server.url, max_tenant_stored_bytes=20_000)
     ours = await key_of(redis_client, keys)
     key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="other"))
     others = {"authorization": f"Bearer {key}"}
@@ -159,12 +159,10 @@ async def test_stored_bytes_are_limited(
 
 
 def test_stored_bytes_are_limited_by_default() -> None:
-    """Eight times the memory of Redis, half of it for one tenant; 0: no limit."""
+    """Eight times the memory of Redis, half of it for one tenant, or what is set; 0: no limit."""
     assert make_settings("").stored_bounds(2**30) == (2**33, 2**32)
     assert make_settings("").stored_bounds(1) == (2**29, 2**28)
-    assert make_settings("", max_stored_bytes=600).stored_bounds(1000) == (600, 300)
-    bounds = {"max_stored_bytes": 0, "max_tenant_stored_bytes": 0}
-    assert make_settings("", **bounds).stored_bounds(1000) == (0, 0)
+    assert make_settings("", max_tenant_stored_bytes=0).stored_bounds(2**30) == (2**33, 0)
 
 
 async def test_rate_limit_headers_are_in_every_response(

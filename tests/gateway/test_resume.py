@@ -15,6 +15,7 @@ from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Claimed
 from contract.jobs import JobStatus
 from contract.keys import Keys
+from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings, running_gateway
@@ -198,11 +199,13 @@ async def test_a_reader_that_stops_reading_is_disconnected_and_can_resume(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first event arrives. The others exceed all buffers, so the kernel closes the
     connection; the log has the rest."""
     num_events, text = 40, "x" * 400_000
-    settings = make_settings(redis_server.url, stall_timeout_s=0.2)
+    monkeypatch.setattr(GatewaySettings, "stall_timeout_s", 0.2)
+    settings = make_settings(redis_server.url)
     with running_gateway(settings) as url:
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             job = {"endpoint": "/v1/completions", "body": BODY | {"stream": False}}

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -12,6 +12,7 @@ import pytest
 from contract.connection import end_tasks
 from gateway.http.connections import network_of
 from gateway.server import allow_many_files
+from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
@@ -29,18 +30,21 @@ HEAD = (
 )
 
 
+@contextmanager
+def limits(**values: float) -> Iterator[None]:
+    """Limits that are no settings."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(GatewaySettings, name, value)
+        yield
+
+
 @pytest.fixture(scope="module")
 def url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
     """The URL of a gateway with short deadlines and unlimited connections."""
     allow_many_files()
-    settings = make_settings(
-        redis_server.url,
-        idle_timeout_s=IDLE_S,
-        head_timeout_s=HEAD_S,
-        body_timeout_s=BODY_S,
-        max_connections_per_address=0,
-    )
-    with running_gateway(settings) as url:
+    settings = make_settings(redis_server.url, idle_timeout_s=IDLE_S, max_connections_per_address=0)
+    with limits(head_timeout_s=HEAD_S, body_timeout_s=BODY_S), running_gateway(settings) as url:
         yield httpx.URL(url)
 
 
@@ -168,8 +172,8 @@ async def test_five_hundred_slow_clients_do_not_keep_others_from_being_served(
     """A third sends nothing, a third a slow head and a third a slow body. All are closed;
     concurrent calls are answered."""
     allow_many_files()
-    waits = {"idle_timeout_s": 4.0, "head_timeout_s": 4.0, "body_timeout_s": 4.0}
-    with running_gateway(make_settings(redis_server.url, **waits)) as url:
+    settings = make_settings(redis_server.url, idle_timeout_s=4.0)
+    with limits(head_timeout_s=4.0, body_timeout_s=4.0), running_gateway(settings) as url:
         await besiege(httpx.URL(url))
 
 
@@ -256,9 +260,9 @@ async def test_concurrent_calls_per_key_are_limited(
 ) -> None:
     """429 beyond the limit, until a response is complete or its reader has disconnected. Probes
     do not count."""
-    settings = make_settings(redis_server.url, api_key=KEY, max_calls_per_key=2)
+    settings = make_settings(redis_server.url, api_key=KEY)
     headers = {"authorization": f"Bearer {KEY}"}
-    with running_gateway(settings) as url:
+    with limits(max_calls_per_key=2), running_gateway(settings) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as http:
             whole = asyncio.create_task(http.post("/v1/completions", json=CALL))
             claimed = await idle_worker.claim()
