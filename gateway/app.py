@@ -14,6 +14,7 @@ from gateway.http.errors import SYSTEM_RANDOM
 from gateway.http.handlers import add_handlers, answers
 from gateway.http.limits import ConcurrencyCap, RequestLimits
 from gateway.http.middleware import RequestObserver
+from gateway.memory import keep_trimmed
 from gateway.prepare.revocation import RevocationGuard
 from gateway.redis.broker import Broker
 from gateway.routes import (
@@ -63,7 +64,10 @@ def create_app(
         tracing.open()
         take_turns(gateway.turns)  # also for tasks started here
         ending = AsyncExitStack()
-        duties = [asyncio.create_task(gateway.broker.attendance.report())]
+        duties = [
+            asyncio.create_task(gateway.broker.attendance.report()),
+            asyncio.create_task(keep_trimmed()),
+        ]
         if gateway.broker.payloads.store is not None:
             duties.append(asyncio.create_task(Feeder(gateway).run()))
         if settings.models:

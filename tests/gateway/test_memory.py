@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import httpx
 import pytest
 import redis.asyncio
 
+from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
+from gateway import memory
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.fake_worker import FakeWorker, publish_model
 from tests.gateway.vector_worker import (
@@ -111,3 +114,20 @@ async def test_calls_of_megabytes_give_their_memory_back(
             found[name] = memory_mb(pid, "VmHWM"), memory_mb(pid, "VmRSS")
         assert memory_mb(pid, "VmHWM") < MAX_PEAK_MB, (start_mb, found)
         assert memory_mb(pid, "VmRSS") < start_mb + MAX_KEPT_MB, (start_mb, found)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+async def test_free_memory_below_what_is_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """malloc by itself keeps it, because a block above is in use."""
+    monkeypatch.setattr(memory, "_TRIM_S", 0.0)
+    blocks = [bytes(60_000) for _ in range(2_000)]
+    blocks = blocks[-1:]
+    before_mb = memory_mb(os.getpid(), "VmRSS")
+    trimming = asyncio.create_task(memory.keep_trimmed())
+    try:
+        async with asyncio.timeout(30):
+            while memory_mb(os.getpid(), "VmRSS") > before_mb - 50:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0)
+    finally:
+        await end_tasks(trimming)
+    assert blocks

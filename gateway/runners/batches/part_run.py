@@ -37,7 +37,7 @@ from gateway.prepare.calls import prepare_call
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response
 from gateway.runners.batches.lease import CANCELLED, EXPIRED, LeasedBatch
-from gateway.runners.batches.lines import Line, call_body, is_kept
+from gateway.runners.batches.lines import Line, call_body
 from gateway.runners.submission import submit
 from gateway.turns import Busy, Owner, work_for
 
@@ -83,7 +83,7 @@ class PartRun:
     async def forget_jobs(self) -> None:
         """Deletes the jobs, whose results are in the part, except responses that are stored."""
         for job_id in self._jobs.keys() - self._refused.keys():
-            if is_kept(self._jobs[job_id]):
+            if self._jobs[job_id].is_kept:
                 continue
             with contextlib.suppress(BatchwayError):
                 await delete_whole(self._broker, job_id, self._leased.batch.tenant)
@@ -178,7 +178,7 @@ class PartRun:
         """A line's job and its submission. Raises BatchwayError, pydantic's ValidationError."""
         leased, gateway, line = self._leased, self._leased.gateway, self._jobs[job_id]
         body = call_body(line, leased.batch.asked.endpoint)
-        kept_s = caller.job_retention_s(gateway.settings) if is_kept(line) else _RETENTION_S
+        kept_s = caller.job_retention_s(gateway.settings) if line.is_kept else _RETENTION_S
         terms = Terms(
             job_id=job_id,
             caller=caller,
