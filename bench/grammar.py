@@ -27,8 +27,8 @@ from infra.tables import table, write
 from workers.engine.engine import Engine
 from workers.engine.grammar import Grammars
 from workers.engine_process.engine_setup import build_engine
+from workers.ipc.jobs import Request
 from workers.ipc.messages import EngineOptions
-from workers.ipc.request import Request
 from workers.model.loader import load_model
 
 NUM_CHOICES = 32
@@ -130,7 +130,7 @@ def gaps_ms(engine: Engine, grammar: str, compiled: Seq[str] = ()) -> list[float
         add_choice(engine, number, slow, "slow")
     times_s: list[float] = []
     while len(times_s) < NUM_TOKENS:
-        if any(output.sequence.job_id == "0" for output in engine.step().outputs):
+        if any(output.job_id == "0" for output in engine.step().outputs):
             times_s.append(time.perf_counter())
     for number in range(2 + len(compiled)):
         engine.stop_job(str(number), 1)

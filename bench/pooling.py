@@ -27,8 +27,8 @@ from contract.jobs import Pooling, SamplingParams
 from gateway.models.tokens import ModelTokenizer
 from infra.tables import table
 from workers.engine_process.engine_setup import build_engine
+from workers.ipc.jobs import Request
 from workers.ipc.messages import EngineOptions
-from workers.ipc.request import Request
 from workers.model.loader import load_model
 
 SIZES: Mapping[str, tuple[int, int, int]] = {  # hidden size, layers, heads

@@ -19,8 +19,8 @@ from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Padding, Row, Sample
 from workers.engine.masks import StepMasks
 from workers.engine_process.engine_setup import build_engine
+from workers.ipc.jobs import Request
 from workers.ipc.messages import EngineOptions
-from workers.ipc.request import Request
 
 RUNNING = (16, 64, 256)
 WAITING = (0, 1_000, 10_000)

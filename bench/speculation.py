@@ -17,8 +17,8 @@ from collections.abc import Sequence as Seq
 from contract.jobs import SamplingParams
 from infra.tables import markdown_table
 from workers.engine_process.engine_setup import build_engine
+from workers.ipc.jobs import Request
 from workers.ipc.messages import EngineOptions
-from workers.ipc.request import Request
 from workers.model.loader import LoadedModel, load_model
 
 KINDS = {
@@ -47,7 +47,7 @@ def run(
         num_drafted += report.num_drafted_tokens
         num_accepted += report.num_accepted_tokens
         for output in report.outputs:
-            tokens.setdefault(output.sequence.job_id, []).append(output.token_id)
+            tokens.setdefault(output.job_id, []).append(output.token_id)
     seconds = time.process_time() - start_s
     return tokens, num_streams * num_output / seconds, num_accepted / max(1, num_drafted)
 

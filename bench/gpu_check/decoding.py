@@ -12,7 +12,7 @@ from bench.gpu_check.sizes import Sizes
 from infra.measure.engine import EngineRun, run_workload
 from infra.tables import spread
 from workers.engine.engine import Engine
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 from workers.model.ahead.runner import AheadRunner
 from workers.model.gpu.graphs import sizes_up_to
 

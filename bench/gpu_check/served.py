@@ -14,8 +14,8 @@ from infra.measure.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
 from workers.engine.interface import Model
 from workers.engine_process.engine_setup import build_engine
+from workers.ipc.jobs import Request
 from workers.ipc.messages import EngineOptions, StrategyOptions
-from workers.ipc.request import Request
 from workers.model.checkpoint import context_length
 from workers.model.loader import wrap_decoder
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from contract.jobs import SamplingParams
 from infra.measure.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 
 _TENANT, _LANE = "bench", "standard"
 _NUM_WARM_UP = 4  # requests
@@ -95,7 +95,7 @@ def run_workload(
             raise RequestFailed(report.failed[0].message)
         now_s = clock_s() - start_s
         for output in report.outputs:
-            timeline = timelines[int(output.sequence.job_id)]
+            timeline = timelines[int(output.job_id)]
             timeline.token_ids.append(output.token_id)
             timeline.times_s.append(now_s)
         num_done += len(report.outputs)

@@ -15,7 +15,8 @@ from contract.keys import Keys
 from tests.fakes import hash_tokenizer
 from tests.fleet import TENANT, Caller
 from tests.hash_worker import hash_worker_settings
-from workers.ipc.messages import StopJob, ToEngine, TokenOut
+from workers.ipc.jobs import TokenOut
+from workers.ipc.messages import StopJob, ToEngine
 from workers.supervisor.engine_keeper import EngineKeeper
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding

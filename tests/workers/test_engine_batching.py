@@ -14,8 +14,8 @@ from tests.workers.test_engine_process import (
     start_message,
     tokens_of,
 )
-from workers.ipc.messages import EngineLoad, FromEngine, Reconfigure, StrategyOptions, TokenOut
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request, TokenOut
+from workers.ipc.messages import EngineLoad, FromEngine, Reconfigure, StrategyOptions
 
 __all__ = ["start_engine"]
 

@@ -14,7 +14,8 @@ from contract.jobs import FinishReason
 from tests.fakes import hash_tokenizer
 from tests.hash_worker import hash_worker_settings
 from tests.workers.test_room import READY, start
-from workers.ipc.messages import EngineLoad, FromEngine, TokenOut
+from workers.ipc.jobs import TokenOut
+from workers.ipc.messages import EngineLoad, FromEngine
 from workers.output.reasoning_formats import REASONING_FORMATS
 from workers.supervisor.engine_keeper import EngineKeeper
 from workers.supervisor.holding import EngineLink, Holding

@@ -17,6 +17,7 @@ from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_outp
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from workers.engine_process.engine_loop import ExitCode, describe_exception
 from workers.ipc.channel import Channel, PeerGone
+from workers.ipc.jobs import Request, TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -33,12 +34,10 @@ from workers.ipc.messages import (
     StopChoice,
     StopJob,
     ToEngine,
-    TokenOut,
     decoder_from_engine,
     decoder_to_engine,
     encode_frame,
 )
-from workers.ipc.request import Request
 
 TIMEOUT_S = 30.0
 OPTIONS = EngineOptions(model_path="hash", max_num_seqs=8)

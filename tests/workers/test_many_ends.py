@@ -19,7 +19,7 @@ from contract.payloads.directory import DirectoryStore
 from tests.fakes import hash_tokenizer
 from tests.fleet import Caller, until
 from tests.hash_worker import hash_worker_settings
-from workers.ipc.messages import TokenOut
+from workers.ipc.jobs import TokenOut
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.publisher import Publisher

@@ -10,7 +10,7 @@ from contract.jobs import FinishReason
 from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher
 from workers.engine.interface import Chunk, Sample
 from workers.engine.masks import StepMasks
-from workers.engine.report import Output, StepReport
+from workers.engine.report import StepReport, token_out
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
 
@@ -114,5 +114,5 @@ class Constraints:
             report.ended.append(sequence)  # the token is part of the output, unlike an ending token
             end = None
         report.outputs.append(
-            Output(sequence, position, sample.token_id, end, sample.logprob, sample.top_logprobs)
+            token_out(sequence, position, sample.token_id, end, sample.logprob, sample.top_logprobs)
         )

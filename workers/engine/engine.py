@@ -24,13 +24,13 @@ from workers.engine.limits import Deadlines, EngineLimits
 from workers.engine.masks import StepMasks
 from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy
-from workers.engine.report import JobError, Output, StepReport
+from workers.engine.report import JobError, StepReport, token_out
 from workers.engine.request import check_request, sequences_of
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request, TokenOut
 
 
 @dataclass(slots=True)
@@ -371,7 +371,12 @@ class Engine:
                 token_ids.append(token_id)
                 if position + 1 >= sequence.max_output or token_id in sequence.ending_ids:
                     end = sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
-                append(Output(sequence, position, token_id, end, row.logprob, row.top_logprobs))
+                if sequence.params.logprobs is None:  # most tokens: without a call
+                    job_id, choice = sequence.job_id, sequence.choice
+                    append(TokenOut(job_id, sequence.epoch, choice, position, token_id, end))
+                else:
+                    found = row.logprob, row.top_logprobs
+                    append(token_out(sequence, position, token_id, end, *found))
                 if end is not None:
                     self._finish(sequence, report, now_s)
                 if row.prompt_logprobs is not None:

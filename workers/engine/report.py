@@ -2,24 +2,33 @@
 
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 from contract.errors import ErrorCode
+from contract.events import TokenLogprob
 from contract.jobs import FinishReason
 from workers.engine.interface import PromptLogprobs
 from workers.engine.sequence import Sequence
+from workers.ipc.jobs import TokenOut
 
 
-class Output(Struct, frozen=True, gc=False):
-    """A new token of a sequence, at `position` among its output tokens. The final token is
-    included; it has a `finish_reason`."""
-
-    sequence: Sequence
-    position: int
-    token_id: int
-    finish_reason: FinishReason | None
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]
+def token_out(
+    sequence: Sequence,
+    position: int,
+    token_id: int,
+    finish_reason: FinishReason | None,
+    logprob: float = 0.0,
+    top_logprobs: tuple[tuple[int, float], ...] = (),
+) -> TokenOut:
+    """A new token of a sequence, with its log probabilities if its parameters ask for them."""
+    scored = sequence.params.logprobs is not None
+    return TokenOut(
+        sequence.job_id,
+        sequence.epoch,
+        sequence.choice,
+        position,
+        token_id,
+        finish_reason,
+        TokenLogprob(token_id, logprob, top_logprobs) if scored else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,7 @@ class JobError:
 class StepReport:
     """Counts of sequences, blocks and tokens; seconds of the engine's clock."""
 
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[TokenOut] = field(default_factory=list)
     # Complete without an ending token: on arrival, or because a grammar allows no more.
     ended: list[Sequence] = field(default_factory=list)
     failed: list[JobError] = field(default_factory=list)

@@ -39,6 +39,7 @@ from workers.engine_process.engine_setup import (
 )
 from workers.engine_process.step_messages import step_messages
 from workers.ipc.channel import Channel, PeerGone
+from workers.ipc.jobs import Request
 from workers.ipc.messages import (
     EngineOptions,
     FromEngine,
@@ -53,7 +54,6 @@ from workers.ipc.messages import (
     StopChoice,
     StopJob,
 )
-from workers.ipc.request import Request
 
 log = logging.getLogger("batchway.engine")
 

@@ -2,7 +2,7 @@
 
 from contract.events import TokenLogprob
 from workers.engine import interface
-from workers.engine.report import Output, StepReport
+from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.ipc.messages import (
     ChoiceEnded,
@@ -10,7 +10,6 @@ from workers.ipc.messages import (
     FromEngine,
     JobFailed,
     PromptLogprobs,
-    TokenOut,
     VectorOut,
 )
 
@@ -19,7 +18,7 @@ def step_messages(report: StepReport, start_s: float, ended_s: float) -> list[Fr
     """Returns prompt scores, tokens, vectors, ends, failures, and the load last."""
     return [
         *(_prompt_logprobs(sequence, found) for sequence, found in report.prompt_logprobs),
-        *map(_token_out, report.outputs),
+        *report.outputs,
         *(VectorOut(s.job_id, s.epoch, s.choice, vector) for s, vector in report.vectors),
         *(
             ChoiceEnded(ended.job_id, ended.epoch, ended.choice, ended.finish_reason)
@@ -56,19 +55,3 @@ def _prompt_logprobs(sequence: Sequence, found: interface.PromptLogprobs) -> Pro
     logprobs = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
     number = sequence.prompt_number
     return PromptLogprobs(sequence.job_id, sequence.epoch, found.start, logprobs, number)
-
-
-def _token_out(output: Output) -> TokenOut:
-    sequence = output.sequence
-    logprob = None
-    if sequence.params.logprobs is not None:
-        logprob = TokenLogprob(output.token_id, output.logprob, output.top_logprobs)
-    return TokenOut(
-        sequence.job_id,
-        sequence.epoch,
-        sequence.choice,
-        output.position,
-        output.token_id,
-        output.finish_reason,
-        logprob,
-    )

@@ -19,7 +19,7 @@ from contract.model_cards import (
     PoolingCard,
     TokenizerFiles,
 )
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request, TokenOut
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
@@ -168,18 +168,6 @@ class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
     process dies, the supervisor knows which jobs it was computing."""
 
     job_ids: tuple[str, ...]
-
-
-class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token"):
-    """One new output token of one choice, at `position` among its output tokens."""
-
-    job_id: str
-    epoch: int
-    choice: int
-    position: int
-    token_id: int
-    finish_reason: FinishReason | None = None
-    logprob: TokenLogprob | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_logprobs"):

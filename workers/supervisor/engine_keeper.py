@@ -20,6 +20,7 @@ from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Blame, Claimed, Release
 from workers.ipc.engine_client import EngineClient
+from workers.ipc.jobs import TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -32,7 +33,6 @@ from workers.ipc.messages import (
     Running,
     StopChoice,
     StopJob,
-    TokenOut,
     VectorOut,
 )
 from workers.settings import WorkerSettings

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed
 from contract.jobs import FinishReason, ObjectRef
-from workers.ipc.messages import ChoiceEnded, PromptLogprobs, TokenOut, VectorOut
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request, TokenOut
+from workers.ipc.messages import ChoiceEnded, PromptLogprobs, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import OutputParser
 from workers.supervisor.output import OutputFormats

@@ -23,11 +23,11 @@ from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, PromptLogprobs, Sample
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import Deadlines, EngineLimits
-from workers.engine.report import JobError, Output, StepReport
+from workers.engine.report import JobError, StepReport, token_out
 from workers.engine.request import RequestRefused, check_request, sequences_of
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import Strategies
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 from workers.vllm_engine.sampling import with_plugin, without_plugin
 from workers.vllm_engine.stats import Stats
 
@@ -244,7 +244,7 @@ class HostedEngine:
             # A token that makes a constrained output whole is part of it; an ending token is not.
             is_whole = end is FinishReason.STOP and token_id not in sequence.ending_ids
             said = None if is_whole else end
-            report.outputs.append(Output(sequence, position, token_id, said, logprob, top))
+            report.outputs.append(token_out(sequence, position, token_id, said, logprob, top))
             if end is not None:
                 if is_whole:
                     report.ended.append(sequence)

@@ -6,7 +6,7 @@ import threading
 
 from contract.jobs import SamplingParams
 from workers.engine.interface import ModelRefused
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 from workers.vllm_engine.hosted import HostedEngine
 
 _NUM_TOKENS = 4

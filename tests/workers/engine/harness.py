@@ -18,7 +18,7 @@ from workers.engine.policies import Policy
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 from workers.strategies import ContinuousBatching
 
 MAX_MODEL_LEN = 40
@@ -149,7 +149,7 @@ class Harness:
         self.num_accepted += report.num_accepted_tokens
         self.num_rejected += report.num_drafted_tokens - report.num_accepted_tokens
         for output in report.outputs:
-            key = (output.sequence.job_id, output.sequence.choice)
+            key = (output.job_id, output.choice)
             assert key not in self.reasons, "nothing comes after the end"
             assert output.position == len(self.output_ids[key]), "no gap, no repeat"
             self.output_ids[key].append(output.token_id)

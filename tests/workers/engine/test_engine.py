@@ -54,7 +54,7 @@ def test_a_newer_epoch_replaces_the_older_one() -> None:
     harness.step()
 
     harness.add(msgspec.structs.replace(request, epoch=2))
-    epochs = {output.sequence.epoch for output in harness.step().outputs}
+    epochs = {output.epoch for output in harness.step().outputs}
     harness.run()
 
     assert epochs == {2}

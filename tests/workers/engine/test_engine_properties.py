@@ -20,7 +20,7 @@ from tests.workers.engine.harness import (
     oracle,
 )
 from workers.engine.request import RequestRefused
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 
 Workload = list[tuple[Prompts, SamplingParams]]
 

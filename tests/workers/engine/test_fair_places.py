@@ -7,7 +7,7 @@ import msgspec
 
 from tests.workers.engine.harness import Harness, Sizes, job, oracle
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 
 _NUM_PLACES = 6
 
@@ -57,7 +57,7 @@ def test_a_tenant_without_a_place_has_a_token_within_two_steps() -> None:
     requests += flood(harness, "light", 1, max_tokens=4)
 
     reports = [harness.step(), harness.step()]
-    assert "light-0" in {o.sequence.job_id for report in reports for o in report.outputs}
+    assert "light-0" in {o.job_id for report in reports for o in report.outputs}
     assert harness.num_preemptions == 1
 
     harness.run()
@@ -110,7 +110,7 @@ def test_tokens_are_shared_by_weight() -> None:
     flood(harness, "b", 40, max_tokens=4, weight=3.0)
     num_tokens: Counter[str] = Counter()
     while num_tokens.total() < 160:
-        num_tokens.update(output.sequence.tenant for output in harness.step().outputs)
+        num_tokens.update(output.job_id[0] for output in harness.step().outputs)
     assert abs(num_tokens["b"] - 3 * num_tokens["a"]) <= 12
 
 
@@ -122,7 +122,7 @@ def test_blocks_are_shared_where_they_are_short() -> None:
         harness.step()
     requests += flood(harness, "light", 1, max_tokens=4)
     reports = [harness.step() for _ in range(4)]
-    assert "light-0" in {o.sequence.job_id for report in reports for o in report.outputs}
+    assert "light-0" in {o.job_id for report in reports for o in report.outputs}
 
     harness.run()
     assert_undisturbed(harness, requests)

@@ -31,7 +31,7 @@ def steps_of_free(harness: Harness) -> list[int]:
     steps = []
     for number in range(100):
         report = harness.step()
-        if any(output.sequence.job_id == "free" for output in report.outputs):
+        if any(output.job_id == "free" for output in report.outputs):
             steps.append(number)
     return steps
 

@@ -48,10 +48,11 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
         "contract",
         "contract.endpoints",
         "contract.errors",
+        "contract.events",
         "contract.flows",
         "contract.jobs",
         "workers",
         "workers.engine",
         "workers.ipc",
-        "workers.ipc.request",
+        "workers.ipc.jobs",
     ]

@@ -18,7 +18,7 @@ from workers.engine.limits import EngineLimits
 from workers.engine.masks import StepMasks
 from workers.engine.request import RequestRefused
 from workers.engine.strategy import Strategy
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 from workers.strategies import ContinuousBatching, DynamicBatching
 
 BUDGET = 32

@@ -14,11 +14,11 @@ from workers.engine.policies import (
 )
 from workers.engine.report import StepReport
 from workers.engine.request import sequences_of
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 
 
 def names(report: StepReport) -> set[str]:
-    return {output.sequence.job_id for output in report.outputs}
+    return {output.job_id for output in report.outputs}
 
 
 def test_an_interactive_job_has_its_first_token_within_two_steps() -> None:
@@ -113,7 +113,7 @@ def test_a_flooding_tenant_costs_a_light_one_no_more_than_the_bound() -> None:
             num_in = min(sequence.num_once_computed, 12) - min(num, 12)
             service[sequence.tenant] += num_in
         for output in report.outputs:
-            service[output.sequence.tenant] += 2
+            service[output.job_id.partition("-")[0]] += 2
         worst = max(worst, abs(service["flood"] - service["light"]))
 
     assert worst <= bound

@@ -138,11 +138,12 @@ def served(harness: Harness) -> Counter[str]:
     """Runs a step; returns each tenant's service, with weights 1 and 2 for input and output."""
     gained: Counter[str] = Counter()
     before = {s: min(s.num_once_computed, s.num_prompt) for s in harness.engine.sequences}
+    tenants = {sequence.job_id: sequence.tenant for sequence in before}
     report = harness.step()
     for sequence, num in before.items():
         gained[sequence.tenant] += min(sequence.num_once_computed, sequence.num_prompt) - num
     for output in report.outputs:
-        gained[output.sequence.tenant] += 2
+        gained[tenants[output.job_id]] += 2
     return gained
 
 

@@ -21,8 +21,8 @@ from tests.workers.model.driver import (
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Model, ModelRefused, RowFailed, Sample
 from workers.engine.limits import EngineLimits
+from workers.ipc.jobs import Request
 from workers.ipc.messages import EngineOptions
-from workers.ipc.request import Request
 from workers.model.ahead import decode
 from workers.model.ahead import runner as ahead_runner
 from workers.model.ahead.decode import PrepareRows
@@ -129,8 +129,9 @@ def run_jobs(
         report = engine.step()
         engine.audit()
         for output in report.outputs:
-            key = output.sequence.job_id, output.sequence.choice
-            numbers = (output.token_id, round(output.logprob, 4))
+            key = output.job_id, output.choice
+            scored = output.logprob
+            numbers = (output.token_id, 0.0 if scored is None else round(scored.logprob, 4))
             found.setdefault(key, []).append(numbers)
         if step > 25 and not engine.has_work:
             break

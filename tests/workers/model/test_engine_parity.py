@@ -17,7 +17,7 @@ from tests.workers.model.parity import Expected, expected_of, num_near_ties
 from workers.engine.engine import Engine
 from workers.engine.interface import Model
 from workers.engine.limits import EngineLimits
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 from workers.strategies import ContinuousBatching
 
 SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
@@ -85,8 +85,8 @@ class Run:
             self.num_drafted += report.num_drafted_tokens
             self.num_accepted += report.num_accepted_tokens
             for output in report.outputs:
-                job_ids.add(output.sequence.job_id)
-                key = output.sequence.job_id, output.sequence.choice
+                job_ids.add(output.job_id)
+                key = output.job_id, output.choice
                 found.setdefault(key, []).append(output.token_id)
         return found
 

@@ -15,7 +15,7 @@ from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Drawn, Model, RowFailed, Sample, Vector
 from workers.engine.limits import EngineLimits
 from workers.engine.sequence import Sequence
-from workers.ipc.request import Request
+from workers.ipc.jobs import Request
 from workers.strategies import ContinuousBatching
 
 # A paged model, and one for each way to continue a state.

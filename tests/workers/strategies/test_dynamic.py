@@ -6,7 +6,7 @@ from workers.strategies import DynamicBatching
 
 
 def jobs_of(report: StepReport) -> set[str]:
-    return {output.sequence.job_id for output in report.outputs}
+    return {output.job_id for output in report.outputs}
 
 
 def test_a_window_starts_with_the_first_request_and_takes_all_until_its_end() -> None:

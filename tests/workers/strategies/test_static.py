@@ -14,7 +14,7 @@ def start(strategy: StaticBatching, *max_tokens: int, sizes: Sizes | None = None
 
 
 def jobs_of(report: StepReport) -> set[str]:
-    return {output.sequence.job_id for output in report.outputs}
+    return {output.job_id for output in report.outputs}
 
 
 def test_a_batch_runs_to_its_end_before_the_next_begins() -> None:

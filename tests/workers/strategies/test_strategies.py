@@ -56,7 +56,7 @@ def test_a_sequence_joins_a_running_batch_in_the_next_step() -> None:
 
     outputs = harness.step().outputs
 
-    assert {output.sequence.job_id for output in outputs} == {"first", "second"}
+    assert {output.job_id for output in outputs} == {"first", "second"}
 
 
 @pytest.mark.parametrize("strategy", [StaticBatching(max_wait_s=0.5), DynamicBatching()])
@@ -117,5 +117,5 @@ def test_a_lane_may_have_a_strategy_of_its_own() -> None:
     harness.add(msgspec.structs.replace(job("fills", ignore_eos=True), lane="batch"))
     second = harness.step()
 
-    assert {output.sequence.job_id for output in first.outputs} == {"goes"}
-    assert {output.sequence.job_id for output in second.outputs} == {"goes", "waits", "fills"}
+    assert {output.job_id for output in first.outputs} == {"goes"}
+    assert {output.job_id for output in second.outputs} == {"goes", "waits", "fills"}

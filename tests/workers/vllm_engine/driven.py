@@ -11,6 +11,7 @@ from contract.jobs import SamplingParams
 from infra.measure.workloads import log_uniform_workload, write_workload
 from tests.vllm_environment import vllm_python
 from workers.ipc.engine_client import EngineClient
+from workers.ipc.jobs import Request, TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineOptions,
@@ -18,9 +19,7 @@ from workers.ipc.messages import (
     JobFailed,
     LoadFailed,
     Ready,
-    TokenOut,
 )
-from workers.ipc.request import Request
 from workers.settings import VLLM_ENGINE
 
 PROMPT = tuple(range(5, 45))

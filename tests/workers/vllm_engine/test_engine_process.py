@@ -25,6 +25,7 @@ from tests.workers.vllm_engine.driven import (
     options_of,
     workload_jobs,
 )
+from workers.ipc.jobs import TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -34,7 +35,6 @@ from workers.ipc.messages import (
     Ready,
     StopChoice,
     StopJob,
-    TokenOut,
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]

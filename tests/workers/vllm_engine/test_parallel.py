@@ -10,7 +10,8 @@ import pytest
 
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
 from tests.workers.vllm_engine.driven import Engine, job, options_of, workload_jobs
-from workers.ipc.messages import EngineOptions, TokenOut
+from workers.ipc.jobs import TokenOut
+from workers.ipc.messages import EngineOptions
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 

@@ -1,8 +1,9 @@
-"""A job in the engine's form."""
+"""A job as the engine gets it, and the tokens that it gives back."""
 
 import msgspec
 
-from contract.jobs import Pooling, SamplingParams
+from contract.events import TokenLogprob
+from contract.jobs import FinishReason, Pooling, SamplingParams
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, tag="start"):
@@ -21,3 +22,16 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     deadline_s: float | None = None
     weight: float = 1.0  # of its tenant: the share of places and tokens in its lane
     pooling: Pooling | None = None  # of a prefill-only job
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token", gc=False):
+    """One new output token of one choice, at `position` among its output tokens. The final token is
+    included; it has a `finish_reason`."""
+
+    job_id: str
+    epoch: int
+    choice: int
+    position: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
