@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
 SLOW = HashModelOptions(num_blocks=512, step_s=0.005, eos_rate=0.0)
 NUM_PLACES = 14
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
-JOBS_BY_WEIGHT = 60
+JOBS_BY_WEIGHT = 120  # a worker that pauses on a busy machine costs up to half of what is measured
 TOLERANCE = 0.15  # of each share
 
 
