@@ -83,9 +83,11 @@ def run_block(block: Block, url: str, temp_dir: Path) -> subprocess.CompletedPro
 @pytest.mark.e2e
 @pytest.mark.parametrize("block", runnable_blocks())
 def test_a_block_of_a_page_runs(block: Block, stack: Stack, tmp_path: Path) -> None:
-    """Its exit status is 0. HTTP errors fail it too."""
+    """Its exit status is 0. HTTP errors fail it too, but for a cancel that comes after the job's
+    end, as on a busy machine."""
     done = run_block(block, stack.url, tmp_path)
-    assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+    is_late = "/cancel" in block.text and '"already_terminal"' in done.stdout
+    assert done.returncode == 0 or is_late, f"{block.text}\n{done.stdout}\n{done.stderr}"
 
 
 def test_the_readme_can_be_run() -> None:
