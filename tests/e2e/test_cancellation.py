@@ -165,11 +165,14 @@ async def test_after_two_hundred_cancels_only_the_last_job_runs(
     async def go_away(http: httpx.AsyncClient, num_lines: int) -> None:
         body = {**LONG_COUNT, "stream": True, "stop": ["200"]}
         async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-            assert answer.status_code == 200
+            is_refused = answer.status_code == 503
+            assert is_refused or answer.status_code == 200, await answer.aread()
             async for _ in answer.aiter_lines():  # on a busy machine there may be fewer
                 num_lines -= 1
                 if num_lines <= 0:
                     break
+        if is_refused:
+            await go_away(http, num_lines)
 
     async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
         for _ in range(10):
