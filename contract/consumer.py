@@ -13,7 +13,7 @@ import redis.asyncio
 
 from contract.batches import LeaseLost
 from contract.connection import Listener, broker_errors
-from contract.errors import BatchwayError, BrokerUnavailable, BrokerUnfit
+from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.functions import Functions
 from contract.keys import Keys
 
@@ -26,7 +26,8 @@ async def keep_leases(
     renew: Callable[[], Awaitable[object]], *, every_s: float, hurry: asyncio.Event | None = None
 ) -> None:
     """Renews leases every `every_s` seconds, and when `hurry` is set, which `renew` clears. While
-    Redis does not answer, it goes on. Returns when a lease is lost. Raises BrokerUnfit."""
+    Redis does not answer, it goes on. Returns when a lease is lost. Raises BrokerUnfit, and other
+    errors of `renew`."""
     hurry = hurry or asyncio.Event()
     while True:
         with contextlib.suppress(TimeoutError):
@@ -38,7 +39,7 @@ async def keep_leases(
             return
         except BrokerUnfit:
             raise
-        except BatchwayError as exc:
+        except BrokerUnavailable as exc:
             log.debug("leases not renewed: %s", exc)
 
 

@@ -30,13 +30,14 @@ async def follow(
     *,
     call: SyncCall | None = None,
     submitted_s: float | None = None,
+    ends_with_drain: bool = True,
 ) -> AsyncIterator[LogEntry | Idle | Reset | Ended]:
     """Yields output as it is logged, Reset where the log was replaced, Idle while nothing comes.
     Nothing if the position is that of the end.
 
     `call`, which waits for the answer, is told the first token and the models that a flow calls.
     `submitted_s`: as for Broker.events; that of the call by default. Raises Draining when the
-    gateway has no more time, and what Broker.events raises.
+    gateway has no more time, unless `ends_with_drain` is false, and what Broker.events raises.
     """
     if call is not None:
         submitted_s = call.submitted_s
@@ -55,7 +56,7 @@ async def follow(
             case LogEntry() if call is not None:
                 call.timing.mark("first_token")
         yield item
-        if gateway.drain.is_over:
+        if ends_with_drain and gateway.drain.is_over:
             raise Draining
 
 

@@ -155,7 +155,8 @@ class Calls:
         """Yields a call's output from its first event on, and then its outcome. `submitted_s`: when
         it was submitted (the broker's clock); None: earlier."""
         try:
-            async for item in follow(self.gateway, job, submitted_s=submitted_s):
+            events = follow(self.gateway, job, submitted_s=submitted_s, ends_with_drain=False)
+            async for item in events:
                 match item:
                     case Ended(end):
                         yield Outcome(_ended(call, self.parent.id, end), job, _why(end))

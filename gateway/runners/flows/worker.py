@@ -1,7 +1,6 @@
 """Takes a flow's jobs, like a worker of a model: with leases, epochs and control messages."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import secrets
@@ -156,9 +155,14 @@ class FlowWorker:
     # --- leases and messages ------------------------------------------------------------------
 
     async def _beat(self) -> None:
-        with contextlib.suppress(BatchwayError):
+        await self._try_report()
+        await keep_leases(self._try_report, every_s=self._lease_s / 4)
+
+    async def _try_report(self) -> None:
+        try:
             await self._report()
-        await keep_leases(self._report, every_s=self._lease_s / 4)
+        except BatchwayError as exc:
+            log.info("no heartbeat error=%s model=%s", type(exc).__name__, self.model)
 
     async def _report(self) -> None:
         held = [(job_id, run.claimed.epoch) for job_id, (run, _) in self._held.items()]
