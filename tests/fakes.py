@@ -23,7 +23,9 @@ from contract.output_formats import ToolFormat
 from workers.engine.grammar import Grammars
 from workers.engine.interface import Chunk, Drawn, Padding, PromptLogprobs, Row, RowFailed, Sample
 from workers.engine.masks import StepMasks
+from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
+from workers.vllm_engine.placing import HostOutput
 
 # Ids below 256 are the bytes.
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
@@ -314,6 +316,101 @@ def _expected_constrained(
         if token_id in ends or matcher.is_complete:
             return output_ids, FinishReason.STOP
     return output_ids, FinishReason.LENGTH
+
+
+class HashHost:
+    """A host of requests with the hash model's tokens, which schedules as vLLM does: it computes at
+    most `num_step_tokens` in a step, prompts in chunks, and remembers no KV of what has left it."""
+
+    def __init__(
+        self,
+        num_places: int,
+        *,
+        num_step_tokens: int = 10_000,
+        num_kv_tokens: int = 10_000,
+        max_model_len: int = 512,
+        eos_rate: float = EOS_RATE,
+        num_each: int = 1,
+    ) -> None:
+        """`num_each`: tokens that a step yields for a sequence, as with drafts."""
+        self.num_places = num_places
+        self.num_step_tokens = num_step_tokens
+        self.num_kv_tokens = num_kv_tokens
+        self.max_model_len = max_model_len
+        self.started: list[Sequence] = []  # in the order in which they came, some of them again
+        self._eos_rate = eos_rate
+        self._num_each = num_each
+        self._pending: dict[Sequence, int] = {}  # tokens to compute before the next is drawn
+
+    @property
+    def requests(self) -> list[Sequence]:
+        return list(self._pending)
+
+    def start(self, sequence: Sequence, priority: int) -> None:
+        assert len(self._pending) < self.num_places, "one more than there are places"
+        assert sequence not in self._pending
+        assert sequence.finish_reason is None
+        self.started.append(sequence)
+        self._pending[sequence] = sequence.num_known
+
+    def abort(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self._pending.pop(sequence, None)
+
+    def step(self) -> list[HostOutput]:
+        assert self._pending, "a step without requests would never end"
+        outputs, num_left = [], self.num_step_tokens
+        for sequence, num_pending in list(self._pending.items()):
+            num_computed = min(num_pending, num_left)
+            num_left -= num_computed
+            self._pending[sequence] -= num_computed
+            if self._pending[sequence] == 0:
+                outputs.append(self._output(sequence))
+        return outputs
+
+    def count(self, report: StepReport) -> None:
+        report.num_running = len(self._pending)
+
+    def _output(self, sequence: Sequence) -> HostOutput:
+        """The next tokens, up to the end as vLLM sees it: without a grammar's."""
+        params, token_ids = sequence.params, list(sequence.token_ids)
+        matcher = None
+        if params.grammar:
+            matcher = hash_grammars().matcher(params.grammar, token_ids[sequence.num_prompt :])
+        samples: list[Sample] = []
+        end = None
+        while len(samples) < self._num_each and end is None:
+            num_output = len(token_ids) - sequence.num_prompt
+            forbidden = None
+            if matcher is not None:
+                [forbidden] = hash_grammars().forbidden([matcher])
+            token_id = next_token(
+                token_ids,
+                params,
+                sequence.choice_of_prompt,
+                may_end=num_output >= params.min_tokens,
+                eos_rate=self._eos_rate,
+                forbidden=forbidden,
+            )
+            token_ids.append(token_id)
+            top = tuple((i, -float(rank + 1)) for rank, i in enumerate(range(params.logprobs or 0)))
+            samples.append(Sample(token_id, -0.5, top))
+            if matcher is not None:
+                matcher.consume(token_id)
+            if num_output >= params.min_tokens and token_id in sequence.ending_ids:
+                end = "stop"
+            elif num_output + 1 == params.max_tokens or len(token_ids) == self.max_model_len:
+                end = "length"
+            elif matcher is not None and matcher.is_complete:
+                break  # vLLM would draw on, from a mask that allows the end alone
+        self._pending[sequence] = 1
+        if end is not None:
+            del self._pending[sequence]
+        prompt: tuple[Sample, ...] = ()
+        if sequence.scores_prompt:
+            num_top = params.prompt_logprobs or 0
+            prompt = tuple(expected_prompt_logprobs(token_ids[: sequence.num_prompt], num_top))
+        return HostOutput(sequence, samples, prompt, end=end)
 
 
 class InlineExecutor(Executor):

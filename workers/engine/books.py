@@ -1,5 +1,7 @@
 """Accounts for what a step has computed: in sequences, tenants, lanes and the prefix cache."""
 
+from collections.abc import Sequence as Seq
+
 from workers.engine.block_manager import BlockManager
 from workers.engine.interface import Chunk
 from workers.engine.lanes import Lanes
@@ -24,6 +26,11 @@ class Books:
         self._lanes.settle(others, streams.num_by_account)
         self._book_streams(streams)
         return sum([self._book(chunk) for chunk in others])
+
+    def account(self, chunks: Seq[Chunk]) -> int:
+        """Does `settle` for chunks without a plan."""
+        self._lanes.settle(chunks)
+        return sum([self._book(chunk) for chunk in chunks])
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Accounts for drafted tokens that were right, as if more steps had computed them."""

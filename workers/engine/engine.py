@@ -199,7 +199,8 @@ class Engine:
         entered = self._batches.let_in(lambda s: self._scheduler.place(s, start_s), start_s)
         self._scheduler.let_in(entered, start_s)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
-        plan = self._scheduler.plan(start_s, num_reserved=num_tokens_of(padding))
+        num_tokens = self._limits.max_num_batched_tokens - num_tokens_of(padding)
+        plan = self._scheduler.plan(start_s, num_tokens)
         chunks = list(plan.chunks.values())
         padding += self._batches.padding_beside(chunks, plan.num_tokens_left)
         if chunks or padding:

@@ -135,3 +135,8 @@ class VirtualTokenCounters(Policy):
         for account in [a for a, counter in self._counters.items() if counter <= floor]:
             if account[0] == lane and account not in self._num_live:
                 del self._counters[account]
+
+
+def fair_service() -> Policy:
+    """A worker's order: fair between the tenants of a lane, then first come, first served."""
+    return Composed(VirtualTokenCounters(), FirstComeFirstServed())

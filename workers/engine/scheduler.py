@@ -133,18 +133,24 @@ class Scheduler:
         self._waiting.add(sequence)
         self._waiting.let_in(sequence, now_s)
 
+    def priority_of(self, sequence: Sequence) -> int:
+        """The priority of its lane; the smallest is served first."""
+        return self._lanes.of(sequence).priority
+
     def place(self, sequence: Sequence, now_s: float) -> Key:
         """A waiting sequence's place in the order; the smallest comes first."""
         key = self._policy.key(sequence, now_s)
         return (self._lanes.level(sequence), *key, sequence.arrival)
 
-    def plan(self, now_s: float, num_reserved: int = 0) -> StepPlan:
+    def plan(self, now_s: float, num_tokens: int | None = None) -> StepPlan:
         """The next step: level by level, first running, then waiting sequences, as far as they fit.
 
-        `num_reserved` tokens of the budget are reserved for padding.
+        `num_tokens`: its budget, if not that of the limits.
         """
         self._held = {sequence for sequence in self._held if sequence.is_held}
-        plan = self._new_plan(self._limits.max_num_batched_tokens - num_reserved, now_s)
+        if num_tokens is None:
+            num_tokens = self._limits.max_num_batched_tokens
+        plan = self._new_plan(num_tokens, now_s)
         plan.is_full = not self._may_enter()
         if not self._put_streams(plan):
             self._put_in_order(plan, now_s)
@@ -168,6 +174,10 @@ class Scheduler:
         if singles or padding or others != NOTHING:
             self.cost.observe([*singles, *padding], step_s, others)
         return self._books.settle(plan)
+
+    def account(self, chunks: Seq[Chunk]) -> int:
+        """Does `settle` for chunks that another engine has computed."""
+        return self._books.account(chunks)
 
     def hold(self, plan: StepPlan, late: Collection[Sequence]) -> None:
         """Holds sequences for which the step drew no token, because their masks were late. They

@@ -9,7 +9,7 @@ from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import LoadedModel, Model
 from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
-from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
+from workers.engine.policies import fair_service
 from workers.engine.strategy import Strategies, Strategy
 from workers.ipc.messages import (
     DYNAMIC_WINDOW_S,
@@ -46,7 +46,7 @@ def build_engine(
             grows_ahead=model.runs_ahead,
         ),
         strategies_of(options),
-        Composed(VirtualTokenCounters(), FirstComeFirstServed()),
+        fair_service(),
         lanes=lanes_of(options),
         model_revision=weights,
         grammars=grammars,
