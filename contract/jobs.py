@@ -5,8 +5,9 @@ All types are frozen, because they are sent between processes.
 
 import hashlib
 import secrets
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -148,9 +149,24 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_n: int | None = None
 
 
-# How a job goes on after its worker has died: with the tokens that it would have had, or with
-# others of the same distribution. Greedy jobs without penalties have the same tokens either way.
-ResumeKind = Literal["exact", "distribution"]
+# How a job goes on after its worker has died; it loses and repeats no token. exact: with the tokens
+# that it would have had. same-noise: each draw has the same noise, but two scores that differ by
+# less than rounding may change places, because a resume recomputes the output by other kernels than
+# those that decoded it. distribution: with new noise. From the strongest to the weakest.
+ResumeKind = Literal["exact", "same-noise", "distribution"]
+
+
+def resume_kind(device: str, dtype: str, *, is_batch_invariant: bool = False) -> ResumeKind:
+    """What holds for an engine whose noise depends on seed and position alone. `device`: the kind
+    of device, cpu or cuda; `dtype`: what it computes in, int8 where weights are quantised;
+    `is_batch_invariant`: a row's result does not depend on the rows beside it."""
+    is_exact = dtype == "float32" if device == "cpu" else is_batch_invariant
+    return "exact" if is_exact else "same-noise"
+
+
+def weakest_resume(kinds: Iterable[ResumeKind]) -> ResumeKind:
+    """What holds for a job that depends on jobs of all these kinds; there is one at least."""
+    return max(kinds, key=get_args(ResumeKind).index)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from contract.jobs import ResumeKind
 from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
 from workers.engine.interface import Chunk, ModelRefused, Padding, Row
@@ -48,6 +49,7 @@ class LoadedHashModel:
     tokens_per_s: float = 0.0
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     pooling: PoolingCard | None = None
+    resume: ResumeKind = "exact"
 
 
 def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedHashModel:

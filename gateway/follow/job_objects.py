@@ -81,7 +81,8 @@ class JobObject(AcceptedJob):
     error: JobError | None
     resume: ResumeKind = Field(
         description="exact: after the death of its worker the job goes on with the tokens that it "
-        "would have had; distribution: with others of the same distribution"
+        "would have had; same-noise: with the same noise, but near-ties may fall the other way; "
+        "distribution: with new noise"
     )
     parent: str | None = Field(description="the id of the flow's job that called the model")
     members: list[MemberObject] | None = Field(

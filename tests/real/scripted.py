@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import to_builtins
 from tokenizers import Tokenizer
 
-from contract.jobs import SamplingParams
+from contract.jobs import ResumeKind, SamplingParams
 from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from workers.engine.interface import Chunk, Padding, PromptLogprobs, Row, Sample
 from workers.engine.limits import DEFAULT_STEP_TOKENS
@@ -242,6 +242,7 @@ class LoadedScriptedModel:
     tokens_per_s: float = 0.0
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     pooling: PoolingCard | None = None
+    resume: ResumeKind = "exact"
 
 
 def _scored(chunk: Chunk) -> PromptLogprobs | None:

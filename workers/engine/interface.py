@@ -10,6 +10,7 @@ from msgspec import Struct
 from workers.engine.sequence import Sequence
 
 if TYPE_CHECKING:  # who only names an error of this module loads no numpy
+    from contract.jobs import ResumeKind
     from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
     from workers.engine.masks import StepMasks
 
@@ -202,4 +203,9 @@ class LoadedModel(Protocol):
     @property
     def tokens_per_s(self) -> float:
         """The speed of a full step of a prefill-only model; 0: not measured."""
+        ...
+
+    @property
+    def resume(self) -> "ResumeKind":
+        """How its jobs go on after their worker's death."""
         ...

@@ -236,6 +236,7 @@ def start_own(load: Load) -> Start:
         can = Capabilities(
             prompt_logprobs=loaded.pooling is None,
             structured_output=grammars is not None,
+            resume=loaded.resume,
         )
         return engine, ready_message(loaded, options, can), loaded.num_step_tokens
 

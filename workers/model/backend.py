@@ -12,6 +12,7 @@ from workers.engine.interface import ModelRefused
 from workers.model.attention.interface import AttentionBackend, PreparedAttention
 from workers.model.attention.packed import PackedAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.device import BFLOAT16_CAPABILITY, capability_of
 from workers.model.kernels import DecoderKernels
 from workers.model.linear import Layout
 from workers.model.native.attention import NativeAttention
@@ -20,8 +21,6 @@ from workers.model.native.library import CannotBuild, library_path, load_library
 from workers.model.products import Processor, Products, figures_file, find_processor
 
 ATTENTIONS = ("auto", "torch", "triton")
-# Compute capability from which tensor cores multiply bfloat16 (A100).
-_LEAST_CAPABILITY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,9 +70,12 @@ def choose_backend(
 
 def has_fast_gpu(device: torch.device) -> bool:
     """Whether Triton's kernels, steps ahead and graphs are the default there."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= _LEAST_CAPABILITY
+    capability = capability_of(device)
+    return (
+        capability is not None
+        and capability >= BFLOAT16_CAPABILITY
+        and find_spec("triton") is not None
+    )
 
 
 def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused: bool) -> Backend:

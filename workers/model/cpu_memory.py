@@ -12,7 +12,7 @@ def free_cpu_bytes() -> int:
     machine = _meminfo_bytes("MemAvailable") or _all_bytes() // 2  # not Linux: half of it
     if limit is None:
         return machine
-    used = int((_CGROUP / "memory.current").read_text())
+    used = int((_CGROUP / "memory.current").read_text()) - _cached_bytes()
     return min(machine, max(0, limit - used))
 
 
@@ -30,6 +30,14 @@ def _limit_bytes() -> int | None:
     except OSError:
         return None
     return None if limit == "max" else int(limit)
+
+
+def _cached_bytes() -> int:
+    """The container's pages of files, such as of weights just downloaded, which the kernel drops
+    where memory is wanted."""
+    lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    sizes = {name: int(value) for name, value in map(str.split, lines)}
+    return sizes.get("active_file", 0) + sizes.get("inactive_file", 0)
 
 
 def _meminfo_bytes(name: str) -> int | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from contract.jobs import ResumeKind, resume_kind
 from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from workers.engine.interface import ModelRefused
 from workers.engine.limits import DEFAULT_STEP_TOKENS
@@ -21,11 +22,19 @@ from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
 from workers.model.cores import available_cores
+from workers.model.device import (
+    avoid_cudnn_attention,
+    capability_of,
+    check_triton,
+    choose_device,
+    choose_dtype,
+    dtype_name,
+)
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.gpu.graphs import check_steps
 from workers.model.loaded import Loaded
-from workers.model.memory import check_weights
+from workers.model.memory import check_free, check_weights, free_bytes
 from workers.model.paged import paged_runner
 from workers.model.pooling.folder import PoolingFolder, read_folder
 from workers.model.pooling.loading import Place, default_step_tokens, load_runner
@@ -49,8 +58,6 @@ _CPU_STEP_TOKENS = 256
 # If neither the model nor the operator sets a limit.
 DEFAULT_CONTEXT_LENGTH = 8192
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -65,6 +72,7 @@ class LoadedModel:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     pooling: PoolingCard | None = None  # of a prefill-only model
     tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
+    resume: ResumeKind = "same-noise"
 
 
 def load_model(
@@ -91,12 +99,13 @@ def load_model(
     generation = GenerationDefaults()
     if options.generation_config == "auto":
         generation = sampling_defaults(files, vocab_size)
-    device = _device(options.device)
+    device = choose_device(options.device)
     check_steps(options.steps, device)
-    dtype = _dtype(options.dtype, device, config)
+    dtype = choose_dtype(options.dtype, config, capability_of(device))
+    check_triton(options.attention, options.steps, capability_of(device))
     check_quantization(options.quantization, device)
-    _check_share(options, device, dtype)
-    progress(f"loading {path} as {_name(dtype)} on {device}")
+    _check_memory(options, files, device, dtype)
+    progress(f"loading {path} as {dtype_name(dtype)} on {device}")
     max_model_len = _max_model_len(options, config)
 
     def read() -> nn.Module:
@@ -110,8 +119,16 @@ def load_model(
     )
     runner = _runner(loaded, progress)
     num_step_tokens = _CPU_STEP_TOKENS if device.type == "cpu" else DEFAULT_STEP_TOKENS
+    computes_in = dtype_name(dtype) if options.quantization == "none" else options.quantization
     return LoadedModel(
-        runner, runner.max_model_len, vocab_size, eos_ids, tokenizer, num_step_tokens, generation
+        runner,
+        runner.max_model_len,
+        vocab_size,
+        eos_ids,
+        tokenizer,
+        num_step_tokens,
+        generation,
+        resume=resume_kind(device.type, computes_in),
     )
 
 
@@ -124,10 +141,11 @@ def _load_pooling(
         raise ModelRefused(f"{path} makes vectors, which needs quantization none and steps direct")
     config = read_config(path, revision, pools=True)
     tokenizer = read_tokenizer(path, revision)
-    device = _device(options.device)
-    place = Place(device, _dtype(options.dtype, device, config), options.memory_share)
-    _check_share(options, device, place.dtype)
-    progress(f"loading {path} as {_name(place.dtype)} on {device}, for vectors")
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, config, capability_of(device))
+    place = Place(device, dtype, options.memory_share)
+    _check_memory(options, folder.files, device, dtype)
+    progress(f"loading {path} as {dtype_name(dtype)} on {device}, for vectors")
     runner, card, tokenizer = load_runner(
         folder,
         path,
@@ -148,6 +166,7 @@ def _load_pooling(
         default_step_tokens(device),
         pooling=card,
         tokens_per_s=runner.tokens_per_s,
+        resume=resume_kind(device.type, dtype_name(dtype)),
     )
 
 
@@ -163,19 +182,26 @@ def wrap_decoder(
 ) -> ModelRunner | AheadRunner | SequentialRunner:
     """Does `load_model` for a decoder that comes from no folder: `read` makes it, always the same
     one, with our attention. Raises ModelRefused."""
-    _avoid_cudnn_attention()
+    avoid_cudnn_attention()
     loaded = Loaded(read, config, device, dtype, options, max_model_len, frozenset())
     return _runner(loaded, progress)
 
 
-def _check_share(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ModelRefused if the weights, by their files, exceed the worker's share of memory."""
-    if options.memory_share is None:
-        return
+def _check_memory(
+    options: EngineOptions, files: Files, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raises ModelRefused if the weights, by their files, exceed the memory that is free, or the
+    worker's share. A model of the Hub must have been fetched before."""
+    config = files.find("config.json")
     least = least_weight_bytes(
-        options.model_path, _name(dtype), options.quantization, on_gpu=device.type == "cuda"
+        str(config.parent) if config else options.model_path,
+        dtype_name(dtype),
+        options.quantization,
+        on_gpu=device.type == "cuda",
     )
-    check_weights(options.memory_share, device, least)
+    if options.memory_share is not None:
+        check_weights(options.memory_share, device, least)
+    check_free(device, least, free_bytes(device))
 
 
 def _runner(
@@ -221,39 +247,6 @@ def _sequential_runner(loaded: Loaded) -> SequentialRunner:
         max_model_len=loaded.longest(num_blocks),
         device=loaded.device,
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ModelRefused(f"device {name} is not one of auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ModelRefused("device cuda is asked for, but torch finds no CUDA device here")
-    _avoid_cudnn_attention()
-    return torch.device(name)
-
-
-def _avoid_cudnn_attention() -> None:
-    """Switches off cuDNN's attention, which SDPA prefers from torch 2.11 on: it builds a graph for
-    every new shape, and the shape of a context changes with each token."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
-    """auto: float32 on a CPU; on CUDA the checkpoint's own half type, or bfloat16."""
-    if name == "auto":
-        if device.type == "cpu":
-            return torch.float32
-        own = config.get_text_config().dtype
-        return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
-    if name not in _DTYPES:
-        raise ModelRefused(f"dtype {name} is not one of auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _max_model_len(options: EngineOptions, config: PretrainedConfig) -> int:

@@ -53,7 +53,7 @@ def card_of(device: torch.device) -> Card | None:
 def default_kv_bytes(device: torch.device, step_bytes: int | None = None) -> int:
     """Returns what the largest step leaves of the memory that is free once the weights are loaded;
     if that step is unknown, a share of this memory."""
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if step_bytes is not None:
         return free - computing_bytes(step_bytes)
     return int(free * (_CUDA_SHARE if device.type == "cuda" else _CPU_SHARE))
@@ -71,7 +71,8 @@ def total_bytes(device: torch.device) -> int:
     return total_cpu_bytes()
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """The memory of the device that nobody uses."""
     card = card_of(device)
     return free_cpu_bytes() if card is None else card.free_bytes
 
@@ -115,11 +116,11 @@ def kv_bytes_in_share(
         )
     if wanted_bytes is not None:
         return wanted_bytes
-    room = min(room, beside(_free_bytes(device)))
+    room = min(room, beside(free_bytes(device)))
     if room < least_bytes:
         raise ModelRefused(
             f"memory_share {share:g} of {device} is {_gib(share * whole)}, but others have left "
-            f"only {_gib(_free_bytes(device))} free; the KV cache needs {_gib(least_bytes)}"
+            f"only {_gib(free_bytes(device))} free; the KV cache needs {_gib(least_bytes)}"
         )
     return room
 
@@ -132,6 +133,23 @@ def check_weights(share: float, device: torch.device, weight_bytes: int) -> None
         raise ModelRefused(
             f"memory_share {share:g} of the {_gib(whole)} of {device} is {_gib(share * whole)}; "
             f"the weights alone need {_gib(weight_bytes)}, a share of {_up(weight_bytes / whole)}"
+        )
+
+
+def check_free(device: torch.device, weight_bytes: int, num_free: int) -> None:
+    """Raises ModelRefused for weights that exceed the `num_free` bytes of the device, before they
+    are loaded."""
+    if weight_bytes > num_free:
+        helps = (
+            "end what else uses this GPU, give --dtype bfloat16 or float16 if this is float32, or "
+            "share the model between GPUs by --engine vllm --engine-arg tensor_parallel_size=N"
+            if device.type == "cuda"
+            else "end what else uses this machine's memory, or give --dtype bfloat16 or "
+            "--quantization int8"
+        )
+        raise ModelRefused(
+            f"the weights need {_gib(weight_bytes)}, and {device} has {_gib(num_free)} free: "
+            f"{helps}, or take a smaller model"
         )
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 
 from contract.flows import Flow, deciding_members
+from contract.jobs import weakest_resume
 from contract.model_cards import Capabilities, ModelCard
 from gateway.runners.flows.definitions import FlowError, members
 
@@ -42,5 +43,5 @@ def _shared(all_of: list[Capabilities]) -> Capabilities:
         structured_output=all(each.structured_output for each in all_of),
         tools=all(each.tools for each in all_of),
         lora=all(each.lora for each in all_of),
-        resume="exact" if all(each.resume == "exact" for each in all_of) else "distribution",
+        resume=weakest_resume(each.resume for each in all_of),
     )
