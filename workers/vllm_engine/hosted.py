@@ -1,39 +1,33 @@
-"""vLLM's engine in the place of `workers.engine.engine.Engine`: the same calls, the same reports.
+"""vLLM in the place of batchway's own engine: the same calls, the same reports.
 
-vLLM schedules, computes and counts blocks. Requests, endings and deadlines stay here: each choice
-is a request of its own, and a `Sequence` contains what is known of it.
-
-Over 300 lines: what vLLM runs and what waits for its grammar are stopped and reported alike.
+vLLM computes, counts blocks and schedules what has a place; `PlacingEngine` decides who has one.
 """
 
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from vllm import LLMEngine
 from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from contract.errors import ErrorCode
-from contract.jobs import FinishReason
-from workers.engine.constraints import POLL_S, Constraints
-from workers.engine.grammar import GrammarFailed, Grammars
-from workers.engine.interface import Chunk, PromptLogprobs, Sample
+from workers.engine.grammar import Grammars
+from workers.engine.interface import Sample
 from workers.engine.lanes import DEFAULT_LANES, Lane
-from workers.engine.limits import Deadlines, EngineLimits
-from workers.engine.report import JobError, StepReport, token_out
-from workers.engine.request import RequestRefused, check_request, sequences_of
+from workers.engine.limits import EngineLimits
+from workers.engine.report import StepReport
+from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
-from workers.engine.strategy import Strategies
-from workers.ipc.jobs import Request
-from workers.vllm_engine.sampling import with_plugin, without_plugin
+from workers.vllm_engine.placing import HostOutput, PlacingEngine
 from workers.vllm_engine.stats import Stats
 
 
-class HostedEngine:
-    """Runs requests on vLLM. Lanes become vLLM's priorities, tenants its cache salts."""
+class HostedEngine(PlacingEngine):
+    """Runs requests on vLLM. A lane's priority becomes vLLM's, a tenant its cache salt."""
 
     def __init__(
         self,
@@ -41,154 +35,49 @@ class HostedEngine:
         stats: Stats,
         limits: EngineLimits,
         eos_token_ids: frozenset[int],
+        arguments_of: Callable[[Sequence], dict[str, Any]],
         lanes: Seq[Lane] = DEFAULT_LANES,
-        has_plugin: bool = True,
         grammars: Grammars | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_plugin`: vLLM runs `SeededSampling`, else its own sampler alone. Without `grammars`,
-        constrained jobs are refused."""
-        self._arguments_of = with_plugin if has_plugin else without_plugin
-        self._llm = llm
-        self._stats = stats
-        self._limits = limits
-        self._eos_token_ids = eos_token_ids
-        self._clock_s = clock_s
-        self._max_model_len: int = llm.vllm_config.model_config.max_model_len
-        self._constraints = Constraints(grammars, self._max_model_len)
+        """`arguments_of` a choice: those of vLLM's SamplingParams that say how it is sampled; may
+        raise RequestRefused. Without `grammars`, constrained jobs are refused."""
         cache = llm.vllm_config.cache_config
         self.num_blocks: int = cache.num_gpu_blocks or 1
         self.block_size: int = cache.block_size
+        host = VllmRequests(llm, stats, self.num_blocks, self.block_size, arguments_of)
+        super().__init__(host, limits, eos_token_ids, lanes, grammars, clock_s)
+
+
+class VllmRequests:
+    """The requests that vLLM has: a `Host`."""
+
+    def __init__(
+        self,
+        llm: LLMEngine,
+        stats: Stats,
+        num_blocks: int,
+        block_size: int,
+        arguments_of: Callable[[Sequence], dict[str, Any]],
+    ) -> None:
+        config = llm.vllm_config
+        self.num_places: int = config.scheduler_config.max_num_seqs
+        self.num_step_tokens: int = config.scheduler_config.max_num_batched_tokens
+        self.max_model_len: int = config.model_config.max_model_len
+        self.num_kv_tokens = num_blocks * block_size
+        self._llm = llm
+        self._stats = stats
+        self._num_blocks = num_blocks
+        self._arguments_of = arguments_of
         self._sequences: dict[str, Sequence] = {}  # by vLLM's request id
-        self._compiling: dict[str, list[Sequence]] = {}  # by job, unknown to vLLM as yet
-        self._epochs: dict[str, int] = {}  # of the jobs that run, or wait for their grammars
-        self._choices: dict[str, dict[int, str]] = {}  # request ids by job and choice
-        self._deadlines = Deadlines()
-        self._ended_early: list[Sequence] = []
-        self._has_new = False  # since the last announcement
-        self._next_arrival = 0
-        self._priorities: dict[str, int] = {}
-        self.reconfigure(limits, None, lanes)
+        self._ids: dict[Sequence, str] = {}
 
-    @property
-    def limits(self) -> EngineLimits:
-        return self._limits
-
-    def reconfigure(
-        self, limits: EngineLimits, strategies: Strategies | None, lanes: Seq[Lane] = DEFAULT_LANES
-    ) -> None:
-        """Applies new lanes to new requests; vLLM's own limits stay as they are loaded."""
-        self._limits = limits
-        self._priorities = {lane.name: lane.priority for lane in lanes}
-
-    def next_wake_s(self) -> float | None:
-        if self._sequences or self._ended_early:
-            return self._clock_s()
-        poll_s = self._clock_s() + POLL_S if self._compiling else None
-        return min((s for s in (self._deadlines.next_s, poll_s) if s is not None), default=None)
-
-    def add(self, request: Request) -> None:
-        """As `Engine.add`. Raises RequestRefused."""
-        if self._epochs.get(request.job_id, -1) >= request.epoch:
-            return
-        self.stop_job(request.job_id, request.epoch - 1)
-        check_request(
-            request,
-            vocab_size=self._limits.vocab_size,
-            max_model_len=self._max_model_len,
-            num_kv_tokens=self.num_blocks * self.block_size,
-        )
-        sequences = sequences_of(request, self._eos_token_ids, self._next_arrival)
-        self._next_arrival += len(sequences)
-        if request.params.grammar and sequences:
-            self._constraints.compile(request.job_id, request.params.grammar, sequences)
-            self._compiling[request.job_id] = list(sequences)
-            self._epochs[request.job_id] = request.epoch
-        else:
-            self._enter(sequences)
-        if request.deadline_s is not None and request.job_id in self._epochs:
-            self._deadlines.add(request.deadline_s, request.job_id, request.epoch, self._epochs)
-
-    def stop_job(self, job_id: str, epoch: int) -> None:
-        """As `Engine.stop_job`."""
-        self._ended_early = [s for s in self._ended_early if s.job_id != job_id or s.epoch > epoch]
-        if self._epochs.get(job_id, epoch + 1) <= epoch:
-            self._drop(job_id)
-
-    def stop_choice(self, job_id: str, epoch: int, choice: int) -> None:
-        """As `Engine.stop_choice`."""
-        if self._epochs.get(job_id) != epoch:
-            return
-        if job_id in self._compiling:
-            left = [s for s in self._compiling[job_id] if s.choice != choice]
-            self._compiling[job_id] = left
-            if not left:
-                self._drop(job_id)
-            return
-        request_id = self._choices[job_id].get(choice)
-        if request_id is not None:
-            self._forget(request_id)
-            self._llm.abort_request([request_id])
-
-    def reprioritise(
-        self, job_id: str, epoch: int, lane: str, deadline_s: float | None = None
-    ) -> None:
-        """Changes the deadline. vLLM cannot change a priority: what it runs keeps its lane."""
-        if self._epochs.get(job_id) != epoch:
-            return
-        for sequence in self._sequences_of(job_id):
-            sequence.lane = lane
-            sequence.deadline_s = deadline_s
-        if deadline_s is not None:
-            self._deadlines.add(deadline_s, job_id, epoch, self._epochs)
-
-    def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport:
-        """Runs one step of vLLM. Raises what vLLM raises if its engine has died."""
-        report = StepReport(ended=self._ended_early)
-        self._ended_early = []
-        start_s = self._clock_s()
-        self._expire(start_s, report)
-        self._enter_compiled(report)
-        if self._sequences:
-            if self._has_new and announce is not None:
-                announce([Chunk(s, 0, 1, samples=True) for s in self._sequences.values()])
-            self._has_new = False
-            for output in self._llm.step():
-                if isinstance(output, RequestOutput):
-                    self._take(output, report)
-            report.step_s = self._clock_s() - start_s
-        else:
-            # No request is left; vLLM reports nothing more.
-            self._stats.num_running = self._stats.num_waiting = 0
-            self._stats.kv_usage = 0.0
-        self._stats.take(report, self.num_blocks)
-        return report
-
-    def _enter_compiled(self, report: StepReport) -> None:
-        for job_id, failure in self._constraints.compiled():
-            sequences, epoch = self._compiling.pop(job_id), self._epochs.pop(job_id)
-            code, message = ErrorCode.BAD_PARAMETER, str(failure)
-            if failure is None:
-                try:
-                    self._enter(sequences)
-                    continue
-                except RequestRefused as refusal:
-                    code, message = refusal.code, refusal.message
-            report.failed.append(JobError(job_id, epoch, code, message))
-
-    def _enter(self, sequences: Seq[Sequence]) -> None:
-        """Hands sequences to vLLM; one that is complete ends at once. Raises RequestRefused."""
-        for sequence in sequences:
-            sequence.added_s = self._clock_s()
-            sequence.finish_reason = sequence.end_reason(self._max_model_len)
-            if sequence.finish_reason is not None:
-                self._ended_early.append(sequence)
-            else:
-                self._start(sequence)
-
-    def _start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence, priority: int) -> None:
+        """As `Host.start`. Raises RequestRefused."""
         params = sequence.params
-        request_id = f"{sequence.job_id}/{sequence.epoch}/{sequence.choice}"
+        # Output of an aborted request may still come, under its own id.
+        parts = sequence.job_id, sequence.epoch, sequence.choice, sequence.num_preemptions
+        request_id = "/".join(map(str, parts))
         prompt = {
             "prompt_token_ids": list(sequence.token_ids),
             "cache_salt": sequence.tenant,
@@ -203,102 +92,58 @@ class HostedEngine:
             output_kind=RequestOutputKind.DELTA,
             **self._arguments_of(sequence),
         )
-        priority = self._priorities.get(sequence.lane, max(self._priorities.values(), default=0))
         try:
             self._llm.add_request(request_id, prompt, asked, priority=priority)
         except (ValueError, VLLMClientError) as exc:  # an --engine-arg allows less
-            self._drop(sequence.job_id)
             parameter = getattr(exc, "parameter", None) or "the request"
             message = f"vLLM refuses {parameter}: its arguments allow less"
             raise RequestRefused(ErrorCode.BAD_PARAMETER, message) from exc
         self._sequences[request_id] = sequence
-        self._epochs[sequence.job_id] = sequence.epoch
-        self._choices.setdefault(sequence.job_id, {})[sequence.choice] = request_id
-        self._has_new = True
+        self._ids[sequence] = request_id
 
-    def _take(self, output: RequestOutput, report: StepReport) -> None:
-        sequence = self._sequences.get(output.request_id)
-        if sequence is None:
-            return  # aborted while this step ran
-        if output.prompt_logprobs:
-            tokens = _prompt_samples(sequence, output.prompt_logprobs)
-            if tokens:
-                report.prompt_logprobs.append((sequence, PromptLogprobs(1, tokens)))
-        [completion] = output.outputs
-        for place, token_id in enumerate(completion.token_ids):
-            position = sequence.num_output
-            sequence.started_s = sequence.started_s or self._clock_s()
-            if sequence.matcher is not None:
-                try:
-                    sequence.matcher.consume(token_id)
-                except GrammarFailed as exc:
-                    self._fail(sequence, str(exc), report, exc.code)
-                    return
-            sequence.token_ids.append(token_id)
-            end = sequence.end_reason(self._max_model_len)
-            logprob: float = 0.0
-            top: tuple[tuple[int, float], ...] = ()
-            if completion.logprobs is not None and sequence.params.logprobs is not None:
-                found = completion.logprobs[place]
-                logprob, top = _scores(found, token_id, sequence.params.logprobs)
-            # A token that makes a constrained output whole is part of it; an ending token is not.
-            is_whole = end is FinishReason.STOP and token_id not in sequence.ending_ids
-            said = None if is_whole else end
-            report.outputs.append(token_out(sequence, position, token_id, said, logprob, top))
-            if end is not None:
-                if is_whole:
-                    report.ended.append(sequence)
-                sequence.finish_reason = end
-                self._forget(output.request_id)
-                if completion.finish_reason is None:
-                    self._llm.abort_request([output.request_id])
-                report.num_finished += 1
-                report.queue_s += sequence.started_s - sequence.added_s
-                report.run_s += self._clock_s() - sequence.started_s
-                return
-        if completion.finish_reason is not None:  # vLLM ended it, and no token says why
-            self._fail(sequence, f"vLLM ended the request: {completion.finish_reason}", report)
-
-    def _fail(
-        self,
-        sequence: Sequence,
-        message: str,
-        report: StepReport,
-        code: ErrorCode = ErrorCode.ENGINE_ERROR,
-    ) -> None:
-        report.failed.append(JobError(sequence.job_id, sequence.epoch, code, message))
-        self._drop(sequence.job_id)
-
-    def _expire(self, now_s: float, report: StepReport) -> None:
-        for deadline_s, job_id, epoch in self._deadlines.take_passed(now_s):
-            if self._epochs.get(job_id) != epoch:
-                continue
-            if all(s.deadline_s == deadline_s for s in self._sequences_of(job_id)):
-                message = "the deadline passed before the job had ended"
-                report.failed.append(JobError(job_id, epoch, ErrorCode.DEADLINE, message))
-                self._drop(job_id)
-
-    def _sequences_of(self, job_id: str) -> list[Sequence]:
-        if job_id in self._compiling:
-            return self._compiling[job_id]
-        return [self._sequences[request_id] for request_id in self._choices[job_id].values()]
-
-    def _drop(self, job_id: str) -> None:
-        if self._compiling.pop(job_id, None) is not None:
-            self._constraints.forget(job_id)
-            del self._epochs[job_id]
-        request_ids = list(self._choices.get(job_id, {}).values())
+    def abort(self, sequences: Seq[Sequence]) -> None:
+        """As `Host.abort`."""
+        request_ids = [self._ids[sequence] for sequence in sequences if sequence in self._ids]
         for request_id in request_ids:
             self._forget(request_id)
         if request_ids:
             self._llm.abort_request(request_ids)
 
+    def step(self) -> list[HostOutput]:
+        """As `Host.step`. Raises what vLLM raises if its engine has died."""
+        return [
+            self._output(output, self._sequences[output.request_id])
+            for output in self._llm.step()
+            if isinstance(output, RequestOutput) and output.request_id in self._sequences
+        ]
+
+    def count(self, report: StepReport) -> None:
+        """As `Host.count`."""
+        if not self._ids:  # vLLM reports nothing more
+            self._stats.num_running = self._stats.num_waiting = 0
+            self._stats.kv_usage = 0.0
+        self._stats.take(report, self._num_blocks)
+
+    def _output(self, output: RequestOutput, sequence: Sequence) -> HostOutput:
+        [completion] = output.outputs
+        prompt_samples: tuple[Sample, ...] = ()
+        if output.prompt_logprobs:
+            prompt_samples = _prompt_samples(sequence, output.prompt_logprobs)
+        if completion.finish_reason is not None:
+            self._forget(output.request_id)
+        samples = _samples(completion, sequence.params.logprobs)
+        num_cached = output.num_cached_tokens or 0
+        return HostOutput(sequence, samples, prompt_samples, num_cached, completion.finish_reason)
+
     def _forget(self, request_id: str) -> None:
-        sequence = self._sequences.pop(request_id)
-        choices = self._choices[sequence.job_id]
-        del choices[sequence.choice]
-        if not choices:
-            del self._choices[sequence.job_id], self._epochs[sequence.job_id]
+        del self._ids[self._sequences.pop(request_id)]
+
+
+def _samples(completion: CompletionOutput, num_top: int | None) -> list[Sample]:
+    if completion.logprobs is None or num_top is None:
+        return [Sample(token_id) for token_id in completion.token_ids]
+    scored = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [Sample(token_id, *_scores(found, token_id, num_top)) for token_id, found in scored]
 
 
 def _scores(

@@ -25,7 +25,7 @@ from workers.model.pooling.folder import read_folder
 from workers.model.rope import of_each_layer
 from workers.model.tokenizer import read_tokenizer
 from workers.vllm_engine.hosted import HostedEngine
-from workers.vllm_engine.sampling import SeededSampling, grammars_of
+from workers.vllm_engine.sampling import grammars_of, sampling_of
 from workers.vllm_engine.stats import Stats
 from workers.vllm_engine.trial import line_of, try_step
 
@@ -33,7 +33,6 @@ log = logging.getLogger("batchway.engine")
 
 _CPU_KV_BYTES = 2**30
 _NICENESS = 19  # the lowest priority
-_PROCESSOR = f"{SeededSampling.__module__}:{SeededSampling.__qualname__}"
 
 
 def start_vllm(
@@ -63,17 +62,19 @@ def start_vllm(
         return stats[-1]
 
     try:
-        llm = LLMEngine.from_engine_args(
-            arguments, stat_loggers=[make_stats], enable_multiprocessing=True
-        )
+        config = arguments.create_engine_config()
+        sampling = sampling_of(config)
+        if sampling.processor is not None:
+            others = config.model_config.logits_processors or []
+            config.model_config.logits_processors = [*others, sampling.processor]
+        llm = LLMEngine.from_vllm_config(config, stat_loggers=[make_stats])
     except (ValueError, RuntimeError) as exc:
         raise ModelRefused(f"vLLM does not load {options.model_path}: {line_of(exc)}") from exc
-    config = llm.vllm_config
     model: Any = config.model_config
     vocab_size: int = model.get_vocab_size()
     files = Files(options.model_path, revision)
     eos = end_token_ids(files, model.hf_config, tokenizer)
-    has_plugin = bool(model.logits_processors)
+    has_plugin = sampling.processor is not None
     generation = GenerationDefaults()
     if options.generation_config == "auto":
         generation = sampling_defaults(files, vocab_size)
@@ -82,7 +83,7 @@ def start_vllm(
     limits = limits_of(options, vocab_size)
     grammars = grammars_of(config) if has_plugin else None
     engine = HostedEngine(
-        llm, stats[0], limits, frozenset(eos), lanes_of(options), has_plugin, grammars
+        llm, stats[0], limits, frozenset(eos), sampling.arguments, lanes_of(options), grammars
     )
     try_step(engine, min(model.max_model_len, vocab_size), options.model_path)
     num_kv_tokens = engine.num_blocks * engine.block_size
@@ -140,8 +141,6 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "kv_cache_memory_bytes": options.kv_memory_bytes or default_kv_memory_bytes(),
         "enable_prefix_caching": "true" if options.prefix_caching else "false",
         "scheduling_policy": "priority",
-        # vLLM takes none beside speculative decoding.
-        "logits_processors": None if "speculative_config" in options.engine_args else _PROCESSOR,
         "generation_config": "vllm",
         "skip_tokenizer_init": "true",
         "max_logprobs": -1,

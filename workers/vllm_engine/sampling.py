@@ -1,45 +1,36 @@
-"""A logits processor for vLLM that chooses tokens as `workers.model.sampler` does.
+"""How a choice is sampled on vLLM, so that a resumed job goes on as it would have.
 
-vLLM's own sampler draws from a generator whose state is lost with the process, and counts penalties
-over what it generated itself. A resumed job must draw the same noise at the same position, and its
-penalties must count the output that is already logged. So jobs that sample, or change their logits,
-run as greedy ones in vLLM; this processor leaves the chosen token as the row's only finite logit.
-
-Interface: `vllm.v1.sample.logits_processor.LogitsProcessor`.
+vLLM has two runners, and each a sampler and an interface for logits processors of its own. The new
+one (Model Runner V2) takes its noise from the seed and the position, and needs our processor for
+grammars and for penalties alone. The old one, which CPUs and some models have, draws from a
+generator whose state is lost with the process: there our processor draws.
 """
 
-import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams as VllmParams
-from vllm.v1.sample.logits_processor.interface import (
-    BatchUpdate,
-    LogitsProcessor,
-    MoveDirectionality,
-)
 
 from contract.errors import ErrorCode
 from contract.jobs import SamplingParams
-from workers.engine.grammar import GrammarFailed, Grammars, Matcher
-from workers.engine.interface import RowFailed
-from workers.engine.masks import StepMasks
+from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
 from workers.model.checkpoint import DEFAULT_REVISION
 from workers.model.files import Files
 from workers.model.generation import end_token_ids
 from workers.model.penalties import asks_for_change
-from workers.model.sampler import LOWEST_TEMPERATURE, sample
+from workers.model.sampler import LOWEST_TEMPERATURE
 from workers.model.tokenizer import read_tokenizer
 
-EXTRA = "batchway"  # the key in vLLM's `SamplingParams.extra_args`
+_EXTRA = "batchway"  # the key in vLLM's `SamplingParams.extra_args`
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What the processor must know of a choice; the token ids come from vLLM."""
+    """What our processor must know of a choice; the token ids come from vLLM."""
 
     params: SamplingParams
     choice: int
@@ -47,35 +38,84 @@ class Choice(msgspec.Struct, frozen=True):
     ending_ids: tuple[int, ...]
 
 
-def with_plugin(sequence: Sequence) -> dict[str, Any]:
-    """Returns arguments of vLLM's SamplingParams: greedy, and what `SeededSampling` must know if
-    the choice asks for more than plain greedy search."""
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine samples: arguments of vLLM's SamplingParams for a choice, which raise
+    RequestRefused, and its processor (`module:class`)."""
+
+    arguments: Callable[[Sequence], dict[str, Any]]
+    processor: str | None
+
+
+def sampling_of(config: VllmConfig) -> Sampling:
+    """Returns what the engine of this configuration can do."""
+    if config.speculative_config is not None:  # vLLM takes no processor beside it
+        return Sampling(_anew, None)
+    if config.use_v2_model_runner:
+        return Sampling(_by_position, "workers.vllm_engine.runner_v2_compat:CountedOutput")
+    return Sampling(_by_processor, "workers.vllm_engine.runner_v1_compat:SeededSampling")
+
+
+def choice_of(params: VllmParams) -> Choice | None:
+    """Returns what `Sampling.arguments` sent; None if the choice does not need the processor."""
+    encoded = (params.extra_args or {}).get(_EXTRA)
+    return None if encoded is None else msgspec.json.decode(encoded, type=Choice)
+
+
+def _sent(sequence: Sequence) -> dict[str, str]:
+    choice = Choice(
+        sequence.params, sequence.choice, sequence.num_prompt, tuple(sequence.ending_ids)
+    )
+    return {_EXTRA: msgspec.json.encode(choice).decode()}
+
+
+def _by_processor(sequence: Sequence) -> dict[str, Any]:
+    """Greedy; the processor draws if the choice asks for more."""
     params = sequence.params
     is_greedy = params.temperature < LOWEST_TEMPERATURE and not asks_for_change(sequence)
     if is_greedy and not params.grammar:
         return {"temperature": 0.0}
-    choice = Choice(params, sequence.choice, sequence.num_prompt, tuple(sequence.ending_ids))
-    return {"temperature": 0.0, "extra_args": {EXTRA: msgspec.json.encode(choice).decode()}}
+    return {"temperature": 0.0, "extra_args": _sent(sequence)}
 
 
-def without_plugin(sequence: Sequence) -> dict[str, Any]:
-    """Returns arguments for vLLM's own sampler. A resumed choice draws from another seed, so that
-    it does not repeat the noise of its first tokens; penalties count its logged output as prompt.
-    Raises RequestRefused for parameters without effect beside speculative decoding."""
+def _by_position(sequence: Sequence) -> dict[str, Any]:
+    """vLLM's sampler; the processor masks, and counts the output that vLLM takes for prompt."""
+    params = sequence.params
+    arguments = _limits(sequence) | {
+        "seed": (params.seed + (sequence.choice_of_prompt << 32)) % 2**63,
+        "logit_bias": params.logit_bias or None,
+        "min_p": params.min_p,
+    }
+    if params.grammar or params.presence_penalty or params.frequency_penalty:
+        arguments["extra_args"] = _sent(sequence)
+    return arguments
+
+
+def _anew(sequence: Sequence) -> dict[str, Any]:
+    """vLLM's sampler alone. A resumed choice draws from another seed, so that it does not repeat
+    the noise of its first tokens; penalties count its logged output as prompt. Raises
+    RequestRefused for parameters without effect beside speculative decoding."""
     params = sequence.params
     if params.min_p or params.logit_bias:
         name = "min_p" if params.min_p else "logit_bias"
         message = f"{name} has no effect beside speculative decoding"
         raise RequestRefused(ErrorCode.BAD_PARAMETER, message)
-    return {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
+    return _limits(sequence) | {
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
+        "seed": (params.seed + (sequence.choice << 32) + sequence.num_output) % 2**63,
+    }
+
+
+def _limits(sequence: Sequence) -> dict[str, Any]:
+    params = sequence.params
+    draws = params.temperature >= LOWEST_TEMPERATURE
+    return {
+        "temperature": params.temperature if draws else 0.0,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
         "repetition_penalty": params.repetition_penalty,
         "min_tokens": max(0, params.min_tokens - sequence.num_output),
-        "seed": (params.seed + (sequence.choice << 32) + sequence.num_output) % 2**63,
     }
 
 
@@ -89,93 +129,3 @@ def grammars_of(config: VllmConfig) -> Grammars | None:
         return Grammars(tokenizer.tokenizer_json, model.get_vocab_size(), end_ids)
     except GrammarFailed:
         return None
-
-
-class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed here
-    """The processor of one sampling process. A row's state is its `Sequence`, without blocks."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, tuple[Sequence, list[int]]] = {}
-        self._grammars = grammars_of(vllm_config)
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        if batch_update is None:
-            return
-        for index in batch_update.removed:
-            self._rows.pop(index, None)
-        for index, params, prompt_ids, output_ids in batch_update.added:
-            self._rows.pop(index, None)
-            if (sequence := self._sequence(params, prompt_ids)) is not None:
-                self._rows[index] = (sequence, output_ids)
-        for source, target, direction in batch_update.moved:
-            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
-            if moved is not None:
-                self._rows[target] = moved
-            if replaced is not None and direction == MoveDirectionality.SWAP:
-                self._rows[source] = replaced
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits (num_rows, vocab_size) float32, changed in place."""
-        if not self._rows:
-            return logits
-        rows = sorted(self._rows)
-        index = torch.tensor(rows, device=logits.device)
-        sequences = [self._known(row) for row in rows]
-        samples = sample(logits[index], sequences, masks=self._masks(sequences))
-        for row, chosen in zip(rows, samples, strict=True):
-            if isinstance(chosen, RowFailed):
-                continue  # NaN stays NaN
-            logits[row] = float("-inf")
-            logits[row, chosen.token_id] = 0.0
-        return logits
-
-    def _known(self, row: int) -> Sequence:
-        """The row's sequence with the output that vLLM has generated since it came."""
-        sequence, output_ids = self._rows[row]
-        new_ids = output_ids[sequence.num_computed :]  # counts vLLM's output ids
-        sequence.token_ids += new_ids
-        sequence.num_computed = len(output_ids)
-        if sequence.matcher is not None:
-            try:
-                for token_id in new_ids:
-                    sequence.matcher.consume(token_id)
-            except GrammarFailed:  # the engine finds it too, and fails the job
-                sequence.matcher = None
-        return sequence
-
-    def _masks(self, sequences: list[Sequence]) -> StepMasks | None:
-        constrained = {s: s.matcher for s in sequences if s.matcher is not None}
-        if not constrained or self._grammars is None:
-            return None
-        self._grammars.start_masks(dict.fromkeys(constrained.values(), ()))
-        return StepMasks({s: m.mask for s, m in constrained.items() if m.mask is not None})
-
-    def _sequence(self, params: VllmParams, prompt_ids: list[int] | None) -> Sequence | None:
-        encoded = (params.extra_args or {}).get(EXTRA)
-        if encoded is None or prompt_ids is None:
-            return None
-        choice = msgspec.json.decode(encoded, type=Choice)
-        matcher: Matcher | None = None
-        if choice.params.grammar and self._grammars is not None:
-            with contextlib.suppress(GrammarFailed):  # the engine has found it too
-                logged_ids = prompt_ids[choice.num_prompt :]
-                matcher = self._grammars.matcher(choice.params.grammar, logged_ids)
-        return _known_choice(choice, prompt_ids, matcher)
-
-
-def _known_choice(choice: Choice, prompt_ids: list[int], matcher: Matcher | None) -> Sequence:
-    return Sequence(
-        job_id="",
-        epoch=0,
-        choice=choice.choice,
-        tenant="",
-        lane="",
-        token_ids=list(prompt_ids),
-        num_prompt=choice.num_prompt,
-        params=choice.params,
-        ending_ids=frozenset(choice.ending_ids),
-        matcher=matcher,
-    )
