@@ -21,6 +21,7 @@ from infra.callbacks_command import (
 )
 from infra.computing_options import engine_python
 from infra.drain_command import run_drain
+from infra.engine_choice import choose_engine
 from infra.fleet import fleet_of, share_threads, worker_arguments, worker_names
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
@@ -207,6 +208,7 @@ def _say_where(host: str, port: int) -> None:
 def _worker(options: argparse.Namespace) -> int:
     check_extra("worker")
     opts.choose_gpu(options)
+    choose_engine(options)
     takes_jobs = options.node_rank == 0
     url = known_redis(options) if takes_jobs else ""
     if takes_jobs:

@@ -11,18 +11,19 @@ from infra.option_values import host_and_port, integer, lengths, number
 _ATTENTIONS = ("auto", "torch", "triton")
 _STEPS = ("auto", "direct", "ahead", "graphs")
 _QUANTIZATIONS = ("none", "int8")
-
-
-_ENGINES = ("own", "vllm")
+_ENGINES = ("auto", "own", "vllm")
+# What batchway's own engine alone has, by the default.
+_OF_OWN_ENGINE = {"quantization": "none", "attention": "auto", "steps": "auto", "torch_only": False}
 
 
 def add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engine",
         choices=_ENGINES,
-        default="own",
+        default="auto",
         help="own: batchway's; vllm: vLLM, in an environment of its own, which scripts/setup-vllm "
-        "makes (default: own)",
+        "makes; auto: vllm on an NVIDIA GPU, if it is installed and has all that is asked for, "
+        "else own (default: auto)",
     )
     group.add_argument(
         "--engine-arg",
@@ -41,26 +42,39 @@ def add_engine_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def engine_python(options: argparse.Namespace) -> str | None:
-    """The interpreter that runs the engine; None: this one. Raises argparse.ArgumentTypeError."""
-    if options.engine == "own":
-        given = [name for name in ("engine_arg", "engine_python") if getattr(options, name)]
-        if given:
-            raise argparse.ArgumentTypeError(f"--{given[0].replace('_', '-')} needs --engine vllm")
-        return None
-    for name, default in (("quantization", "none"), ("attention", "auto"), ("steps", "auto")):
-        if getattr(options, name) != default:
-            raise argparse.ArgumentTypeError(
-                f"--{name} is of batchway's own engine; vLLM's arguments go by --engine-arg"
-            )
+def own_option(options: argparse.Namespace) -> str | None:
+    """The first given option that batchway's own engine alone has, as it was given, or None."""
+    if options.strategy not in (None, "continuous"):
+        return f"--strategy {options.strategy}"
+    changed = [name for name, each in _OF_OWN_ENGINE.items() if getattr(options, name) != each]
+    return f"--{changed[0].replace('_', '-')}" if changed else None
+
+
+def vllm_python(options: argparse.Namespace) -> Path:
+    """Where the interpreter of vLLM's environment is, or would be."""
     beside = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
-    path = Path(options.engine_python or beside)
+    return Path(options.engine_python or beside).absolute()
+
+
+def engine_python(options: argparse.Namespace) -> str | None:
+    """The interpreter that runs the engine, which is chosen; None: this one. Raises
+    argparse.ArgumentTypeError."""
+    if options.engine == "own":
+        for name in ("engine_arg", "engine_python"):
+            if getattr(options, name):
+                raise argparse.ArgumentTypeError(f"--{name.replace('_', '-')} needs --engine vllm")
+        return None
+    if given := own_option(options):
+        raise argparse.ArgumentTypeError(
+            f"{given} is of batchway's own engine; vLLM's arguments go by --engine-arg"
+        )
+    path = vllm_python(options)
     if not os.access(path, os.X_OK):
         raise argparse.ArgumentTypeError(
             f"no interpreter at {path}: run scripts/setup-vllm, or name vLLM's environment by "
             "--engine-python"
         )
-    return str(path.absolute())
+    return str(path)
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:

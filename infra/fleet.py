@@ -16,15 +16,15 @@ import msgspec
 from contract.yaml_files import YamlFault, load_file
 from infra import options as opts
 from infra.ab_command import WORKER_CANDIDATE_SHARE, add_candidate_options, entry_candidate
-from infra.computing_options import engine_python
 from infra.demo_model import demo_model_path
+from infra.engine_choice import choose_engine
 from infra.option_values import integer
 from infra.preconditions import UsageError, check_model
 from workers.model.cores import available_cores
 
 MAX_WORKERS = 64  # of one entry
 _OF_CARD = (
-    *("model", "lanes", "generation_config", "tool_call_parser", "reasoning_parser"),
+    *("model", "engine", "lanes", "generation_config", "tool_call_parser", "reasoning_parser"),
     "default_chat_template_kwargs",
 )
 
@@ -58,9 +58,9 @@ def fleet_of(options: argparse.Namespace) -> tuple[FleetEntry, ...]:
 
 
 def _fleet_of_one(options: argparse.Namespace) -> tuple[FleetEntry, ...]:
-    engine_python(options)
     if options.engine_module is None:
         check_model(options.model)
+    choose_engine(options)
     options.lanes = opts.WORKER_DEFAULTS.lanes
     name = opts.served_name(options)
     entry = FleetEntry(
@@ -149,16 +149,16 @@ def _entry(where: str, row: Any, given: argparse.Namespace) -> FleetEntry:
     options = parser.parse_args(words, inherited)
     if options.model == opts.DEMO_NAME and not Path(opts.DEMO_NAME).is_dir():
         options.model = str(demo_model_path())
-    try:
-        engine_python(options)
-        served_name = opts.served_name(options)
-    except argparse.ArgumentTypeError as exc:
-        raise UsageError(f"{where}: {exc}") from exc
     if options.engine_module is None:
         try:
             check_model(options.model)
         except UsageError as exc:
             raise UsageError(f"{where}: {str(exc).removeprefix('--')}") from exc
+    try:
+        choose_engine(options)
+        served_name = opts.served_name(options)
+    except (UsageError, argparse.ArgumentTypeError) as exc:
+        raise UsageError(f"{where}: {exc}") from exc
     return FleetEntry(
         where=where,
         served_model_name=served_name,

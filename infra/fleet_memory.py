@@ -3,20 +3,17 @@
 import argparse
 import math
 import os
-import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from infra import options as opts
 from infra.fleet import FleetEntry
 from infra.preconditions import UsageError
 from workers.model.cpu_memory import total_cpu_bytes
+from workers.model.nvidia import installed_gpus
 from workers.model.weight_size import least_weight_bytes
 
 _CPU = "cpu"
-_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +114,10 @@ def _device(entry: FleetEntry) -> Device:
     return cpu if kind == "auto" and num_bytes is None else Device(f"GPU {gpu}", num_bytes)
 
 
-@cache
 def _gpu_bytes(gpu: str) -> int | None:
     """The memory of a GPU; None if it is unknown."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, f"--id={gpu}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    first = done.stdout.strip().splitlines()[:1]
-    return int(first[0]) * 2**20 if first and first[0].isdigit() else None
+    sizes = [each.num_bytes for each in installed_gpus() if gpu in (each.index, each.uuid)]
+    return sizes[0] if sizes else None
 
 
 def _gib(num_bytes: float) -> str:

@@ -37,6 +37,7 @@ from infra.option_values import (
     spot_notice,
 )
 from workers.ipc.messages import EngineOptions, StrategyName, StrategyOptions
+from workers.model.nvidia import VISIBLE_VARIABLE as VISIBLE_VARIABLE
 from workers.settings import LANES, WorkerSettings
 
 LIFELINE_GRACE_S = 10.0  # beyond the drain time, after the parent has ended
@@ -48,7 +49,6 @@ OBJECT_STORE_VARIABLE = "BATCHWAY_OBJECT_STORE"
 MODELS_VARIABLE = "BATCHWAY_MODELS"
 DRAIN_VARIABLE = "BATCHWAY_DRAIN_S"
 DRAIN_RELEASE_VARIABLE = "BATCHWAY_DRAIN_RELEASE_S"
-VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SPOT_NOTICE_VARIABLE = "BATCHWAY_SPOT_NOTICE"
 
 _ENGINE = EngineOptions(model_path="")

@@ -13,10 +13,10 @@ from transformers import (
 )
 
 from workers.engine.interface import ModelRefused
+from workers.model.files import DEFAULT_REVISION as DEFAULT_REVISION
 from workers.model.place import check_place
 from workers.model.rope import of_each_layer, scaled_length
 
-DEFAULT_REVISION = "main"
 # Files that transformers reads as JSON, with their size limits. tokenizer.json has its own reader.
 _JSON_FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),

@@ -9,6 +9,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from workers.engine.interface import ModelRefused
 
+DEFAULT_REVISION = "main"
 _MAX_JSON_BYTES = 64 * 2**20
 
 

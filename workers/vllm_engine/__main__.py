@@ -20,6 +20,7 @@ from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_loop import ExitCode, SteppedEngine, main
 from workers.ipc.messages import EngineOptions, Ready
 from workers.ipc.nodes import meet
+from workers.model.nvidia import unusable_gpu, visible_gpus
 
 log = logging.getLogger("batchway.engine")
 
@@ -69,8 +70,13 @@ def _start(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[SteppedEngine, Ready, int]:
     """Starts the engine. Does not return on a node other than node 0: that has ranks alone."""
+    import torch
+
     from workers.vllm_engine.load import engine_args, start_ranks, start_vllm
 
+    fault = unusable_gpu(visible_gpus(), torch.version.cuda)
+    if fault and torch.version.cuda is None and options.device != "cpu":
+        raise ModelRefused(f"{fault}, by scripts/setup-vllm, or give --device cpu")
     if options.nodes > 1:
         engine_args(options)  # what vLLM refuses is refused before the nodes wait for each other
         try:
@@ -80,7 +86,12 @@ def _start(
     if options.node_rank > 0:
         _ranks = start_ranks(options, progress)
         _end_with_vllm()
-    started = start_vllm(options, progress)
+    try:
+        started = start_vllm(options, progress)
+    except ModelRefused as refusal:
+        if fault is None:
+            raise
+        raise ModelRefused(f"{refusal}; {fault}") from refusal
     threading.Thread(target=_end_with_vllm, daemon=True).start()
     return started
 

@@ -1,7 +1,6 @@
 """What is refused before a model is loaded, as functions of what was found. The machine's GPU is a
 script named nvidia-smi, where one is needed."""
 
-import os
 import sysconfig
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from infra.demo_model import demo_model_path
+from tests.nvidia_smi import ROWS, fake_gpus
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import cpu_memory, device, loader, memory
@@ -33,21 +33,6 @@ GPUS = (
     Gpu("0", "GPU-aaaa", "NVIDIA A100", "535.104.05", 80 * GIB),
     Gpu("1", "GPU-bbbb", "NVIDIA T4", "535.104.05", 15 * GIB),
 )
-ROWS = (
-    "0, GPU-aaaa, NVIDIA A100-SXM4-80GB, 535.104.05, 81920",
-    "1, GPU-bbbb, NVIDIA GB10, 535.104.05, [N/A]",  # it shares the CPU's memory
-)
-
-
-def fake_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, status: int = 0) -> None:
-    """Puts a program nvidia-smi on PATH that prints these lines."""
-    folder.mkdir(exist_ok=True)
-    program = folder / "nvidia-smi"
-    printed = "".join(f"echo '{line}'\n" for line in lines)
-    program.write_text(f"#!/bin/sh\n{printed}exit {status}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
 
 
 # --- who has a GPU ----------------------------------------------------------------------------

