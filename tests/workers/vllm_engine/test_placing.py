@@ -2,12 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.errors import ErrorCode
 from contract.jobs import FinishReason, SamplingParams
 from tests.fakes import EOS_ID, VOCAB_SIZE, HashHost, expected_prompt_logprobs, hash_grammars
 from tests.workers.engine.harness import (
@@ -243,7 +245,7 @@ def test_whoever_is_displaced_has_the_same_tokens(
 def test_an_urgent_job_takes_the_place_of_the_least_computed_batch_job() -> None:
     """The displaced one comes back with its output. Its prompt's scores are not asked for again."""
     placed = Placed(host_of(2))
-    params = {"ignore_eos": True, "max_tokens": 12, "prompt_logprobs": 0}
+    params: dict[str, Any] = {"ignore_eos": True, "max_tokens": 12, "prompt_logprobs": 0}
     old = job("old", range(9), lane="batch", **params)
     new = job("new", range(5), lane="batch", **params)
     urgent = job("urgent", range(3), lane="interactive", max_tokens=2, ignore_eos=True)
@@ -298,7 +300,7 @@ def test_a_refusal_of_the_host_fails_its_job_alone() -> None:
     class Strict(HashHost):
         def start(self, sequence: Sequence, priority: int) -> None:
             if sequence.params.logprobs:
-                raise RequestRefused("bad_parameter", "no scores here")
+                raise RequestRefused(ErrorCode.BAD_PARAMETER, "no scores here")
             super().start(sequence, priority)
 
     placed = Placed(Strict(4, max_model_len=MAX_MODEL_LEN, eos_rate=EOS_RATE))
