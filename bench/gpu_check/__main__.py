@@ -5,17 +5,16 @@ Exit status 0: all checks passed; 1: one failed, or a stage did; 2: there is no 
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
-import traceback
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu_check import wheels
-from bench.gpu_check.report import has_passed, report
-from bench.gpu_check.stages import NO_GPU, read_figures, run_stages
 
-_DEFAULT_FOLDER = wheels.ROOT / "build" / "gpu-check"
+NO_GPU = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,12 +23,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         metavar="FOLDER",
-        default=_DEFAULT_FOLDER,
-        help="a JSON file of each stage, and report.md (default: build/gpu-check)",
+        default=wheels.ROOT / "build" / "gpu-check",
+        help="gpu-check.json, gpu-check.md, and the servers' logs (default: build/gpu-check)",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="small sizes, to try the check itself; needed on a CPU"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=540.0, help="of all stages (default: %(default).0f)"
+    )
+    parser.add_argument(
+        "--start-s", type=float, default=240.0, help="of a server's start (default: %(default).0f)"
     )
     parser.add_argument(
         "--carry",
@@ -42,34 +47,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return wheels.download(options.carry)
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu runs the check itself on --tiny sizes, and measures nothing")
-    arguments = ["--device", options.device, *(["--tiny"] if options.tiny else [])]
-    return _check(options.out.resolve(), arguments, is_cpu=options.device == "cpu")
-
-
-def _check(folder: Path, arguments: Sequence[str], *, is_cpu: bool) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as unpacked:
-        environment = dict(os.environ)
+    end_s = time.monotonic() + options.budget_s
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory() as folder:
         if wheels.missing():
-            wheels.unpack(Path(unpacked))
-            paths = [unpacked, environment.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        if is_cpu:
-            environment["TRITON_INTERPRET"] = "1"
+            unpacked = Path(folder) / "site"
+            wheels.unpack(unpacked)
+            sys.path.insert(0, str(unpacked))
+            paths = [str(unpacked), os.environ.get("PYTHONPATH", "")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        from bench.gpu_check.plan import Plan
+        from bench.gpu_check.record import Record
+        from bench.gpu_check.report import report
 
-        def write() -> None:
-            """After each stage: a command that is cut short has a report too. What it cannot read
-            must not cost the next stages."""
-            try:
-                (folder / "report.md").write_text(report(dict(read_figures(folder))))
-            except Exception:
-                traceback.print_exc()
-
-        if not run_stages(folder, arguments, environment, write):
-            return NO_GPU
-    figures = dict(read_figures(folder))
-    print(report(figures))
-    return 0 if has_passed(figures) else 1
+        out = options.out.resolve()
+        out.mkdir(parents=True, exist_ok=True)
+        for path in (*out.glob("gpu-check.*"), *out.glob("*.log")):
+            path.unlink()
+        record = Record(out, end_s)
+        plan = Plan(
+            record, out, Path(folder) / "model", options.device, options.tiny, options.start_s
+        )
+        try:
+            if not plan.run():
+                print("gpu-check: torch finds no CUDA device here", file=sys.stderr)
+                return NO_GPU
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+    print(report(record.stages))
+    return 0 if record.has_passed() else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compares every kernel with a reference, on the shapes that are then timed."""
+"""Compares every kernel with a reference, at the heads and widths of real models."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu_check.machine import Machine
-from bench.gpu_check.results import Finding
+from bench.gpu_check.record import Finding
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
@@ -46,7 +46,7 @@ def _attention_cases(machine: Machine) -> list[_Case]:
     sinks = torch.linspace(-2, 2, 4, device=machine.device)
     every_flag = AttentionFlags(0.1, 100, 30.0, sinks)
     decode, mixed = [(1500, 1), (70, 1), (512, 1)], [(0, 700), (900, 300), (1300, 1)]
-    heads = {"Qwen3-8B": (32, 8), "Qwen3-0.6B": (16, 8), "Llama-2-7B": (32, 32)}
+    heads = {"Qwen3-8B": (32, 8), "Qwen3-14B": (40, 8), "Llama-2-7B": (32, 32)}
     if machine.is_tiny:
         decode, mixed, heads = [(600, 1), (7, 1)], [(0, 20), (30, 1)], {"tiny": (2, 1)}
     cases: list[_Case] = []

@@ -1,143 +1,182 @@
-"""What each stage measures, most important first."""
+"""The stages, most important first. Each engine starts once: its worker is killed after its loads.
 
-import dataclasses
+This process uses no device. What needs one runs in a process of its own.
+"""
+
+import contextlib
+import importlib.util
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from bench.gpu_check.checks import kernel_checks
-from bench.gpu_check.comparison import Transformers
-from bench.gpu_check.decoding import (
-    check_graphs,
-    time_closed,
-    time_host_gap,
-    time_prefill,
-    time_streams,
-    warm_up,
-)
-from bench.gpu_check.device_profile import profile_steps
-from bench.gpu_check.machine import Machine, measure_roofs
-from bench.gpu_check.over_http import measure_http
-from bench.gpu_check.results import Results
-from bench.gpu_check.sampling import KINDS, time_sampling
+from bench.gpu_check.calls import MODEL, Requests, kill_worker, measure
+from bench.gpu_check.processes import NotStarted, Server, run_program, running_server, tail
+from bench.gpu_check.record import Record, Unfinished
+from bench.gpu_check.sanitizer import STAGE as SANITIZER
 from bench.gpu_check.sanitizer import check_memory
-from bench.gpu_check.served import Served, at_once, serve
-from bench.gpu_check.shapes import Shape
-from bench.gpu_check.sizes import Sizes
-from bench.gpu_check.strategies import STRATEGIES, time_strategy
-from infra.measure.engine import run_workload
+from bench.gpu_check.wheels import ROOT
+from infra.measure.load import LoadRun
+
+_NO_GPU = 2
+# Seconds that a stage takes on a recent card; it is not started with less.
+_NEEDS_S = {"machine": 30.0, "self-test": 40.0, "engine": 90.0, "strategies": 60.0, SANITIZER: 30.0}
+_RECOVERY_S = 25.0  # beside a start: until a worker is missed, and to compare tokens
+_WARM_UP_SHARE = 8  # a warm-up's outputs are so many times shorter
+_IMPORT_S = 120.0
+_LONGEST = 2048  # tokens of a request
+# Nothing is fetched. On a CPU vLLM's own default is most of the memory, in GiB.
+_VLLM = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+UP_IS_READY = r"batchway is ready: (\S+)"
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What a stage works with; `folder` holds the files of all stages."""
+class Plan:
+    """`out` gets the logs, `folder` the model; a server has `start_s` to start."""
 
-    machine: Machine
-    sizes: Sizes
-    results: Results
+    record: Record
+    out: Path
     folder: Path
+    device: str
+    is_tiny: bool
+    start_s: float
 
-    def repeat(self, group: str, name: str, compute: Callable[[int], object]) -> None:
-        """Measures several times; `compute` gets the number of the repeat as its seed."""
-        for number in range(self.sizes.num_repeats):
-            self.results.measure(group, name, partial(compute, number + 1))
+    def run(self) -> bool:
+        """Runs all stages; one that fails does not stop the others. Returns whether there is a
+        device."""
+        self._run_inside("machine")
+        machine = self.record.stages["machine"]
+        if machine.get("status") == _NO_GPU:
+            return False
+        self._run_inside("self-test")
+        if "model" in machine:
+            self._run_engines(_vllm_python())
+            self._run_inside("strategies")
+        if self.device == "cuda":
+            work = partial(check_memory, self.record, self.out / "sanitizer.log")
+            self.record.run(SANITIZER, _NEEDS_S[SANITIZER], work)
+        return True
+
+    def _run_inside(self, stage: str) -> None:
+        self.record.run(stage, _NEEDS_S[stage], partial(self._inside, stage))
+
+    def _inside(self, stage: str) -> None:
+        """Runs a stage of `inside`. Raises TimeoutError, RuntimeError."""
+        command = [sys.executable, "-m", "bench.gpu_check.inside", stage]
+        command += [f"--folder={self.folder}", f"--device={self.device}"]
+        log = self.out / "inside.log"
+
+        def take(line: str) -> None:
+            with contextlib.suppress(ValueError):  # of a library
+                self.record.put(stage, **json.loads(line))
+
+        interpreted = {} if self.device == "cuda" else {"TRITON_INTERPRET": "1"}
+        tiny = ["--tiny"] if self.is_tiny else []
+        status = run_program([*command, *tiny], log, self.record.left_s, take, interpreted)
+        self.record.put(stage, status=status)
+        if status:
+            raise RuntimeError(f"it ended with status {status}: {tail(log)}")
+
+    def _run_engines(self, vllm: tuple[str, str] | None) -> None:
+        """`vllm`: its interpreter and version."""
+        each_s, absent = _NEEDS_S["engine"], "vLLM is in neither this Python nor .venv-vllm"
+        on_cpu = [] if self.device == "cuda" else ["--kv-cache-gib=0.01", "--threads=1"]
+        if vllm is None:
+            self.record.put("batchway, vLLM", state="absent", reason=absent)
+        else:
+            python, version = vllm
+            self.record.put("machine", about={"vllm": version})
+            command = self._up("--engine=vllm", f"--engine-python={python}")
+            self._run_engine("batchway, vLLM", command, UP_IS_READY, later_s=2 * each_s)
+        later_s = 0.0 if vllm is None else each_s
+        self._run_engine("batchway, own", self._up(*on_cpu), UP_IS_READY, later_s=later_s)
+        if vllm is None:
+            self.record.put("vllm serve", state="absent", reason=absent)
+            return
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        # `vllm serve` without its command, which needs metadata that vllm-cpu does not have.
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", f"--model={self.folder}"]
+        command += [*self._common(), "--host=127.0.0.1", f"--port={port}"]
+        ready = "(Application startup complete)"
+        self._run_engine("vllm serve", command, ready, url=f"http://127.0.0.1:{port}")
+
+    def _up(self, *arguments: str) -> list[str]:
+        command = [sys.executable, "-m", "infra", "up", "--port=0", f"--model={self.folder}"]
+        return [*command, f"--device={self.device}", *self._common(), *arguments]
+
+    def _common(self) -> list[str]:
+        """The options that all three have under the same names."""
+        machine = self.record.stages["machine"]
+        dtype = "bfloat16" if self.device == "cuda" else "float32"
+        longest = min(_LONGEST, machine["model"]["max_position_embeddings"])
+        most = max(machine["streams"])
+        limits = [f"--max-model-len={longest}", f"--max-num-seqs={most}"]
+        return [f"--served-model-name={MODEL}", f"--dtype={dtype}", *limits]
+
+    def _run_engine(
+        self, name: str, command: list[str], ready: str, *, url: str = "", later_s: float = 0.0
+    ) -> None:
+        """Runs an engine's loads, and kills its worker if there is time. Without `url` the server
+        is batchway's."""
+        killed: list[tuple[Server, LoadRun]] = []
+        with contextlib.ExitStack() as stack:
+
+            def loads() -> None:
+                limit_s = min(self.start_s, self.record.left_s)
+                log = self.out / f"{name.replace(', ', '-').replace(' ', '-')}.log"
+                environment = _VLLM | ({"PYTHONPATH": ""} if command[0] != sys.executable else {})
+                starting = running_server(command, log, ready, limit_s, environment)
+                try:
+                    server = stack.enter_context(starting)
+                except NotStarted as exc:
+                    if url or limit_s < self.start_s:  # not ours, or out of time
+                        raise Unfinished("not started", str(exc)) from exc
+                    raise
+                server = replace(server, url=f"{url or server.url}/v1")
+                killed.append((server, self._loads(name, server)))
+
+            self.record.run(name, _NEEDS_S["engine"], loads)
+            if killed and not url:
+                server, calm = killed[0]
+                needs_s = server.start_s + _RECOVERY_S + 2 * calm.wall_s
+                stage = f"killed worker, {name.rpartition(' ')[2]}"
+                self.record.run(
+                    stage, needs_s, partial(self._kill, stage, *killed[0]), later_s=later_s
+                )
+
+    def _loads(self, name: str, server: Server) -> LoadRun:
+        """Returns the run of the middle number of streams."""
+        machine, record = self.record.stages["machine"], self.record
+        record.put(name, start_s=round(server.start_s, 1))
+        requests = Requests(machine["model"]["vocab_size"], machine["num_in"], machine["num_out"])
+        short = replace(requests, num_out=requests.num_out // _WARM_UP_SHARE)
+        measure(server, short.drawn(max(machine["streams"]), "warm-up"), record.left_s)
+        runs = []
+        for num_streams in machine["streams"]:
+            run, found = measure(server, requests.drawn(num_streams, "load"), record.left_s)
+            record.put(name, loads={str(num_streams): found})
+            runs.append(run)
+        return runs[len(runs) // 2]
+
+    def _kill(self, stage: str, server: Server, calm: LoadRun) -> None:
+        finding, figures = kill_worker(server, calm, self.record.left_s)
+        self.record.put(stage, **figures)
+        self.record.check(stage, stage, finding)
 
 
-def _kernels(stage: Stage) -> None:
-    roofs = measure_roofs(stage.machine)
-    stage.results.put("roofs", dataclasses.asdict(roofs))
-    for name, check in kernel_checks(stage.machine):
-        stage.results.check(name, check)
-
-
-def _decoding(stage: Stage) -> None:
-    """Measures the shape that is compared with other engines, by the default path."""
-    sizes, results = stage.sizes, stage.results
-    served = _serve(stage, sizes.decoding)
-    if stage.machine.device.type == "cuda":
-        results.check("CUDA graphs", partial(check_graphs, served))
-    checked = run_workload(served.engine(), at_once(served.shape, sizes.checked, seed=0))
-    results.put("checked", [timeline.token_ids for timeline in checked.timelines])
-    results.measure("warm-up", "seconds", partial(warm_up, served, sizes))
-    # Works in rounds, so that each count of streams soon has a figure.
-    for number in range(sizes.num_repeats):
-        for n in sizes.streams:
-            results.measure("decoding", str(n), partial(time_streams, served, sizes, n, number + 1))
-        if number == 0:
-            stage.repeat("prefill", "prompts", partial(time_prefill, served, sizes))
-            for n in sizes.streams:
-                results.measure("host gap", str(n), partial(time_host_gap, served, sizes, n))
-    for n in sizes.streams:
-        results.measure("profile", str(n), partial(profile_steps, served, sizes, n))
-    for kind in KINDS:
-        results.measure("sampling", kind, partial(time_sampling, served, sizes, kind))
-    stage.repeat("closed", "ours", partial(time_closed, served, sizes))
-
-
-def _http(stage: Stage) -> None:
-    results = stage.results
-    results.put("shape", stage.sizes.decoding.name)
-    results.put("num_in", stage.sizes.num_in)
-    results.put("num_out", stage.sizes.num_out)
-    measure_http(stage.machine, stage.sizes, results)
-
-
-def _strategies(stage: Stage) -> None:
-    sizes, results = stage.sizes, stage.results
-    served = _serve(stage, sizes.strategies)
-    results.measure("warm-up", "seconds", partial(warm_up, served, sizes))
-    for number in range(sizes.num_repeats):
-        for name in STRATEGIES:
-            timed = partial(time_strategy, served, sizes, name, number + 1)
-            results.measure("strategies", name, timed)
-
-
-def _transformers(stage: Stage) -> None:
-    """Measures transformers with the device to itself: two such models do not fit."""
-    sizes, results = stage.sizes, stage.results
-    model = Transformers(sizes.decoding, stage.machine)
-    if outputs := _figure(stage.folder, "decoding", "checked"):
-        prompts = [r.prompt_token_ids for r in at_once(sizes.decoding, sizes.checked, 0).requests]
-        results.check("engine's tokens", lambda: model.check(prompts, outputs))
-    if killed := _figure(stage.folder, "http", "killed tokens"):
-        n = sizes.checked[0]
-        prompts = _figure(stage.folder, "http", "killed prompts")[:n]
-        results.check("tokens around the kill", lambda: model.check(prompts, killed[:n]))
-    # Its first run is not counted: it compiles and records.
-    for number in range(sizes.num_repeats + 1):
-        group = "closed" if number else "warm-up"
-        results.measure(group, "transformers", partial(model.tokens_per_s, sizes.closed, number))
-    model.close()
-
-
-def _sanitizer(stage: Stage) -> None:
-    check_memory(stage.results, has_gpu=stage.machine.device.type == "cuda")
-
-
-def _serve(stage: Stage, shape: Shape) -> Served:
-    results = stage.results
-    served = serve(shape, stage.machine, results.note)
-    results.put("shape", shape.name)
-    results.put("num_in", stage.sizes.num_in)
-    results.put("num_out", stage.sizes.num_out)
-    results.put("model", type(served.model).__name__)
-    return served
-
-
-def _figure(folder: Path, stage: str, name: str) -> Any:
-    """A figure of an earlier stage; None if it has none."""
-    path = folder / f"{stage}.json"
-    return json.loads(path.read_text()).get(name) if path.exists() else None
-
-
-PLAN: dict[str, Callable[[Stage], None]] = {
-    "kernels": _kernels,
-    "decoding": _decoding,
-    "http": _http,
-    "transformers": _transformers,
-    "strategies": _strategies,
-    "sanitizer": _sanitizer,
-}
+def _vllm_python() -> tuple[str, str] | None:
+    """An interpreter that imports vLLM, and its version: this one, or .venv-vllm's."""
+    own = [sys.executable] if importlib.util.find_spec("vllm") else []
+    beside = ROOT / ".venv-vllm" / "bin" / "python"
+    for python in [*own, *([str(beside)] if beside.exists() else [])]:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            code = "import vllm; print('version', vllm.__version__)"
+            output = subprocess.check_output(  # noqa: S603  # our own arguments
+                [python, "-c", code], stderr=subprocess.DEVNULL, text=True, timeout=_IMPORT_S
+            )
+            return python, output.rpartition("version ")[2].strip()
+    return None

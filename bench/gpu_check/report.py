@@ -1,7 +1,4 @@
-"""The stages' figures as one page of tables. Uses only the standard library.
-
-Spreads are written "median (least to most)" of the repeats.
-"""
+"""The figures as one page of Markdown. Uses only the standard library."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,220 +8,87 @@ from infra.tables import markdown_table
 
 Figures = Mapping[str, Any]  # of a stage
 
-# vLLM 0.30's output tokens per second on an H100, by streams: given to us, not measured here.
-_GIVEN = {"Qwen3-8B": {"1": "146", "32": "3,910", "256": "13,567"}}
-_NUM_KERNELS = 10
-
-
-def has_passed(stages: Mapping[str, Figures]) -> bool:
-    """Whether every check passed and every stage could measure. Failures of transformers' own
-    batching, and what did not fit into the time, do not count."""
-    ours = [figures for name, figures in stages.items() if name != "transformers"]
-    return all(check["passed"] for check in _checks(stages)) and not any(
-        figures["failed"] for figures in ours
-    )
+BUSY = 70  # percent: what the GPU's utilisation is held against
+_NAMES = ("torch", "cuda", "triton", "transformers", "vllm")
 
 
 def report(stages: Mapping[str, Figures]) -> str:
-    """Returns Markdown. A stage that has not run yet is left out."""
-    parts = [_about(stages)]
-    roofs = stages.get("kernels", {}).get("roofs")
-    if "decoding" in stages:
-        figures = stages["decoding"]
-        theirs = stages.get("transformers", {}).get("closed", {})
-        parts += [
-            _decoding(figures, roofs),
-            _prefill(figures, roofs, theirs),
-            _sampling(figures),
-        ]
-    if "http" in stages:
-        parts.append(_http(stages["http"], stages.get("decoding", {})))
-    if "strategies" in stages:
-        parts.append(_strategies(stages["strategies"]))
-    parts.append(_check_lines(stages))
-    if "decoding" in stages:
-        parts += [
-            _profile(streams, found) for streams, found in _group(stages["decoding"], "profile")
-        ]
-    parts.append(_left_out(stages))
+    """Returns Markdown. What has not run yet is left out."""
+    machine = stages.get("machine", {})
+    every = [check for found in stages.values() for check in found.get("checks", ())]
+    failed = [f"- {c['name']} FAILED: {c['detail']}" for c in every if not c["passed"]]
+    counted = f"{len(every) - len(failed)} of {len(every)} checks passed."
+    parts = [
+        _about(machine),
+        _loads(stages),
+        _strategies(stages.get("strategies", {}).get("strategies", {})),
+        "\n".join([counted, *failed, *_told(every)]),
+        _ends(stages),
+    ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _about(stages: Mapping[str, Figures]) -> str:
-    found = [figures["about"] for figures in stages.values() if "about" in figures]
-    about: Figures = found[0] if found else {}
-    roofs = stages.get("kernels", {}).get("roofs")
-    names = ("torch", "cuda", "triton", "transformers")
-    line = f"{about.get('device')}: " + ", ".join(f"{n} {about.get(n)}" for n in names) + "."
-    if roofs is not None:
+def _about(machine: Figures) -> str:
+    about = machine.get("about", {})
+    line = f"{about.get('device', 'no device')}: "
+    line += ", ".join(f"{name} {about[name]}" for name in _NAMES if name in about)
+    if roofs := machine.get("roofs"):
         copy, product = roofs["bytes_per_s"] / 1e12, roofs["flops"] / 1e12
-        line += f" Copy {copy:.2f} TB/s, matrix product {product:.0f} TFLOP/s."
-    return line
+        line += f". Copy {copy:.2f} TB/s, matrix product {product:.0f} TFLOP/s"
+    if model := machine.get("model"):
+        line += f". {model['name']}, random weights, untied, {machine['num_in']} tokens in, "
+        line += f"{machine['num_out']} out"
+    return f"{line}."
 
 
-def _decoding(figures: Figures, roofs: Figures | None) -> str:
-    """A table of steps of the default path, in which each stream gets a token."""
-    groups = _group(figures, "decoding")
+def _loads(stages: Mapping[str, Figures]) -> str:
     rows = [
         [
-            f"{figures.get('num_in')} tokens in, {figures.get('num_out')} out",
-            *(_streams(n) for n, _ in groups),
+            *("engine, over HTTP", "streams", "output tokens/s", "first token, ms, p50"),
+            *("time per output token, ms, p50", f"GPU's utilisation, median (wanted: {BUSY} %)"),
         ]
     ]
-
-    def row(name: str, cells: Sequence[str]) -> None:
-        rows.append([name, *cells])
-
-    every = [runs for _, runs in groups]
-    row("output tokens/s", [_spread([r["tokens_per_s"] for r in runs]) for runs in every])
-    if given := _GIVEN.get(figures.get("shape", "")):
-        row("vLLM 0.30 on an H100 (given, not measured)", [given.get(n, "") for n, _ in groups])
-    steady = [[run["decoding"] for run in runs if run["decoding"]] for runs in every]
-    row("step, ms", [_spread([r["step_s"] * 1e3 for r in runs], 2) for runs in steady])
-    row("mean context, tokens", [_median(runs, "mean_context", ",.0f") for runs in steady])
-    if roofs is not None:
-        for what, key in (("copy", "bytes_per_s"), ("matrix product", "flops")):
-            shares = [[r[key] / roofs[key] for r in runs] for runs in steady]
-            row(f"share of the {what}'s rate", [_percent(values) for values in shares])
-    gaps = dict(_group(figures, "host gap"))
-    row("host gap", [_percent([r["share"] for r in gaps.get(n, [])], 1) for n, _ in groups])
-    row("first token, ms, median request", [_latency(runs, "first_token_s") for runs in every])
-    row("between tokens, ms, p99", [_latency(runs, "between_tokens_s", "p99") for runs in every])
-    return _table(figures, rows) if groups else ""
-
-
-def _http(figures: Figures, decoding: Figures) -> str:
-    """A table of `batchway up` compared with the engine alone."""
-    groups = _group(figures, "http")
-    rows = [["over HTTP", *(_streams(n) for n, _ in groups)]]
-    alone = dict(_group(decoding, "decoding"))
-
-    def row(name: str, cells: Sequence[str]) -> None:
-        rows.append([name, *cells])
-
-    every = [runs for _, runs in groups]
-    row("output tokens/s", [_spread([r["tokens_per_s"] for r in runs]) for runs in every])
-    if all(n in alone for n, _ in groups):
-        rates = [
-            [statistics.median(r["tokens_per_s"] for r in runs) for runs in (served, alone[n])]
-            for n, served in groups
-        ]
-        row("share of the engine's", [f"{served / engine:.0%}" for served, engine in rates])
-    row("first token, ms, median request", [_latency(runs, "first_token_s") for runs in every])
-    row("between pieces, ms, p99", [_latency(runs, "between_tokens_s", "p99") for runs in every])
-    samples = [[s for run in runs for s in run["utilisation"]] for runs in every]
-    row("GPU's utilisation, median", [f"{statistics.median(s):.0f}%" if s else "" for s in samples])
-    return _table(figures, rows) if groups else ""
-
-
-def _prefill(figures: Figures, roofs: Figures | None, theirs: Figures) -> str:
-    rows = [["throughput", "tokens/s", ""]]
-    for _, runs in _group(figures, "prefill"):
-        share = _percent([run["flops"] / roofs["flops"] for run in runs]) if roofs else ""
-        rates = _spread([run["tokens_per_s"] for run in runs])
-        rows.append(["prefill", rates, f"{share} of the matrix product's rate" if share else ""])
-    ours = dict(_group(figures, "closed")).get("ours", [])
-    others = theirs.get("transformers", [])
-    if ours:
-        rows.append(["the requests that transformers gets too, output", _spread(ours), ""])
-    if others:
-        ratio = f"{statistics.median(ours) / statistics.median(others):.2f} times" if ours else ""
-        rows.append(["transformers' continuous batching, output", _spread(others), ratio])
-    return _table(figures, rows) if len(rows) > 1 else ""
-
-
-def _sampling(figures: Figures) -> str:
-    groups = _group(figures, "sampling")
-    rows = [["sampling", "streams", "step, ms"]]
-    for kind, runs in groups:
-        steps_ms = [step_s * 1e3 for run in runs for step_s in run["steps_s"]]
-        rows.append([kind, str(runs[0]["num_streams"]), _spread(steps_ms, 2)])
-    return _table(figures, rows) if groups else ""
-
-
-def _strategies(figures: Figures) -> str:
-    groups = _group(figures, "strategies")
-    rates = {name: [run["tokens_per_s"] for run in runs] for name, runs in groups}
-    rows = [
-        ["strategy", "output tokens/s", "continuous beside it", "steps", "whole answer, s, p99"]
-    ]
-    for name, runs in groups:
-        ratio = ""
-        if name != "continuous" and "continuous" in rates:
-            median = statistics.median(rates["continuous"]) / statistics.median(rates[name])
-            ratio = f"{median:.2f} times"
-        whole = _spread([run["whole_s"]["p99"] for run in runs], 2)
-        steps = _spread([run["num_steps"] for run in runs])
-        rows.append([name, _spread(rates[name]), ratio, steps, whole])
-    return _table(figures, rows) if groups else ""
-
-
-def _check_lines(stages: Mapping[str, Figures]) -> str:
-    checks = list(_checks(stages))
-    lines = [f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed."]
-    lines += [f"- {c['name']} FAILED: {c['detail']}" for c in checks if not c["passed"]]
-    told = ("engine's tokens", "a killed worker", "tokens around the kill")
-    lines += [f"- {c['name']}: {c['detail']}" for c in checks if c["name"] in told]
-    if state := stages.get("sanitizer", {}).get("state"):
-        lines.append(f"- compute-sanitizer: {state}")
-    return "\n".join(lines)
-
-
-def _profile(streams: str, runs: Sequence[Figures]) -> str:
-    run = runs[-1]
-    head = f"{_streams(streams)}: a step of {run['step_s'] * 1e3:.2f} ms, kernels of"
-    rows = [[f"{head} {run['device_s'] * 1e3:.2f} ms", "calls", "ms", "share"]]
-    for kernel in run["kernels"][:_NUM_KERNELS]:
-        name = kernel["name"].replace("|", " ")[:80]
-        cells = [f"{kernel['calls']:.0f}", f"{kernel['s'] * 1e3:.3f}", f"{kernel['share']:.1%}"]
-        rows.append([name, *cells])
-    return markdown_table(rows)
-
-
-def _left_out(stages: Mapping[str, Figures]) -> str:
-    lines = []
     for name, figures in stages.items():
-        lines += [f"- {name}, not within the time: {what}" for what in figures["skipped"]]
-        lines += [f"- {name}, failed: {what}" for what in figures["failed"]]
-        lines += [f"- {name}: {text}" for text in figures.get("log", [])]
-    return "\n".join(lines)
+        for streams, load in figures.get("loads", {}).items():
+            cells = [f"{load['tokens_per_s']:,.0f}", _ms(load["first_token_s"], 1)]
+            cells += [_ms(load["per_token_s"], 2), _used(load["utilisation"])]
+            rows.append([name, streams, *cells])
+    return markdown_table(rows) if len(rows) > 1 else ""
 
 
-def _checks(stages: Mapping[str, Figures]) -> list[dict[str, Any]]:
-    return [check for figures in stages.values() for check in figures["checks"]]
+def _ms(seconds: float, digits: int) -> str:
+    return f"{seconds * 1e3:,.{digits}f}"
 
 
-def _group(figures: Figures, name: str) -> list[tuple[str, list[Any]]]:
-    """What was measured under each name of a group, in order."""
-    return list(figures.get(name, {}).items())
+def _used(samples: Sequence[float]) -> str:
+    if not samples:
+        return "not known"
+    median = statistics.median(samples)
+    return f"{median:.0f} %, {'reached' if median >= BUSY else 'MISSED'}"
 
 
-def _table(figures: Figures, rows: list[list[str]]) -> str:
-    """A table with the shape's name before the heading."""
-    rows[0][0] = f"{figures.get('shape')}: {rows[0][0]}"
+def _strategies(found: Mapping[str, Figures]) -> str:
+    rows = [["own engine, strategy", "output tokens/s", "steps", "whole answer, s, p99"]]
+    for name, run in found.items():
+        cells = [f"{run['tokens_per_s']:,.0f}", f"{run['steps']}", f"{run['p99_s']:.2f}"]
+        rows.append([name, *cells])
+    return markdown_table(rows) if found else ""
+
+
+def _told(checks: Sequence[Figures]) -> list[str]:
+    """Checks whose details matter where they pass, too."""
+    told = ("CUDA graphs", "engine's tokens", "killed worker", "memcheck", "racecheck")
+    return [
+        f"- {c['name']}: {c['detail']}"
+        for c in checks
+        if c["passed"] and c["name"].startswith(told)
+    ]
+
+
+def _ends(stages: Mapping[str, Figures]) -> str:
+    rows = [["stage", "ended", "seconds", "start, s", "reason"]]
+    for name, figures in stages.items():
+        reason = figures.get("reason", "").replace("|", " ").replace("\n", " ")
+        times = [str(figures.get("seconds", "")), f"{figures.get('start_s', '')}"]
+        rows.append([name, figures.get("state", ""), *times, reason])
     return markdown_table(rows)
-
-
-def _streams(number: str) -> str:
-    return "1 stream" if number == "1" else f"{number} streams"
-
-
-def _spread(values: Sequence[float], digits: int = 0) -> str:
-    if not values:
-        return ""
-    middle = f"{statistics.median(values):,.{digits}f}"
-    if len(values) == 1:
-        return middle
-    return f"{middle} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
-
-
-def _percent(values: Sequence[float], digits: int = 0) -> str:
-    return f"{statistics.median(values):.{digits}%}" if values else ""
-
-
-def _median(runs: Sequence[Figures], key: str, form: str) -> str:
-    return f"{statistics.median(run[key] for run in runs):{form}}" if runs else ""
-
-
-def _latency(runs: Sequence[Figures], key: str, share: str = "p50") -> str:
-    return _spread([run[key][share] * 1e3 for run in runs if run[key][share] is not None], 1)

@@ -2,8 +2,11 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import os
+import select
 import subprocess
+import sys
 import time
 import venv
 import zipfile
@@ -15,7 +18,6 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from workers.ipc.messages import EngineOptions
 from workers.model.ahead.runner import AheadRunner
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.rows import PreparedRows, RowsStep
@@ -24,23 +26,18 @@ from workers.model.gpu.graphs import sizes_up_to
 
 pytest.importorskip("triton")
 
-from bench.gpu_check import checks, wheels
+from bench.gpu_check import calls, checks, inside, wheels
 from bench.gpu_check.__main__ import main
-from bench.gpu_check.comparison import Transformers
-from bench.gpu_check.decoding import check_graphs
 from bench.gpu_check.machine import Machine
-from bench.gpu_check.report import has_passed, report
-from bench.gpu_check.results import Finding, Results
-from bench.gpu_check.sanitizer import check_memory
-from bench.gpu_check.served import Served
-from bench.gpu_check.shapes import TINY_QWEN3
-from bench.gpu_check.sizes import SMALL
-from bench.gpu_check.stages import BUDGETS_S, read_figures, run_stages
+from bench.gpu_check.model import SHAPES, TINY, output_tokens, random_decoder, save_model, shape_for
+from bench.gpu_check.plan import UP_IS_READY
+from bench.gpu_check.processes import NotStarted, run_program, running_server
+from bench.gpu_check.record import Finding, Record, Unfinished
+from bench.gpu_check.reference import Reference, graphs_of
+from bench.gpu_check.sanitizer import STAGE, check_memory
 from workers.model.attention.triton_attention import TritonAttention
 
-TINY = Machine(torch.device("cpu"), is_tiny=True)
-# transformers' continuous batching asks it for a CPU's memory; a GPU needs none.
-ON_A_CPU = ("psutil",)
+CPU = Machine(torch.device("cpu"), is_tiny=True)
 
 
 def needs_of(names: tuple[str, ...]) -> set[str]:
@@ -72,51 +69,48 @@ def bare_python(tmp_path: Path) -> Path:
     [packages] = folder.glob("lib/python*/site-packages")
     installed = Path(str(importlib.metadata.distribution("torch").locate_file("")))
     carried = [Requirement(text).name for text in wheels.carried()]
-    for name in needs_of((*wheels.PRESENT, *carried, *ON_A_CPU)) - {"__pycache__"}:
+    for name in needs_of((*wheels.PRESENT, *carried)) - {"__pycache__"}:
         if (installed / name).exists():
             (packages / name).symlink_to(installed / name)
     return folder / "bin" / "python3"
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_whole_check_runs_where_only_wheels_can_be_carried(
     tmp_path: Path, bare_python: Path
 ) -> None:
-    """On a CPU, with tiny shapes, by the script. Every figure is present and every check passes."""
+    """On a CPU, with tiny shapes, by the script. Every figure is present and every check passes;
+    vLLM takes part if it is installed beside."""
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
     environment["PATH"] = f"{bare_python.parent}:{environment['PATH']}"
     environment.pop("BATCHWAY_TORCH", None)
     out = tmp_path / "out"
     script = str(wheels.ROOT / "scripts" / "gpu-check")
-    command = [script, "--device", "cpu", "--tiny", "--out", str(out)]
+    command = [script, "--device", "cpu", "--tiny", "--budget-s", "840", "--out", str(out)]
 
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
 
-    assert ran.returncode == 0, ran.stderr
-    stages = dict(read_figures(out))
-    assert list(stages) == list(BUDGETS_S)
-    for figures in stages.values():
-        assert (figures["skipped"], figures["failed"]) == ([], [])
-    names = {check["name"].split(":")[0] for check in stages["kernels"]["checks"]}
-    assert names == {"attention", "norm", "gate", "rotation and cache", "sampling"}
-    decoding = stages["decoding"]
-    for streams in map(str, SMALL.streams):
-        assert decoding["decoding"][streams][0]["tokens_per_s"] > 0
-        assert 0 <= decoding["host gap"][streams][0]["share"] < 1
-        assert decoding["profile"][streams][0]["kernels"]
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    stages = json.loads((out / "gpu-check.json").read_text())
+    has_vllm = (wheels.ROOT / ".venv-vllm").exists()
+    with_vllm = ["batchway, vLLM", "killed worker, vLLM", "vllm serve"]
+    done = [name for name, found in stages.items() if found["state"] == "done"]
+    ours = ["machine", "self-test", "batchway, own", "killed worker, own", "strategies"]
+    assert set(done) == {*ours, *(with_vllm if has_vllm else [])}
+    names = {check["name"].split(":")[0] for check in stages["self-test"]["checks"]}
+    kernels = {"attention", "norm", "gate", "rotation and cache", "sampling"}
+    assert names == {*kernels, "engine's tokens"}
+    for name in done:
+        if "killed" in name:
+            found = stages[name]
+            assert found["same"] == found["whole"] == found["streams"] == 4
+        elif "loads" in stages[name]:
+            assert [load["tokens_per_s"] > 0 for load in stages[name]["loads"].values()] == [
+                True
+            ] * 3
     assert list(stages["strategies"]["strategies"]) == ["continuous", "dynamic", "static"]
-    [check] = stages["http"]["checks"]
-    assert (check["name"], check["passed"]) == ("a killed worker", True)
-    for streams in map(str, SMALL.streams):
-        assert stages["http"]["http"][streams][0]["tokens_per_s"] > 0
-    held = [check["name"] for check in stages["transformers"]["checks"] if check["passed"]]
-    assert held == ["engine's tokens", "tokens around the kill"]
-    assert stages["transformers"]["closed"]["transformers"][0] > 0
-    assert stages["sanitizer"]["state"] == "no GPU"
-    assert ran.stdout.strip() == (out / "report.md").read_text().strip()
-    wanted = ("prefill", "host gap", "sampling", "continuous beside it", "transformers' continuous")
-    assert all(word in ran.stdout for word in wanted)
+    assert ran.stdout.strip() == (out / "gpu-check.md").read_text().strip()
 
 
 def test_without_a_gpu_the_check_exits_with_its_own_status(
@@ -130,7 +124,9 @@ def test_without_a_gpu_the_check_exits_with_its_own_status(
     assert "no CUDA device" in capfd.readouterr().err
 
 
-def test_a_wrong_kernel_fails_its_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_fails_its_checks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each check by its name. A kernel that raises fails its check, and not the others."""
 
     class Doubled(ReferenceAttention):
@@ -140,109 +136,21 @@ def test_a_wrong_kernel_fails_its_checks(tmp_path: Path, monkeypatch: pytest.Mon
             prepared.attend = lambda *tensors: 2 * attend(*tensors)  # type: ignore[method-assign]
             return prepared
 
-    def broken() -> Finding:
-        raise RuntimeError("out of resource: shared memory")
+    def broken(*_: object) -> Finding:
+        raise RuntimeError("out of resource: shared memory\nand more")
 
     monkeypatch.setattr(checks, "ReferenceAttention", Doubled)
-    results = Results(tmp_path / "kernels.json", lambda text: None, end_s=float("inf"))
-    results.check("broken", broken)
-    for name, check in checks.kernel_checks(TINY):
-        results.check(name, check)
+    monkeypatch.setattr(checks, "_check_gate", broken)
 
-    [figures] = [found for _, found in read_figures(tmp_path)]
-    failed = {check["name"].split(":")[0] for check in figures["checks"] if not check["passed"]}
-    assert failed == {"attention", "broken"}
-    assert len(figures["checks"]) > 4
-    assert "shared memory" in figures["checks"][0]["detail"]
+    inside.check_kernels(CPU)
 
-
-def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path) -> None:
-    """Nothing starts that took longer the last time than what is left; another may."""
-    now_s = 0.0
-    results = Results(
-        tmp_path / "decoding.json", lambda text: None, end_s=10.0, clock_s=lambda: now_s
-    )
-
-    def slow() -> int:
-        nonlocal now_s
-        now_s += 6.0
-        return 1
-
-    results.measure("decoding", "256", slow)
-    results.measure("decoding", "256", slow)
-    results.measure("decoding", "1", lambda: 2)
-
-    [figures] = [found for _, found in read_figures(tmp_path)]
-    assert figures["decoding"] == {"256": [1], "1": [2]}
-    assert figures["skipped"] == ["decoding: 256"]
-
-
-def test_a_stage_whose_time_is_up_is_ended_and_named(tmp_path: Path) -> None:
-    """The next stage runs, and earlier results are gone."""
-    (tmp_path / "sanitizer.json").write_text("{}")
-    ended = []
-
-    has_gpu = run_stages(
-        tmp_path,
-        ["--device", "cpu", "--tiny"],
-        os.environ,
-        lambda: ended.append(dict(read_figures(tmp_path))),
-        {"kernels": 0.0, "decoding": 0.0},
-    )
-
-    assert has_gpu
-    assert [list(stages) for stages in ended] == [["kernels"], ["kernels", "decoding"]]
-    assert all(f["skipped"] == ["the rest, after 0 s"] for f in ended[-1].values())
-
-
-def test_transformers_failure_does_not_lose_the_report() -> None:
-    """What could not be measured is named; only our own failures fail the check."""
-    stages = figures_of_a_run()
-    stages["transformers"]["failed"] = ["closed: transformers: MemoryError: no room"]
-
-    page = report(stages)
-
-    assert has_passed(stages)
-    assert "MemoryError: no room" in page
-    assert "| output tokens/s | 150 (140 to 160) |" in page
-    assert "3.00 times" in page
-    stages["decoding"]["failed"] = ["sampling: greedy: RuntimeError: lost"]
-    assert not has_passed(stages)
-
-
-def test_a_failed_check_fails_the_whole() -> None:
-    stages = figures_of_a_run()
-    stages["kernels"]["checks"] = [{"name": "norm", "passed": False, "detail": "off by 1"}]
-
-    assert not has_passed(stages)
-    assert "norm FAILED: off by 1" in report(stages)
-
-
-def figures_of_a_run() -> dict[str, Any]:
-    spread = {"p50": 0.1, "p99": 0.2, "p99.9": 0.2, "max": 0.2}
-
-    def of(**figures: object) -> dict[str, Any]:
-        return {"checks": [], "failed": [], "skipped": [], **figures}
-
-    runs = [
-        {
-            "tokens_per_s": rate,
-            "first_token_s": spread,
-            "between_tokens_s": spread,
-            "decoding": None,
-        }
-        for rate in (140.0, 160.0)
+    lines = capsys.readouterr().out.splitlines()
+    found = [check for line in lines for check in json.loads(line)["checks"]]
+    failed = {check["name"].split(":")[0] for check in found if not check["passed"]}
+    assert failed == {"attention", "gate"}
+    assert [c["detail"] for c in found if c["name"] == "gate"] == [
+        "RuntimeError: out of resource: shared memory"
     ]
-    strategies = {
-        name: [{"tokens_per_s": rate, "num_steps": 5, "whole_s": spread}]
-        for name, rate in (("continuous", 30.0), ("static", 10.0))
-    }
-    return {
-        "kernels": of(roofs={"bytes_per_s": 4e12, "flops": 8e14}),
-        "decoding": of(shape="Qwen3-8B", num_in=128, num_out=1024, decoding={"1": runs}),
-        "strategies": of(shape="Llama-2-7B", strategies=strategies),
-        "transformers": of(),
-    }
 
 
 def test_a_wrong_draw_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +165,7 @@ def test_a_wrong_draw_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "draw_by_triton", wrong)
     monkeypatch.setattr(TritonAttention, "prepare_rows", beside)
 
-    found = {name: check() for name, check in checks.kernel_checks(TINY) if "mixed" not in name}
+    found = {name: check() for name, check in checks.kernel_checks(CPU) if "mixed" not in name}
 
     failed = {name for name, finding in found.items() if not finding.passed}
     assert {name.split(":")[0] for name in failed} == {"sampling", "attention"}
@@ -270,38 +178,174 @@ def test_a_model_without_all_its_graphs_fails_a_check(num_recorded: int | None) 
     graphs = None if num_recorded is None else SimpleNamespace(sizes=sizes_up_to(7)[:num_recorded])
     model = object.__new__(AheadRunner)
     model.decoder = SimpleNamespace(graphs=graphs)  # type: ignore[assignment]
-    options = EngineOptions(model_path="", max_num_seqs=7)
 
-    finding = check_graphs(Served(TINY_QWEN3, TINY, model, options, 0))
-
-    assert finding.passed == (num_recorded == 12)
+    assert graphs_of(model, 7).passed == (num_recorded == 12)
 
 
-def test_the_tolerance_is_what_transformers_differs_from_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Twice that, in deviations of a row's logits; on a CPU in float32 it is next to nothing."""
-    model = Transformers(TINY_QWEN3, TINY)
-    prompt, output = [5, 6, 7, 8], [4, 9, 30]
-    exact = model._logits(prompt, output)
-
-    assert model._own_difference(prompt, output) < 1e-4
-    blurred = exact.clone()
-    blurred[2, 17] += 3 * exact[2].std()
-    monkeypatch.setattr(model, "_logits", lambda *_: blurred)
-    assert 2.0 < model._own_difference(prompt, output) < 4.0
-    assert model.check([prompt], [[int(row.argmax()) for row in exact]]).passed
-
-
-def test_transformers_gets_the_same_weights_and_prompts() -> None:
-    """Its own tokens are the best by its own logits; others are not."""
-    model = Transformers(TINY_QWEN3, TINY)
+def test_the_reference_knows_its_own_tokens() -> None:
+    decoder = random_decoder(TINY.config(), CPU, "sdpa")
     prompt = [5, 6, 7, 8]
+    with torch.inference_mode():
+        [row] = decoder(input_ids=torch.tensor([prompt])).logits[:, -1]
+    order = row.argsort(descending=True).tolist()
 
-    assert model.tokens_per_s((2, 6, 3), seed=1) > 0
-    model.close()
+    assert Reference(decoder).check([prompt], [order[:1]]).passed
+    assert not Reference(decoder).check([prompt], [order[1:2]]).passed
 
-    assert not model.check([prompt], [[4, 4, 4]]).passed
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "name", "num_out"),
+    [
+        (7 * GB, "Qwen3-0.6B", 256),
+        (25 * GB, "Qwen3-1.7B", 384),
+        (44 * GB, "Qwen3-4B", 512),
+        (84 * GB, "Qwen3-8B", 1024),
+        (149 * GB, "Qwen3-14B", 1024),
+    ],
+)
+def test_the_model_suits_the_card(free_bytes: int, name: str, num_out: int) -> None:
+    shape = shape_for(free_bytes)
+
+    assert (shape.name, output_tokens(shape, free_bytes, 256, 128)) == (name, num_out)
+
+
+def test_a_shape_counts_its_weights() -> None:
+    """All but those of the norms."""
+    decoder = random_decoder(TINY.config(), CPU)
+
+    counted = sum(p.numel() for p in decoder.parameters() if p.ndim == 2)
+
+    assert TINY.num_weights() == counted
+    assert [round(shape.num_weights() / 1e9, 1) for shape in SHAPES] == [0.8, 2.0, 4.4, 8.2, 14.8]
+
+
+def test_what_does_not_fit_into_the_time_is_skipped(tmp_path: Path) -> None:
+    """Neither does it take the time of what is more important and comes later. What is written is
+    complete after each stage."""
+    now_s = 0.0
+    record = Record(tmp_path, 100.0, clock_s=lambda: now_s)
+    seen = []
+
+    def slow() -> None:
+        nonlocal now_s
+        now_s += 60.0
+        seen.append(json.loads((tmp_path / "gpu-check.json").read_text())["a"]["state"])
+
+    record.run("a", 50.0, slow)
+    record.run("b", 30.0, slow, later_s=20.0)
+    record.run("c", 30.0, lambda: None, later_s=10.0)
+
+    written = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert seen == ["interrupted"]
+    assert [written[name]["state"] for name in "abc"] == ["done", "skipped", "done"]
+    assert written["a"]["seconds"] == 60.0
+    page = (tmp_path / "gpu-check.md").read_text()
+    assert "| b | skipped |  |  | needs about 30 s besides 20 s for later stages; 40 s are" in page
+
+
+def test_a_failed_stage_or_check_fails_the_whole(tmp_path: Path) -> None:
+    """What ran out of time, or is not there, does not."""
+
+    def fail(exc: Exception) -> None:
+        raise exc
+
+    record = Record(tmp_path, time.monotonic() + 100)
+    record.run("a", 0.0, lambda: fail(TimeoutError()))
+    record.run("b", 0.0, lambda: fail(Unfinished("absent", "no such program")))
+    record.check("c", "norm", Finding(True, "off by 0"))
+    assert record.has_passed()
+    assert [found.get("state") for found in record.stages.values()] == ["cut short", "absent", None]
+
+    failed = Record(tmp_path, time.monotonic() + 100)
+    failed.run("a", 0.0, lambda: fail(ValueError("lost")))
+    assert not failed.has_passed()
+    assert "| a | failed | 0.0 |  | ValueError: lost |" in (tmp_path / "gpu-check.md").read_text()
+    record.check("c", "gate", Finding(False, "off by 1"))
+    assert not record.has_passed()
+    assert "- gate FAILED: off by 1" in (tmp_path / "gpu-check.md").read_text()
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def has_ended(pid: int) -> bool:
+    """Also if nobody has waited for it."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_program_that_is_too_slow_ends_with_its_children(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    with pytest.raises(TimeoutError):
+        run_program([sys.executable, "-c", PARENT], tmp_path / "log", 3.0, lines.append)
+
+    assert has_ended(int(lines[0]))
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    """By the last lines of its log; at the end of its time too, and then it is gone."""
+    broken = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with (
+        pytest.raises(NotStarted, match="ended with status 1: no such model"),
+        running_server(broken, tmp_path / "broken", "ready (.*)", 60.0),
+    ):
+        pass
+    with (
+        pytest.raises(NotStarted, match=r"not ready within 2 s: \d+$"),
+        running_server([sys.executable, "-c", PARENT], tmp_path / "slow", "ready (.*)", 2.0),
+    ):
+        pass
+    assert has_ended(int((tmp_path / "slow").read_text()))
+
+
+def test_what_was_started_ends_with_a_check_that_is_killed() -> None:
+    code = """
+import sys, time; from pathlib import Path; from bench.gpu_check.processes import started
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+with started(sleeper, Path("/dev/null")) as process:
+    print(process.pid, flush=True)
+    time.sleep(600)
+"""
+    check = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with check:
+        assert check.stdout is not None
+        fd = os.pidfd_open(int(check.stdout.readline()))
+        check.kill()
+
+    readable, _, _ = select.select([fd], [], [], 60.0)
+    os.close(fd)
+    assert readable
+
+
+@pytest.mark.timeout(120)
+def test_a_lost_token_is_far_behind_the_models_choice(tmp_path: Path) -> None:
+    """A real server: its own answer is its choice, and one with a token left out or repeated is
+    not."""
+    save_model(TINY, CPU, tmp_path / "model")
+    command = [sys.executable, "-m", "infra", "up", "--port=0", f"--model={tmp_path / 'model'}"]
+    command += [f"--served-model-name={calls.MODEL}", "--kv-cache-gib=0.01", "--threads=1"]
+    requests = calls.Requests(TINY.vocab_size, 6, 20)
+
+    with running_server(command, tmp_path / "log", UP_IS_READY, 100.0) as server:
+        server = dataclasses.replace(server, url=f"{server.url}/v1")
+        run, found = calls.measure(server, requests.drawn(2, "load"), 60.0)
+        [request, _], answer = run.load.workload.requests, run.calls[0].token_ids
+        wrong = [answer[:9] + answer[10:], answer[:9] + answer[8:]]
+        behind = [calls.behind(server, request, text) for text in (answer, *wrong)]
+
+    assert found["tokens_per_s"] > 0
+    assert len(answer) == 20
+    assert behind[0] < 0.01
+    assert all(far > calls.MOST_BEHIND for far in behind[1:])
 
 
 @pytest.mark.parametrize(("status", "summary"), [(0, "0 errors"), (9, "3 errors")])
@@ -312,13 +356,13 @@ def test_compute_sanitizers_errors_fail_a_check(
     program.write_text(f"#!/bin/sh\necho '========= ERROR SUMMARY: {summary}'\nexit {status}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    end_s = time.monotonic() + 600
-    results = Results(tmp_path / "sanitizer.json", lambda text: None, end_s)
+    record = Record(tmp_path, time.monotonic() + 600)
 
-    check_memory(results, has_gpu=True)
+    check_memory(record, tmp_path / "log")
 
-    assert [check["passed"] for check in results.figures["checks"]] == [status == 0] * 2
-    assert all(summary in check["detail"] for check in results.figures["checks"])
+    found = record.stages[STAGE]["checks"]
+    assert [check["passed"] for check in found] == [status == 0] * 2
+    assert all(summary in check["detail"] for check in found)
 
 
 def test_what_is_carried_is_unpacked_for_the_stages(

@@ -1,0 +1,163 @@
+"""Starts servers and programs of the check, and ends them with all they started. Linux only."""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.gpu_check.wheels import ROOT
+from bench.processor_time import below
+
+_NOT_INHERITED = ("REDIS_URL", "BATCHWAY_API_KEY")  # a private Redis, open to this process
+_LOOK_S = 0.1
+_GRACE_S = 15.0  # from SIGTERM to SIGKILL
+_DEATH_S = 15.0  # from SIGKILL to the end, in which the driver frees memory
+_NUM_LINES, _NUM_CHARACTERS = 8, 1500
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class NotStarted(Exception):
+    """A server was not ready. The message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server: its address, its first process, and how long it took to start."""
+
+    url: str
+    pid: int
+    start_s: float
+
+
+@contextlib.contextmanager
+def running_server(
+    command: Sequence[str],
+    log: Path,
+    ready: str,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Starts a server, and ends it at exit. It is ready when its log has the expression `ready`,
+    whose group becomes its address. Raises NotStarted, after `limit_s` at the latest."""
+    start_s = time.monotonic()
+    with started(command, log, environment) as process:
+        while (found := re.search(ready, log.read_text(errors="replace"))) is None:
+            took_s = time.monotonic() - start_s
+            if process.poll() is not None:
+                raise NotStarted(f"it ended with status {process.returncode}: {tail(log)}")
+            if took_s > limit_s:
+                raise NotStarted(f"it was not ready within {limit_s:.0f} s: {tail(log)}")
+            time.sleep(_LOOK_S)
+        yield Server(found[1], process.pid, time.monotonic() - start_s)
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    is_piped: bool = False,
+) -> Iterator[subprocess.Popen[str]]:
+    """Starts a program, its output in `log`, or the standard output in a pipe. It gets SIGTERM at
+    exit, and if this process is killed."""
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    with log.open("a") as output:
+        process = subprocess.Popen(  # noqa: S603  # our own arguments
+            command,
+            cwd=ROOT,
+            env=kept | dict(environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if is_piped else output,
+            stderr=output,
+            text=True,
+            process_group=0,
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def run_program(
+    command: Sequence[str],
+    log: Path,
+    limit_s: float,
+    take: Callable[[str], object],
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Gives each line of a program's standard output to `take`; returns its exit status. Raises
+    TimeoutError after `limit_s`."""
+    is_late = threading.Event()
+    with started(command, log, environment, is_piped=True) as process:
+        assert process.stdout is not None
+
+        def kill() -> None:
+            is_late.set()
+            kill_all(below(process.pid))
+
+        timer = threading.Timer(limit_s, kill)
+        timer.start()
+        try:
+            for line in process.stdout:
+                take(line)
+            status = process.wait()
+        finally:
+            timer.cancel()
+            timer.join()
+    if is_late.is_set():
+        raise TimeoutError
+    return status
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, in one."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-_NUM_LINES:])[-_NUM_CHARACTERS:]
+
+
+def kill_all(pids: Sequence[int]) -> None:
+    """Kills these processes, and waits until they have freed the device."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _have_ended(pids, _DEATH_S)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the process and those below it."""
+    family = below(process.pid)
+    process.terminate()
+    if not _have_ended(family, _GRACE_S):
+        kill_all([pid for pid in {*family, *below(process.pid)} if _runs(pid)])
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+        process.wait(_DEATH_S)
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _have_ended(pids: Sequence[int], limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
+    while any(map(_runs, pids)):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process runs; one that nobody has waited for does not."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
