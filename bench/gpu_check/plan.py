@@ -70,7 +70,7 @@ class Plan:
         log = self.out / "inside.log"
 
         def take(line: str) -> None:
-            with contextlib.suppress(ValueError):  # of a library
+            with contextlib.suppress(ValueError, TypeError):  # a line of a library
                 self.record.put(stage, **json.loads(line))
 
         interpreted = {} if self.device == "cuda" else {"TRITON_INTERPRET": "1"}
