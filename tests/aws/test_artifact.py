@@ -121,11 +121,7 @@ def test_images_are_linted(name: str) -> None:
 def test_compose_starts_every_part_safely() -> None:
     """Redis evicts nothing and is not published; parts that listen beyond loopback need a key."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    assert set(services) == {
-        "redis", "gateway", "worker", "worker-vllm", "callbacks", "prometheus", "grafana",
-    }  # fmt: skip
-    assert services["worker-vllm"]["profiles"] == ["vllm"]
-    assert services["worker-vllm"]["extends"] == {"service": "worker"}
+    assert set(services) == {"redis", "gateway", "worker", "callbacks", "prometheus", "grafana"}
     assert "noeviction" in services["redis"]["command"]
     assert "ports" not in services["redis"]
     assert ":?" in services["gateway"]["environment"]["BATCHWAY_API_KEY"]
@@ -150,15 +146,24 @@ def test_compose_runs_commands_that_exist() -> None:
             arguments = ["worker", *command] if is_worker else command
             options = build_parser().parse_args(arguments)
             run[name] = options.command, getattr(options, "engine", None)
-            target = service["build"].get("target")
-            assert target is None or re.search(rf"^FROM \S+ AS {target}$", image, re.M)
     assert run == {
         "gateway": ("gateway", None),
-        "worker": ("worker", "own"),
-        "worker-vllm": ("worker", "vllm"),
+        "worker": ("worker", "auto"),
         "callbacks": ("callbacks", None),
     }
     assert "--require-hashes -r locks/gateway.txt" in (ROOT / "Dockerfile.gateway").read_text()
+
+
+def test_the_workers_image_has_vllm_where_auto_looks_for_it() -> None:
+    """In its last stage, which is built by default: beside the environment of the command, and the
+    newest release that is supported."""
+    text = (ROOT / "Dockerfile.worker").read_text()
+    last = text[text.rindex("\nFROM ") :]
+    [own] = re.findall(r"python -m venv (/opt/batchway)$", text, re.M)
+    beside = Path(own).parent / ".venv-vllm"
+    assert f"python -m venv {beside} && {beside}/bin/pip install" in last
+    [version] = re.findall(r'ARG VLLM="vllm==(.+)"', last)
+    assert f"[newest]={version})" in (ROOT / "scripts" / "setup-vllm").read_text()
 
 
 def _last(dockerfile: str, word: str) -> list[str]:

