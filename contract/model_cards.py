@@ -22,7 +22,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     structured_output: bool = False
     tools: bool = False
     lora: bool = False
-    resume: ResumeKind = "exact"
+    resume: ResumeKind = "exact"  # see ResumeKind; exact only where tests show it: `resume_kind`
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
