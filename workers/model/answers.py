@@ -12,6 +12,7 @@ from workers.engine.interface import Chunk, Drawn, PromptLogprobs, Row, RowFaile
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
+from workers.model.logprobs import rank, ranked_sample
 from workers.model.sampler import sample
 from workers.model.staging import to_device
 
@@ -43,7 +44,7 @@ def answer_chunks(
         prompt = None
         if positions:  # slicing a tensor costs microseconds
             part = logits[num_rows : num_rows + len(positions)]
-            prompt = _score(part, chunk.sequence, positions.start)
+            prompt = score_prompt(part, chunk.sequence, positions.start)
             num_rows += len(positions)
         prompts.append(prompt)
         num_sampled = len(chunk.sampled)
@@ -64,13 +65,17 @@ def _answer(
         return Drawn(tuple(islice(samples, len(chunk.sampled))))
     if not chunk.samples:
         return prompt
-    row = next(samples)
+    return with_prompt(next(samples), prompt)
+
+
+def with_prompt(row: Row, prompt: PromptLogprobs | None) -> Row:
+    """The row of a chunk that samples, with its prompt's log probabilities."""
     if prompt is None or not isinstance(row, Sample):
         return row
     return Sample(row.token_id, row.logprob, row.top_logprobs, prompt)
 
 
-def _score(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
+def score_prompt(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
     """Scores n tokens from logits (n, vocab_size) of positions `start ..`."""
     num_top = min(sequence.params.prompt_logprobs or 0, logits.shape[1])
     at_once = max(1, _SLICE_ELEMENTS // logits.shape[1])
@@ -78,15 +83,6 @@ def _score(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
     for part in torch.split(logits, at_once):
         first = start + 1 + len(tokens)
         ids = sequence.token_ids[first : first + len(part)]
-        logprobs = torch.log_softmax(part.float(), dim=-1)
-        index = to_device(np.array(ids), logits.device)[:, None]
-        top = torch.topk(logprobs, num_top, dim=-1)
-        for token_id, logprob, top_ids, values in zip(
-            ids,
-            logprobs.gather(1, index)[:, 0].tolist(),
-            top.indices.tolist(),
-            top.values.tolist(),
-            strict=True,
-        ):
-            tokens.append(Sample(token_id, logprob, tuple(zip(top_ids, values, strict=True))))
+        ranked = rank(part, to_device(np.array(ids), logits.device), num_top).tolist()
+        tokens += [ranked_sample(*pair, num_top) for pair in zip(ids, ranked, strict=True)]
     return PromptLogprobs(start + 1, tuple(tokens))

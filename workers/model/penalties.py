@@ -1,73 +1,144 @@
-"""Changes logits as single rows request: bias, penalties, temporarily banned tokens.
+"""Changes logits as rows request: grammars, bias, penalties, temporarily banned tokens.
 
-Other rows are not touched. Token ids outside the vocabulary are ignored; requests are validated
-earlier.
+All rows together, without waiting for the device. Other rows are not touched. Token ids outside the
+vocabulary are ignored; requests are validated earlier.
 """
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.staging import to_device
 
+# For the sequences and the number of tokens that each has: ids, and whether each is output, (n, L).
+# Behind a sequence's end its own ids are repeated, and are no output.
+FindKnown = Callable[[Seq[Sequence], Seq[int]], tuple[Tensor, Tensor]]
 
-def adjust_logits(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """logits (num_rows, vocab_size) float32, one row per sequence -> the same, or a changed copy.
 
-    Order: bias, repetition, presence and frequency penalty, bans until `min_tokens`.
+def adjust_logits(
+    logits: Tensor,
+    sequences: Seq[Sequence],
+    masks: StepMasks | None = None,
+    lengths: Seq[int] | None = None,
+    find_known: FindKnown | None = None,
+) -> Tensor:
+    """logits (num_rows, vocab_size) of any float type, one row per sequence -> the same if no row
+    asks for a change, else a changed copy in float32. Waits for `masks`.
+
+    `lengths`: the number of tokens before the one that is drawn, where the host does not know all
+    of them; `find_known` does. Order: masks, bias, repetition, presence and frequency penalty, bans
+    until `min_tokens`.
     """
-    rows = [row for row, sequence in enumerate(sequences) if asks_for_change(sequence)]
-    if not rows:
+    lengths = [s.num_known for s in sequences] if lengths is None else lengths
+    num_outputs = [n - s.num_prompt for s, n in zip(sequences, lengths, strict=True)]
+    rows = [i for i, s in enumerate(sequences) if _is_changed(s, num_outputs[i])]
+    constrained = None if masks is None else masks.of(sequences)
+    if not rows and not (constrained and constrained[0]):
         return logits
-    adjusted = logits.clone()
-    for row in rows:
-        _adjust_row(adjusted[row], sequences[row])
-    return adjusted
+    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if constrained and constrained[0]:
+        index, mask = (to_device(np.array(part), scores.device) for part in constrained)
+        scores[index] = scores[index].masked_fill_(mask, float("-inf"))
+    flat = scores.view(-1)
+    params = {row: sequences[row].params for row in rows}
+    biases = [(row, p.logit_bias) for row, p in params.items() if p.logit_bias]
+    if biases:
+        values = np.array([*chain.from_iterable(bias.values() for _, bias in biases)], np.float32)
+        at, is_inside = _places(biases, scores.shape[1])
+        flat.index_add_(0, *(to_device(x[is_inside], flat.device) for x in (at, values)))
+    penalised = [row for row in rows if is_penalised(sequences[row])]
+    if penalised:
+        some = [sequences[row] for row in penalised]
+        some_lengths = [lengths[row] for row in penalised]
+        if find_known is None:
+            known = _known_tokens(some, some_lengths, scores.device)
+        else:
+            known = find_known(some, some_lengths)
+        _penalise(scores, penalised, some, *known)
+    banned = [(i, sequences[i].ending_ids) for i in rows if num_outputs[i] < params[i].min_tokens]
+    if banned:
+        at, is_inside = _places(banned, scores.shape[1])
+        flat.index_fill_(0, to_device(at[is_inside], flat.device), float("-inf"))
+    return scores
 
 
 def asks_for_change(sequence: Sequence) -> bool:
     """Whether the sequence's logits are changed before a token is chosen."""
+    return _is_changed(sequence, sequence.num_output)
+
+
+def _is_changed(sequence: Sequence, num_output: int) -> bool:
+    params = sequence.params
+    return bool(params.logit_bias) or num_output < params.min_tokens or is_penalised(sequence)
+
+
+def is_penalised(sequence: Sequence) -> bool:
+    """Whether the sequence's logits depend on its tokens."""
     params = sequence.params
     return (
-        bool(params.logit_bias)
-        or params.repetition_penalty != 1.0
+        params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
-        or sequence.num_output < params.min_tokens
     )
 
 
-def _adjust_row(logits: Tensor, sequence: Sequence) -> None:
-    """logits (vocab_size,), changed in place."""
-    params = sequence.params
-    vocab_size = logits.shape[0]
-    if params.logit_bias:
-        bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < vocab_size}
-        logits.index_add_(0, _ids(list(bias), logits), _floats(list(bias.values()), logits))
-    if params.repetition_penalty != 1.0:
-        seen = _ids(sequence.token_ids, logits)
-        values = logits[seen]
-        logits[seen] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
-    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-        ids, counts = np.unique(
-            np.array(sequence.token_ids[sequence.num_prompt :], dtype=np.int64), return_counts=True
-        )
-        penalties = params.frequency_penalty * counts + params.presence_penalty
-        logits[_ids(ids, logits)] -= _floats(penalties, logits)
-    if sequence.num_output < params.min_tokens:
-        banned = [i for i in sequence.ending_ids if 0 <= i < vocab_size]
-        logits[_ids(banned, logits)] = float("-inf")
+def _penalise(
+    scores: Tensor, rows: Seq[int], sequences: Seq[Sequence], ids: Tensor, is_output: Tensor
+) -> None:
+    """Changes rows of scores (num_rows, vocab_size) in place. ids int64 and is_output bool (n, L):
+    of those rows."""
+    params = [sequence.params for sequence in sequences]
+    fields = [
+        (row, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        for row, p in zip(rows, params, strict=True)
+    ]
+    numbers = to_device(np.array(fields, dtype=np.float64).T[:, :, None], scores.device)
+    row, repetition, presence, frequency = numbers
+    at = (ids + row.long() * scores.shape[1]).view(-1)
+    flat = scores.view(-1)
+    values = flat[at].view(ids.shape)
+    counts = None
+    if any(p.presence_penalty or p.frequency_penalty for p in params):
+        # The logits' own places count the tokens: no memory for it, and only these are read.
+        flat.index_fill_(0, at, 0.0)
+        flat.index_add_(0, at, is_output.to(torch.float32).view(-1))
+        counts = flat[at].view(ids.shape).double()
+    if any(p.repetition_penalty != 1.0 for p in params):
+        factor = repetition.float()
+        values = torch.where(values > 0, values / factor, values * factor)
+    if counts is not None:
+        values -= torch.where(counts > 0, frequency * counts + presence, 0.0).float()
+    flat.index_put_((at,), values.view(-1))  # the same number wherever a token is repeated
 
 
-def _floats(numbers: npt.ArrayLike, logits: Tensor) -> Tensor:
-    return to_device(np.asarray(numbers, dtype=np.float32), logits.device)
+def _known_tokens(
+    sequences: Seq[Sequence], lengths: Seq[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Does FindKnown by the sequences themselves; prompts only where they count."""
+    begins = [0 if s.params.repetition_penalty != 1.0 else s.num_prompt for s in sequences]
+    starts = np.array([s.num_prompt for s in sequences]) - begins
+    ends = np.array(lengths) - begins
+    steps = np.arange(ends.max())
+    is_known = steps < ends[:, None]
+    ids = np.zeros(is_known.shape, dtype=np.int64)
+    tokens = chain.from_iterable(s.token_ids[n:] for s, n in zip(sequences, begins, strict=True))
+    ids[is_known] = np.fromiter(tokens, np.int64, ends.sum())
+    ids = np.where(is_known, ids, ids[:, :1])
+    is_output = is_known & (steps >= starts[:, None])
+    return to_device(ids, device), to_device(is_output, device)
 
 
-def _ids(token_ids: npt.ArrayLike, logits: Tensor) -> Tensor:
-    return to_device(np.asarray(token_ids, dtype=np.int64), logits.device)
+def _places(
+    listed: Seq[tuple[int, Iterable[int]]], vocab_size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """The places of rows' tokens in flat logits, and whether each is of the vocabulary."""
+    pairs = [(row, token_id) for row, token_ids in listed for token_id in token_ids]
+    rows, token_ids = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return rows * vocab_size + token_ids, (token_ids >= 0) & (token_ids < vocab_size)

@@ -1,10 +1,8 @@
 """Chooses each row's next token, all rows together.
 
-Grammar → bias and penalties → temperature → top-k, top-p, min-p → Gumbel noise → argmax. The noise
-is a function of the row's seed and position (see `noise`), so a token depends only on its own
-sequence. Options that no row uses are skipped: greedy is one argmax.
-
-Log probabilities are of the raw logits in float32, before penalties and temperature.
+Grammar, bias and penalties (`penalties`) → temperature → top-k, top-p, min-p → Gumbel noise →
+argmax. The noise is a function of the row's seed and position (see `noise`), so a token depends
+only on its own sequence. Options that no row uses are skipped: greedy is one argmax.
 """
 
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from workers.engine.interface import RowFailed, Sample
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
+from workers.model.logprobs import rank_chosen, to_samples
 from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
 from workers.model.penalties import adjust_logits, asks_for_change
 from workers.model.staging import to_device
@@ -26,6 +25,7 @@ from workers.model.thresholds import find_allowed
 
 # A lower temperature means greedy: the scaled logits would overflow float32.
 LOWEST_TEMPERATURE = 1e-5
+OPEN = -1  # instead of a token id: the row's logits are not finite numbers
 _NOT_FINITE = "the model's logits are not finite numbers"
 
 
@@ -39,61 +39,70 @@ def sample(
     if not sequences:
         return []
     if masks is None and all(map(_is_plain, sequences)):
-        return [
-            Sample(token_id) if token_id >= 0 else RowFailed(_NOT_FINITE)
-            for token_id in find_likeliest(logits).tolist()
-        ]
-    raw = logits.float()
-    scores = adjust_logits(_mask(raw, sequences, masks), sequences)
-    token_ids = scores.argmax(-1)
-    drawing = [row for row, sequence in enumerate(sequences) if _draws(sequence)]
-    if drawing:
-        index = to_device(np.array(drawing), raw.device)
-        token_ids[index] = _draw(scores[index], [sequences[row] for row in drawing])
-    samples = _samples(raw, token_ids, sequences)
-    # argmax returns NaN if there is one, so checking the chosen logit is enough.
-    is_finite = raw.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
+        token_ids = find_likeliest(logits)
+    else:
+        scores = adjust_logits(logits, sequences, masks)
+        token_ids = choose(logits, scores, sequences, [s.num_output for s in sequences])
+    ranked = rank_chosen(logits, token_ids, sequences)
+    numbers = [] if ranked is None else ranked.tolist()
     return [
-        sample if finite else RowFailed(_NOT_FINITE)
-        for sample, finite in zip(samples, is_finite, strict=True)
+        RowFailed(_NOT_FINITE) if found.token_id == OPEN else found
+        for found in to_samples(token_ids.tolist(), numbers, sequences)
     ]
 
 
-def _mask(logits: Tensor, sequences: Seq[Sequence], masks: StepMasks | None) -> Tensor:
-    """The logits (num_rows, vocab_size), with -inf for tokens that a grammar forbids; a copy unless
-    no row is constrained."""
-    if masks is None:
-        return logits
-    rows, forbidden = masks.of(sequences)
-    if not rows:
-        return logits
-    index = to_device(np.array(rows), logits.device)
-    mask = to_device(forbidden, logits.device)
-    return logits.index_put((index,), logits[index].masked_fill_(mask, float("-inf")))
+def choose(
+    logits: Tensor, scores: Tensor, sequences: Seq[Sequence], num_outputs: Seq[int]
+) -> Tensor:
+    """logits (num_rows, vocab_size), and the same as changed by `adjust_logits` -> token ids
+    (num_rows,), each behind `num_outputs` others; OPEN where the token's logit is not finite. May
+    wait for the device."""
+    scores = scores.float()
+    token_ids = scores.argmax(-1)
+    drawing = [row for row, sequence in enumerate(sequences) if draws(sequence)]
+    if drawing:
+        part, index = _rows(scores, drawing)
+        if part is logits:  # which is kept
+            part = part.clone()
+        token_ids[index] = _draw(
+            part, [sequences[row] for row in drawing], [num_outputs[row] for row in drawing]
+        )
+    # argmax returns NaN if there is one, so checking the chosen logit is enough.
+    is_finite = logits.gather(1, token_ids[:, None])[:, 0].isfinite()
+    return torch.where(is_finite, token_ids, OPEN)
 
 
-def _draws(sequence: Sequence) -> bool:
+def draws(sequence: Sequence) -> bool:
+    """Whether its tokens are drawn, not the likeliest ones."""
     return sequence.params.temperature >= LOWEST_TEMPERATURE
+
+
+def limits(params: SamplingParams) -> bool:
+    """Whether only some of the tokens may be drawn."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def _is_plain(sequence: Sequence) -> bool:
     """Whether only the highest logit matters."""
-    is_greedy = not _draws(sequence) and not asks_for_change(sequence)
-    return is_greedy and sequence.params.logprobs is None
+    return not draws(sequence) and not asks_for_change(sequence)
 
 
-def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
+def _draw(scores: Tensor, sequences: Seq[Sequence], num_outputs: Seq[int]) -> Tensor:
     """scores (num_rows, vocab_size), a copy that is overwritten -> token ids (num_rows,)."""
     params = [sequence.params for sequence in sequences]
-    keys = [row_key(s.params.seed, s.choice_of_prompt, s.num_output) for s in sequences]
+    keys = [
+        row_key(s.params.seed, s.choice_of_prompt, n)
+        for s, n in zip(sequences, num_outputs, strict=True)
+    ]
     scores /= _floats([p.temperature for p in params], scores)[:, None]
     token_ids = torch.empty(len(params), dtype=torch.int64, device=scores.device)
-    limited = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
+    limited = [row for row, p in enumerate(params) if limits(p)]
     wide = sorted(set(range(len(params))) - set(limited))
     if limited:
-        limits = [params[row] for row in limited]
         part, index = _rows(scores, limited)
-        token_ids[index], is_wide = _draw_limited(part, limits, [keys[row] for row in limited])
+        token_ids[index], is_wide = _draw_limited(
+            part, [params[row] for row in limited], [keys[row] for row in limited]
+        )
         if is_wide.any():
             scores[index[is_wide]] = part[is_wide]
             wide += index[is_wide].tolist()
@@ -138,22 +147,3 @@ def _rows(scores: Tensor, rows: Seq[int]) -> tuple[Tensor, Tensor]:
     """Some rows of scores and their index; copies unless all rows are taken."""
     index = to_device(np.array(rows), scores.device)
     return (scores if list(rows) == list(range(len(scores))) else scores[index]), index
-
-
-def _samples(raw: Tensor, token_ids: Tensor, sequences: Seq[Sequence]) -> list[Sample]:
-    """raw logits (num_rows, vocab_size), token_ids (num_rows,) -> one sample per row."""
-    samples = [Sample(token_id) for token_id in token_ids.tolist()]
-    rows = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
-    if not rows:
-        return samples
-    index = to_device(np.array(rows), raw.device)
-    logprobs = torch.log_softmax(raw[index], dim=-1)
-    chosen = logprobs.gather(1, token_ids[index][:, None])[:, 0].tolist()
-    num_wanted = [sequences[row].params.logprobs or 0 for row in rows]
-    top = torch.topk(logprobs, min(max(num_wanted), logprobs.shape[1]), dim=-1)
-    for row, logprob, n, ids, values in zip(
-        rows, chosen, num_wanted, top.indices.tolist(), top.values.tolist(), strict=True
-    ):
-        pairs = tuple(zip(ids[:n], values[:n], strict=True))
-        samples[row] = Sample(samples[row].token_id, logprob, pairs)
-    return samples

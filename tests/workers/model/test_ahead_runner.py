@@ -3,9 +3,11 @@
 import dataclasses
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +21,10 @@ from tests.workers.model.driver import (
     run_to_end,
 )
 from workers.engine.engine import Engine
+from workers.engine.grammar import Mask
 from workers.engine.interface import Chunk, Model, ModelRefused, RowFailed, Sample
 from workers.engine.limits import EngineLimits
+from workers.engine.masks import StepMasks
 from workers.ipc.jobs import Request
 from workers.ipc.messages import EngineOptions
 from workers.model.ahead import decode
@@ -43,8 +47,8 @@ from workers.model.runner import ModelRunner
 from workers.strategies import ContinuousBatching
 
 MAX_SEQS = 6
-Outputs = dict[tuple[str, int], list[tuple[Any, ...]]]
-# Parameters of jobs: some that the device can draw, and some that need the host.
+Outputs = dict[tuple[str, int], list[tuple[int, float | None]]]  # tokens, log probabilities
+# Parameters of jobs: those that change no logits, and others.
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -56,6 +60,7 @@ WISHES: list[dict[str, Any]] = [
 ODD_WISHES: list[dict[str, Any]] = [
     *WISHES,
     {"temperature": 0.7, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "presence_penalty": 0.6, "frequency_penalty": 0.9, "logprobs": 0},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.0, "prompt_logprobs": 1},
     {"temperature": 1.0, "min_tokens": 4},
@@ -131,12 +136,20 @@ def run_jobs(
         for output in report.outputs:
             key = output.job_id, output.choice
             scored = output.logprob
-            numbers = (output.token_id, 0.0 if scored is None else round(scored.logprob, 4))
-            found.setdefault(key, []).append(numbers)
+            found.setdefault(key, []).append((output.token_id, scored and scored.logprob))
         if step > 25 and not engine.has_work:
             break
     assert not engine.has_work
     return {key: tokens for key, tokens in found.items() if key[0] not in stopped}
+
+
+def assert_same(found: Outputs, expected: Outputs) -> None:
+    """The same tokens; log probabilities are equal except for rounding."""
+    for key in found | expected:
+        ids, logprobs = zip(*found[key], strict=True)
+        expected_ids, expected_logprobs = zip(*expected[key], strict=True)
+        assert ids == expected_ids
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
 
 
 def _request(number: int, prompt: list[int], wishes: dict[str, Any]) -> Request:
@@ -153,8 +166,9 @@ def test_steps_ahead_give_the_tokens_of_steps_in_turn(
     """For all parameters of jobs, with preemptions, stops and new arrivals; computed each time,
     or recorded once."""
     for seed, model in enumerate((ahead(runner), recorded_ahead(runner))):
-        expected = run_jobs(runner, wishes, seed=seed, disturb=disturb)
-        assert run_jobs(model, wishes, seed=seed, disturb=disturb) == expected
+        expected = run_jobs(runner, wishes, seed=seed, disturb=disturb, num_jobs=12)
+        found = run_jobs(model, wishes, seed=seed, disturb=disturb, num_jobs=12)
+        assert_same(found, expected)
 
 
 def test_most_rows_are_ready_when_they_are_asked_for(runner: ModelRunner) -> None:
@@ -247,19 +261,20 @@ def _count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_rows_of_the_host_leave_the_graphs_to_their_neighbours(
+def test_changed_rows_and_log_probabilities_leave_steps_ahead(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream with log probabilities and one with a penalty are computed in the same replay; the
-    host only samples them."""
+    """A stream with log probabilities, one with a penalty and one that no end token may end yet are
+    started like others, in the same replay."""
     replays = _count_replays(monkeypatch)
     model = recorded_ahead(runner)
-    prompts = make_prompts([9, 6, 7], VOCAB_SIZE)
-    wishes: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"repetition_penalty": 1.3}]
+    prompts = make_prompts([9, 6, 7, 5], VOCAB_SIZE)
+    wishes: list[dict[str, Any]] = [
+        {}, {"logprobs": 2}, {"repetition_penalty": 1.3, "logit_bias": {7: 1.0}}, {"min_tokens": 9},
+    ]  # fmt: skip
     sequences = [make_sequence(p, **w) for p, w in zip(prompts, wishes, strict=True)]
     allot_blocks(sequences, model)
-    run_step(model, sequences[:1], chunk_tokens=99)
-    run_step(model, sequences[:1], chunk_tokens=99)
+    run_step(model, sequences, chunk_tokens=99)
     run_step(model, sequences, chunk_tokens=99)
     sizes = _note_forwards(runner, monkeypatch)
     replays.clear()
@@ -267,14 +282,42 @@ def test_rows_of_the_host_leave_the_graphs_to_their_neighbours(
     samples = [run_step(model, sequences, chunk_tokens=99) for _ in range(3)]
 
     assert len(sizes) == len(replays) == 3
-    assert model.num_rows_used == 4  # the neighbour's
+    assert model.num_rows_used == 4 * 3
     assert all(len(step[1].top_logprobs) == 2 for step in samples)
+
+
+def test_a_constrained_row_is_drawn_within_its_mask(runner: ModelRunner) -> None:
+    """With a penalty too."""
+    found = []
+    for model in (runner, ahead(runner)):
+        sequences = [
+            make_sequence(prompt, repetition_penalty=1.5, temperature=1.0)
+            for prompt in make_prompts([9, 6, 7], VOCAB_SIZE)
+        ]
+        allot_blocks(sequences, model)
+        constrained = sequences[1]
+        run_step(model, sequences, chunk_tokens=99)
+        for number in range(4):
+            allowed = [20 + number, 40, 60]
+            forbidden = np.ones((1, VOCAB_SIZE), dtype=bool)
+            forbidden[0, allowed] = False
+            mask: Future[np.ndarray] = Future()
+            mask.set_result(forbidden)
+            chunks = [Chunk(s, s.num_computed, 1, samples=True) for s in sequences]
+            rows = model.run(chunks, masks=StepMasks({constrained: Mask(mask, 0)}))
+            for sequence, row in zip(sequences, rows, strict=True):
+                assert isinstance(row, Sample)
+                sequence.token_ids.append(row.token_id)
+                sequence.num_computed += 1
+            assert constrained.token_ids[-1] in allowed
+        found.append([sequence.token_ids for sequence in sequences])
+    assert found[0] == found[1]
 
 
 def test_prompts_share_a_graph_with_streams(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of prompts too, and a prompt that the host samples."""
+    """Parts of prompts too, and a prompt whose sample has log probabilities."""
     replays = _count_replays(monkeypatch)
     prompts = make_prompts([9, 20, 30, 7], VOCAB_SIZE)
     wishes: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {}, {"logprobs": 2}]

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.workers.model.driver import make_sequence
 from workers.engine.interface import Sample
 from workers.engine.sequence import Sequence
-from workers.model.gpu.drawing import can_draw, draw_by_torch, wishes_of
-from workers.model.gpu.request_state import OPEN, RequestState
-from workers.model.sampler import sample
+from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
+from workers.model.gpu.request_state import RequestState
+from workers.model.sampler import OPEN, sample
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -22,7 +22,7 @@ NUM_ROWS = 24
 
 
 def random_sequences(generator: random.Random) -> list[Sequence]:
-    """Greedy ones, and some with one or more limits, at various positions."""
+    """Greedy ones, and some with limits, penalties, bias and bans, at various positions."""
     sequences = []
     for _ in range(NUM_ROWS):
         wishes: dict[str, Any] = {
@@ -30,12 +30,18 @@ def random_sequences(generator: random.Random) -> list[Sequence]:
             "top_k": generator.choice([0, 0, 1, 7, 40]),
             "top_p": generator.choice([1.0, 1.0, 0.9, 0.2]),
             "min_p": generator.choice([0.0, 0.0, 0.05]),
+            "repetition_penalty": generator.choice([1.0, 1.0, 1.5]),
+            "presence_penalty": generator.choice([0.0, 0.0, 0.7]),
+            "frequency_penalty": generator.choice([0.0, 0.0, -0.4]),
+            "logit_bias": generator.choice([{}, {}, {7: 3.0, 11: -9.0}]),
+            "min_tokens": generator.choice([0, 0, 3]),
             "seed": generator.randrange(2**63),
         }
-        output_ids = [5] * generator.randint(0, 6)
+        output_ids = [generator.randint(4, 9) for _ in range(generator.randint(0, 6))]
         prompt = list(range(4, 4 + generator.randint(1, 20)))
         choice = generator.randint(0, 2)
-        sequences.append(make_sequence(prompt, output_ids=output_ids, choice=choice, **wishes))
+        arguments = {"output_ids": output_ids, "choice": choice, "ending_ids": frozenset({5})}
+        sequences.append(make_sequence(prompt, **arguments, **wishes))
     return sequences
 
 
@@ -48,13 +54,11 @@ def draw_on_device(logits: Tensor, sequences: list[Sequence], way: str) -> list[
         state.place(sequence, sequence.token_ids[-1], sequence.num_known - 1)
     state.flush()
     rows = torch.tensor([state.row_of(sequence) for sequence in sequences], device=device)
-    wishes = wishes_of(sequences)
-    if way == "torch":
-        return draw_by_torch(logits, state, rows, wishes).tolist()
-    gpu_kernels = pytest.importorskip("workers.model.gpu.kernels")
-    is_limited = wishes.draws_limited
-    found = gpu_kernels.draw_rows(logits.to(device), state.cells, rows, is_limited=is_limited)
-    token_ids: list[int] = found.tolist()
+    if way == "triton":
+        pytest.importorskip("triton")
+    draw = draw_by_torch if way == "torch" else draw_by_triton
+    lengths = [sequence.num_known for sequence in sequences]
+    token_ids: list[int] = draw(logits.to(device), state, rows, sequences, lengths).tolist()
     return token_ids
 
 
@@ -117,20 +121,3 @@ def test_rows_that_are_not_finite_are_left_open(odd: float, way: str) -> None:
     found = draw_on_device(logits, greedy + drawn, way)
 
     assert [token_id == OPEN for token_id in found] == [False, True, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("wishes", "can"),
-    [
-        ({"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, True),
-        ({"logprobs": 0}, False),
-        ({"repetition_penalty": 1.1}, False),
-        ({"presence_penalty": 0.1}, False),
-        ({"frequency_penalty": 0.1}, False),
-        ({"logit_bias": {3: 1.0}}, False),
-        ({"min_tokens": 1}, False),
-    ],
-)
-def test_rows_that_need_the_host_are_known(wishes: dict[str, Any], can: bool) -> None:
-    """Changes of logits and log probabilities are left to the sampler."""
-    assert can_draw(make_sequence([4, 5], **wishes)) == can

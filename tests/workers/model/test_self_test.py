@@ -325,7 +325,7 @@ def test_wrong_draws_cost_the_steps_ahead(llama: Path, monkeypatch: pytest.Monke
     """One token beside the sampler's in a row with limits. Asked for, such steps are refused."""
 
     def wrong(*arguments: Any) -> torch.Tensor:
-        return draw_by_torch(*arguments) + int(arguments[-1].draws_limited)
+        return draw_by_torch(*arguments) + int(any(s.params.top_k for s in arguments[3]))
 
     monkeypatch.setattr("workers.model.gpu.draw_check.wrong_draws.__defaults__", (wrong,))
 

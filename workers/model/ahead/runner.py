@@ -17,15 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engine.interface import Chunk, Padding, Row, Sample
+from workers.engine.interface import Chunk, Padding, PromptLogprobs, Row, Sample
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.ahead.decode import PrepareRows, RowsDecoder
-from workers.model.answers import answer_chunks
-from workers.model.gpu.drawing import can_draw, draw, wishes_of
+from workers.model.answers import score_prompt, with_prompt
+from workers.model.gpu.drawing import draw
 from workers.model.gpu.graphs import Record, sizes_up_to
-from workers.model.gpu.request_state import OPEN, TOKEN, HostCopy, RequestState
+from workers.model.gpu.request_state import TOKEN, HostCopy, RequestState
+from workers.model.logprobs import rank_chosen, to_samples
 from workers.model.runner import ModelRunner
+from workers.model.sampler import OPEN
 from workers.model.staging import to_device
 
 
@@ -34,7 +36,7 @@ class _Started:
     """One row of the step in flight: the last token that its sequence will have by then."""
 
     block_id: int  # receives its KV
-    index: int  # in the step's ids
+    index: int  # in the step's samples
 
 
 class AheadRunner:
@@ -59,8 +61,8 @@ class AheadRunner:
             device,
         )
         self.decoder = RowsDecoder(runner, self.state, prepare_rows, record)
-        self._flight: dict[Sequence, _Started] = {}
-        self._flight_ids: HostCopy | None = None
+        self._started: dict[Sequence, _Started] = {}
+        self._flight: _Draw | None = None
         self.num_rows_started = 0
         self.num_rows_used = 0
 
@@ -92,41 +94,43 @@ class AheadRunner:
     def run(
         self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: StepMasks | None = None
     ) -> list[Row]:
-        flight, flight_ids = self._flight, self._flight_ids
-        self._flight, self._flight_ids = {}, None
+        started, flight = self._started, self._flight
+        self._started, self._flight = {}, None
         used = {
-            chunk.sequence: flight[chunk.sequence]
+            chunk.sequence: started[chunk.sequence]
             for chunk in chunks
-            if self._was_started(chunk, flight) and not _is_masked(chunk, masks)
+            if self._was_started(chunk, started) and not _is_masked(chunk, masks)
         }
         rest = [chunk for chunk in chunks if chunk.sequence not in used]
         self.num_rows_used += len(used)
         drawn = [chunk for chunk in chunks if chunk.samples]
         answers: dict[Sequence, Row] = {}
-        rest_ids: HostCopy | None = None
+        now: _Draw | None = None
         if padding or not self._admit(chunks):
             answers = self._run_now(rest, padding, masks)
         else:
-            hosted = [chunk for chunk in rest if _is_hosted(chunk, masks)]
-            # The host waits for a prompt's token and for a row that it samples itself, so nothing
-            # is gained by starting those rows again.
-            is_waited_for = bool(hosted) or any(chunk.num_tokens > 1 for chunk in rest)
+            # The host waits for a prompt's token, and for one that decides the next mask, so
+            # nothing is gained by starting those rows again.
+            is_waited_for = any(c.num_tokens > 1 or _is_masked(c, masks) for c in rest)
             ready = [chunk for chunk in drawn if is_waited_for and chunk.sequence in used]
-            answers, rest_ids = self._start_rest(rest, ready, hosted, masks)
+            answers, now = self._start_rest(rest, ready, masks)
             if not is_waited_for:
                 self._start_next(drawn)
-        token_ids = [] if flight_ids is None else flight_ids.read()
-        answers |= {s: _sample(token_ids[started.index]) for s, started in used.items()}
-        if rest_ids is not None:
-            sampled = [c.sequence for c in rest if c.samples and c.sequence not in answers]
+        samples = [] if flight is None else flight.read()
+        answers |= {sequence: samples[started.index] for sequence, started in used.items()}
+        if now is not None:
+            sampled = [chunk.sequence for chunk in rest if chunk.samples]
             # If none is sampled, as in the middle of a prompt, nothing waits for the device.
-            ids = rest_ids.read()[: len(sampled)] if sampled else []
-            answers |= dict(zip(sampled, map(_sample, ids), strict=True))
-        return self._settle(chunks, answers)
+            found = now.read() if sampled else []
+            for sequence, row in zip(sampled, found, strict=False):
+                prompt = answers.get(sequence)
+                assert prompt is None or isinstance(prompt, PromptLogprobs)
+                answers[sequence] = with_prompt(row, prompt)
+        return self._settle(chunks, answers, masks)
 
-    def _was_started(self, chunk: Chunk, flight: dict[Sequence, _Started]) -> bool:
+    def _was_started(self, chunk: Chunk, rows: dict[Sequence, _Started]) -> bool:
         """Whether exactly this row is in flight."""
-        started = flight.get(chunk.sequence)
+        started = rows.get(chunk.sequence)
         return (
             started is not None
             and chunk.num_tokens == 1
@@ -147,53 +151,40 @@ class AheadRunner:
         return {chunk.sequence: row for chunk, row in zip(chunks, rows, strict=True)}
 
     def _start_rest(
-        self,
-        rest: Seq[Chunk],
-        ready: Seq[Chunk],
-        hosted: Seq[Chunk],
-        masks: StepMasks | None,
-    ) -> tuple[dict[Sequence, Row], HostCopy | None]:
+        self, rest: Seq[Chunk], ready: Seq[Chunk], masks: StepMasks | None
+    ) -> tuple[dict[Sequence, Row], "_Draw | None"]:
         """Starts rows not in flight, and in the same forward the next step of the `ready` ones that
-        continue. Returns the rows that the host samples, and the ids of the others, in order."""
+        continue. Returns the log probabilities of prompts, and the samples, in order."""
         if not rest:
             return {}, None
-        on = [chunk for chunk in ready if self._goes_on(chunk)]
-        nexts = [Chunk(chunk.sequence, chunk.start + 1, 1, samples=True) for chunk in on]
+        nexts = self._nexts(ready)
         for chunk in rest:
             if chunk.samples:
                 end = chunk.start + chunk.num_tokens
                 self.state.place(chunk.sequence, chunk.sequence.token_ids[end - 1], end - 1)
         logits, scored = self._compute(rest, nexts)
-        rows_of = _rows_of((*rest, *nexts), scored)
-        by_host = {chunk.sequence for chunk in hosted}
-        by_device = [c for c in rest if c.samples and c.sequence not in by_host]
-        numbers = [rows_of[chunk.sequence][-1] for chunk in (*by_device, *nexts)]
-        ids: HostCopy | None = None
-        if not numbers and not hosted:
+        numbers, prompts, first = list[int](), dict[Sequence, Row](), 0
+        drawn = [chunk for chunk in (*rest, *nexts) if chunk.samples]
+        scores = list[tuple[Sequence, Tensor, int]]()
+        for chunk, positions in zip((*rest, *nexts), scored, strict=True):
+            if positions:
+                part = logits[first : first + len(positions)]
+                scores.append((chunk.sequence, part, positions.start))
+            first += len(positions) + chunk.samples
+            if chunk.samples:
+                numbers.append(first - 1)
+        if drawn:
+            draw = self._choose(
+                self._picked(logits, numbers), self._rows([c.sequence for c in drawn]), drawn, masks
+            )
+            self._note_started(nexts, len(drawn) - len(nexts))
+            self._flight = draw if nexts else None
+        else:
             # The next step waits for this one, so that no more than one is in flight.
-            self._flight_ids = HostCopy(logits.new_empty(0, dtype=torch.int64))
-        if numbers:
-            sequences = [chunk.sequence for chunk in (*by_device, *nexts)]
-            order = self._rows(sequences)
-            ids = self._choose(self._picked(logits, numbers), order, sequences)
-            for index, chunk in enumerate(nexts, len(by_device)):
-                self._flight[chunk.sequence] = _Started(self._block_of(chunk), index)
-            self._flight_ids = ids if nexts else None
-            self.num_rows_started += len(nexts)
-        if not hosted:
-            return {}, ids
-        answers = answer_chunks(
-            self._picked(logits, [n for chunk in hosted for n in rows_of[chunk.sequence]]),
-            hosted,
-            [
-                positions
-                for c, positions in zip(rest, scored, strict=False)
-                if c.sequence in by_host
-            ],
-            self._runner.find_likeliest,
-            masks,
-        )
-        return dict(zip((c.sequence for c in hosted), answers, strict=True)), ids
+            draw = self._flight = _Draw(logits.new_empty(0, dtype=torch.int64), None, [])
+        for sequence, part, start in scores:
+            prompts[sequence] = score_prompt(part, sequence, start)
+        return prompts, draw
 
     def _compute(self, rest: Seq[Chunk], nexts: Seq[Chunk]) -> tuple[Tensor, Seq[range]]:
         """The logits of chunks, then of tokens known only to the device, and the positions that
@@ -225,25 +216,37 @@ class AheadRunner:
 
     def _start_next(self, chunks: Seq[Chunk]) -> None:
         """Starts one more step of all continuing rows, from tokens known only to the device."""
-        on = [chunk for chunk in chunks if self._goes_on(chunk)]
-        if not on:
+        nexts = self._nexts(chunks)
+        if not nexts:
             return
-        nexts = [
-            Chunk(chunk.sequence, chunk.start + chunk.num_tokens, 1, samples=True) for chunk in on
-        ]
-        for index, chunk in enumerate(nexts):
-            self._flight[chunk.sequence] = _Started(self._block_of(chunk), index)
         logits = self.decoder.logits_of(nexts)
-        sequences = [chunk.sequence for chunk in nexts]
-        self._flight_ids = self._choose(logits, self.state.order[: len(nexts)], sequences)
+        self._flight = self._choose(logits, self.state.order[: len(nexts)], nexts)
+        self._note_started(nexts, 0)
+
+    def _nexts(self, chunks: Seq[Chunk]) -> list[Chunk]:
+        """The next step of those that continue: tokens that are not in their sequences yet."""
+        return [
+            Chunk(chunk.sequence, chunk.start + chunk.num_tokens, 1, samples=True)
+            for chunk in chunks
+            if self._goes_on(chunk)
+        ]
+
+    def _note_started(self, nexts: Seq[Chunk], first: int) -> None:
+        """Notes that these rows are in flight, `first ..` of its samples."""
+        for index, chunk in enumerate(nexts, first):
+            self._started[chunk.sequence] = _Started(self._block_of(chunk), index)
         self.num_rows_started += len(nexts)
 
-    def _choose(self, logits: Tensor, rows: Tensor, sequences: Seq[Sequence]) -> HostCopy:
+    def _choose(
+        self, logits: Tensor, rows: Tensor, chunks: Seq[Chunk], masks: StepMasks | None = None
+    ) -> "_Draw":
         """Samples the rows' next tokens and advances the rows. logits (n, vocab), rows (n,)."""
-        token_ids = draw(logits, self.state, rows, wishes_of(sequences))
+        sequences = [chunk.sequence for chunk in chunks]
+        lengths = [chunk.start + chunk.num_tokens for chunk in chunks]
+        token_ids = draw(logits, self.state, rows, sequences, lengths, masks)
         self.state.advance(rows, token_ids.clamp(min=0))
         self.state.note_advance(sequences)
-        return HostCopy(token_ids)
+        return _Draw(token_ids, rank_chosen(logits, token_ids, sequences), sequences)
 
     def _goes_on(self, chunk: Chunk) -> bool:
         """Whether the sequence needs another token after this chunk's, and has a slot for it."""
@@ -254,39 +257,35 @@ class AheadRunner:
             and position < len(sequence.block_ids) * self.block_size
         )
 
-    def _settle(self, chunks: Seq[Chunk], answers: dict[Sequence, Row]) -> list[Row]:
+    def _settle(
+        self, chunks: Seq[Chunk], answers: dict[Sequence, Row], masks: StepMasks | None
+    ) -> list[Row]:
         """One row per chunk. Rows the device could not decide are recomputed and sampled here."""
         is_open = [c for c in chunks if c.samples and _is_open(answers[c.sequence])]
         if is_open:
-            answers |= self._run_now(is_open, ())
+            answers |= self._run_now(is_open, (), masks)
             for chunk in is_open:
-                self._flight.pop(chunk.sequence, None)  # it was given another token
+                self._started.pop(chunk.sequence, None)  # it was given another token
         return [answers.get(chunk.sequence) for chunk in chunks]
+
+
+class _Draw:
+    """The samples of one step, being copied to the host."""
+
+    def __init__(self, token_ids: Tensor, ranked: Tensor | None, sequences: Seq[Sequence]) -> None:
+        """token_ids int64 (n,), of the sequences; `ranked` as `rank_chosen` gives it."""
+        self._token_ids = HostCopy(token_ids)
+        self._ranked = None if ranked is None else HostCopy(ranked)
+        self._sequences = sequences
+
+    def read(self) -> list[Sample]:
+        """Waits for the step. Samples without a token have OPEN."""
+        token_ids = self._token_ids.read()
+        return to_samples(token_ids, self._ranked.read() if self._ranked else (), self._sequences)
 
 
 def _is_masked(chunk: Chunk, masks: StepMasks | None) -> bool:
     return masks is not None and masks.constrains(chunk.sequence)
-
-
-def _is_hosted(chunk: Chunk, masks: StepMasks | None) -> bool:
-    """Whether the host computes the chunk's answer from logits."""
-    sequence = chunk.sequence
-    is_odd = not can_draw(sequence) or _is_masked(chunk, masks)
-    return sequence.scores_prompt or (chunk.samples and is_odd)
-
-
-def _rows_of(chunks: Seq[Chunk], scored: Seq[range]) -> dict[Sequence, range]:
-    """Each chunk's rows of the logits."""
-    rows, first = {}, 0
-    for chunk, positions in zip(chunks, scored, strict=True):
-        num_rows = len(positions) + chunk.samples
-        rows[chunk.sequence] = range(first, first + num_rows)
-        first += num_rows
-    return rows
-
-
-def _sample(token_id: int) -> Sample:
-    return Sample(token_id)
 
 
 def _is_open(row: Row) -> bool:

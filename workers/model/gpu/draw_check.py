@@ -3,6 +3,7 @@ far enough apart that rounding decides nothing."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,17 +12,30 @@ from torch import Tensor
 from contract.jobs import SamplingParams
 from workers.engine.interface import Sample
 from workers.engine.sequence import Sequence
-from workers.model.gpu.drawing import Wishes, draw, wishes_of
+from workers.model.gpu.drawing import draw
 from workers.model.gpu.request_state import RequestState
 from workers.model.sampler import sample
 from workers.model.staging import to_device
 
-Draw = Callable[[Tensor, RequestState, Tensor, Wishes], Tensor]
+Draw = Callable[[Tensor, RequestState, Tensor, Seq[Sequence], Seq[int]], Tensor]
 
-_FREE = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.6, 0, 1.0, 0.0)
-_LIMITED = (1.0, 3, 1.0, 0.0), (0.8, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1), (2.5, 9, 0.7, 0.02)
-# (temperature, top-k, top-p, min-p) of each row: without limits and with them are two kernels.
-_BATCHES = (_FREE, (*_LIMITED, *_FREE))
+_FREE: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0}, {"temperature": 0.6})
+_LIMITED: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 2.5, "top_k": 9, "top_p": 0.7, "min_p": 0.02},
+)
+# The prompts are of token 0, the output of the last token: both are among the likely ones.
+_CHANGED: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 4.0},
+    {"temperature": 1.0, "presence_penalty": 2.0, "frequency_penalty": 1.0},
+    {"logit_bias": {0: -100.0, 1: 8.0}},
+    {"temperature": 0.8, "top_k": 5, "min_tokens": 50},
+)
+# Parameters of each row: without limits and with them are two kernels, each of them for the model's
+# type and for changed logits, which are float32.
+_BATCHES = (_FREE, (*_LIMITED, *_FREE), (*_FREE, *_CHANGED[:3]), (*_LIMITED, *_CHANGED))
 _NUM_LIKELY = 16
 _SPACE = 0.5  # between their logits; exact in every type
 _UNLIKELY = -30.0
@@ -32,11 +46,12 @@ def wrong_draws(
 ) -> str | None:
     """Describes rows for which `draw_rows` and the sampler differ; None if there are none. Compiles
     the kernels for this state and size of the vocabulary."""
-    for rows in _BATCHES:
-        for sequences in _groups(rows, state.num_rows):
+    for batch in _BATCHES:
+        for sequences in _groups(batch, state.num_rows, vocab_size - 1):
             logits = _logits(len(sequences), vocab_size, state.device).to(dtype)
-            number = to_device(np.array(_lined_up(state, sequences)), state.device)
-            found = draw_rows(logits, state, number, wishes_of(sequences)).tolist()
+            rows = to_device(np.array(_lined_up(state, sequences)), state.device)
+            lengths = [sequence.num_known for sequence in sequences]
+            found = draw_rows(logits, state, rows, sequences, lengths).tolist()
             samples = sample(logits, sequences)
             expected = [row.token_id if isinstance(row, Sample) else None for row in samples]
             if found != expected:
@@ -44,26 +59,25 @@ def wrong_draws(
     return None
 
 
-def _groups(rows: Seq[tuple[float, int, float, float]], num_rows: int) -> Iterator[list[Sequence]]:
+def _groups(batch: Seq[dict[str, Any]], num_rows: int, last_id: int) -> Iterator[list[Sequence]]:
     """Yields one sequence for each row, at most `num_rows` at once."""
-    for first in range(0, len(rows), num_rows):
-        part = rows[first : first + num_rows]
-        yield [_sequence(first + number, *row) for number, row in enumerate(part)]
+    for first in range(0, len(batch), num_rows):
+        part = batch[first : first + num_rows]
+        yield [_sequence(first + i, params, last_id) for i, params in enumerate(part)]
 
 
-def _sequence(number: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Sequence:
-    params = SamplingParams(
-        max_tokens=99, seed=number, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
+def _sequence(number: int, params: dict[str, Any], last_id: int) -> Sequence:
+    num_prompt = 1 + number % 2
     return Sequence(
         job_id="check",
         epoch=0,
         choice=0,
         tenant="",
         lane="",
-        token_ids=[0] * (2 + number),
-        num_prompt=1 + number % 2,
-        params=params,
+        token_ids=[0] * num_prompt + [last_id] * (1 + number),
+        num_prompt=num_prompt,
+        params=SamplingParams(**({"max_tokens": 99, "seed": number, "temperature": 0.0} | params)),
+        ending_ids=frozenset({0, last_id}),
     )
 
 

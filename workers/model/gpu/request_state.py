@@ -8,6 +8,7 @@ One extra row, the last, belongs to padding.
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from workers.engine.sequence import Sequence
+from workers.model.gpu.histories import Histories
 from workers.model.noise import row_base
+from workers.model.penalties import is_penalised
 from workers.model.staging import to_device
 
 
@@ -32,18 +35,17 @@ class HostCopy:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
-    def read(self) -> list[int]:
-        """The numbers of a 1-D integer tensor."""
+    def read(self) -> list[Any]:
+        """The tensor's numbers, nested by its dimensions."""
         if self._event is not None:
             self._event.synchronize()
-        numbers: list[int] = self._host.tolist()
+        numbers: list[Any] = self._host.tolist()
         return numbers
 
 
 TOKEN, POSITION, OUTPUT_SHIFT, NOISE, TOP_K, TEMPERATURE, TOP_P, MIN_P, NUM_FIELDS = range(9)
 _UNKNOWN = -1  # known only to the device: not a valid token id or position
 OWN = -1  # a place has its row's token and position
-OPEN = -1  # instead of a token id: the row's logits are not finite numbers
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class _Row:
     number: int
     num_preemptions: int  # of its sequence when the table was started
     num_covered: int = 0  # blocks already in the table
+    num_kept: int = 0  # tokens that the host has copied, if it is penalised
 
 
 class RequestState:
@@ -87,6 +90,7 @@ class RequestState:
         self.given = places[1:3]  # int64 (2, num_places): tokens and positions that are not OWN
         self.wanted = places[3]  # int64 (num_places,): places whose logits are needed
         self.tables = cells[:, NUM_FIELDS:]  # int64 (num_rows + 1, max_blocks)
+        self._histories = Histories(num_rows + 1, device)
 
     @property
     def num_rows(self) -> int:
@@ -111,7 +115,20 @@ class RequestState:
         """Makes the sampled tokens the rows' last ones. Padding does not advance."""
         is_real = rows != self.padding_row
         self._ints[rows, TOKEN] = torch.where(is_real, token_ids, 0)
-        self._ints[rows, POSITION] = torch.where(is_real, self._ints[rows, POSITION] + 1, 0)
+        positions = torch.where(is_real, self._ints[rows, POSITION] + 1, 0)
+        self._ints[rows, POSITION] = positions
+        self._histories.append(rows, positions, token_ids)
+
+    def known(self, sequences: Seq[Sequence], lengths: Seq[int]) -> tuple[Tensor, Tensor]:
+        """Finds the tokens of penalised sequences; see FindKnown."""
+        fields = [
+            (self.row_of(s), n, s.num_prompt) for s, n in zip(sequences, lengths, strict=True)
+        ]
+        rows, ends, starts = to_device(np.array(fields, dtype=np.int64).T, self.device)
+        ids = self._histories.read(rows, max(lengths))
+        steps = torch.arange(ids.shape[1], device=self.device)
+        is_known = steps < ends[:, None]
+        return torch.where(is_known, ids, ids[:, :1]), is_known & (steps >= starts[:, None])
 
     # --- the host's side ----------------------------------------------------------------------
 
@@ -126,7 +143,8 @@ class RequestState:
             row = self._rows[sequence] = _Row(number, sequence.num_preemptions)
             self._begin(row, sequence)
         elif row.num_preemptions != sequence.num_preemptions:
-            row.num_preemptions, row.num_covered = sequence.num_preemptions, 0
+            row.num_preemptions = sequence.num_preemptions
+            row.num_covered = row.num_kept = 0
             self._begin(row, sequence)
         return row.number
 
@@ -135,10 +153,16 @@ class RequestState:
         return self._rows[sequence].number
 
     def place(self, sequence: Sequence, token_id: int, position: int) -> None:
-        """Sets the row's token and position, unless the device has them already."""
-        first = self._rows[sequence].number * self._width
+        """Sets the row's token and position, unless the device has them already. The host knows
+        all tokens up to this one; those that the device drew since the last call are set again."""
+        row = self._rows[sequence]
+        first = row.number * self._width
         self._write(first + TOKEN, token_id)
         self._write(first + POSITION, position)
+        if is_penalised(sequence):
+            new_ids = sequence.token_ids[row.num_kept : position + 1]
+            self._histories.write(row.number, row.num_kept, new_ids)
+            row.num_kept = position + 1
 
     def cover(self, sequence: Sequence) -> None:
         """Adds the sequence's new blocks to its table."""
@@ -163,7 +187,8 @@ class RequestState:
         self._places[:] = places
 
     def flush(self) -> None:
-        """Copies all changes to the device at once."""
+        """Copies all changes to the device."""
+        self._histories.flush()
         if not self._changed:
             return
         pairs = np.array([list(self._changed), list(self._changed.values())], dtype=np.int64)
