@@ -72,11 +72,11 @@ def _start(
     """Starts the engine. Does not return on a node other than node 0: that has ranks alone."""
     import torch
 
-    from workers.vllm_engine.load import engine_args, start_ranks, start_vllm
-
     fault = unusable_gpu(visible_gpus(), torch.version.cuda)
     if fault and torch.version.cuda is None and options.device != "cpu":
         raise ModelRefused(f"{fault}, by scripts/setup-vllm, or give --device cpu")
+    from workers.vllm_engine.load import engine_args, start_ranks, start_vllm
+
     if options.nodes > 1:
         engine_args(options)  # what vLLM refuses is refused before the nodes wait for each other
         try:
