@@ -39,7 +39,7 @@ class Machine:
         }
 
     def free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] if self.is_cuda else 0
+        return torch.cuda.mem_get_info()[0] if self.is_cuda else 0
 
     def roofs(self) -> dict[str, float]:
         """Measures bytes per second read and written by a copy, and operations per second of a

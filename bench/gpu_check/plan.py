@@ -92,7 +92,9 @@ class Plan:
             command = self._up("--engine=vllm", f"--engine-python={python}")
             self._run_engine("batchway, vLLM", command, UP_IS_READY, later_s=2 * each_s)
         later_s = 0.0 if vllm is None else each_s
-        self._run_engine("batchway, own", self._up(*on_cpu), UP_IS_READY, later_s=later_s)
+        self._run_engine(
+            "batchway, own", self._up("--engine=own", *on_cpu), UP_IS_READY, later_s=later_s
+        )
         if vllm is None:
             self.record.put("vllm serve", state="absent", reason=absent)
             return

@@ -332,7 +332,12 @@ def test_a_lost_token_is_far_behind_the_models_choice(tmp_path: Path) -> None:
     not."""
     save_model(TINY, CPU, tmp_path / "model")
     command = [sys.executable, "-m", "infra", "up", "--port=0", f"--model={tmp_path / 'model'}"]
-    command += [f"--served-model-name={calls.MODEL}", "--kv-cache-gib=0.01", "--threads=1"]
+    command += [
+        "--engine=own",
+        f"--served-model-name={calls.MODEL}",
+        "--kv-cache-gib=0.01",
+        "--threads=1",
+    ]
     requests = calls.Requests(TINY.vocab_size, 6, 20)
 
     with running_server(command, tmp_path / "log", UP_IS_READY, 100.0) as server:
