@@ -2,18 +2,20 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import random
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from multiprocessing.connection import Connection
 from typing import Any
 
 import httpx
 
-from bench.gpu_check.processes import Server, kill_all
+from bench.gpu_check.processes import Server, end_with_parent, kill_all
 from bench.gpu_check.record import Finding
 from bench.processor_time import below, part_of
 from infra.measure.http_calls import Caller, Outcome
@@ -23,6 +25,7 @@ from infra.tables import percentile
 
 MODEL = "m"
 _SAMPLE_MS = 200
+_STREAMS_EACH, _SPAWN_S = 64, 60.0  # of each process that calls
 _NUM_JUDGED, _JUDGE_S = 4, 60.0  # streams, seconds of each
 # A token that the model did not choose is behind by some deviations, each 1 in a model of ours.
 # In bfloat16 a chosen one is behind by a tenth at most: another batch adds in another order.
@@ -46,13 +49,13 @@ class Requests:
 def measure(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, dict[str, Any]]:
     """Sends all requests at once. `utilisation`: the GPU's in percent while all streams decode.
     Raises RuntimeError if a call fails, TimeoutError."""
+    began_s: list[float] = []
     with _utilisation() as samples:
-        start_s = time.time()
-        run = asyncio.run(_send(server, workload, limit_s))
+        run = _send(server, workload, limit_s, lambda: began_s.append(time.time()))
     if any(call.outcome is not Outcome.SUCCEEDED for call in run.calls):
         raise RuntimeError(f"a call failed{_reasons(run)}")
-    first_s = start_s + max(call.chunk_times_s[0] for call in run.calls)
-    last_s = start_s + min(call.chunk_times_s[-1] for call in run.calls)
+    first_s = began_s[0] + max(call.chunk_times_s[0] for call in run.calls)
+    last_s = began_s[0] + min(call.chunk_times_s[-1] for call in run.calls)
     found = {
         "tokens_per_s": sum(call.num_output_tokens for call in run.calls) / run.wall_s,
         "wall_s": run.wall_s,
@@ -70,12 +73,12 @@ def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding,
     after_s = calm.wall_s * random.Random(7).uniform(0.4, 0.6)
     killed: list[int] = []
     timer = threading.Timer(after_s, lambda: killed.extend(_kill(server.pid)))
-    timer.start()
     try:
-        run = asyncio.run(_send(server, workload, limit_s))
+        run = _send(server, workload, limit_s, timer.start)
     finally:
         timer.cancel()
-        timer.join()
+        if timer.ident is not None:
+            timer.join()
     answers = [call.token_ids for call in run.calls]
     asked = list(zip(workload.requests, answers, strict=True))
     most, judged = 0.0, "not compared with the model's own choices: "
@@ -103,13 +106,64 @@ def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding,
     return Finding(passed, f"{detail}; {judged}{_reasons(run)}"), found
 
 
-async def _send(server: Server, workload: Workload, limit_s: float) -> LoadRun:
-    num = len(workload.requests)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    wait_s = limit_s + 60.0  # the limit of all calls comes first
-    client = httpx.AsyncClient(base_url=server.url, timeout=wait_s, limits=limits, trust_env=False)
-    async with asyncio.timeout(limit_s), client:
-        return await run_load(Caller(client, MODEL), Load(workload, False, max_concurrency=num))
+def _send(
+    server: Server, workload: Workload, limit_s: float, begin: Callable[[], object]
+) -> LoadRun:
+    """Sends all requests at once, and calls `begin` then. Many streams go by several processes: one
+    does not read tokens as fast as a GPU makes them. Raises TimeoutError, RuntimeError."""
+    requests, context = workload.requests, multiprocessing.get_context("spawn")
+    parts = [requests[i : i + _STREAMS_EACH] for i in range(0, len(requests), _STREAMS_EACH)]
+    together = context.Barrier(len(parts) + 1, timeout=_SPAWN_S)
+    with contextlib.ExitStack() as stack:
+        receivers = []
+        for part in parts:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_send_part, args=(server, part, limit_s, together, sender), daemon=True
+            )
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            sender.close()
+            receivers.append(stack.enter_context(receiver))
+        try:
+            together.wait()
+            begin()
+            runs = [receiver.recv() for receiver in receivers]
+        except (EOFError, threading.BrokenBarrierError) as exc:
+            raise RuntimeError("a process that calls has ended") from exc
+    for run in runs:
+        if isinstance(run, BaseException):
+            raise run
+    calls = tuple(call for run in runs for call in run.calls)
+    load = Load(workload, False, max_concurrency=len(requests))
+    return LoadRun(load, calls, max(run.wall_s for run in runs))
+
+
+def _send_part(
+    server: Server,
+    requests: tuple[WorkloadRequest, ...],
+    limit_s: float,
+    together: threading.Barrier,
+    sender: Connection,
+) -> None:
+    """In a process of its own: sends back a LoadRun, or what was raised."""
+    end_with_parent()
+
+    async def send() -> LoadRun:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        client = httpx.AsyncClient(
+            base_url=server.url, timeout=limit_s + 60.0, limits=limits, trust_env=False
+        )
+        load = Load(Workload(requests), False, max_concurrency=len(requests))
+        async with asyncio.timeout(limit_s), client:
+            return await run_load(Caller(client, MODEL), load)
+
+    try:
+        together.wait()
+        sender.send(asyncio.run(send()))
+    except Exception as exc:
+        sender.send(exc)
 
 
 def behind(server: Server, request: WorkloadRequest, answer: list[int]) -> float:

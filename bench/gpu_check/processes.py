@@ -80,7 +80,7 @@ def started(
             stderr=output,
             text=True,
             process_group=0,
-            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            preexec_fn=end_with_parent,
         )
     try:
         yield process
@@ -117,6 +117,11 @@ def run_program(
     if is_late.is_set():
         raise TimeoutError
     return status
+
+
+def end_with_parent() -> None:
+    """Lets this process get SIGTERM when its parent has ended."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def tail(log: Path) -> str:

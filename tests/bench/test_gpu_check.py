@@ -327,9 +327,12 @@ with started(sleeper, Path("/dev/null")) as process:
 
 
 @pytest.mark.timeout(120)
-def test_a_lost_token_is_far_behind_the_models_choice(tmp_path: Path) -> None:
-    """A real server: its own answer is its choice, and one with a token left out or repeated is
-    not."""
+def test_a_lost_token_is_far_behind_the_models_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real server, called by two processes: its own answer is its choice, and one with a token
+    left out or repeated is not."""
+    monkeypatch.setattr(calls, "_STREAMS_EACH", 1)
     save_model(TINY, CPU, tmp_path / "model")
     command = [sys.executable, "-m", "infra", "up", "--port=0", f"--model={tmp_path / 'model'}"]
     command += [
@@ -348,7 +351,7 @@ def test_a_lost_token_is_far_behind_the_models_choice(tmp_path: Path) -> None:
         behind = [calls.behind(server, request, text) for text in (answer, *wrong)]
 
     assert found["tokens_per_s"] > 0
-    assert len(answer) == 20
+    assert [len(call.token_ids) for call in run.calls] == [20, 20]
     assert behind[0] < 0.01
     assert all(far > calls.MOST_BEHIND for far in behind[1:])
 
