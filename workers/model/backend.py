@@ -33,6 +33,7 @@ class Backend:
     layout: Layout  # of their weights
     prepare_rows: Callable[[RowsStep], PreparedAttention] = PreparedRows
     for_gpu: bool = False  # a fast one
+    use_torch_prompts: Callable[[], None] | None = None  # leaves whole prompts to torch
 
 
 def choose_backend(
@@ -84,13 +85,21 @@ def _triton(dtype: torch.dtype, device: torch.device, block_size: int, *, fused:
         raise ModelRefused("attention triton needs a CUDA device")
     try:
         from workers.model.attention.triton_attention import TritonAttention
+        from workers.model.attention.varlen import can_vary
         from workers.model.gpu.kernels import TritonKernels
     except ImportError as exc:
         raise ModelRefused("attention triton is asked for, but Triton is not installed") from exc
     kernels = TritonKernels(dtype) if fused else None
     triton = TritonAttention(block_size)
-    rows, for_gpu = triton.prepare_rows, has_fast_gpu(device)
-    return Backend(triton, kernels, fused, Layout(), prepare_rows=rows, for_gpu=for_gpu)
+    return Backend(
+        triton,
+        kernels,
+        fused,
+        Layout(),
+        prepare_rows=triton.prepare_rows,
+        for_gpu=has_fast_gpu(device),
+        use_torch_prompts=triton.use_torch_prompts if can_vary(dtype, device) else None,
+    )
 
 
 def _native(

@@ -9,7 +9,7 @@ from torch import nn
 
 from workers.engine.interface import ModelRefused
 from workers.engine.limits import DEFAULT_STEP_TOKENS
-from workers.model.ahead.self_test import SelfTestFailed, check_attention
+from workers.model.ahead.self_test import SelfTestFailed, check_attention, leave_prompts
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend, choose_backend
 from workers.model.huge_pages import touch, use_huge_pages
@@ -102,6 +102,7 @@ def _untouched_runner(
     backend = _choose_backend(loaded, progress)
     try:
         if backend.for_gpu:
+            leave_prompts(backend, kinds, loaded)
             check_attention(backend, kinds, loaded)
         runner = _checked_runner(loaded, cache, backend)
     except (SelfTestFailed, CannotShareBatch) as exc:

@@ -21,9 +21,9 @@ FOLDER = Path(workers.model.__file__).parent
 # What runs in each step on a GPU. At load and on a CPU a copy may wait.
 STEP_MODULES = [
     "answers", "attention/packed", "attention/rows", "attention/triton_attention",
-    "attention/triton_plan", "batch", "ahead/runner", "ahead/decode", "gpu/drawing",
-    "gpu/kernels", "gpu/request_state", "kv_cache", "noise", "penalties", "runner", "sampler",
-    "surgery/stack", "thresholds",
+    "attention/triton_plan", "attention/varlen", "batch", "ahead/runner", "ahead/decode",
+    "gpu/drawing", "gpu/histories", "gpu/kernels", "gpu/request_state", "kv_cache", "logprobs",
+    "noise", "penalties", "runner", "sampler", "surgery/stack", "thresholds",
 ]  # fmt: skip
 _COPYING = {"as_tensor", "cpu", "cuda", "from_numpy", "item", "new_tensor", "pin_memory", "tensor"}
 
@@ -97,11 +97,17 @@ def test_an_index_by_a_list_would_be_found() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
-    """Prompts, streams, and both together, on a GPU; torch reports every operation that waits."""
+    """Prompts, streams, and both together, with all that changes logits, on a GPU; torch reports
+    every operation that waits."""
     options = EngineOptions(model_path=str(save_tiny_model("llama", tmp_path)), max_num_seqs=4)
     model: Any = load_model(options, lambda text: None).model
     assert isinstance(model, AheadRunner)
-    sequences = [make_sequence(prompt) for prompt in make_prompts([9, 20], VOCAB_SIZE)]
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 2},
+        {"frequency_penalty": 0.5, "logit_bias": {5: 1.0}, "min_tokens": 9},
+    ]
+    prompts = make_prompts([9, 20], VOCAB_SIZE)
+    sequences = [make_sequence(p, **w) for p, w in zip(prompts, wishes, strict=True)]
     allot_blocks(sequences, model)
     torch.cuda.set_sync_debug_mode("error")
     try:

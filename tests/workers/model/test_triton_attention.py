@@ -1,6 +1,7 @@
 """The Triton attention kernels, compared with the reference: compiled on a GPU, otherwise
 interpreted."""
 
+import itertools
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,14 @@ from tests.workers.model.test_attention import BLOCK_SIZE, NUM_BLOCKS, make_span
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import proof
+from workers.model.ahead.self_test import wrong_prompts
+from workers.model.attention import varlen
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.attention.rows import RowsStep
 from workers.model.backend import choose_backend
 from workers.model.loader import load_model
+from workers.model.probe import AttentionShape
 
 triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
 triton_plan = pytest.importorskip("workers.model.attention.triton_plan")
@@ -118,6 +122,106 @@ def test_the_kernels_equal_the_reference(
     found, expected = attend_both(spans, *random_tensors(case), case)
 
     assert_close(found, expected)
+
+
+def _varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    _: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Stands in for torch's FlashAttention, which no CPU has: by the formula."""
+    assert enable_gqa
+    bounds = ends.tolist()
+    assert bounds[-1] == len(query) == len(key)
+    assert max(np.diff(bounds)) == max_q == max_k
+    window = window_size[0] + 1 or None
+    out = torch.empty_like(query)
+    for first, last in itertools.pairwise(bounds):
+        span = Span(0, last - first, 0, np.arange(last - first))
+        rows = slice(first, last)
+        step = ReferenceAttention().prepare([span], DEVICE)
+        flags = AttentionFlags(scale, window)
+        out[rows] = step.attend(query[rows], key[rows], value[rows], flags)
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(0, 70)],
+        [(0, 70), (0, 33)],
+        [(9, 1), (0, 70), (0, 33)],
+        [(0, 70), (9, 40), (0, 5), (0, 33)],
+    ],
+)
+def test_whole_prompts_are_torch_s(
+    chunks: list[tuple[int, int]], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, together, and beside tokens and parts that the kernels attend; short ones are theirs
+    too."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(varlen, "varlen_attn", _varlen_attn)
+    backend = triton_attention.TritonAttention(BLOCK_SIZE, torch_prompts=True)
+    case = Case(chunks, (4, 2), (64, 64), AttentionFlags(0.1, window), torch.bfloat16)
+    spans, tensors = make_spans(chunks), random_tensors(case)
+
+    found = backend.prepare(spans, DEVICE).attend(*tensors, case.flags)
+
+    assert_close(found, ReferenceAttention().prepare(spans, DEVICE).attend(*tensors, case.flags))
+
+
+def test_the_self_test_tells_right_prompts_from_wrong_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And from a torch without this attention."""
+
+    def wrong(*arguments: Any, **options: Any) -> torch.Tensor:
+        return _varlen_attn(*arguments, **options) * 1.5
+
+    def lacking(*arguments: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel")
+
+    shape = AttentionShape(4, 2, 64, 64, AttentionFlags(0.1))
+    reasons = []
+    for stand_in in (_varlen_attn, wrong, lacking):
+        monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+        reasons.append(wrong_prompts(shape, BLOCK_SIZE, torch.bfloat16, DEVICE))
+
+    assert reasons[0] is None
+    assert reasons[1] is not None
+    assert "fails at prompts: off by" in reasons[1]
+    assert reasons[2] == "it raises RuntimeError: no kernel"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "flags", "can"),
+    [
+        (torch.bfloat16, (128, 128), AttentionFlags(0.1, 99), True),
+        (torch.float16, (96, 96), AttentionFlags(0.1), True),
+        (torch.float32, (128, 128), AttentionFlags(0.1), False),
+        (torch.bfloat16, (128, 64), AttentionFlags(0.1), False),
+        (torch.bfloat16, (100, 100), AttentionFlags(0.1), False),
+        (torch.bfloat16, (512, 512), AttentionFlags(0.1), False),
+        (torch.bfloat16, (64, 64), AttentionFlags(0.1, softcap=30.0), False),
+        (torch.bfloat16, (64, 64), AttentionFlags(0.1, sinks=torch.ones(4)), False),
+    ],
+)
+def test_what_torch_lacks_is_the_kernels_(
+    dtype: torch.dtype, dims: tuple[int, int], flags: AttentionFlags, can: bool
+) -> None:
+    """FlashAttention has no float32, no two sizes of heads, no capped scores and no sinks."""
+    case = Case([(0, 40)], (4, 2), dims, flags, dtype)
+
+    assert varlen.takes(*random_tensors(case), flags) == can
 
 
 def test_the_random_cases_cover_every_flag() -> None:

@@ -4,6 +4,7 @@ sampled, then graphs.
 Each stage also compiles the kernels that it needs. A stage that raises has failed.
 """
 
+import logging
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from contextlib import closing
@@ -31,6 +32,8 @@ from workers.model.proof import Choices, logits_difference
 from workers.model.runner import ModelRunner
 from workers.model.surgery.trial import TOLERANCE
 
+log = logging.getLogger("batchway.engine")
+
 # (start, num_tokens) of each chunk. One context begins behind the last full block; one has a split
 # more than the other.
 _STAGES = {
@@ -39,6 +42,7 @@ _STAGES = {
     "split decode": ((SPLIT_TOKENS + 9, 1), (21, 1)),
     "chunk beside decode": ((21, 33), (SPLIT_TOKENS + 9, 1)),
 }
+_PROMPTS = (((0, SPLIT_TOKENS + 33), (0, 70)), ((0, 200), (21, 33)))
 _ROW_STARTS = (SPLIT_TOKENS + 9, 21)
 _PROMPT_TOKENS = (12, 5)
 
@@ -66,6 +70,42 @@ def check_attention(backend: Backend, shapes: Collection[AttentionShape], loaded
             trial.compare("prepared rows", rows, lambda _: backend.prepare_rows(step))  # noqa: B023
 
 
+def leave_prompts(backend: Backend, shapes: Collection[AttentionShape], loaded: Loaded) -> None:
+    """Leaves whole prompts to torch's FlashAttention if that is right for each shape."""
+    if backend.use_torch_prompts is None:
+        return
+    reasons = (wrong_prompts(s, loaded.block_size, loaded.dtype, loaded.device) for s in shapes)
+    if reason := next(filter(None, reasons), None):
+        log.warning("Triton's kernel attends prompts, not torch's FlashAttention: %s", reason)
+    else:
+        backend.use_torch_prompts()
+
+
+@torch.inference_mode()
+def wrong_prompts(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why torch's FlashAttention cannot attend whole prompts in place of Triton's kernel; None if
+    it can, or leaves this shape to the kernel. Attends two prompts, one of them beside a chunk."""
+    from workers.model.attention.triton_attention import TritonAttention
+
+    trial = _Trial(shape, block_size, dtype, device)
+    kernel, torchs = (TritonAttention(block_size, torch_prompts=on) for on in (False, True))
+    try:
+        for chunks in _PROMPTS:
+            trial.compare(
+                "prompts",
+                chunks,
+                lambda spans: torchs.prepare(spans, device),
+                lambda spans: kernel.prepare(spans, device),
+            )
+    except SelfTestFailed as exc:
+        return str(exc)
+    except Exception as exc:  # of a build of torch without it
+        return f"it raises {type(exc).__name__}: {first_line(exc)}"
+    return None
+
+
 class _Trial:
     """Attention on random numbers in one layer's shape; slots of no sequence contain NaN."""
 
@@ -84,8 +124,9 @@ class _Trial:
         stage: str,
         chunks: Seq[tuple[int, int]],
         prepare: Callable[[list[Span]], PreparedAttention],
+        prepare_other: Callable[[list[Span]], PreparedAttention] | None = None,
     ) -> None:
-        """Raises SelfTestFailed, or what a kernel raises."""
+        """With the other or the reference. Raises SelfTestFailed, or what a kernel raises."""
         spans, first = [], 0
         for table, (start, num_tokens) in zip(self._tables, chunks, strict=True):
             slots = block_slots(table.tolist(), start + num_tokens, self._block_size)
@@ -94,9 +135,11 @@ class _Trial:
         query, keys, values = self._tensors(spans)
         flags = self._shape.flags
         found = prepare(spans).attend(query, keys, values, flags)
-        expected = (
-            ReferenceAttention().prepare(spans, self._device).attend(query, keys, values, flags)
-        )
+        if prepare_other is None:
+            other: PreparedAttention = ReferenceAttention().prepare(spans, self._device)
+        else:
+            other = prepare_other(spans)
+        expected = other.attend(query, keys, values, flags)
         share = _largest_difference(found, expected)
         if not share <= TOLERANCE[self._dtype]:
             raise SelfTestFailed(stage, f"off by {share:.1e} of the largest number of a head")

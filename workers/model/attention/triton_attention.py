@@ -23,6 +23,7 @@ from workers.model.attention.triton_kernels import (
     list_parts,
 )
 from workers.model.attention.triton_plan import StepPlan, Work, plan_spans
+from workers.model.attention.varlen import WholePrompts, takes, whole_prompts
 
 _LEAST_ROWS = 16  # minimum for a product on tensor cores
 # Programs for few rows, over all KV heads: two or three times what runs at once on an H100. More
@@ -43,11 +44,19 @@ class _Tile:
 class TritonAttention:
     """AttentionBackend for CUDA, and for a CPU in Triton's interpreter."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, torch_prompts: bool = False) -> None:
+        """`torch_prompts`: torch attends whole prompts where it can (`varlen`)."""
         self._block_size = block_size
+        self._torch_prompts = torch_prompts
+
+    def use_torch_prompts(self) -> None:
+        """From now on torch attends whole prompts where it can."""
+        self._torch_prompts = True
 
     def prepare(self, spans: Seq[Span], device: torch.device) -> "PreparedTriton":
-        return PreparedTriton(self._block_size, spans=spans, device=device)
+        return PreparedTriton(
+            self._block_size, spans=spans, device=device, torch_prompts=self._torch_prompts
+        )
 
     def prepare_rows(self, step: RowsStep) -> PreparedAttention:
         """Plans single tokens whose tables are on the device, without reading them."""
@@ -82,13 +91,15 @@ class PreparedTriton:
         device: torch.device | None = None,
         plan: StepPlan | None = None,
         rows: RowsStep | None = None,
+        torch_prompts: bool = False,
     ) -> None:
         self._block_size = block_size
+        self._torch_prompts = torch_prompts
         self._spans = spans
         self._device = device
         self._rows = rows
         self._fixed = plan
-        self._plans: dict[tuple[int, int], StepPlan] = {}
+        self._plans: dict[tuple[int, int, bool], tuple[StepPlan | None, WholePrompts | None]] = {}
         self._packed: PreparedAttention | None = None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
@@ -100,8 +111,15 @@ class PreparedTriton:
             query = query.contiguous()
         group, widest = num_heads // kv_heads, max(k_dim, v_dim)
         tiles = [_tile(query.dtype, widest, group, is_short=is_short) for is_short in (True, False)]
-        plan = self._plan(*(tile.num_rows // group for tile in tiles))
+        torch_prompts = self._torch_prompts and takes(query, keys, values, flags)
+        short_queries, tile_queries = (tile.num_rows // group for tile in tiles)
+        plan, prompts = self._plan(short_queries, tile_queries, torch_prompts)
+        if plan is None:  # the spans, in order, are all rows
+            assert prompts is not None
+            return prompts.attend(query, keys, values, flags)
         out = query.new_empty(num_tokens, num_heads, v_dim)
+        if prompts is not None:
+            out[prompts.rows] = prompts.attend(query, keys, values, flags)
         for work in plan.works:
             tile = tiles[0] if work.num_parts > 0 else tiles[1]
             self._compute(work, tile, plan, (query, keys, values, out), flags)
@@ -181,15 +199,24 @@ class PreparedTriton:
                 self._packed = PackedAttention().prepare(self._spans, device)
         return self._packed
 
-    def _plan(self, short_queries: int, tile_queries: int) -> StepPlan:
-        """Cached for the step's other layers."""
+    def _plan(
+        self, short_queries: int, tile_queries: int, torch_prompts: bool
+    ) -> tuple[StepPlan | None, WholePrompts | None]:
+        """What Triton attends, and what torch does. Cached for the step's other layers."""
         if self._fixed is not None:
-            return self._fixed
-        key = short_queries, tile_queries
+            return self._fixed, None
+        key = short_queries, tile_queries, torch_prompts
         if key not in self._plans:
             assert self._device is not None
-            self._plans[key] = plan_spans(
-                self._spans, *key, SPLIT_TOKENS, self._block_size, self._device
+            parts: tuple[list[Span], list[Span]] = ([], [])
+            for span in self._spans:
+                is_whole = torch_prompts and span.start == 0 and span.num_tokens > short_queries
+                parts[is_whole].append(span)
+            rest, whole = parts
+            sizes = short_queries, tile_queries, SPLIT_TOKENS, self._block_size
+            self._plans[key] = (
+                plan_spans(rest, *sizes, self._device) if rest else None,
+                whole_prompts(whole, self._device) if whole else None,
             )
         return self._plans[key]
 

@@ -52,12 +52,13 @@ def plan_spans(
     block_size: int,
     device: torch.device,
 ) -> StepPlan:
-    """Splits spans of at most `short_queries` tokens by context, others into tiles."""
+    """Splits spans of at most `short_queries` tokens by context, others into tiles. Rows of no span
+    have no position."""
     # (num_spans, 4): first row, number of tokens, row of the tables, first position.
     parts = [(s.first, s.num_tokens, row, s.start) for row, s in enumerate(spans)]
     columns = np.array(parts, dtype=np.int64)
     is_short = columns[:, 1] <= short_queries
-    positions = np.empty(int(columns[:, 1].sum()), dtype=np.int64)
+    positions = np.empty(int((columns[:, 0] + columns[:, 1]).max()), dtype=np.int64)
     tables = np.zeros((len(spans), max(-(-len(s.slots) // block_size) for s in spans)), np.int64)
     for row, span in enumerate(spans):
         blocks = span.slots[::block_size] // block_size
