@@ -43,7 +43,8 @@ def _choice(options: argparse.Namespace) -> tuple[str, str]:
         return "own", reason
     python = vllm_python(options)
     if options.engine_python is None and not has_vllm_for_gpus(python):
-        return "own", f"scripts/setup-vllm installs vLLM, which is the default on {gpus[0].name}"
+        how = "run scripts/setup-vllm, or name its environment by --engine-python"
+        return "own", f"vLLM, the default on {gpus[0].name}, is not installed: {how}"
     return "vllm", f"by {python}, on {gpus[0].name}"
 
 

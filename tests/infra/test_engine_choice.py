@@ -92,7 +92,7 @@ def test_a_gpu_without_vllm_says_how_to_get_it(
     for _ in range(2):
         engine, said = chosen(caplog)
         assert (engine, said.count("\n")) == ("own", 1)
-        assert "engine own: scripts/setup-vllm installs vLLM" in said
+        assert "is not installed: run scripts/setup-vllm, or name its environment by" in said
         vllm.unlink(missing_ok=True)
     with pytest.raises(argparse.ArgumentTypeError, match="no interpreter at"):
         chosen(caplog, f"--engine-python={vllm}")
