@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
-from vllm import EngineArgs, LLMEngine
+from vllm import EngineArgs, LLMEngine, envs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from contract.jobs import ResumeKind, resume_kind
 from contract.model_cards import Capabilities, GenerationDefaults
 from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
@@ -97,7 +98,7 @@ def start_vllm(
         max_num_seqs=config.scheduler_config.max_num_seqs,
         capabilities=Capabilities(
             structured_output=grammars is not None,
-            resume="exact" if has_plugin else "distribution",
+            resume=_resume(model) if has_plugin else "distribution",
         ),
         generation=generation,
     )
@@ -157,6 +158,13 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     given = {name: str(value) for name, value in ours.items() if value is not None}
     words = [_word(name, value) for name, value in (given | options.engine_args).items()]
     return EngineArgs.from_cli_args(parser.parse_args(words))
+
+
+def _resume(model: Any) -> ResumeKind:
+    """`model`: vLLM's ModelConfig."""
+    device = "cpu" if current_platform.is_cpu() else "cuda"
+    dtype = model.quantization or str(model.dtype).removeprefix("torch.")
+    return resume_kind(device, dtype, is_batch_invariant=envs.VLLM_BATCH_INVARIANT)
 
 
 def _dtype(name: str) -> str:
