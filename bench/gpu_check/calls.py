@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,13 +18,13 @@ import httpx
 from bench.gpu_check.processes import Server, end_with_parent, kill_all
 from bench.gpu_check.record import Finding
 from bench.processor_time import below, part_of
-from infra.measure.http_calls import Caller, Outcome
+from infra.measure.http_calls import Call, Caller, Outcome
 from infra.measure.load import Load, LoadRun, run_load
 from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workload
 from infra.tables import percentile
 
 MODEL = "m"
-_SAMPLE_MS = 200
+_SAMPLE_MS, _LOOK_S = 200, 0.005
 _STREAMS_EACH, _SPAWN_S = 64, 60.0  # of each process that calls
 _NUM_JUDGED, _JUDGE_S = 4, 60.0  # streams, seconds of each
 # A token that the model did not choose is behind by some deviations, each 1 in a model of ours.
@@ -68,17 +68,11 @@ def measure(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun
 
 def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding, dict[str, Any]]:
     """Sends the requests of `calm` again, and kills the worker with its engine while they stream;
-    another worker goes on with them. Raises TimeoutError."""
+    another worker goes on with them. `at`: the tokens that each caller had then. Raises
+    TimeoutError."""
     workload = calm.load.workload
-    after_s = calm.wall_s * random.Random(7).uniform(0.4, 0.6)
-    killed: list[int] = []
-    timer = threading.Timer(after_s, lambda: killed.extend(_kill(server.pid)))
-    try:
-        run = _send(server, workload, limit_s, timer.start)
-    finally:
-        timer.cancel()
-        if timer.ident is not None:
-            timer.join()
+    share = random.Random(7).uniform(0.1, 0.4)
+    at, run = asyncio.run(_send_and_kill(server, workload, share, limit_s))
     answers = [call.token_ids for call in run.calls]
     asked = list(zip(workload.requests, answers, strict=True))
     most, judged = 0.0, "not compared with the model's own choices: "
@@ -87,23 +81,63 @@ def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding,
         judged = f"no token is behind the model's own choice by more than {most:.3f}"
     except httpx.HTTPError as exc:
         judged += repr(exc)
-    found = {
-        "after_s": after_s,
+    found: dict[str, Any] = {
         "streams": len(answers),
-        "running": sum(call.sent_s < after_s < call.end_s for call in run.calls),
+        "at": at,
+        "running": sum(n < request.max_tokens for n, (request, _) in zip(at, asked, strict=False)),
         "ended": sum(call.outcome is Outcome.SUCCEEDED for call in run.calls),
         "whole": sum(len(answer) == request.max_tokens for request, answer in asked),
         "same": sum(a.token_ids == b for a, b in zip(calm.calls, answers, strict=True)),
         "longest_gap_s": max((max(call.itls_s) for call in run.calls if call.itls_s), default=0.0),
     }
-    is_whole = found["running"] == found["ended"] == found["whole"] == found["streams"]
+    is_whole = found["ended"] == found["whole"] == found["streams"] and found["running"] > 0
     detail = (
         "{ended} of {streams} streams ended, {whole} with as many tokens as asked for, {same} with "
-        "those of an undisturbed run; {running} were running at {after_s:.1f} s; longest gap "
-        "{longest_gap_s:.1f} s"
+        "those of an undisturbed run; {running} were running; longest gap {longest_gap_s:.1f} s"
     ).format(**found)
-    passed = bool(killed) and is_whole and most <= MOST_BEHIND
-    return Finding(passed, f"{detail}; {judged}{_reasons(run)}"), found
+    judged = f"killed after {sum(at)} tokens; {judged}{_reasons(run)}"
+    return Finding(is_whole and most <= MOST_BEHIND, f"{detail}; {judged}"), found
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched(Caller):
+    """A caller whose calls can be seen while they run."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    async def call(
+        self,
+        call: Call,
+        request: WorkloadRequest,
+        now_s: Callable[[], float],
+        hang_up_after: int | None = None,
+    ) -> None:
+        self.calls.append(call)
+        await Caller.call(self, call, request, now_s, hang_up_after)
+
+
+async def _send_and_kill(
+    server: Server, workload: Workload, share: float, limit_s: float
+) -> tuple[list[int], LoadRun]:
+    """Kills the worker once the callers have this share of the tokens. Returns how many each of
+    them had then; nothing if it was not killed."""
+    num_wanted = share * workload.num_output_tokens
+    async with asyncio.timeout(limit_s), _client(server, limit_s) as client:
+        caller = _Watched(client, MODEL)
+
+        async def kill() -> list[int]:
+            # A token of a call makes no event.
+            while sum(at := [c.num_output_tokens for c in caller.calls]) < num_wanted:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+            return at if await asyncio.to_thread(_kill, server.pid) else []
+
+        killing = asyncio.create_task(kill())
+        load = Load(workload, False, max_concurrency=len(workload.requests))
+        run = await run_load(caller, load)
+        if not killing.done():
+            killing.cancel()
+            return [], run
+        return killing.result(), run
 
 
 def _send(
@@ -151,12 +185,8 @@ def _send_part(
     end_with_parent()
 
     async def send() -> LoadRun:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        client = httpx.AsyncClient(
-            base_url=server.url, timeout=limit_s + 60.0, limits=limits, trust_env=False
-        )
         load = Load(Workload(requests), False, max_concurrency=len(requests))
-        async with asyncio.timeout(limit_s), client:
+        async with asyncio.timeout(limit_s), _client(server, limit_s) as client:
             return await run_load(Caller(client, MODEL), load)
 
     try:
@@ -164,6 +194,13 @@ def _send_part(
         sender.send(asyncio.run(send()))
     except Exception as exc:
         sender.send(exc)
+
+
+def _client(server: Server, limit_s: float) -> httpx.AsyncClient:
+    """With as many connections as calls; the limit of all calls comes before its own."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    wait_s = limit_s + 60.0
+    return httpx.AsyncClient(base_url=server.url, timeout=wait_s, limits=limits, trust_env=False)
 
 
 def behind(server: Server, request: WorkloadRequest, answer: list[int]) -> float:

@@ -56,7 +56,7 @@ def _machine(machine: Machine, folder: Path) -> None:
     """Measures the device, chooses the sizes of all stages, and makes the model."""
     _emit(about=machine.about())
     free_bytes = machine.free_bytes()
-    streams, num_in, num_out, shape = (1, 4, 8), 6, 400, TINY
+    streams, num_in, num_out, shape = (1, 4, 8), 6, 3000, TINY
     if not machine.is_tiny:
         streams, num_in, shape = (1, 32, 256), 128, shape_for(free_bytes)
         num_out = output_tokens(shape, free_bytes, max(streams), num_in)

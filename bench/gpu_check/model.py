@@ -46,7 +46,7 @@ class Shape:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
 
-TINY = Shape("tiny Qwen3", 2, 64, 2, 1, 32, 96, 300, 1024)
+TINY = Shape("tiny Qwen3", 2, 64, 2, 1, 32, 96, 300, 4096)
 SHAPES = (
     Shape("Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072),
     Shape("Qwen3-1.7B", 28, 2048, 16, 8, 128, 6144),

@@ -27,7 +27,7 @@ _NEEDS_S = {"machine": 30.0, "self-test": 40.0, "engine": 90.0, "strategies": 60
 _RECOVERY_S = 25.0  # beside a start: until a worker is missed, and to compare tokens
 _WARM_UP_SHARE = 8  # a warm-up's outputs are so many times shorter
 _IMPORT_S = 120.0
-_LONGEST = 2048  # tokens of a request
+_LONGEST = 4096  # tokens of a request
 # Nothing is fetched. On a CPU vLLM's own default is most of the memory, in GiB.
 _VLLM = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 UP_IS_READY = r"batchway is ready: (\S+)"
@@ -83,7 +83,7 @@ class Plan:
     def _run_engines(self, vllm: tuple[str, str] | None) -> None:
         """`vllm`: its interpreter and version."""
         each_s, absent = _NEEDS_S["engine"], "vLLM is in neither this Python nor .venv-vllm"
-        on_cpu = [] if self.device == "cuda" else ["--kv-cache-gib=0.01", "--threads=1"]
+        on_cpu = [] if self.device == "cuda" else ["--kv-cache-gib=0.03", "--threads=1"]
         if vllm is None:
             self.record.put("batchway, vLLM", state="absent", reason=absent)
         else:
