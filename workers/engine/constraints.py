@@ -89,7 +89,7 @@ class Constraints:
     def take(self, sequence: Sequence, sample: Sample, report: StepReport) -> None:
         """Appends a sampled token and those that its grammar, if any, forces after it. Raises
         GrammarFailed."""
-        self._append(sequence, sample, report)
+        self.append(sequence, sample, report)
         self.force(sequence, report)
 
     def force(self, sequence: Sequence, report: StepReport) -> None:
@@ -101,10 +101,11 @@ class Constraints:
         for token_id in matcher.forced():
             if sequence.finish_reason is not None:
                 return
-            self._append(sequence, Sample(token_id), report)
+            self.append(sequence, Sample(token_id), report)
             report.num_forced_tokens += 1
 
-    def _append(self, sequence: Sequence, sample: Sample, report: StepReport) -> None:
+    def append(self, sequence: Sequence, sample: Sample, report: StepReport) -> None:
+        """Appends a sampled token. Raises GrammarFailed."""
         if sequence.matcher is not None:
             sequence.matcher.consume(sample.token_id)
         position = sequence.num_output

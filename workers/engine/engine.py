@@ -2,44 +2,34 @@
 
 The scheduler orders the work, the model computes, and the supervisor handles text and the log. It
 has one thread, and only the model blocks.
-
-Over 300 lines: jobs, their sequences and what is reported of them change together.
 """
 
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-from contract.errors import ErrorCode
 from contract.jobs import FinishReason
 from workers.engine.batches import Batches
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, Drawn, Model, Row, RowFailed, Sample, Vector
+from workers.engine.jobs import JobEngine
 from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.lengths import LengthPredictor, RecentLengths
-from workers.engine.limits import Deadlines, EngineLimits
+from workers.engine.limits import EngineLimits
 from workers.engine.masks import StepMasks
 from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy
-from workers.engine.report import JobError, StepReport, token_out
-from workers.engine.request import check_request, sequences_of
+from workers.engine.report import StepReport, token_out
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.jobs import Request, TokenOut
+from workers.ipc.jobs import TokenOut
 
 
-@dataclass(slots=True)
-class _Job:
-    epoch: int
-    sequences: dict[int, Sequence]  # by choice; those that have not ended
-
-
-class Engine:
+class Engine(JobEngine):
     """Runs the choices of many jobs through one model, one step at a time."""
 
     def __init__(
@@ -56,35 +46,30 @@ class Engine:
         grammars: Grammars | None = None,
     ) -> None:
         self._model = model
-        self._limits = limits
-        self._clock_s = clock_s
         self._lengths = lengths or RecentLengths()
         self._blocks = blocks_of(model, limits, model_revision)
         if not isinstance(strategies, Strategies):
             strategies = Strategies(strategies)
         self._batches = Batches(strategies, limits.max_num_seqs)
-        self._scheduler = Scheduler(
+        self._is_idle = False  # all that runs waits for masks
+        scheduler = Scheduler(
             self._blocks,
             limits,
             policy or FirstComeFirstServed(),
             lanes,
             self._lengths,
         )
-        self._jobs: dict[str, _Job] = {}
-        self._deadlines = Deadlines()
-        self._ended_early: list[Sequence] = []
-        self._next_arrival = 0
-        # The scheduler does not know the jobs that wait for their grammars.
         # A model with a state for each sequence would compute a late row's from its start again.
-        self._constraints = Constraints(
-            grammars, model.max_model_len, skips_late=model.shares_blocks
+        constraints = Constraints(grammars, model.max_model_len, skips_late=model.shares_blocks)
+        super().__init__(
+            scheduler,
+            constraints,
+            limits,
+            model.eos_token_ids,
+            model.max_model_len,
+            self._blocks.num_blocks * self._blocks.block_size,
+            clock_s,
         )
-        self._is_idle = False  # all that runs waits for masks
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would compute or report anything."""
-        return bool(self._jobs or self._ended_early)
 
     def next_wake_s(self) -> float | None:
         """When the next step has something to do, on the engine's clock: at once (in the past), or
@@ -96,10 +81,6 @@ class Engine:
         wakes_s = (self._batches.wake_s(now_s), self._deadlines.next_s, poll_s)
         return min((wake_s for wake_s in wakes_s if wake_s is not None), default=None)
 
-    @property
-    def limits(self) -> EngineLimits:
-        return self._limits
-
     def reconfigure(
         self, limits: EngineLimits, strategies: Strategies, lanes: Seq[Lane] = DEFAULT_LANES
     ) -> None:
@@ -110,61 +91,12 @@ class Engine:
         self._scheduler.reconfigure(limits, lanes)
         self._batches.reconfigure(strategies, limits.max_num_seqs)
 
-    def add(self, request: Request) -> None:
-        """Adds a job; each choice continues after its known output.
-
-        A newer epoch of a job replaces the running one; an older one is ignored, as it is fenced.
-        Raises RequestRefused for a job that can never run here; other jobs are not affected.
-        """
-        held = self._jobs.get(request.job_id)
-        if held is not None and held.epoch >= request.epoch:
-            return
-        self.stop_job(request.job_id, request.epoch - 1)
-        check_request(
-            request,
-            vocab_size=self._limits.vocab_size,
-            max_model_len=self._model.max_model_len,
-            num_kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
-            prefill_only=self._limits.prefill_only,
-        )
-        sequences = sequences_of(request, self._model.eos_token_ids, self._next_arrival)
-        self._next_arrival += len(request.outputs)
-        job = _Job(request.epoch, {s.choice: s for s in sequences})
-        if request.params.grammar and sequences:
-            self._constraints.compile(request.job_id, request.params.grammar, sequences)
-            self._jobs[request.job_id] = job
-        else:
-            self._start(job)
-        self._note_deadline(request.job_id, request.epoch, request.deadline_s)
-
-    def stop_job(self, job_id: str, epoch: int) -> None:
-        """Drops a job up to that epoch, without a report. Unknown jobs have ended already."""
-        self._ended_early = [s for s in self._ended_early if s.job_id != job_id or s.epoch > epoch]
-        held = self._jobs.get(job_id)
-        if held is not None and held.epoch <= epoch:
-            self._drop(job_id)
-
-    def stop_choice(self, job_id: str, epoch: int, choice: int) -> None:
-        """Drops one choice of a job, without a report. Unknown ones have ended already."""
-        held = self._jobs.get(job_id)
-        if held is not None and held.epoch == epoch and choice in held.sequences:
-            self._remove(held.sequences[choice])
-
     def reprioritise(
         self, job_id: str, epoch: int, lane: str, deadline_s: float | None = None
     ) -> None:
-        """Moves a job to another lane and deadline, running or waiting. Unknown ones have ended."""
-        held = self._jobs.get(job_id)
-        if held is None or held.epoch != epoch:
-            return
-        for sequence in held.sequences.values():
-            sequence.deadline_s = deadline_s
-            if self._constraints.holds(job_id):
-                sequence.lane = lane
-            else:
-                self._scheduler.move(sequence, lane, self._clock_s())
+        """As `JobEngine.reprioritise`."""
+        super().reprioritise(job_id, epoch, lane, deadline_s)
         self._batches.note_move()
-        self._note_deadline(job_id, epoch, deadline_s)
 
     def preempt(self, job_id: str) -> None:
         """Preempts a job, as memory pressure does; it continues when there is room."""
@@ -177,11 +109,6 @@ class Engine:
         self._blocks.evict()
 
     @property
-    def sequences(self) -> list[Sequence]:
-        """All sequences that have not ended, running and waiting."""
-        return [s for job in self._jobs.values() for s in job.sequences.values()]
-
-    @property
     def blank_block_ids(self) -> list[int]:
         """Blocks whose content is never read again; tests overwrite them."""
         return self._blocks.blank_ids
@@ -191,11 +118,8 @@ class Engine:
 
         `announce` is called with the step's chunks before they are computed.
         """
-        report = StepReport(ended=self._ended_early)
-        self._ended_early = []
         start_s = self._clock_s()
-        self._expire(start_s, report)
-        self._start_compiled(report)
+        report = self._begin_step(start_s)
         entered = self._batches.let_in(lambda s: self._scheduler.place(s, start_s), start_s)
         self._scheduler.let_in(entered, start_s)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
@@ -232,21 +156,6 @@ class Engine:
         )
         assert num_sequences == self._scheduler.num_running + self._scheduler.num_waiting
 
-    def _note_deadline(self, job_id: str, epoch: int, deadline_s: float | None) -> None:
-        if deadline_s is not None and job_id in self._jobs:
-            self._deadlines.add(deadline_s, job_id, epoch, self._jobs)
-
-    def _expire(self, now_s: float, report: StepReport) -> None:
-        """Ends the jobs whose deadline has passed, running or waiting."""
-        for deadline_s, job_id, epoch in self._deadlines.take_passed(now_s):
-            held = self._jobs.get(job_id)
-            if held is None or held.epoch != epoch:
-                continue
-            if all(s.deadline_s == deadline_s for s in held.sequences.values()):
-                message = "the deadline passed before the job had ended"
-                report.failed.append(JobError(job_id, epoch, ErrorCode.DEADLINE, message))
-                self._drop(job_id)
-
     def _count(self, plan: StepPlan, report: StepReport) -> None:
         num_streams, scheduler = len(plan.served_together.sequences), self._scheduler
         num_each = [chunk.num_tokens for chunk in plan.served_singly]
@@ -263,39 +172,16 @@ class Engine:
         report.num_prefix_queries = plan.num_prefix_queries
         report.num_prefix_hits = plan.num_prefix_hits
 
-    def _start_compiled(self, report: StepReport) -> None:
-        for job_id, failure in self._constraints.compiled():
-            job, code = self._jobs.pop(job_id), ErrorCode.BAD_PARAMETER
-            if failure is None:
-                try:
-                    self._start(job, report)
-                    continue
-                except GrammarFailed as limit:  # among the first tokens that it forces
-                    failure, code = limit, limit.code
-            report.failed.append(JobError(job_id, job.epoch, code, str(failure)))
+    def _enter(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
+        self._batches.add(sequence)
 
-    def _start(self, job: _Job, report: StepReport | None = None) -> None:
-        """Hands a job's sequences to the scheduler; one that is complete ends at once. The report
-        gets the first tokens that a grammar forces. If this raises GrammarFailed, it hands over
-        none."""
-        ended: list[Sequence] = []
-        for sequence in list(job.sequences.values()):
-            sequence.added_s = self._clock_s()
-            room = self._model.max_model_len - sequence.num_prompt
-            sequence.max_output = min(sequence.max_output, room)
-            if not self._limits.prefill_only:
-                sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
-            if sequence.finish_reason is not None:
-                ended.append(sequence)
-            elif report is not None:
-                self._constraints.force(sequence, report)
-            if sequence.finish_reason is not None:
-                del job.sequences[sequence.choice]
-        self._ended_early += ended
-        for sequence in job.sequences.values():
-            self._scheduler.add(sequence)
-            self._batches.add(sequence)
-            self._jobs[sequence.job_id] = job
+    def _leave(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self._batches.remove(sequence)
+
+    def _force(self, sequence: Sequence, report: StepReport) -> None:
+        self._constraints.force(sequence, report)
 
     def _take_constrained(
         self, sequence: Sequence, row: Sample, report: StepReport, now_s: float
@@ -331,17 +217,6 @@ class Engine:
         self._scheduler.keep(sequence, num_right)
         if sequence.finish_reason is not None:
             self._finish(sequence, report, now_s)
-
-    def _fail(
-        self,
-        sequence: Sequence,
-        message: str,
-        report: StepReport,
-        code: ErrorCode = ErrorCode.ENGINE_ERROR,
-    ) -> None:
-        """Fails the sequence's whole job."""
-        report.failed.append(JobError(sequence.job_id, sequence.epoch, code, message))
-        self._drop(sequence.job_id)
 
     def _apply(
         self,
@@ -396,30 +271,8 @@ class Engine:
                     report.prompt_logprobs.append((sequence, row))
 
     def _finish(self, sequence: Sequence, report: StepReport, now_s: float) -> None:
-        assert sequence.started_s is not None
         self._lengths.observe(sequence)
-        self._remove(sequence)
-        report.num_finished += 1
-        report.queue_s += sequence.started_s - sequence.added_s
-        report.run_s += now_s - sequence.started_s
-
-    def _holds(self, sequence: Sequence) -> bool:
-        job = self._jobs.get(sequence.job_id)
-        return job is not None and job.sequences.get(sequence.choice) is sequence
-
-    def _remove(self, sequence: Sequence) -> None:
-        if not self._constraints.holds(sequence.job_id):
-            self._scheduler.remove(sequence)
-            self._batches.remove(sequence)
-        job = self._jobs[sequence.job_id]
-        del job.sequences[sequence.choice]
-        if not job.sequences:
-            del self._jobs[sequence.job_id]
-            self._constraints.forget(sequence.job_id)
-
-    def _drop(self, job_id: str) -> None:
-        for sequence in list(self._jobs[job_id].sequences.values()):
-            self._remove(sequence)
+        super()._finish(sequence, report, now_s)
 
 
 def _num_equal(one: Seq[int], other: Seq[int]) -> int:

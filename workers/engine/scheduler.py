@@ -310,7 +310,13 @@ class Scheduler:
         while has_admitted and plan.num_on_offer > 0:
             has_admitted = False
             firsts = [self._waiting.first_of(account) for account in self._below_share()]
-            firsts.sort(key=lambda s: (self._lanes.of(s).priority, by_weight(s.account, s.weight)))
+            firsts.sort(
+                key=lambda s: (
+                    self._lanes.of(s).priority,
+                    by_weight(s.account, s.weight),
+                    s.arrival,
+                )
+            )
             for sequence in firsts:
                 if sequence not in plan.preempted and self._has_tokens(plan, sequence):
                     self._admit(plan, sequence, now_s)

@@ -1,5 +1,6 @@
 """Places on a host: handed out as on batchway's own engine, and no token changes."""
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
 from workers.ipc.jobs import Request, TokenOut
-from workers.vllm_engine.placing import PlacingEngine
+from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 _STEP_TOKENS = 10_000
 _MOST_STEPS = 2_000
@@ -113,7 +114,7 @@ def keys_of(sequences: list[Sequence]) -> set[Choice]:
 _jobs = st.tuples(
     st.sampled_from(LANES),
     st.sampled_from(("ada", "bob", "eve")),
-    st.sampled_from((1.0, 3.0)),
+    st.sampled_from((1.0, 2.0)),  # exact in sums of shares
     st.integers(1, 12),
     st.integers(1, 20),
 )
@@ -240,6 +241,26 @@ def test_whoever_is_displaced_has_the_same_tokens(
         if r.params.prompt_logprobs is not None and r.params.max_tokens and len(r.prompts[0]) > 1
     }
     assert set(scored) == asking
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_tokens_that_the_host_computes_again_are_counted(remembers: bool) -> None:
+    """Of a displaced sequence: none if the host has kept their KV."""
+
+    class Remembering(HashHost):
+        def step(self) -> list[HostOutput]:
+            num_cached = {s: s.num_known - 1 if remembers else 0 for s in self.requests}
+            outputs = super().step()
+            return [dataclasses.replace(o, num_cached=num_cached[o.sequence]) for o in outputs]
+
+    placed = Placed(Remembering(1, max_model_len=MAX_MODEL_LEN, eos_rate=EOS_RATE))
+    placed.add(job("batch", range(5), lane="batch", ignore_eos=True))
+    placed.step()
+    placed.step()
+    placed.add(job("urgent", range(20, 24), lane="interactive", max_tokens=1, ignore_eos=True))
+    placed.run()
+    num_again = sum(report.num_recomputed_tokens for report in placed.reports)
+    assert num_again == (0 if remembers else 6)  # the prompt and one of two tokens of output
 
 
 def test_an_urgent_job_takes_the_place_of_the_least_computed_batch_job() -> None:
