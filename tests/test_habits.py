@@ -24,7 +24,17 @@ HEADINGS = [
     "== vLLM, the newest release that is supported",
     "== all passed",
 ]
-CALLED = ("setup", "docs", "test", "check", "clients", "real-parts", "campaigns", "setup-vllm")
+CALLED = (
+    "setup",
+    "docs",
+    "test",
+    "check",
+    "clients",
+    "real-parts",
+    "campaigns",
+    "setup-vllm",
+    "vllm-contract",
+)
 PROJECT = 'name = "batchway"\nversion = "0.1.0"\nother = 1\n'
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n- New.\n\n## [0.1.0] - 2026-01-01\n\n- All.\n"
 # Makes environments whose Python makes the files of a release, and installs nothing.

@@ -21,7 +21,10 @@ def try_step(engine: HostedEngine, num_most: int, model_path: str) -> None:
     prompt = tuple(range(min(_NUM_TOKENS, num_most - 1)))
     if not prompt:
         return
-    params = SamplingParams(max_tokens=2, seed=0, ignore_eos=True)
+    # Samples in each way, so that vLLM's kernels for it are compiled before the first call.
+    params = SamplingParams(
+        max_tokens=2, seed=0, ignore_eos=True, top_k=2, top_p=0.9, presence_penalty=0.1, logprobs=1
+    )
     failures: list[Exception] = []
 
     def run() -> None:
