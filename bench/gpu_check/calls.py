@@ -70,9 +70,8 @@ def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding,
     """Sends the requests of `calm` again, and kills the worker with its engine while they stream;
     another worker goes on with them. `at`: the tokens that each caller had then. Raises
     TimeoutError."""
-    workload = calm.load.workload
-    share = random.Random(7).uniform(0.1, 0.4)
-    at, run = asyncio.run(_send_and_kill(server, workload, share, limit_s))
+    workload, share = calm.load.workload, random.Random(7).uniform(0.1, 0.4)
+    at, run = asyncio.run(_send_and_kill(server, calm, share, limit_s))
     answers = [call.token_ids for call in run.calls]
     asked = list(zip(workload.requests, answers, strict=True))
     most, judged = 0.0, "not compared with the model's own choices: "
@@ -117,27 +116,26 @@ class _Watched(Caller):
 
 
 async def _send_and_kill(
-    server: Server, workload: Workload, share: float, limit_s: float
+    server: Server, calm: LoadRun, share: float, limit_s: float
 ) -> tuple[list[int], LoadRun]:
-    """Kills the worker once the callers have this share of the tokens. Returns how many each of
-    them had then; nothing if it was not killed."""
-    num_wanted = share * workload.num_output_tokens
+    """Kills the worker after this share of the tokens, or of the time of `calm` where tokens come
+    late. Returns how many tokens each caller had then."""
+    num_wanted = share * calm.load.workload.num_output_tokens
+    end_s = time.monotonic() + share * calm.wall_s
     async with asyncio.timeout(limit_s), _client(server, limit_s) as client:
         caller = _Watched(client, MODEL)
 
         async def kill() -> list[int]:
-            # A token of a call makes no event.
-            while sum(at := [c.num_output_tokens for c in caller.calls]) < num_wanted:  # noqa: ASYNC110
+            at = [0]
+            while sum(at) < num_wanted and time.monotonic() < end_s:
                 await asyncio.sleep(_LOOK_S)
-            return at if await asyncio.to_thread(_kill, server.pid) else []
+                at = [call.num_output_tokens for call in caller.calls]
+            await asyncio.to_thread(_kill, server.pid)
+            return at
 
         killing = asyncio.create_task(kill())
-        load = Load(workload, False, max_concurrency=len(workload.requests))
-        run = await run_load(caller, load)
-        if not killing.done():
-            killing.cancel()
-            return [], run
-        return killing.result(), run
+        run = await run_load(caller, calm.load)
+        return await killing, run
 
 
 def _send(
@@ -218,15 +216,14 @@ def behind(server: Server, request: WorkloadRequest, answer: list[int]) -> float
     return most
 
 
-def _kill(pid: int) -> list[int]:
-    """Kills the worker below this process, and all that is below it."""
-    found = []
+def _kill(pid: int) -> None:
+    """Kills the worker below this process, and all that is below it. Raises RuntimeError without."""
+    found: list[int] = []
     for child in below(pid):
         with contextlib.suppress(OSError):  # it has ended
             if part_of(child) == "worker's supervisor":
                 found += below(child)
     kill_all(found)
-    return found
 
 
 def _reasons(run: LoadRun) -> str:
