@@ -217,12 +217,14 @@ def behind(server: Server, request: WorkloadRequest, answer: list[int]) -> float
 
 
 def _kill(pid: int) -> None:
-    """Kills the worker below this process, and all that is below it. Raises RuntimeError without."""
+    """Kills the worker below this process, and all that is below it. Raises RuntimeError."""
     found: list[int] = []
     for child in below(pid):
         with contextlib.suppress(OSError):  # it has ended
             if part_of(child) == "worker's supervisor":
                 found += below(child)
+    if not found:
+        raise RuntimeError("there is no worker to kill")
     kill_all(found)
 
 
