@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from workers.model.attention.interface import AttentionFlags, PreparedAttention, Span
 from workers.model.attention.packed import PackedAttention
@@ -244,7 +245,15 @@ def _tile(dtype: torch.dtype, widest: int, group: int, *, is_short: bool) -> _Ti
     if is_short:
         return _Tile(num_rows, num_keys, *((4, 5) if num_rows <= 32 else (8, 2)))
     num_rows = max(num_rows, 64 if widest > 128 else 128)
-    return _Tile(num_rows, num_keys, 4 if num_rows < 128 else 8, 2)
+    return _Tile(num_rows, min(num_keys, _most_keys()), 8, 2)
+
+
+def _most_keys() -> int:
+    """Of a chunk's tile: more do not fit the registers of GPUs for desktops (8.6, 8.9, 12.x)."""
+    if triton.knobs.runtime.interpret:
+        return 64
+    arch = driver.active.get_current_target().arch
+    return 32 if 80 < arch < 90 or arch >= 120 else 64
 
 
 def _factor_type(dtype: torch.dtype) -> tl.dtype:
