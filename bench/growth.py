@@ -89,11 +89,10 @@ def _shown(cell: Cell | None) -> str:
 
 def measure_growth(options: EngineOptions, batches: Seq[int], contexts: Seq[int]) -> Growth:
     """Measures all cells. Raises ModelRefused."""
-    if options.steps == "auto":
-        options = msgspec.structs.replace(options, steps="direct")
+    options = msgspec.structs.replace(options, ahead=False)
     runner = load_model(options, lambda text: print(text, file=sys.stderr)).model
     if not isinstance(runner, ModelRunner):
-        raise ModelRefused("only models with paged attention and `--steps direct` are measured")
+        raise ModelRefused("only models with paged attention are measured")
     keys = next(iter(runner.cache.layers.values())).keys
     machine, shape = measure(keys.device, keys.dtype), shape_of(runner)
     cells = []

@@ -9,11 +9,10 @@ from typing import Any
 from infra.option_values import host_and_port, integer, lengths, number
 
 _ATTENTIONS = ("auto", "torch", "triton")
-_STEPS = ("auto", "direct", "ahead", "graphs")
 _QUANTIZATIONS = ("none", "int8")
 _ENGINES = ("auto", "own", "vllm")
 # What batchway's own engine alone has, by the default.
-_OF_OWN_ENGINE = {"quantization": "none", "attention": "auto", "steps": "auto", "torch_only": False}
+_OF_OWN_ENGINE = {"quantization": "none", "attention": "auto", "torch_only": False}
 
 
 def add_engine_options(group: argparse._ArgumentGroup) -> None:
@@ -172,14 +171,6 @@ def add_computing_options(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="auto: the kernel for the processor or GPU, if it passes the self-test, else torch; "
         "triton: that or nothing (default: auto)",
-    )
-    group.add_argument(
-        "--steps",
-        choices=_STEPS,
-        default="auto",
-        help="direct: one after the other; ahead: the device computes the next one while the host "
-        "books the last; graphs: ahead, as CUDA graphs; auto: graphs with Triton's attention on a "
-        "GPU, else direct (default: auto)",
     )
     group.add_argument(
         "--torch-only",

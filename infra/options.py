@@ -364,7 +364,6 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         device=options.device.partition(":")[0],
         memory_share=options.memory_share,
         attention=options.attention,
-        steps=options.steps,
         fused=not options.torch_only,
         engine_args=dict(options.engine_arg),
         **node_options(options),
@@ -378,7 +377,7 @@ def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     names = (
         "model", "dtype", "quantization", "device", "threads", "max_model_len", "max_num_seqs",
         "max_num_batched_tokens", "block_size", "kv_cache_gib", "memory_share", "strategy",
-        "batching", "attention", "steps", "engine_module",
+        "batching", "attention", "engine_module",
     )  # fmt: skip
     pairs = [(name, getattr(options, name)) for name in names]
     pairs.append(("served_model_name", served_name(options)))

@@ -35,7 +35,7 @@ def check_engine(
     options = EngineOptions(model_path="", device=machine.device.type, kv_memory_bytes=_KV_BYTES)
     if not machine.is_cuda:  # what runs of it in Triton's interpreter
         small = {"kv_memory_bytes": 2**20, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-        options = msgspec.structs.replace(options, attention="triton", steps="ahead", **small)
+        options = msgspec.structs.replace(options, attention="triton", ahead=True, **small)
     model = wrap_decoder(
         lambda: random_decoder(config, machine),
         config,

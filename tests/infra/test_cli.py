@@ -383,7 +383,7 @@ def test_a_second_node_needs_an_interpreter_but_no_redis(tmp_path: Path) -> None
 def test_a_worker_of_up_gets_the_same_options() -> None:
     """The arguments that `up` passes on yield the same engine and name."""
     words = (
-        *("--max-model-len=512", "--dtype=float32", "--attention=torch", "--steps=ahead"),
+        *("--max-model-len=512", "--dtype=float32", "--attention=torch"),
         *("--generation-config=none", "--tool-call-parser=hermes", "--reasoning-parser=none"),
         '--default-chat-template-kwargs={"a b": "c=\'d\' é", "e": [null, 1.5, true]}',
     )

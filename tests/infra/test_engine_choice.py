@@ -105,7 +105,6 @@ def test_a_gpu_without_vllm_says_how_to_get_it(
         (("--strategy=dynamic",), "--strategy dynamic"),
         (("--quantization=int8",), "--quantization"),
         (("--attention=torch",), "--attention"),
-        (("--steps=direct",), "--steps"),
         (("--torch-only",), "--torch-only"),
         (("--strategy=continuous",), None),
         (("--max-num-seqs=8", "--dtype=float16", "--memory-share=0.5"), None),
@@ -214,7 +213,7 @@ def test_up_chooses_once_for_its_workers(gpu: None, vllm: Path, tmp_path: Path) 
     given = worker_arguments(entry)
     assert "--engine=own" in given
     assert not [word for word in given if word.startswith("--engine-python")]
-    two = "models:\n- {model: demo}\n- {model: demo, served_model_name: b, steps: direct}\n"
+    two = "models:\n- {model: demo}\n- {model: demo, served_model_name: b, attention: torch}\n"
     assert [entry.options.engine for entry in read(tmp_path, two)] == ["vllm", "own"]
     with pytest.raises(UsageError, match=r"entry 2 \(demo\): engine: differs from that of"):
         read(tmp_path, two.replace("served_model_name: b, ", ""))

@@ -78,7 +78,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     batching_version: str = ""  # version of batching.yaml
     num_threads: int | None = None
     attention: str = "auto"  # auto, torch or triton
-    steps: str = "auto"  # auto, direct, ahead (one in flight) or graphs (ahead, as CUDA graphs)
+    ahead: bool | None = None  # one step in flight, as CUDA graphs; None: on a fast GPU
     fused: bool = True  # exchange modules for faster ones that prove equal
     generation_config: str = "auto"  # the model's sampling settings hold; none: they do not
     tool_call_parser: str = "auto"  # a name in workers.output.tool_formats, or none

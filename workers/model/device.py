@@ -105,14 +105,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_triton(attention: str, steps: str, capability: Capability | None) -> None:
+def check_triton(attention: str, capability: Capability | None) -> None:
     """Raises ModelRefused if the options mean Triton's kernels on a GPU, and nothing can build what
     launches them. capability None: a CPU, where nothing is built."""
     if capability is None or os.environ.get("TRITON_INTERPRET") == "1":
         return
     has_triton = find_spec("triton") is not None
     attends = attention == "triton" or (attention == "auto" and capability >= BFLOAT16_CAPABILITY)
-    if not has_triton or not (attends or steps in ("ahead", "graphs")):
+    if not has_triton or not attends:
         return
     if fault := triton_fault(c_compiler(), python_header()):
         raise ModelRefused(fault)

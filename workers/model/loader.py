@@ -32,7 +32,6 @@ from workers.model.device import (
 )
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
-from workers.model.gpu.graphs import check_steps
 from workers.model.loaded import Loaded
 from workers.model.memory import check_free, check_weights, free_bytes
 from workers.model.paged import paged_runner
@@ -100,9 +99,8 @@ def load_model(
     if options.generation_config == "auto":
         generation = sampling_defaults(files, vocab_size)
     device = choose_device(options.device)
-    check_steps(options.steps, device)
     dtype = choose_dtype(options.dtype, config, capability_of(device))
-    check_triton(options.attention, options.steps, capability_of(device))
+    check_triton(options.attention, capability_of(device))
     check_quantization(options.quantization, device)
     _check_memory(options, files, device, dtype)
     progress(f"loading {path} as {dtype_name(dtype)} on {device}")
@@ -137,8 +135,8 @@ def _load_pooling(
 ) -> LoadedModel:
     """Loads a prefill-only model. Raises ModelRefused."""
     path, revision = options.model_path, folder.files.revision
-    if options.quantization != "none" or options.steps not in ("auto", "direct"):
-        raise ModelRefused(f"{path} makes vectors, which needs quantization none and steps direct")
+    if options.quantization != "none":
+        raise ModelRefused(f"{path} makes vectors, which needs quantization none")
     config = read_config(path, revision, pools=True)
     tokenizer = read_tokenizer(path, revision)
     device = choose_device(options.device)

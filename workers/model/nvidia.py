@@ -125,8 +125,8 @@ def triton_fault(compiler: str | None, header: Path | None) -> str | None:
     else:
         return None
     return (
-        f"Triton's kernels need {lacks}, which is missing here: {helps}, or give --attention torch "
-        "--steps direct, which takes about three times as long"
+        f"Triton's kernels need {lacks}, which is missing here: {helps}, or give "
+        "--attention torch, which takes about three times as long"
     )
 
 

@@ -1,4 +1,4 @@
-"""Chooses how steps follow each other: as the operator asked, or what passes the self-test."""
+"""Chooses how steps follow each other: by what passes the self-test."""
 
 import logging
 from collections.abc import Callable
@@ -16,13 +16,10 @@ log = logging.getLogger("batchway.engine")
 def choose_steps(
     paged: ModelRunner, backend: Backend, loaded: Loaded, progress: Callable[[str], None]
 ) -> ModelRunner | AheadRunner:
-    """Returns a runner that passed its self-test. `auto` leaves out what fails, with a line in the
-    log. Raises SelfTestFailed for a way that was asked for."""
-    steps = loaded.options.steps
-    is_auto = steps == "auto"
-    if is_auto:
-        steps = "graphs" if backend.for_gpu else "direct"
-    if steps == "direct":
+    """Returns a runner that passed its self-test. What fails is left out, with a line in the log.
+    Raises SelfTestFailed if steps ahead were asked for and fail."""
+    asked = loaded.options.ahead
+    if not (backend.for_gpu if asked is None else asked):
         return paged
 
     def ahead(record: Record | None = None) -> AheadRunner:
@@ -32,18 +29,17 @@ def choose_steps(
     try:
         check_rows(ahead(), paged, loaded.config)
     except SelfTestFailed as exc:
-        if not is_auto:
+        if asked:
             raise
-        log.warning("steps are direct: %s", exc)
+        log.warning("no step runs ahead: %s", exc)
         return paged
-    if steps == "ahead":
+    record = recorder(loaded.device)
+    if record is None:
         return ahead()
-    model = ahead(recorder(steps))
+    model = ahead(record)
     try:
         progress(f"{check_graphs(model, paged, loaded.config)} CUDA graphs are recorded")
     except SelfTestFailed as exc:
-        if not is_auto:
-            raise
         log.warning("steps are ahead without graphs: %s", exc)
         return ahead()
     return model

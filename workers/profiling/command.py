@@ -49,12 +49,11 @@ def take_profile(
     options: EngineOptions, load: Load, num_profiled: int, trace_dir: Path | None
 ) -> Profile:
     """Takes the profile of a model. Raises ModelRefused, CannotProfile."""
-    if options.steps == "auto":
-        options = msgspec.structs.replace(options, steps="direct")
+    options = msgspec.structs.replace(options, ahead=False)
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
     runner = loaded.model
     if not isinstance(runner, ModelRunner):
-        raise CannotProfile("only `--steps direct` is profiled, of a model with paged attention")
+        raise CannotProfile("only models with paged attention are profiled")
     longest = load.num_prompt_tokens + load.num_output_tokens
     if longest > runner.max_model_len:
         raise CannotProfile(

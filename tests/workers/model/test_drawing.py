@@ -40,8 +40,8 @@ def random_sequences(generator: random.Random) -> list[Sequence]:
         output_ids = [generator.randint(4, 9) for _ in range(generator.randint(0, 6))]
         prompt = list(range(4, 4 + generator.randint(1, 20)))
         choice = generator.randint(0, 2)
-        arguments = {"output_ids": output_ids, "choice": choice, "ending_ids": frozenset({5})}
-        sequences.append(make_sequence(prompt, **arguments, **wishes))
+        wishes |= {"output_ids": output_ids, "choice": choice, "ending_ids": frozenset({5})}
+        sequences.append(make_sequence(prompt, **wishes))
     return sequences
 
 

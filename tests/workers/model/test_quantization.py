@@ -119,9 +119,9 @@ def test_steps_started_ahead_yield_the_same_tokens(tmp_path: Path) -> None:
         4, VOCAB_SIZE, prompt_tokens=(3, 40), output_tokens=(2, 12), seed=1
     )
     found = []
-    for steps in ("direct", "ahead"):
+    for is_ahead in (False, True):
         options = EngineOptions(
-            model_path=str(folder), device="cpu", quantization="int8", steps=steps
+            model_path=str(folder), device="cpu", quantization="int8", ahead=is_ahead
         )
         loaded = load_model(options, lambda text: None)
         engine = build_engine(loaded.model, VOCAB_SIZE, options, loaded.num_step_tokens)

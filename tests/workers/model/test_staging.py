@@ -77,9 +77,9 @@ def test_no_step_indexes_by_numbers_of_the_host(tmp_path: Path) -> None:
         {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}},
     ]
     folder = save_tiny_model("llama", tmp_path)
-    for steps in ("direct", "ahead"):
+    for is_ahead in (False, True):
         options = EngineOptions(
-            model_path=str(folder), device="cpu", max_num_seqs=8, steps=steps, fused=False
+            model_path=str(folder), device="cpu", max_num_seqs=8, ahead=is_ahead, fused=False
         )
         model: Any = load_model(options, lambda text: None).model
         prompts = make_prompts([9, 20, 5, 12, 7], VOCAB_SIZE)

@@ -10,9 +10,6 @@ from typing import Protocol
 
 import torch
 
-from workers.engine.interface import ModelRefused
-
-STEPS = ("auto", "direct", "ahead", "graphs")
 _SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
 _BEYOND = 32
 # Limit of recorded steps with prompts. It does not follow the token budget, which may change. For
@@ -68,17 +65,9 @@ class CudaRecorder:
         return graph
 
 
-def check_steps(steps: str, device: torch.device) -> None:
-    """Raises ModelRefused if this way to run steps is unknown or unavailable."""
-    if steps not in STEPS:
-        raise ModelRefused(f"steps {steps} is not one of {', '.join(STEPS)}")
-    if steps == "graphs" and device.type != "cuda":
-        raise ModelRefused("steps graphs needs a CUDA device")
-
-
-def recorder(steps: str) -> Record | None:
-    """The recorder for `steps`; None if steps are not recorded."""
-    return CudaRecorder() if steps == "graphs" else None
+def recorder(device: torch.device) -> Record | None:
+    """What records steps on this device; None if nothing does."""
+    return CudaRecorder() if device.type == "cuda" else None
 
 
 class StepGraphs:

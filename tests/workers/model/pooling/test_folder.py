@@ -266,7 +266,6 @@ def test_incomplete_weights_are_refused(embedder: Path) -> None:
 
 def test_options_for_generating_models_are_refused(saved: Path) -> None:
     assert "quantization" in refusal(saved, quantization="int8")
-    assert "steps" in refusal(saved, steps="ahead")
 
 
 class FakeCard:
