@@ -84,7 +84,7 @@ class RequestState:
         flat = to_device(self._mirror.copy(), device)
         cells = flat[:num_cells].view(num_rows + 1, self._width)
         self._flat = flat
-        self._ints, self._floats = cells, cells.view(torch.float64)
+        self._ints = cells
         places = flat[num_cells:].view(4, num_places)
         self.order = places[0]  # int64 (num_places,): the rows of the step's tokens, then padding
         self.given = places[1:3]  # int64 (2, num_places): tokens and positions that are not OWN
@@ -107,9 +107,8 @@ class RequestState:
         return self._ints
 
     def field(self, name: int, rows: Tensor) -> Tensor:
-        """One field of each row, int64 or float64. rows int64 (n,) -> (n,)."""
-        cells = self._floats if name >= TEMPERATURE else self._ints
-        return cells[rows, name]
+        """An integer field of each row. rows int64 (n,) -> int64 (n,)."""
+        return self._ints[rows, name]
 
     def advance(self, rows: Tensor, token_ids: Tensor) -> None:
         """Makes the sampled tokens the rows' last ones. Padding does not advance."""
