@@ -45,11 +45,6 @@ def row_base(seed: int, choice: int) -> int:
     return _signed(key)
 
 
-def row_keys_at(bases: Tensor, positions: Tensor) -> Tensor:
-    """`row_key` on the device: bases of `row_base` and positions int64 (n,) -> (n,)."""
-    return _mixed(bases + positions + _signed(GOLDEN))
-
-
 def add_gumbel_noise(scores: Tensor, keys: Seq[int]) -> None:
     """Adds each row's noise to scores (num_rows, vocab_size), float32, in place."""
     num_rows, vocab_size = scores.shape

@@ -7,7 +7,6 @@ import torch
 from tests.workers.model.driver import make_sequence
 from workers.engine.sequence import Sequence
 from workers.model.gpu.request_state import OWN, POSITION, TOKEN, RequestState
-from workers.model.noise import row_base, row_key, row_keys_at
 
 CPU = torch.device("cpu")
 
@@ -103,12 +102,38 @@ def test_places_have_the_rows_tokens_or_given_ones(state: RequestState) -> None:
     assert state.wanted.tolist() == [0, 1, 2, 3]
 
 
-def test_noise_keys_on_the_device_are_the_host_s() -> None:
-    """For seeds, choices and positions of all sizes."""
-    cases = [(seed, c, p) for seed in (0, 1, 2**63, 2**64 - 1) for c in (0, 7) for p in (0, 9999)]
-    bases = torch.tensor([row_base(seed, choice) for seed, choice, _ in cases])
-    positions = torch.tensor([position for *_, position in cases])
+def test_the_tokens_of_penalised_rows_are_known_on_the_device(state: RequestState) -> None:
+    """Those that the host has copied, then those that the device drew; what the host took in place
+    of a drawn one is copied again. A row's new sequence has its own alone."""
+    first = make_sequence([4, 5, 6], presence_penalty=1.0)
+    second = make_sequence([7] * 600, output_ids=[8], repetition_penalty=2.0)
+    for sequence in (first, second):
+        state.admit(sequence, [first, second])
+        state.place(sequence, sequence.token_ids[-1], sequence.num_known - 1)
+    state.flush()
+    rows = torch.tensor([state.row_of(first), state.row_of(second), state.padding_row])
+    lengths = [first.num_known, second.num_known]
 
-    found = row_keys_at(bases, positions).tolist()
+    ids, is_output = state.known([first, second], lengths)
+    assert ids[0].tolist() == [4, 5, 6] + [4] * 598
+    assert ids[1].tolist() == second.token_ids
+    assert is_output.sum(-1).tolist() == [0, 1]
 
-    assert found == [row_key(*case) for case in cases]
+    state.advance(rows, torch.tensor([9, 10, 11]))
+    ids, is_output = state.known([first, second], [n + 1 for n in lengths])
+    assert ids[0, :4].tolist() == [4, 5, 6, 9]
+    assert ids[1].tolist() == [*second.token_ids, 10]
+    assert is_output.sum(-1).tolist() == [1, 2]
+
+    first.token_ids += [12, 13]
+    state.place(first, 13, 4)
+    state.flush()
+    ids, _ = state.known([first], [5])
+    assert ids.tolist() == [[4, 5, 6, 12, 13]]
+
+    third = make_sequence([14], frequency_penalty=1.0)
+    assert state.admit(third, [second, third]) == int(rows[0])
+    state.place(third, 14, 0)
+    state.flush()
+    ids, _ = state.known([third, second], [1, 601])
+    assert ids[0].tolist() == [14] * 601

@@ -21,7 +21,7 @@ from workers.model.gpu.request_state import (
     TOP_K,
     TOP_P,
 )
-from workers.model.noise import gumbel, row_base, row_keys_at, uniform
+from workers.model.noise import gumbel, row_base, row_key, uniform
 
 triton = pytest.importorskip("triton")
 gpu_kernels = pytest.importorskip("workers.model.gpu.kernels")
@@ -163,8 +163,8 @@ def test_noise_is_that_of_the_reference() -> None:
         logits, cells, rows, scores, scores, ids, cells.stride(0), vocab_size, tile, False
     )
 
-    keys = row_keys_at(cells[:, NOISE], torch.full_like(rows, 7))[:, None]
-    expected = gumbel(uniform(keys, token_ids)).diagonal()
+    keys = torch.tensor([row_key(row, 0, 7) for row in range(num_rows)], device=DEVICE)
+    expected = gumbel(uniform(keys[:, None], token_ids)).diagonal()
     best, tiles = scores.max(-1)
     torch.testing.assert_close(best, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(ids[rows, tiles].long(), token_ids)
