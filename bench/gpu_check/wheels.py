@@ -78,10 +78,9 @@ def download(python_version: str, folder: Path = FOLDER) -> int:
 
 
 def minimum(name: str) -> str:
-    """The lowest version of a package that the project supports."""
+    """The lowest version of a package that the project supports; "0": it names none."""
     found = re.search(r">=([\d.]+)", _requirement(name))
-    assert found is not None
-    return found[1]
+    return found[1] if found else "0"
 
 
 def _requirement(name: str) -> str:
