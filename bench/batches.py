@@ -67,6 +67,7 @@ class Shape:
 
     num_prompt: int
     num_output: int
+    num_line_output: int
     rate_per_s: float
     turn_s: float
 
@@ -98,7 +99,7 @@ class BatchClient:
         lines = []
         for number in range(num_lines):
             prompt = [rng.randrange(4, 256) for _ in range(shape.num_prompt)]
-            body = {"model": _MODEL, "prompt": prompt, "max_tokens": shape.num_output}
+            body = {"model": _MODEL, "prompt": prompt, "max_tokens": shape.num_line_output}
             body |= {"temperature": 0, "ignore_eos": True}
             line = {"custom_id": f"{number}", "method": "POST", "url": _ENDPOINT, "body": body}
             lines.append(json.dumps(line))
@@ -149,7 +150,7 @@ async def run_whole(url: str, pid: int, shape: Shape, num_lines: int) -> Whole:
         wall_s = time.monotonic() - started_s
         if (num_done := await batches.num_done(batch_id)) != num_lines:
             raise RuntimeError(f"{num_done} of {num_lines} lines were answered")
-    num_tokens = num_lines * shape.num_output
+    num_tokens = num_lines * shape.num_line_output
     return Whole(num_lines, num_bytes, wall_s, num_tokens, _peaks(pid), processor.by_part_s)
 
 
@@ -256,7 +257,9 @@ def beside_tables(turns: Sequence[Turn], shape: Shape) -> str:
         rows.append([label, f"{1000 * alone:.1f} ms", f"{1000 * beside:.1f} ms", ratio])
     besides = [turn for turn in turns if turn.is_beside]
     lines_per_s = statistics.median(turn.batch_lines_per_s for turn in besides)
-    batch = f"the batch: {lines_per_s:.1f} lines/s, {lines_per_s * shape.num_output:.0f} tokens/s"
+    batch = (
+        f"the batch: {lines_per_s:.1f} lines/s, {lines_per_s * shape.num_line_output:.0f} tokens/s"
+    )
     used = [["processor time beside the batch", "cores"]]
     for part in besides[0].processor_s:
         seconds = statistics.median(turn.processor_s.get(part, 0.0) for turn in besides)
@@ -270,12 +273,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lines", type=int, nargs="+", help="of the batches")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--line-tokens", type=int, help="output of a line (default: as of a call)")
     parser.add_argument("--rate", type=float, default=5.0, help="interactive calls a second")
     parser.add_argument("--turn-s", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="OUT")
     given, others = parser.parse_known_args(argv)
-    shape = Shape(given.prompt_tokens, given.output_tokens, given.rate, given.turn_s)
+    line_tokens = given.line_tokens or given.output_tokens
+    shape = Shape(given.prompt_tokens, given.output_tokens, line_tokens, given.rate, given.turn_s)
     arguments = [f"--served-model-name={_MODEL}", "--threads=1", *others]
     if given.measurement == "memory":
         wholes = []
