@@ -50,7 +50,7 @@ def measure(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun
     """Sends all requests at once. `utilisation`: the GPU's in percent while all streams decode.
     Raises RuntimeError if a call fails, TimeoutError."""
     began_s: list[float] = []
-    with _utilisation() as samples:
+    with utilisation() as samples:
         run = _send(server, workload, limit_s, lambda: began_s.append(time.time()))
     if any(call.outcome is not Outcome.SUCCEEDED for call in run.calls):
         raise RuntimeError(f"a call failed{_reasons(run)}")
@@ -234,7 +234,7 @@ def _reasons(run: LoadRun) -> str:
 
 
 @contextlib.contextmanager
-def _utilisation() -> Iterator[list[tuple[float, float]]]:
+def utilisation() -> Iterator[list[tuple[float, float]]]:
     """Samples Unix time and percent by nvidia-smi; empty without it. Complete at exit."""
     samples: list[tuple[float, float]] = []
     query = [
@@ -254,7 +254,11 @@ def _utilisation() -> Iterator[list[tuple[float, float]]]:
         yield samples
     finally:
         process.terminate()
-        output, _ = process.communicate()
+        try:
+            output, _ = process.communicate(timeout=_SPAWN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
         for line in output.splitlines():
             with contextlib.suppress(ValueError):  # half a line, or [N/A]
                 at, _, used = line.partition(",")

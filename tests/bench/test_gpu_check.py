@@ -10,6 +10,7 @@ import sys
 import time
 import venv
 import zipfile
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -354,6 +355,25 @@ def test_a_lost_token_is_far_behind_the_models_choice(
     assert [len(call.token_ids) for call in run.calls] == [20, 20]
     assert behind[0] < 0.01
     assert all(far > calls.MOST_BEHIND for far in behind[1:])
+
+
+def test_the_gpus_utilisation_is_read_with_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nvidia-smi prints it; a sample that it cannot take, and half a line, are left out."""
+    now = datetime(2026, 11, 26, 22, 30, 11, 250_000)
+    line = now.strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
+    program, begun = tmp_path / "nvidia-smi", tmp_path / "begun"
+    os.mkfifo(begun)
+    lines = f"{line}, 98\\n{line}, [N/A]\\n{line}"
+    program.write_text(f"#!/bin/sh\nprintf '{lines}'\necho >{begun}\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    with calls.utilisation() as samples:
+        begun.read_text()
+
+    assert samples == [(now.timestamp(), 98.0)]
 
 
 @pytest.mark.parametrize(("status", "summary"), [(0, "0 errors"), (9, "3 errors")])
