@@ -2,17 +2,23 @@
 
 import math
 import random
+from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.workers.model.driver import make_sequence
+from workers.engine.grammar import Mask
 from workers.engine.interface import Sample
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
 from workers.model.gpu.request_state import RequestState
+from workers.model.logprobs import rank_chosen
+from workers.model.penalties import adjust_logits
 from workers.model.sampler import OPEN, sample
 
 CPU = torch.device("cpu")
@@ -121,3 +127,36 @@ def test_rows_that_are_not_finite_are_left_open(odd: float, way: str) -> None:
     found = draw_on_device(logits, greedy + drawn, way)
 
     assert [token_id == OPEN for token_id in found] == [False, True, False, True, False]
+
+
+def test_nothing_that_changes_logits_waits_for_the_device() -> None:
+    """Meta tensors have no numbers: what reads one raises. A grammar's mask is among the changes,
+    and so are log probabilities."""
+    device = torch.device("meta")
+    sequences = [
+        make_sequence([4, 5], output_ids=[6], repetition_penalty=1.2, logprobs=3),
+        make_sequence([4], frequency_penalty=0.2, logit_bias={3: 1.0}),
+        make_sequence([4] * 9, min_tokens=4, ending_ids=frozenset({2})),
+        make_sequence([4]),
+    ]
+    state = RequestState(4, 4, 4, 0, device)
+    for sequence in sequences:
+        state.admit(sequence, sequences)
+        state.place(sequence, sequence.token_ids[-1], sequence.num_known - 1)
+    state.flush()
+    mask: Future[np.ndarray] = Future()
+    mask.set_result(np.zeros((1, 50), dtype=bool))
+    masks = StepMasks({sequences[0]: Mask(mask, 0)})
+    logits = torch.empty(4, 50, dtype=torch.bfloat16, device=device)
+    token_ids = torch.empty(4, dtype=torch.int64, device=device)
+    lengths = [sequence.num_known for sequence in sequences]
+
+    scores = adjust_logits(logits, sequences, masks, lengths, state.known)
+    state.advance(token_ids, token_ids)
+    ranked = rank_chosen(logits, token_ids, sequences)
+
+    assert (scores.shape, scores.dtype) == ((4, 50), torch.float32)
+    assert ranked is not None
+    assert ranked.shape == (1, 1 + 2 * 3)
+    with pytest.raises(RuntimeError, match="meta"):
+        scores.tolist()
