@@ -19,6 +19,7 @@ SHARED_BYTES = 99 * 1024
 # default on a GPU, may spill.
 MOST_SPILLED_BYTES = {
     (80, "usual"): 40,
+    (80, "groups"): 48,
     (80, "sizes"): 40,
     (80, "float16"): 40,
     (120, "groups"): 88,
