@@ -85,7 +85,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_an_urgent_flood_takes_places_and_no_worker_hoards(
+async def test_an_urgent_flood_takes_places_on_vllm_and_no_worker_hoards(
     vllm_stack: Stack, redis_view: redis.Redis
 ) -> None:
     """All urgent jobs end before the first batch job does. Meanwhile no worker holds more of them
