@@ -5,6 +5,7 @@ Unsupported head sizes use packed attention.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -248,6 +249,7 @@ def _tile(dtype: torch.dtype, widest: int, group: int, *, is_short: bool) -> _Ti
     return _Tile(num_rows, min(num_keys, _most_keys()), 8, 2)
 
 
+@cache
 def _most_keys() -> int:
     """Of a chunk's tile: more do not fit the registers of GPUs for desktops (8.6, 8.9, 12.x)."""
     if triton.knobs.runtime.interpret:
