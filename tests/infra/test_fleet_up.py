@@ -129,6 +129,8 @@ def test_a_fleet_outlives_a_model_that_cannot_be_loaded(
         assert stack.end() == 0
 
 
+@pytest.mark.campaign
+@pytest.mark.long  # six starts; test_keeper.py has the rule
 def test_a_fleet_outlives_a_model_that_dies_again_and_again(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
