@@ -71,11 +71,12 @@ async def test_jobs_of_a_real_model_resume_after_faults() -> None:
 
 @pytest.mark.timeout(300)
 async def test_jobs_on_vllm_resume_after_faults() -> None:
-    """The demo model on vLLM; its engine core, the gateway and Redis are killed."""
+    """The demo model on vLLM, whose engine core is killed. What does not meet the engine is in the
+    campaigns above: it takes effect sooner, and left no draw for the engine core."""
     vllm_python()
-    kinds = (ENGINE_CORE, "gateway kill -9", "redis kill -9")
+    kinds = (ENGINE_CORE,)
     options = CampaignOptions(
-        4, seed=4, model="vllm", mean_gap_s=0.5, callers=FEW_CALLERS, fleet=SMALL, kinds=kinds
+        3, seed=4, model="vllm", mean_gap_s=0.5, callers=FEW_CALLERS, fleet=SMALL, kinds=kinds
     )
     report = await run_campaign(options)
     assert_clean(report)
