@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.anyio,
     pytest.mark.campaign,
+    pytest.mark.long,  # two engines start, and run alone; tests of placing.py have the rule
     pytest.mark.timeout(600),
 ]
 
@@ -86,7 +87,7 @@ def has(view: redis.Redis, job_id: str, field: str) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110 - another process sets no event here
             await asyncio.sleep(0.01)
 
