@@ -185,29 +185,13 @@ class Blame(msgspec.Struct, frozen=True):
     about: str
 
 
-CORRECTION_KINDS = ("lane", "line", "tenant", "list", "type")
-
-
-class Correction(msgspec.Struct, frozen=True):
-    """A corrected counter or list: its key without the tag, its field or member, and the old and
-    new value."""
-
-    kind: str
-    key: str
-    field: str
-    held: str
-    holds: str
-
-
 class Swept(msgspec.Struct, frozen=True):
-    """Numbers of lapsed leases, expired, unattended and forgotten jobs of a sweep; its
-    corrections."""
+    """Numbers of lapsed leases, expired, unattended and forgotten jobs of a sweep."""
 
     num_lapsed: int
     num_expired: int
     num_unattended: int
     num_forgotten: int
-    corrections: tuple[Correction, ...] = ()
 
 
 class Wanted(msgspec.Struct, frozen=True):

@@ -300,6 +300,6 @@ class Functions:
             return replies.snapshot(lanes, reply)
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
-        """Applies what has become due and corrects counters and lists; the first call after a
-        restart of Redis extends leases instead."""
-        return replies.swept(await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
+        """Applies what has become due; the first call after a restart of Redis extends leases
+        instead."""
+        return Swept(*await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))

@@ -21,7 +21,6 @@ _SHARED = (  # in this order
     "running",
     "totals",
     "queue",
-    "recount",
     "promises",
     "pools",
     "ab",

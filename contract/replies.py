@@ -20,16 +20,14 @@ from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
 from contract.function_types import (
     Append,
     Claimed,
-    Correction,
     JobView,
     QueuePosition,
-    Swept,
     TenantLimits,
     Verdict,
 )
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 
-log = logging.getLogger("batchway.recount")
+log = logging.getLogger("batchway.redis")
 
 UNKNOWN_MS = -1
 
@@ -131,23 +129,6 @@ def views(records: list[list[bytes]]) -> tuple[JobView, ...]:
         except WireError as exc:
             log.error("a job is omitted from a list: %s", exc)
     return tuple(found)
-
-
-def swept(reply: list[Any]) -> Swept:
-    """The reply of `sweep`; logs the corrections."""
-    lapsed, expired, unattended, forgotten, rows = reply
-    corrections = tuple(
-        Correction(*(part.decode(errors="replace") for part in row)) for row in rows
-    )
-    for it in corrections:
-        words = (it.kind, *(_shown(word) for word in (it.key, it.field, it.held, it.holds)))
-        log.error("corrected %s key=%s field=%s held=%s holds=%s", *words)
-    return Swept(lapsed, expired, unattended, forgotten, corrections)
-
-
-def _shown(word: str) -> str:
-    """A word of a correction for the log, which may come from another program."""
-    return word[:200] if word.isascii() and word.isprintable() else "?"
 
 
 def snapshot(lanes: Sequence[str], reply: list[Any]) -> FleetSnapshot:

@@ -19,6 +19,7 @@ from infra.callbacks_command import (
     ALLOW_VARIABLE,
     run_callbacks_command,
 )
+from infra.check_command import run_check
 from infra.computing_options import engine_python
 from infra.drain_command import run_drain
 from infra.engine_choice import choose_engine
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
     commands |= {"compare": _compare, "cascade": _cascade}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
-    commands["ab"] = partial(_with_redis, run_ab)
+    commands |= {"ab": partial(_with_redis, run_ab), "check": partial(_with_redis, run_check)}
     try:
         return commands[options.command](options)
     except (UsageError, CommandDenied, WireError, argparse.ArgumentTypeError) as exc:

@@ -13,6 +13,7 @@ from infra.callbacks_command import (
     add_allow_option,
     add_callbacks_options,
 )
+from infra.check_command import add_check_options
 from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
@@ -107,6 +108,9 @@ def build_parser() -> argparse.ArgumentParser:
         _add(commands, "jobs", "list, show, cancel and delete jobs; manage quarantined jobs")
     )
     add_drain_options(_add(commands, "drain", "order workers to finish their jobs and end"))
+    add_check_options(
+        _add(commands, "check", "compare counters and lists in Redis with the jobs' records")
+    )
     add_ab_options(_add(commands, "ab", "compare two batching configurations on live jobs"))
     add_redis_roles_options(
         _add(

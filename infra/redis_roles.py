@@ -24,10 +24,10 @@ _SUBSCRIBES = "subscribe unsubscribe"
 
 # Commands inside the functions that change jobs, all of them together.
 _JOB_COMMANDS = (
-    "del exists get hdel hexists hget hgetall hincrby hmget hscan hset hsetnx info persist pexpire "
+    "del exists get hdel hexists hget hgetall hincrby hmget hset hsetnx info persist pexpire "
     "publish sadd scard set smembers srem time xack xadd xclaim xdel xgroup|create xinfo|groups "
     "xlen xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore zrevrange zrevrank "
-    "zscan zscore"
+    "zscore"
 )
 _READ_COMMANDS = (
     "exists get hget hgetall hmget scard smembers time xrange zcard zcount zrange zrangebyscore "
@@ -37,7 +37,7 @@ _READ_COMMANDS = (
 # Key families: what follows the tag in contract/keys.py.
 _JOB_KEYS = (
     "ab ab_jobs active alone attended back corrections counters deadlines due idle job jobs kept "
-    "leases lengths line orphaned log out outbox own poison q quarantine recount run runid stored "
+    "leases lengths line orphaned log out outbox own poison q quarantine run runid stored "
     "tenant totals weights"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
@@ -127,7 +127,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             may_load=True,
         ),
         "operator": RedisRole(
-            purpose="batchway keys, jobs, drain, callbacks list and replay",
+            purpose="batchway keys, jobs, drain, check, callbacks list and replay",
             functions=f"{_GATEWAY_FUNCTIONS} drain",
             commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange lrange",
             keeps=f"{_JOB_KEYS} dead idem memory promised worker {_API_KEYS}",

@@ -45,19 +45,6 @@ local function count_in_tenant_queue(tag, job, sign)
   end
 end
 
--- What a 'queued' or 'running' job adds to counters: {'<key after the tag> <field>', value, …}.
-local function state_contributions(job, what)
-  local lane = 'counters:' .. job.model .. ':' .. job.lane
-  local added = {lane .. ' ' .. what .. '_jobs', 1, lane .. ' ' .. what .. '_tokens', job.cost}
-  if what == 'running' then
-    added[5], added[6] = lane .. ' done_tokens', ledger.done(job)
-  elseif is_in_tenant_queue(job) then
-    local line = 'line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
-    added[5], added[6], added[7], added[8] = line .. ' jobs', 1, line .. ' tokens', job.cost
-  end
-  return added
-end
-
 -- Whether a flow's job called this one, and has reserved its tokens.
 function ledger.is_call(job)
   return job.part == 'child' or job.part == 'nested'
@@ -73,71 +60,6 @@ function ledger.reserved(job)
   return ledger.is_call(job) and 0 or job.cost
 end
 
-local function reservation(job)
-  return {'tenant:' .. job.tenant .. ' reserved', ledger.reserved(job)}
-end
-
--- What an unfinished job adds to all counters.
-function ledger.contributions(job)
-  local state = job.state == 'queued' and 'queued' or 'running'
-  local added, reserved = state_contributions(job, state), reservation(job)
-  table.insert(added, reserved[1])
-  table.insert(added, reserved[2])
-  return added
-end
-
--- All counters of a job's lane, tenant queue and tenant, each with the value 0.
-function ledger.zero_sums(job)
-  local found = {}
-  local lane = job.model .. ':' .. job.lane
-  for _, name in ipairs({'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens',
-    'done_tokens'}) do
-    table.insert(found, 'counters:' .. lane .. ' ' .. name)
-    table.insert(found, 0)
-  end
-  for _, name in ipairs({'jobs', 'tokens'}) do
-    table.insert(found, 'line:' .. lane .. ':' .. job.tenant .. ' ' .. name)
-    table.insert(found, 0)
-  end
-  table.insert(found, 'tenant:' .. job.tenant .. ' reserved')
-  table.insert(found, 0)
-  return found
-end
-
--- Sets a wrong counter to its correct value.
-function ledger.correct(tag, key, field, value, held)
-  local kind = string.match(key, '^%a+')
-  key = tag .. ':' .. key
-  if kind == 'line' and field == 'jobs' and value == 0 then
-    redis.call('DEL', key)
-    return
-  end
-  local was_there = redis.call('EXISTS', key) == 1
-  redis.call('HSET', key, field, value)
-  if kind == 'line' and was_there then
-    redis.call('HINCRBY', key, 'left_' .. field, held - value)  -- keeps the jobs' positions
-  elseif kind == 'tenant' and value > 0 then
-    redis.call('PERSIST', key)
-  elseif kind == 'tenant' then
-    ledger.expire_tenant(key)
-  end
-end
-
--- Moves a job from the queued counters to the running ones.
-function ledger.start(tag, job)
-  local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
-  local names = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens'}
-  local counts = redis.call('HMGET', key, unpack(names))
-  redis.call('HSET', key, names[1], (counts[1] or 0) - 1, names[2], (counts[2] or 0) - job.cost,
-    names[3], (counts[3] or 0) + 1, names[4], (counts[4] or 0) + job.cost)
-  ledger.progress(tag, job, ledger.done(job))
-  if is_in_tenant_queue(job) then count_in_tenant_queue(tag, job, -1) end
-  if recount.includes(tag, job.deadline) then
-    recount.add(tag, state_contributions(job, 'queued'), -1)
-    recount.add(tag, state_contributions(job, 'running'), 1)
-  end
-end
-
 -- Adds a job to (1) or removes it from (-1) the 'queued' or 'running' counters.
 function ledger.count(tag, job, what, sign)
   local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
@@ -148,7 +70,6 @@ function ledger.count(tag, job, what, sign)
   elseif is_in_tenant_queue(job) then
     count_in_tenant_queue(tag, job, sign)
   end
-  if recount.includes(tag, job.deadline) then recount.add(tag, state_contributions(job, what), sign) end
 end
 
 -- Notes in the job's record the jobs and tokens that will have left its tenant queue before it.
@@ -212,7 +133,6 @@ function ledger.reserve(tag, job)
   if redis.call('HINCRBY', tenant, 'reserved', tokens) == tokens and tokens > 0 then
     redis.call('PERSIST', tenant)  -- without reservations the key expires
   end
-  if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), 1) end
 end
 
 -- What a token of a job counts in its tenant's meter of tokens: in the lane `batch` its submission's
@@ -241,7 +161,6 @@ function ledger.settle(tag, job, status, now)
   if redis.call('HINCRBY', tenant, 'reserved', 0 - ledger.reserved(job)) <= 0 then
     ledger.expire_tenant(tenant)
   end
-  if recount.includes(tag, job.deadline) then recount.add(tag, reservation(job), -1) end
   if status == 'succeeded' then
     learn_length(tag, job, job.tenant)
     learn_length(tag, job, '')

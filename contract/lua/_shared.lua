@@ -78,7 +78,6 @@ local admission = {}  -- accepts or refuses jobs; _admission.lua
 local ledger = {}  -- accounts for jobs' costs; _ledger.lua
 local memory = {}  -- divides the memory; _memory.lua
 local outbox = {}  -- callback messages; _outbox.lua
-local recount = {}  -- checks counters and lists; _recount.lua
 local running = {}  -- progress of running jobs; _running.lua
 local totals = {}  -- totals of metrics; _totals.lua
 

@@ -22,12 +22,11 @@ local END = '<sI4c0I4c0I4'
 local MAX_ARGUMENTS = 1000  -- arguments of one command
 local FIRST_ID = 4  -- argument
 
--- What one lane of a model gains in this call: output tokens, computed tokens of the jobs' costs, and
--- those of jobs that the current recount includes (_recount.lua).
+-- What one lane of a model gains in this call: output tokens, and computed tokens of the jobs' costs.
 local function gains_of(gains_by_lane, model_lane)
   local gains = gains_by_lane[model_lane]
   if not gains then
-    gains = {tokens = 0, done = 0, counted = 0}
+    gains = {tokens = 0, done = 0}
     gains_by_lane[model_lane] = gains
   end
   return gains
@@ -39,9 +38,7 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane)
   local is_first = job.tokens == 0 and num_tokens > 0
   job.tokens = job.tokens + num_tokens
   gains.tokens = gains.tokens + num_tokens
-  local done = ledger.done(job) - done_before
-  gains.done = gains.done + done
-  if recount.includes(tag, job.deadline) then gains.counted = gains.counted + done end
+  gains.done = gains.done + ledger.done(job) - done_before
   job.hash = write_event(tag, job.id, job.next, job.hash, event)
   job.next = job.next + 1
   local changed = {'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash', job.hash}
@@ -84,8 +81,7 @@ end
 
 -- Appends output of a job that continues, without its record: the new packed progress, or nil where
 -- append_one must handle the item.
-local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane,
-  recount_position)
+local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane)
   local known_epoch, next_number, tokens, hash, deadline, max_tokens, remaining, model_lane =
     running.unpack(packed)
   if epoch ~= known_epoch or tonumber(number) ~= next_number then return nil end
@@ -96,7 +92,6 @@ local function append_running(tag, now, packed, id, epoch, number, event, num_to
   if done > remaining then done = remaining end
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + done
-  if deadline <= recount_position then gains.counted = gains.counted + done end
   return running.pack(epoch, next_number + 1, tokens, hash, deadline, max_tokens, remaining - done,
     model_lane)
 end
@@ -134,16 +129,13 @@ local function count(tag, gains_by_lane)
       totals.add(tag, model, 'generation_tokens_total:' .. lane, gains.tokens)
     end
     ledger.progress(tag, {model = model, lane = lane}, gains.done)
-    if gains.counted > 0 then
-      recount.add(tag, {'counters:' .. model .. ':' .. lane .. ' done_tokens', gains.counted}, 1)
-    end
   end
 end
 
 local function append(keys, argv)
   local tag, now = keys[1], now_ms()
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
-  local exceptions, gains_by_lane, renewed = {}, {}, {}  local recount_position = recount.position(tag)
+  local exceptions, gains_by_lane, renewed = {}, {}, {}
   local running_jobs, advanced, num_advanced = load_running(tag, incarnation, argv), {}, 0
   local packed_items, from, unpack_struct = argv[3], 1, struct.unpack
   for i = FIRST_ID, #argv do
@@ -155,7 +147,7 @@ local function append(keys, argv)
     running_jobs[id] = nil  -- append_one handles a second event of a job
     if packed and event ~= '' and fin == '' then
       packed = append_running(tag, now, packed, id, epoch, number, event, num_tokens,
-        gains_by_lane, recount_position)
+        gains_by_lane)
     else
       packed = nil
     end

@@ -9,7 +9,6 @@ local function detach(keys, argv)
   if TERMINAL[job.state] then return {job.state} end
   running.write_back(tag, job)
   local deadline = math.max(job.deadline, now + tonumber(argv[3]))
-  recount.move(tag, job, deadline)
   redis.call('HSET', job.key, 'attendance', 0, 'deadline', deadline,
     'ttl_ms', math.max(job.ttl_ms, tonumber(argv[4])))
   redis.call('HDEL', job.key, 'passing')

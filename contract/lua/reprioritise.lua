@@ -9,9 +9,7 @@ local function reprioritise(keys, argv)
   if TERMINAL[job.state] then return {job.state} end
   running.write_back(tag, job)
   if argv[4] ~= '' then
-    local deadline = now + tonumber(argv[4])
-    recount.move(tag, job, deadline)
-    job.deadline = deadline
+    job.deadline = now + tonumber(argv[4])
     redis.call('HSET', job.key, 'deadline', job.deadline)
     redis.call('ZADD', tag .. ':deadlines', job.deadline, job.id)
   end

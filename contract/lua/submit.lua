@@ -110,7 +110,6 @@ local function submit(keys, argv)
   if found.refusal then
     local reason, limit, retry_ms = unpack(found.refusal)
     if found.promised then promises.book(tag, job, found.promised, now) end
-    recount.include_sums(tag, job)
     return {'REFUSED', reason, limit, retry_ms, admission.rates(found.tenant, terms)}
   end
   if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end

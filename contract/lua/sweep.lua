@@ -1,14 +1,11 @@
 -- sweep: applies what has become due; any process may call it.
 -- Requeues jobs with lapsed leases (the second time as suspects), expires jobs after their deadline,
--- cancels jobs without a caller, forgets jobs after their retention. Once a second it also checks
--- counters and lists (_recount.lua).
+-- cancels jobs without a caller, forgets jobs after their retention.
 -- The first sweep after a restart of Redis only extends leases and attendance, which could not be
 -- renewed while Redis was down.
 -- KEYS  1 tag
 -- ARGV  1 jobs of each kind at most  2 grace after a restart (ms)
--- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten, corrections}; corrections:
---       {{'lane', 'line', 'tenant' or 'list', key after the tag, field or member, old value, new
---       value}, …}
+-- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten}
 
 -- True after a restart of Redis: extends leases and attendance to the end of the grace.
 local function grant_restart_grace(tag, now, grace_ms)
@@ -82,17 +79,12 @@ end
 
 local function sweep(keys, argv)
   local tag, now, limit = keys[1], now_ms(), argv[1]
-  if grant_restart_grace(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0, {}} end
+  if grant_restart_grace(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0} end
   local expired = end_due(tag, ':deadlines', 'expired', now, limit)
   local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
   local lapsed = requeue_lapsed(tag, now, limit)
   local forgotten = forget_due(tag, now, limit)
-  local corrections = try(recount.step, tag, now)
-  if not corrections then
-    corrections = {}
-    redis.call('DEL', tag .. ':recount:place', tag .. ':recount:sums')
-  end
-  return {lapsed, expired, unattended, forgotten, corrections}
+  return {lapsed, expired, unattended, forgotten}
 end
 
 register('sweep', sweep, 'allow-oom')

@@ -8,7 +8,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from contract.fleet_snapshot import FleetSnapshot
-from contract.function_types import CORRECTION_KINDS
 from contract.jobs import JobStatus
 from contract.telemetry.metrics import METRICS, Metric, Source, of_sources
 
@@ -108,9 +107,7 @@ def fleet_families(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[Family]:
     counts: dict[str, dict[Labels, int]] = {
         "webhook_deliveries_total": {(outcome,): num for outcome, num in deliveries.items()},
         # Includes zeros: Prometheus sees no increase in a series that begins with 1.
-        "corrections_total": {
-            (kind,): totals.get(f"corrections_total:{kind}", 0) for kind in CORRECTION_KINDS
-        },
+        "corrections_total": {("type",): totals.get("corrections_total:type", 0)},
     }
     yield from gateway_families(counts)
 

@@ -180,7 +180,7 @@ _ALL = (
     _gateway("webhook_deliveries_total", "Attempts to deliver callbacks, of all.", "outcome"),
     _gateway(
         "corrections_total",
-        "Counters and lists that were set right, and keys of another type (`type`), of all.",
+        "Keys of another type (`type`) that were deleted, of all.",
         "kind",
     ),
 )

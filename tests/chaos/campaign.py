@@ -222,10 +222,10 @@ async def _reckon(
         ledger.check_log(job_id, view.status, entries)
     check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
     _judge_differences(ledger, callers.oracle)
-    corrections: Any = await client.hgetall(keys.of("corrections"))
-    for kind, number in corrections.items():
-        detail = f"sweeps had to correct {number.decode()} of kind {kind.decode()}"
-        ledger.violations.append(Violation(Kind.LOST, "recount", detail))
+    retyped: Any = await client.hget(keys.of("corrections"), "type")
+    if retyped:
+        detail = f"{retyped.decode()} keys had another type"
+        ledger.violations.append(Violation(Kind.LOST, "audit", detail))
     with redis.Redis.from_url(fleet.redis.url) as sync_client:
         audit = Audit(sync_client, keys)
         try:

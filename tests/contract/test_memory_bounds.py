@@ -258,7 +258,7 @@ async def test_results_of_calls_give_way(client: redis.asyncio.Redis) -> None:
     passing = crowd.keys.of("stored", "passing", "interactive")
     ended: Any = await client.zrange(passing, 0, -1)
     await client.zadd(passing, dict.fromkeys(ended, 1))  # as if they had ended long ago
-    # As large as those: the sixteen results that one call may forget need not make room for a larger.
+    # As large as those: the sixteen results that one call may forget need not hold a larger one.
     assert await crowd.submit("t", "interactive", make_job("t", "interactive"), is_passing=True)
     assert await crowd.functions.read(kept.id, "t") is not None
     await crowd.check_sums()

@@ -19,8 +19,8 @@ _KIND_BY_COMMAND = {
     "reaper": "reaper",
 }
 _MIB = 2**20
-# The position of a recount, and idle lanes: keys that sometimes exist while nothing runs.
-_COMES_AND_GOES = re.compile(r":0}:(recount|idle):")
+# Idle lanes: keys that sometimes exist while nothing runs.
+_COMES_AND_GOES = re.compile(r":0}:idle:")
 
 
 @dataclass(frozen=True, slots=True)

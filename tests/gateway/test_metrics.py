@@ -174,13 +174,12 @@ async def test_corrections_are_shown_from_zero_on(
     functions: Functions,
     keys: Keys,
 ) -> None:
-    """So a rule on the increase sees the first correction of its kind."""
+    """So a rule on the increase sees the first correction."""
     shown = await page_of(http)
-    assert summed(shown, "corrections_total", kind="tenant") == 0
-    assert ("batchway_corrections_total", (("kind", "lane"),)) in shown
-    await redis_client.hset(keys.of("corrections"), "tenant", 2)
+    assert shown["batchway_corrections_total", (("kind", "type"),)] == 0
+    await redis_client.hset(keys.of("corrections"), "type", 2)
     shown = await page_of(http)
-    assert summed(shown, "corrections_total", kind="tenant") == 2
+    assert summed(shown, "corrections_total", kind="type") == 2
 
 
 async def test_a_scrape_before_any_model_hides_no_later_model(

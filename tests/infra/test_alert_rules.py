@@ -159,10 +159,10 @@ CASES = (
     ),
     Case(
         "BatchwayStateCorrected",
-        {'batchway_corrections_total{kind="lane"}': "0x5 1x30"},
-        {'batchway_corrections_total{kind="lane"}': "3x35"},
+        {'batchway_corrections_total{kind="type"}': "0x5 1x30"},
+        {'batchway_corrections_total{kind="type"}': "3x35"},
         "20m",
-        {"kind": "lane"},
+        {"kind": "type"},
     ),
     Case(
         "BatchwayModelUnreadable",

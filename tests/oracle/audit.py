@@ -17,6 +17,7 @@ from contract.codec import decode_entry
 from contract.events import End, LogEntry, Members, Tokens
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
+from infra.check_command import Contents, expected
 from tests.clock import TEST_CLOCK
 from tests.oracle.audit_files import FilesAudit
 from tests.oracle.findings import Record, members, same
@@ -46,13 +47,6 @@ class Audit:
         jobs = self._jobs()
         waiting, pending = self._queue_entries()
         leases = {i.decode() for i in self.client.zrange(self.keys.of("leases"), 0, -1)}
-        deadlines = {i.decode() for i in self.client.zrange(self.keys.of("deadlines"), 0, -1)}
-        open_jobs: set[str] = set()
-        counters: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        owners: dict[str, set[str]] = defaultdict(set)
-        alone: dict[str, set[str]] = defaultdict(set)
-        lines: dict[str, dict[str, int]] = defaultdict(lambda: {"jobs": 0, "tokens": 0})
-        reserved: dict[str, int] = defaultdict(int)
         for job_id, job in jobs.items():
             kind = self._check_place(job_id, job, waiting, pending, leases)
             self._check_log(job_id, job)
@@ -61,40 +55,24 @@ class Audit:
             if kind == "terminal":
                 ttls = dict(zip(("record", "log"), self._ttls[job_id], strict=True))
                 assert min(ttls.values()) > 0, f"I15: {job.key} expires, and its log: {ttls} ms"
-                continue
-            open_jobs.add(job_id)
-            counts = counters[f"counters:{job['model']}:{job['lane']}"]
-            counts[f"{kind}_jobs"] += 1
-            counts[f"{kind}_tokens"] += job.number("cost")
-            if job.get("part") not in ("child", "nested"):
-                reserved[job["tenant"]] += job.number("cost")
-            line = f"{job['model']}:{job['lane']}:{job['tenant']}"
-            if kind == "queued" and job["stream"] == f"q:{line}":
-                lines[f"line:{line}"]["jobs"] += 1
-                lines[f"line:{line}"]["tokens"] += job.number("cost")
-            if kind == "running":
-                tokens = job.number("tokens")
-                done = min(job.number("cost"), job.number("prompt_tokens") + tokens)
-                counts["done_tokens"] += done if tokens else 0
-                owners[job["owner"]].add(job_id)
-                if job["stream"].endswith(":suspect"):
-                    alone[job["model"]].add(job_id)
-        self._check_lists(jobs)
+        try:
+            by_records = expected(jobs)
+        except ValueError as exc:
+            raise AssertionError(f"a record has a field that is no number: {exc}") from exc
+        self._check_lists(jobs, by_records)
         self._check_outbox(jobs)
-        listed = {"deadlines": members(open_jobs)}
-        same("a deadline for each open job", {"deadlines": members(deadlines)}, listed)
         strangers = (waiting.keys() | pending.keys() | leases) - jobs.keys()
         assert not strangers, f"nothing waits or runs without a record: {sorted(strangers)[:5]}"
-        self._check_counters(counters)
-        self._check_lines(lines)
-        self._check_tenants(reserved)
+        self._check_counters(_of(by_records, "counters:"))
+        self._check_lines(_of(by_records, "line:"))
+        self._check_tenants(_of(by_records, "tenant:"))
         quarantined = {i.decode() for i in self.client.zrange(self.keys.of("quarantine"), 0, -1)}
         on_record = {i.decode() for i in self.client.hkeys(self.keys.of("poison"))}
         same(
             "poison is on record", {"poison": members(on_record)}, {"poison": members(quarantined)}
         )
-        self._check_sets("own:", owners)
-        self._check_sets("alone:", alone)
+        self._check_sets("own:", _of(by_records, "own:"))
+        self._check_sets("alone:", _of(by_records, "alone:"))
         self._files.check()
 
     def check_all_ended(self) -> None:
@@ -293,16 +271,9 @@ class Audit:
         self.logs[job_id] = log
         self._sound_rows[job_id] = self._rows[job_id]
 
-    def _check_lists(self, jobs: dict[str, Record]) -> None:
-        """I15: every record is in its tenant's list and in no other; an ended one has an expiry."""
-        lists: dict[str, dict[str, int]] = defaultdict(dict)
-        kept = {}
-        for job_id, job in jobs.items():
-            lists[job["tenant"]][job_id] = job.number("created")
-            if job["state"] in TERMINAL:
-                has_objects = job["has_objects"] or "0"
-                entry = f"{job_id} {has_objects} {job['tenant']}"
-                kept[entry] = job.number("finished") + job.number("ttl_ms")
+    def _check_lists(self, jobs: dict[str, Record], by_records: Contents) -> None:
+        """I15: every record is in its tenant's list and in no other; an unfinished one has a
+        deadline, an ended one an expiry."""
         prefix = self.keys.of("jobs", "")
         found = {
             key.decode()[len(prefix) :]: self._scores(key) for key in self.client.keys(f"{prefix}*")
@@ -310,8 +281,13 @@ class Audit:
         same(
             "I15: the lists of jobs",
             {f"jobs:{tenant}": listed for tenant, listed in found.items()},
-            {f"jobs:{tenant}": listed for tenant, listed in lists.items()},
+            _of(by_records, "jobs:"),
         )
+        for name, what in (
+            ("deadlines", "a deadline for each open job"),
+            ("kept", "I15: what will be forgotten"),
+        ):
+            same(what, {name: self._scores(self.keys.of(name))}, {name: by_records.get(name, {})})
         stored: Any = self.client.hgetall(self.keys.of("stored", "jobs"))
         sums: Counter[str] = Counter()
         lanes: Counter[str] = Counter()
@@ -342,8 +318,6 @@ class Audit:
             same("I16: bytes in Redis", {name: there}, {name: dict(wanted)})
         listed_ids = sorted(job_id for listed in found.values() for job_id in listed)
         assert sorted(raw.decode() for raw in stored) == listed_ids, "I11: bytes stored of each job"
-        found_kept = {"kept": self._scores(self.keys.of("kept"))}
-        same("I15: what will be forgotten", found_kept, {"kept": kept})
 
     def _scores(self, key: str | bytes) -> dict[str, int]:
         rows: Any = self.client.zrange(key, 0, -1, withscores=True)
@@ -366,15 +340,15 @@ class Audit:
                 f"I8: {job.key} {name}: holds {job[name]}, {most} at most"
             )
 
-    def _check_counters(self, expected: dict[str, dict[str, int]]) -> None:
+    def _check_counters(self, by_records: Contents) -> None:
         """I11. A field that was never incremented does not exist."""
         found = {
             key: {name: record.number(name) for name in record}
             for key, record in self._hashes("counters:").items()
         }
         wanted: dict[str, dict[str, int]] = {}
-        for key in found | expected:
-            counted = {name: value for name, value in expected.get(key, {}).items() if value}
+        for key in found | by_records:
+            counted = {name: value for name, value in by_records.get(key, {}).items() if value}
             wanted[key] = dict.fromkeys(found.get(key, {}), 0) | counted
         same("I11: counters", found, wanted)
 
@@ -388,15 +362,15 @@ class Audit:
         wanted = {"charge": used, "refund": job.number("cost") - used}
         same("what was used is charged, the rest refunded", {job.key: found}, {job.key: wanted})
 
-    def _check_lines(self, expected: dict[str, dict[str, int]]) -> None:
+    def _check_lines(self, by_records: Contents) -> None:
         """I11: each tenant's queue in a lane counts the jobs and tokens that wait in it."""
         found = {
             key: {name: record.number(name) for name in ("jobs", "tokens")}
             for key, record in self._hashes("line:").items()
         }
-        same("I11: lines", found, expected)
+        same("I11: lines", found, by_records)
 
-    def _check_tenants(self, expected: dict[str, int]) -> None:
+    def _check_tenants(self, by_records: Contents) -> None:
         """I11: a tenant's reservation is the cost of its unfinished jobs."""
         found = {}
         for key, record in self._hashes("tenant:").items():
@@ -408,17 +382,16 @@ class Audit:
             assert expires == (record["reserved"] == "0"), (
                 f"I15: idle ones go: {key} has {record['reserved']} reserved; it expires: {expires}"
             )
-        wanted = {f"tenant:{tenant}": {"reserved": value} for tenant, value in expected.items()}
-        same("I11: reservations", found, wanted)
+        same("I11: reservations", found, by_records)
 
-    def _check_sets(self, kind: str, expected: dict[str, set[str]]) -> None:
+    def _check_sets(self, kind: str, by_records: Contents) -> None:
         """I11: the sets by owner, and of the jobs that run alone, agree with the records."""
         prefix = f"{self.keys.tag}:"
         found = {
             key.decode()[len(prefix) :]: members({i.decode() for i in self.client.smembers(key)})
             for key in self.client.keys(f"{prefix}{kind}*")
         }
-        wanted = {f"{kind}{name}": members(job_ids) for name, job_ids in expected.items()}
+        wanted = {key: members(job_ids) for key, job_ids in by_records.items()}
         same(f"I11: {kind}", found, wanted)
 
     def _hashes(self, kind: str) -> dict[str, Record]:
@@ -514,6 +487,11 @@ class Audit:
             rows: Any = self.client.zrange(key, 0, -1, withscores=True)
             found[key.decode()[len(prefix) :]] = {i.decode(): score for i, score in rows}
         return found
+
+
+def _of(contents: Contents, kind: str) -> Contents:
+    """The keys that begin so."""
+    return {key: values for key, values in contents.items() if key.startswith(kind)}
 
 
 def _num_called(log: Sequence[LogEntry]) -> int:

@@ -102,7 +102,7 @@ PLANTED = {
     ),
     "a deadline": (
         ("ZREM", "deadlines", "{waiting}"),
-        "a deadline for each open job: deadlines {waiting}: holds 'nothing', the records say 'it'",
+        "a deadline for each open job: deadlines {waiting}: holds 'nothing', the records say \\d+",
     ),
     "an owner's jobs": (
         ("SADD", "own:w1", "{ended}"),

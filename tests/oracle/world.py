@@ -69,7 +69,6 @@ CALLBACKS = (
 MAX_CRASHES = 2  # few, so that short walks reach it
 MAX_PASSED = 3  # the same
 MIN_LENGTHS = 2
-RECOUNT_JOBS = 2  # so that counts go on over many steps; they begin anew at once
 
 EXPECTED = (0, 0, 4, 500)  # tokens, as callers say
 GRAMMARS = ("", '{"grammars": [{"lark_grammar": "start: /[0-9]+/"}]}')
@@ -101,10 +100,8 @@ class World:
         source = with_test_clock(self.source)
         source = source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
         source = source.replace("MIN_LENGTHS = 5 ", f"MIN_LENGTHS = {MIN_LENGTHS} ")
-        source = source.replace("RECOUNT_JOBS = 50 ", f"RECOUNT_JOBS = {RECOUNT_JOBS} ")
         # The memory is as a step has set it, not as it is.
         source = source.replace("num_trusted = 0 ", "num_trusted = 2 ^ 52 ")
-        source = source.replace("RECOUNT_GAP_MS = 1000 ", "RECOUNT_GAP_MS = 0 ")
         self.client.function_load(source, replace=True)
         self.client.set(self.keys.of("memory"), "free")
         self.async_client = connect(self.redis_url)
@@ -390,17 +387,8 @@ class World:
         self.after_step()
         return there
 
-    def _recount(self) -> None:
-        """Counts and lists that sweeps check are always right here; a recount continues at every
-        step."""
-        if self.reference.is_restarted:
-            return  # the next sweep grants a grace
-        swept = self.loop.run_until_complete(self.functions.sweep(0))
-        assert swept.corrections == (), swept.corrections
-
     def after_step(self) -> None:
         self._num_steps += 1
-        self._recount()
         if self._num_steps % self.audit_every == 0:
             self._compare_records()
             self.postmen.compare()

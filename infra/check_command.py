@@ -1,0 +1,175 @@
+"""`batchway check`: compares counters and lists of jobs in Redis with the jobs' records.
+
+The functions keep them equal. They can differ after half of a function was executed
+(docs/decisions/append-only-file.md) or another program has written. Jobs move while this reads, so
+a difference counts if two readings show the same one.
+"""
+
+import argparse
+import asyncio
+import struct
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from contract.catalogue import Catalogue
+from contract.connection import broker_errors, connect
+from contract.errors import wire_errors
+from contract.jobs import TERMINAL_STATUSES
+from contract.keys import Keys
+from infra import options as opts
+
+EXIT_DIFFERENT = 1
+Contents = dict[str, dict[str, int]]  # key without the tag -> field or member -> number or score
+Differences = dict[tuple[str, str], tuple[int | None, int | None]]  # held, by the records
+
+_GAP_S = 1.0  # between the readings
+_FIELDS = (
+    *("state", "tenant", "model", "lane", "stream", "entry", "owner", "cost", "prompt_tokens"),
+    *("tokens", "deadline", "created", "finished", "ttl_ms", "has_objects", "part"),
+)
+_SETS, _ZSETS = ("own", "alone"), ("deadlines", "kept", "leases", "jobs")
+_HASHES = {
+    "counters": ["queued_jobs", "queued_tokens", "running_jobs", "running_tokens", "done_tokens"],
+    "line": ["jobs", "tokens"],
+    "tenant": ["reserved"],
+}
+_PROGRESS = struct.Struct("<xddd")  # epoch, next, tokens: contract/lua/_running.lua
+
+
+def expected(jobs: Mapping[str, Mapping[str, str]]) -> Contents:
+    """What counters and lists hold by the records. The number is 0 in sets, and where the records
+    do not tell a score."""
+    contents: Contents = defaultdict(lambda: defaultdict(int))
+    for job_id, job in jobs.items():
+        tenant, lane, cost = job["tenant"], f"{job['model']}:{job['lane']}", int(job["cost"])
+        contents[f"jobs:{tenant}"][job_id] = int(job["created"])
+        if job["state"] in TERMINAL_STATUSES:
+            entry = f"{job_id} {job['has_objects'] or '0'} {tenant}"
+            contents["kept"][entry] = int(job["finished"]) + int(job["ttl_ms"])
+            continue
+        contents["deadlines"][job_id] = int(job["deadline"])
+        counters, kind = contents[f"counters:{lane}"], "running" if job["owner"] else "queued"
+        counters[f"{kind}_jobs"] += 1
+        counters[f"{kind}_tokens"] += cost
+        if job.get("part") not in ("child", "nested"):
+            contents[f"tenant:{tenant}"]["reserved"] += cost
+        if kind == "running":
+            tokens = int(job["tokens"])
+            counters["done_tokens"] += min(cost, int(job["prompt_tokens"]) + tokens) * (tokens > 0)
+            contents["leases"][job_id] = contents[f"own:{job['owner']}"][job_id] = 0
+            if job["stream"].endswith(":suspect"):
+                contents[f"alone:{job['model']}"][job_id] = 0
+        elif job["stream"].removesuffix(" candidate") == f"q:{lane}:{tenant}":
+            contents[f"line:{lane}:{tenant}"]["jobs"] += 1
+            contents[f"line:{lane}:{tenant}"]["tokens"] += cost
+    return contents
+
+
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="set what differs as the records say, but for queue entries (default: only show it)",
+    )
+    opts.add_shared_options(parser, redis_default=opts.OF_RUNNING_UP)
+
+
+def run_check(options: argparse.Namespace, redis_url: str) -> int:
+    """Returns the exit status. Raises BrokerUnavailable, WireError."""
+    return asyncio.run(_run(options, redis_url))
+
+
+async def _run(options: argparse.Namespace, redis_url: str) -> int:
+    keys, found = Keys(options.namespace), Differences()
+    async with connect(redis_url) as client:
+        with wire_errors("records"), broker_errors(client, "HGETALL"):
+            if before := await differences(client, keys):
+                await asyncio.sleep(_GAP_S)
+                again = await differences(client, keys)
+                found = {place: it for place, it in again.items() if before.get(place) == it}
+            for (key, field), (held, wanted) in sorted(found.items()):
+                print(f"{key} {field}: holds {held}, the records say {wanted}")
+                if options.repair:
+                    await repair(client, keys, key, field, held, wanted)
+    print(f"differences: {len(found)}")
+    return EXIT_DIFFERENT if found else 0
+
+
+async def differences(client: Any, keys: Keys) -> Differences:
+    """What differs at the moment. Raises WireError and the errors of redis-py."""
+    notes = await client.hgetall(keys.of("stored", "jobs"))
+    listed = [await _read(client, keys, name) for name in ("deadlines", "leases")]
+    stored = {raw_id.decode() for raw_id in notes}
+    jobs = await _records(client, keys, sorted({*stored, *listed[0], *listed[1]}))
+    wanted = expected(jobs)
+    names = {*wanted, "deadlines", "kept", "leases"}
+    for tenant in {note.decode().split()[-1] for note in notes.values()}:
+        names |= {f"jobs:{tenant}", f"tenant:{tenant}"}
+    for card in await Catalogue(client, keys).models():
+        names |= {f"counters:{card.name}:{lane}" for lane in card.lanes}
+    held = {name: await _read(client, keys, name) for name in names}
+    for job in jobs.values():
+        if job["state"] not in TERMINAL_STATUSES:
+            stream, entry = job["stream"], job["entry"]
+            wanted.setdefault(stream, {})[entry] = 0
+            there = await client.xrange(keys.of(stream), entry, entry)
+            held.setdefault(stream, {}).update({entry: 0} if there else {})
+    # Until the next sweep an expired record is in lists.
+    expired = {entry.split()[0] for entry in held["kept"]} - jobs.keys()
+    found: Differences = {}
+    for key, values in held.items():
+        missing = 0 if key.split(":")[0] in _HASHES else None
+        by_records = wanted.get(key, {})
+        for field in values.keys() | by_records.keys():
+            pair = values.get(field, missing), by_records.get(field, missing)
+            if pair[0] != pair[1] and field.partition(" ")[0] not in expired:
+                found[key, field] = pair
+    return found
+
+
+async def _records(client: Any, keys: Keys, ids: list[str]) -> dict[str, dict[str, str]]:
+    """The records by id, of running jobs with their progress."""
+    async with client.pipeline(transaction=False) as pipe:
+        for job_id in ids:
+            pipe.hmget(keys.job(job_id), _FIELDS)
+        replies = await pipe.execute()
+    jobs = {
+        job_id: {name: (raw or b"").decode() for name, raw in zip(_FIELDS, values, strict=True)}
+        for job_id, values in zip(ids, replies, strict=True)
+        if values[0] is not None
+    }
+    for owner in {job["owner"] for job in jobs.values()} - {""}:
+        packed = await client.hgetall(keys.of("run", owner))
+        for raw_id, raw in packed.items():
+            if raw_id.decode() in jobs:
+                jobs[raw_id.decode()]["tokens"] = str(int(_PROGRESS.unpack_from(raw)[2]))
+    return jobs
+
+
+async def _read(client: Any, keys: Keys, name: str) -> dict[str, int]:
+    """A set, a sorted set with its scores, or the counters of a hash."""
+    key, kind = keys.of(name), name.split(":")[0]
+    if kind in _SETS:
+        return {raw.decode(): 0 for raw in await client.smembers(key)}
+    if kind in _ZSETS:
+        rows = await client.zrange(key, 0, -1, withscores=True)
+        return {raw.decode(): 0 if kind == "leases" else int(score) for raw, score in rows}
+    fields = _HASHES[kind]
+    values = await client.hmget(key, fields)
+    return {field: int(value or 0) for field, value in zip(fields, values, strict=True)}
+
+
+async def repair(
+    client: Any, keys: Keys, name: str, field: str, held: int | None, wanted: int | None
+) -> None:
+    """Sets one value. A lease that was missing has lapsed. Leaves streams as they are."""
+    key, kind = keys.of(name), name.split(":")[0]
+    if kind in _SETS:
+        await (client.srem if wanted is None else client.sadd)(key, field)
+    elif kind in _ZSETS and wanted is None:
+        await client.zrem(key, field)
+    elif kind in _ZSETS:
+        await client.zadd(key, {field: wanted})
+    elif kind in _HASHES:
+        await client.hincrby(key, field, (wanted or 0) - (held or 0))
