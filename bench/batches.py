@@ -14,17 +14,16 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.pipe import running_server
-from bench.processor_time import ProcessorTime, below, part_of
+from bench.processes import Server, below, part_of, processor_s, running_batchway
 from infra.measure.arrivals import draw_arrivals
-from infra.measure.http_calls import Caller, Outcome
+from infra.measure.http_calls import Caller
 from infra.measure.load import Load, run_load
 from infra.measure.workloads import WorkloadRequest, arriving, log_uniform_workload
 from infra.tables import markdown_table, percentile, write
@@ -33,7 +32,6 @@ _MODEL = "m"
 _ENDPOINT = "/v1/completions"
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _POLL_S = 0.2
-_TIMEOUT_S = 600.0
 _MIB = 2**20
 
 
@@ -83,27 +81,13 @@ class InteractiveCaller(Caller):
 class BatchClient:
     """The files and batches of one server."""
 
-    def __init__(self, http: httpx.AsyncClient, shape: Shape) -> None:
+    def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
-        self._shape = shape
 
-    async def upload(self, num_lines: int, seed: str) -> str:
-        """Uploads a new file. Returns its id."""
-        content = self.content(num_lines, seed)
+    async def upload(self, content: bytes) -> str:
+        """Uploads a file. Returns its id."""
         form = {"file": ("in.jsonl", content), "purpose": (None, "batch")}
         return str((await self._ask("POST", "files", files=form))["id"])
-
-    def content(self, num_lines: int, seed: str) -> bytes:
-        """Returns greedy lines whose prompts no prefix cache knows."""
-        rng, shape = random.Random(seed), self._shape
-        lines = []
-        for number in range(num_lines):
-            prompt = [rng.randrange(4, 256) for _ in range(shape.num_prompt)]
-            body = {"model": _MODEL, "prompt": prompt, "max_tokens": shape.num_line_output}
-            body |= {"temperature": 0, "ignore_eos": True}
-            line = {"custom_id": f"{number}", "method": "POST", "url": _ENDPOINT, "body": body}
-            lines.append(json.dumps(line))
-        return "\n".join(lines).encode()
 
     async def start(self, file_id: str) -> str:
         body = {"input_file_id": file_id, "endpoint": _ENDPOINT, "completion_window": "24h"}
@@ -126,32 +110,41 @@ class BatchClient:
         return answer.raise_for_status().json()
 
 
-@contextlib.asynccontextmanager
-async def _client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=f"{url}/v1", timeout=_TIMEOUT_S, limits=limits) as http:
-        yield http
+def lines_of(shape: Shape, num_lines: int, seed: str) -> bytes:
+    """Returns greedy lines whose prompts no prefix cache knows."""
+    rng = random.Random(seed)
+    lines = []
+    for number in range(num_lines):
+        prompt = [rng.randrange(4, 256) for _ in range(shape.num_prompt)]
+        body = {"model": _MODEL, "prompt": prompt, "max_tokens": shape.num_line_output}
+        body |= {"temperature": 0, "ignore_eos": True}
+        line = {"custom_id": f"{number}", "method": "POST", "url": _ENDPOINT, "body": body}
+        lines.append(json.dumps(line))
+    return "\n".join(lines).encode()
+
+
+def _used_s(before: Mapping[str, float], pid: int) -> dict[str, float]:
+    """Returns each part's processor time since `before`."""
+    return {part: used - before.get(part, 0.0) for part, used in processor_s(pid).items()}
 
 
 # --- memory -----------------------------------------------------------------------------------
 
 
-async def run_whole(url: str, pid: int, shape: Shape, num_lines: int) -> Whole:
+async def run_whole(server: Server, shape: Shape, num_lines: int) -> Whole:
     """Runs a batch. Raises RuntimeError if a line was not answered."""
-    async with _client(url) as http:
-        batches = BatchClient(http, shape)
-        file_id = await batches.upload(num_lines, f"{num_lines}")
-        num_bytes = (await http.get(f"files/{file_id}")).json()["bytes"]
-        processor = ProcessorTime(pid)
-        started_s = time.monotonic()
-        with processor.counted():
-            batch_id = await batches.start(file_id)
-            await batches.ended(batch_id)
-        wall_s = time.monotonic() - started_s
+    async with server.client() as http:
+        batches = BatchClient(http)
+        content = lines_of(shape, num_lines, f"{num_lines}")
+        file_id = await batches.upload(content)
+        before, started_s = processor_s(server.pid), time.monotonic()
+        batch_id = await batches.start(file_id)
+        await batches.ended(batch_id)
+        wall_s, used_s = time.monotonic() - started_s, _used_s(before, server.pid)
         if (num_done := await batches.num_done(batch_id)) != num_lines:
             raise RuntimeError(f"{num_done} of {num_lines} lines were answered")
     num_tokens = num_lines * shape.num_line_output
-    return Whole(num_lines, num_bytes, wall_s, num_tokens, _peaks(pid), processor.by_part_s)
+    return Whole(num_lines, len(content), wall_s, num_tokens, _peaks(server.pid), used_s)
 
 
 def _peaks(pid: int) -> dict[str, float]:
@@ -185,46 +178,40 @@ def memory_tables(runs: Sequence[Whole]) -> str:
 # --- interactive calls beside a batch ---------------------------------------------------------
 
 
-async def run_turns(url: str, pid: int, shape: Shape, num_lines: int, rounds: int) -> list[Turn]:
+async def run_turns(server: Server, shape: Shape, num_lines: int, rounds: int) -> list[Turn]:
     """Runs turns alone and beside the batch, alternately; the first of each is not counted. Raises
     RuntimeError if a call failed or the batch ended early."""
     turns = []
-    async with _client(url) as http:
-        batches = BatchClient(http, shape)
+    async with server.client() as http:
+        batches = BatchClient(http)
         for number in range(2 * (rounds + 1)):
-            is_beside = number % 2 == 1
-            turn = await _turn(http, batches, pid, shape, num_lines if is_beside else 0, number)
-            print(turn, file=sys.stderr, flush=True)
-            turns.append(turn)
+            content = lines_of(shape, num_lines, f"{number}") if number % 2 else b""
+            async with _batch(batches, content) as batch_id:
+                num_before = await batches.num_done(batch_id) if batch_id else 0
+                before = processor_s(server.pid)
+                ttfts_s, wall_s = await _call(http, shape, number)
+                used_s = _used_s(before, server.pid)
+                num_after = await batches.num_done(batch_id) if batch_id else 0
+                if batch_id and num_after == num_lines:
+                    raise RuntimeError("the batch ended before the calls: give it more lines")
+            p50_s, p99_s = (percentile(ttfts_s, share) or 0.0 for share in (0.5, 0.99))
+            lines_per_s = (num_after - num_before) / wall_s
+            turns.append(Turn(bool(batch_id), p50_s, p99_s, lines_per_s, used_s))
+            print(turns[-1], file=sys.stderr, flush=True)
     return turns[2:]
 
 
-async def _turn(
-    http: httpx.AsyncClient,
-    batches: BatchClient,
-    pid: int,
-    shape: Shape,
-    num_lines: int,
-    number: int,
-) -> Turn:
-    batch_id = ""
-    if num_lines:
-        batch_id = await batches.start(await batches.upload(num_lines, f"{number}"))
-        while not await batches.num_done(batch_id):  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
-    processor = ProcessorTime(pid)
-    num_before = await batches.num_done(batch_id) if batch_id else 0
-    with processor.counted():
-        ttfts_s, wall_s = await _call(http, shape, number)
-    num_after = await batches.num_done(batch_id) if batch_id else 0
-    if batch_id:
-        if num_after == num_lines:
-            raise RuntimeError("the batch ended before the calls: give it more lines")
-        await batches.cancel(batch_id)
-    p50_s, p99_s = (percentile(ttfts_s, share) or 0.0 for share in (0.5, 0.99))
-    return Turn(
-        bool(batch_id), p50_s, p99_s, (num_after - num_before) / wall_s, processor.by_part_s
-    )
+@contextlib.asynccontextmanager
+async def _batch(batches: BatchClient, content: bytes) -> AsyncIterator[str]:
+    """A batch whose first lines are answered, and which is cancelled at exit; "" without lines."""
+    if not content:
+        yield ""
+        return
+    batch_id = await batches.start(await batches.upload(content))
+    while not await batches.num_done(batch_id):  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+    yield batch_id
+    await batches.cancel(batch_id)
 
 
 async def _call(http: httpx.AsyncClient, shape: Shape, number: int) -> tuple[list[float], float]:
@@ -239,9 +226,7 @@ async def _call(http: httpx.AsyncClient, shape: Shape, number: int) -> tuple[lis
     arrivals = draw_arrivals(num_calls, shape.rate_per_s, "poisson", 1.0, seed)
     load = Load(arriving(workload, arrivals), True, None, shape.rate_per_s)
     run = await run_load(InteractiveCaller(http, _MODEL), load)
-    failed = [call.reason for call in run.calls if call.outcome is not Outcome.SUCCEEDED]
-    if failed:
-        raise RuntimeError(f"{len(failed)} of {num_calls} calls failed: {failed[0]}")
+    run.raise_failures()
     return [call.ttft_s for call in run.calls if call.ttft_s is not None], run.wall_s
 
 
@@ -285,13 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.measurement == "memory":
         wholes = []
         for num_lines in given.lines or (500, 50_000):
-            with running_server(arguments) as server:
-                wholes.append(asyncio.run(run_whole(server.url, server.pid, shape, num_lines)))
+            with running_batchway(arguments) as server:
+                wholes.append(asyncio.run(run_whole(server, shape, num_lines)))
         write([asdict(whole) for whole in wholes], memory_tables(wholes), given.json)
         return 0
     [num_lines] = given.lines or (5_000,)
-    with running_server(arguments) as server:
-        turns = asyncio.run(run_turns(server.url, server.pid, shape, num_lines, given.rounds))
+    with running_batchway(arguments) as server:
+        turns = asyncio.run(run_turns(server, shape, num_lines, given.rounds))
     write([asdict(turn) for turn in turns], beside_tables(turns, shape), given.json)
     return 0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 
 from bench.models import SIZES, make_model
-from bench.pipe import Server, running_server
-from infra.measure.http_calls import Caller, Outcome
+from bench.processes import Server, running_batchway
+from infra.measure.http_calls import Caller
 from infra.measure.load import Load, run_load
 from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workload
 from infra.tables import markdown_table
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = [f"m{number}" for number in range(options.models)]
     path = _prepare(options.folder, names)
-    with running_server([f"--fleet={path}"]) as server:
+    with running_batchway([f"--fleet={path}"]) as server:
         rows = asyncio.run(_measure(server, names, options))
     print(markdown_table(rows))
     return 0
@@ -67,7 +67,6 @@ async def _measure(
                 ratios.append(together_s / sum(alone_s))
                 times_s = (*alone_s, sum(alone_s), together_s)
                 rows.append([f"{run}", *(f"{t:.1f}" for t in times_s), f"{ratios[-1]:.2f}"])
-                print(f"run {run}: {ratios[-1]:.2f}", file=sys.stderr)
     rows.append(["median", *("" for _ in names), "", "", f"{statistics.median(ratios):.2f}"])
     return rows
 
@@ -80,9 +79,8 @@ async def _take(client: httpx.AsyncClient, workloads: dict[str, Workload]) -> fl
             for name, workload in workloads.items()
         )
     )
-    failed = {c.reason for run in runs for c in run.calls if c.outcome is not Outcome.SUCCEEDED}
-    if failed:
-        raise RuntimeError(f"calls failed: {', '.join(sorted(failed))}")
+    for run in runs:
+        run.raise_failures()
     return max(run.wall_s for run in runs)
 
 

@@ -1,17 +1,12 @@
-"""Random models for measurements: Llama's architecture, saved as checkpoints; and their input."""
+"""Random models for measurements: Llama's architecture, saved as checkpoints."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from contract.jobs import SamplingParams
-from workers.engine.interface import Chunk
-from workers.engine.sequence import Sequence
 
 # About 5 M and 124 M parameters; embeddings are not tied.
 SIZES: Mapping[str, Mapping[str, int]] = {
@@ -87,20 +82,3 @@ def save_tokenizer(folder: Path, vocab_size: int, *, has_pairs: bool = False) ->
         **dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), _SPECIAL, strict=True)),
     )
     saved.save_pretrained(folder)
-
-
-def whole_chunk(token_ids: Seq[int], block_size: int, *, samples: bool) -> Chunk:
-    """Returns a text as one chunk that asks for the logits of every position."""
-    num_tokens = len(token_ids)
-    sequence = Sequence(
-        job_id="text",
-        epoch=1,
-        choice=0,
-        tenant="",
-        lane="",
-        token_ids=list(token_ids),
-        num_prompt=num_tokens,
-        params=SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0),
-        block_ids=list(range(-(-num_tokens // block_size))),
-    )
-    return Chunk(sequence, 0, num_tokens, samples=samples)

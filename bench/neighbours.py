@@ -24,7 +24,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from bench.hostile_calls import ATTACKS, CHAT, RERANKER, chat, slow_schema, structured
 from bench.models import save_tokenizer
-from bench.pipe import running_server
+from bench.processes import running_batchway
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--redis-url={server.url}",
             f"--object-store={temp}/objects",
         ]
-        with running_server(arguments) as running:
+        with running_batchway(arguments) as running:
             turns = asyncio.run(_run(running.url, server.url, options))
     head = ["attack", "connections", "calls/s", "plain p50 (ms)", "p99", "structured p50", "p99"]
     rows = [[*head, "gaps p50", "p99", "victim refused", "attacker's answers"]]

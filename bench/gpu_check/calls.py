@@ -15,9 +15,8 @@ from typing import Any
 
 import httpx
 
-from bench.gpu_check.processes import Server, end_with_parent, kill_all
 from bench.gpu_check.record import Finding
-from bench.processor_time import below, part_of
+from bench.processes import Server, below, end_with_parent, kill_all, part_of
 from infra.measure.http_calls import Call, Caller, Outcome
 from infra.measure.load import Load, LoadRun, run_load
 from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workload

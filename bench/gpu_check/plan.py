@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from bench.gpu_check.calls import MODEL, Requests, kill_worker, measure
-from bench.gpu_check.processes import NotStarted, Server, run_program, running_server, tail
 from bench.gpu_check.record import Record, Unfinished
 from bench.gpu_check.sanitizer import STAGE as SANITIZER
 from bench.gpu_check.sanitizer import check_memory
 from bench.gpu_check.wheels import ROOT
+from bench.processes import UP_IS_READY, NotStarted, Server, run_program, running_server, tail
 from infra.measure.load import LoadRun
 
 _NO_GPU = 2
@@ -30,7 +30,6 @@ _IMPORT_S = 120.0
 _LONGEST = 4096  # tokens of a request
 # Nothing is fetched. On a CPU vLLM's own default is most of the memory, in GiB.
 _VLLM = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-UP_IS_READY = r"batchway is ready: (\S+)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from bench.gpu_check.processes import run_program
 from bench.gpu_check.record import Finding, Record, Unfinished
+from bench.processes import run_program
 
 STAGE = "sanitizer"
 TOOLS = ("memcheck", "racecheck")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from infra.measure.http_calls import Call, Caller
+from infra.measure.http_calls import Call, Caller, Outcome
 from infra.measure.workloads import Workload
 
 Sleep = Callable[[float], Awaitable[object]]
@@ -37,6 +37,13 @@ class LoadRun:
     load: Load
     calls: tuple[Call, ...]
     wall_s: float
+
+    def raise_failures(self) -> None:
+        """Raises RuntimeError with the reasons if a call was not answered."""
+        failed = [call.reason for call in self.calls if call.outcome is not Outcome.SUCCEEDED]
+        if failed:
+            reasons = ", ".join(sorted(set(failed)))
+            raise RuntimeError(f"{len(failed)} of {len(self.calls)} calls failed: {reasons}")
 
 
 async def run_load(

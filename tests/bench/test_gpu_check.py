@@ -31,11 +31,10 @@ from bench.gpu_check import calls, checks, inside, wheels
 from bench.gpu_check.__main__ import main
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.model import SHAPES, TINY, output_tokens, random_decoder, save_model, shape_for
-from bench.gpu_check.plan import UP_IS_READY
-from bench.gpu_check.processes import NotStarted, run_program, running_server
 from bench.gpu_check.record import Finding, Record, Unfinished
 from bench.gpu_check.reference import Reference, graphs_of
 from bench.gpu_check.sanitizer import STAGE, check_memory
+from bench.processes import UP_IS_READY, NotStarted, run_program, running_server
 from workers.model.attention.triton_attention import TritonAttention
 
 CPU = Machine(torch.device("cpu"), is_tiny=True)
@@ -310,7 +309,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 def test_what_was_started_ends_with_a_check_that_is_killed() -> None:
     code = """
-import sys, time; from pathlib import Path; from bench.gpu_check.processes import started
+import sys, time; from pathlib import Path; from bench.processes import started
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 with started(sleeper, Path("/dev/null")) as process:
     print(process.pid, flush=True)

@@ -119,3 +119,20 @@ async def test_a_worker_s_progress_is_stored_as_a_hash_table(
     await functions.claim("w1", "m", ["a"], lease_s=LEASE_S, max_jobs=1, max_tokens=100)
     await append(functions, "w1", said_by(job.id, 1))
     assert await redis_client.object("encoding", keys.of("run", "w1")) == b"hashtable"
+
+
+async def test_a_step_needs_two_redis_commands_per_job(
+    functions: Functions, redis_client: redis.asyncio.Redis
+) -> None:
+    """Append and publish. Progress, leases and counters are read and written for all jobs at
+    once."""
+
+    async def num_commands(num_jobs: int) -> int:
+        job_ids = await running_jobs(functions, num_jobs)
+        await redis_client.config_resetstat()
+        await append(functions, "w1", *(said_by(job_id, 2) for job_id in job_ids))
+        return sum(found["calls"] for found in (await redis_client.info("commandstats")).values())
+
+    few, many = await num_commands(4), await num_commands(12)
+
+    assert many - few == 2 * 8

@@ -32,7 +32,7 @@ from workers.model.pooling.trial import Trial
 from workers.model.rope import fix_rope
 from workers.model.weights import load_pooling_model
 
-# On a CPU larger steps are no faster (bench.pooling), and others wait longer. The GPU's is a guess.
+# On a CPU larger steps are no faster, and others wait longer. The GPU's is a guess.
 CPU_STEP_TOKENS = 1024
 GPU_STEP_TOKENS = 16_384
 

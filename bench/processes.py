@@ -1,4 +1,7 @@
-"""Starts servers and programs of the check, and ends them with all they started. Linux only."""
+"""Starts servers and programs, ends them with all they started, and counts their processor time.
+
+Linux only: reads /proc.
+"""
 
 import contextlib
 import ctypes
@@ -6,16 +9,29 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu_check.wheels import ROOT
-from bench.processor_time import below
+import httpx
 
+ROOT = Path(__file__).parents[1]
+UP_IS_READY = r"batchway is ready: (\S+)"
+# Part names of `batchway up` by a piece of the command line; the first match counts.
+_PARTS = {
+    "engine": "workers.engine_process.engine_loop",
+    "worker's supervisor": "infra worker",
+    "gateway": "infra gateway",
+    "Redis": "redis",
+    "Redis (valkey)": "valkey",
+    "callbacks": "callback",
+}
 _NOT_INHERITED = ("REDIS_URL", "BATCHWAY_API_KEY")  # a private Redis, open to this process
+_START_S = 600.0
 _LOOK_S = 0.1
 _GRACE_S = 15.0  # from SIGTERM to SIGKILL
 _DEATH_S = 15.0  # from SIGKILL to the end, in which the driver frees memory
@@ -35,6 +51,24 @@ class Server:
     url: str
     pid: int
     start_s: float
+
+    def client(self, timeout_s: float = 600.0) -> httpx.AsyncClient:
+        """Returns a client of its API, with as many connections as calls."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(
+            base_url=f"{self.url}/v1", timeout=timeout_s, limits=limits, trust_env=False
+        )
+
+
+@contextlib.contextmanager
+def running_batchway(arguments: Sequence[str]) -> Iterator[Server]:
+    """Starts `batchway up` with these arguments, and ends it at exit. Raises NotStarted."""
+    command = [sys.executable, "-m", "infra", "up", "--port=0", *arguments]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(command, Path(folder) / "log", UP_IS_READY, _START_S) as server,
+    ):
+        yield server
 
 
 @contextlib.contextmanager
@@ -162,7 +196,40 @@ def _have_ended(pids: Sequence[int], limit_s: float) -> bool:
 def _runs(pid: int) -> bool:
     """Whether the process runs; one that nobody has waited for does not."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return _stat(pid)[0] not in "ZX"
     except OSError:
         return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def below(pid: int) -> list[int]:
+    """The process and its descendants."""
+    found = [pid]
+    for parent in found:
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, path.read_text().split())
+    return found
+
+
+def part_of(pid: int) -> str:
+    """The name of the part of `batchway up`, or "others". Raises OSError if the process has
+    ended."""
+    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return next((part for part, text in _PARTS.items() if text in command), "others")
+
+
+def processor_s(pid: int) -> dict[str, float]:
+    """The processor time so far of a process and those below it, by part, and of this one."""
+    times = os.times()
+    by_part = {"the callers, in this process": times.user + times.system}
+    for each in below(pid):
+        with contextlib.suppress(OSError):  # it has ended
+            user, system = _stat(each)[11:13]
+            used_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+            by_part[part_of(each)] = by_part.get(part_of(each), 0.0) + used_s
+    return by_part
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on. Raises OSError if the process has ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
