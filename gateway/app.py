@@ -9,28 +9,24 @@ from fastapi.telemetry import TelemetryConfig
 
 from contract.connection import end_tasks
 from contract.telemetry.tracing import Tracing
-from gateway.http.embedded_metrics import EmbeddedMetrics
 from gateway.http.errors import SYSTEM_RANDOM
 from gateway.http.handlers import add_handlers, answers
 from gateway.http.limits import ConcurrencyCap, RequestLimits
+from gateway.http.metrics import EmbeddedMetrics
 from gateway.http.middleware import RequestObserver
 from gateway.memory import keep_trimmed
 from gateway.prepare.revocation import RevocationGuard
 from gateway.redis.broker import Broker
 from gateway.routes import (
     batches,
-    chat,
+    calls,
     dead_letters,
     files,
     health,
-    job_lists,
     jobs,
-    metrics,
     models,
     objects,
-    quotes,
     responses,
-    vectors,
 )
 from gateway.runners.batches.feeder import Feeder
 from gateway.settings import GatewaySettings
@@ -45,9 +41,8 @@ _DESCRIPTION = (
 _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
-_CALLS = (chat, vectors, responses)
-_JOBS = (dead_letters, jobs, job_lists, quotes, objects)
-_ROUTERS = [m.router for m in (*_CALLS, *_JOBS, files, batches, models, health, metrics)]
+_MODULES = (calls, responses, dead_letters, jobs, objects, files, batches, models, health)
+_ROUTERS = [module.router for module in _MODULES]
 
 
 def create_app(
@@ -65,7 +60,7 @@ def create_app(
         take_turns(gateway.turns)  # also for tasks started here
         ending = AsyncExitStack()
         duties = [
-            asyncio.create_task(gateway.broker.attendance.report()),
+            asyncio.create_task(gateway.broker.report_attendance()),
             asyncio.create_task(keep_trimmed()),
         ]
         if gateway.broker.payloads.store is not None:

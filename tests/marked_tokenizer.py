@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import ReasoningFormat, ToolFormat
 from gateway.grammars.compiled import Around
-from gateway.grammars.rules.frames import Reasoning
+from gateway.grammars.rules.calls import Reasoning
 from gateway.models.tokens import ModelTokenizer
 from tests.fakes import EOS_ID, INLINE, VOCAB_SIZE, hash_tokenizer
 from workers.engine.grammar import Grammars

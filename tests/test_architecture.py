@@ -56,7 +56,7 @@ def test_import_contracts_hold() -> None:
 @pytest.mark.parametrize(
     ("importer", "imported"),
     [
-        ("gateway.redis.breaker", "gateway.routes.chat"),
+        ("gateway.redis.key_ring", "gateway.routes.calls"),
         ("gateway.state", "gateway.follow.streams"),
         ("gateway.prepare.calls", "gateway.runners.submission"),
         ("workers.engine.limits", "workers.engine.engine"),

@@ -1,12 +1,14 @@
 """Turns log events into OpenAI's responses: whole ones, and chunks of streams.
 
-Over 300 lines: a whole answer and its chunks have the same fields, and are read side by side.
-
 A chunk depends only on its event, except for text offsets and data of the prompt, so a stream
 resumed at any event continues with the same bytes.
+
+Over 300 lines: a whole answer and its chunks have the same fields, and are read side by side.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -21,11 +23,160 @@ from contract.events import (
     ToolCallDelta,
 )
 from contract.jobs import Endpoint, FinishReason, Job, cut_tokens
-from gateway.follow.logprobs import chat_logprobs, completion_logprobs
-from gateway.follow.prompts import PromptPart
-from gateway.follow.tool_calls import delta_of, whole_calls
-from gateway.models.text_stream import TextStream
-from gateway.models.tokens import ModelTokenizer
+from contract.response_events import ShowLogprobs, call_id
+from gateway.models.tokens import ModelTokenizer, TextStream
+
+_LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no -inf
+
+
+def chat_logprobs(tokenizer: ModelTokenizer, items: Sequence[TokenLogprob]) -> dict[str, Any]:
+    content = [
+        {
+            **_chat_token(tokenizer, item.token_id, item.logprob),
+            "top_logprobs": [_chat_token(tokenizer, *pair) for pair in item.top],
+        }
+        for item in items
+    ]
+    return {"content": content, "refusal": None}
+
+
+def response_logprobs(tokenizer: ModelTokenizer | None) -> ShowLogprobs | None:
+    """Returns what shows log probabilities of a response's text; None without a tokenizer."""
+    return None if tokenizer is None else lambda items: chat_logprobs(tokenizer, items)["content"]
+
+
+def _chat_token(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    return {
+        "token": raw.decode(errors="replace"),
+        "bytes": list(raw),
+        "logprob": _finite(logprob),
+    }
+
+
+def completion_logprobs(
+    tokenizer: ModelTokenizer, items: Sequence[TokenLogprob], stream: TextStream
+) -> dict[str, list[Any]]:
+    """The format of /v1/completions. `stream` is the text before these tokens."""
+    texts = [_text(tokenizer, item.token_id) for item in items]
+    tops: list[dict[str, float]] = []
+    for text, item in zip(texts, items, strict=True):
+        top = {_text(tokenizer, token_id): _finite(logprob) for token_id, logprob in item.top}
+        tops.append({text: _finite(item.logprob)} | top)
+    return {
+        "text_offset": [stream.push(item.token_id)[0] for item in items],
+        "token_logprobs": [_finite(item.logprob) for item in items],
+        "tokens": texts,
+        "top_logprobs": tops,
+    }
+
+
+def listed_logprob(
+    tokenizer: ModelTokenizer, item: TokenLogprob, num_top: int
+) -> dict[str, dict[str, Any]]:
+    """vLLM's entry for a prompt token: the token itself first, then the most likely ones, by token
+    id."""
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(item.top, 1)}
+    logprobs = {item.token_id: item.logprob} | dict(item.top[:num_top])
+    return {
+        str(token_id): {
+            "logprob": _finite(logprob),
+            "rank": ranks.get(token_id),
+            "decoded_token": _text(tokenizer, token_id),
+        }
+        for token_id, logprob in logprobs.items()
+    }
+
+
+def _text(tokenizer: ModelTokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST
+
+
+class PromptPart:
+    """One prompt of a job, as responses show it. Without a tokenizer it shows nothing."""
+
+    def __init__(
+        self, job: Job, prompt_ids: tuple[int, ...], tokenizer: ModelTokenizer | None
+    ) -> None:
+        self._job = job
+        self.prompt_ids = prompt_ids
+        self._tokenizer = tokenizer
+        self._items: list[TokenLogprob] = []  # from the second token on; the first has none
+
+    def reset(self) -> None:
+        self._items.clear()
+
+    def add(self, event: Prompt) -> None:
+        self._items += event.logprobs
+
+    @cached_property
+    def text(self) -> str:
+        """The prompt's text, decoded from its ids; '' without echo."""
+        if not self._job.echo or self._tokenizer is None:
+            return ""
+        stream = self._tokenizer.text_stream()
+        pieces = [stream.push(token_id)[1] for token_id in self.prompt_ids]
+        return "".join(pieces) + stream.end()
+
+    def output_stream(self, tokenizer: ModelTokenizer) -> TextStream:
+        """The text of a choice, which follows the echo."""
+        return tokenizer.text_stream(self.prompt_ids, len(self.text))
+
+    def echoed_logprobs(self) -> dict[str, list[Any]] | None:
+        """Log probabilities of an echo, in the format of completions; null for the first token."""
+        num_top = self._job.params.logprobs
+        if not self._job.echo or num_top is None or self._tokenizer is None:
+            return None
+        items = [
+            TokenLogprob(item.token_id, item.logprob, item.top[:num_top]) for item in self._items
+        ]
+        first = TokenLogprob(self.prompt_ids[0], 0.0)
+        shape = completion_logprobs(self._tokenizer, [first, *items], self._tokenizer.text_stream())
+        shape["token_logprobs"][0] = shape["top_logprobs"][0] = None
+        return shape
+
+    def listed_logprobs(self) -> dict[str, Any]:
+        """`prompt_logprobs`, if requested: null, then vLLM's entries by token id."""
+        num_top = self._job.prompt_logprobs
+        if num_top is None:
+            return {}
+        if self._tokenizer is None:
+            return {"prompt_logprobs": None}
+        listed = [listed_logprob(self._tokenizer, item, num_top) for item in self._items]
+        return {"prompt_logprobs": [None, *listed]}
+
+
+def delta_of(job: Job, choice: int, call: ToolCallDelta) -> dict[str, Any]:
+    """A part of a call in a chunk. The first part has id, type and name."""
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.index,
+        "id": call_id(job, choice, call.index),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def whole_calls(job: Job, choice: int, deltas: Sequence[ToolCallDelta]) -> list[Mapping[str, Any]]:
+    """The calls of a whole response."""
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        names.setdefault(delta.index, delta.name)
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return [
+        {
+            "id": call_id(job, choice, index),
+            "type": "function",
+            "function": {"name": name, "arguments": "".join(arguments[index])},
+        }
+        for index, name in names.items()
+    ]
 
 
 def usage(

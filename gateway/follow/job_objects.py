@@ -18,12 +18,12 @@ from gateway.follow.answer_models import (
     Embeddings,
     EndpointPath,
     Ranking,
+    ResponseObject,
     Scores,
     TextCompletion,
     Usage,
 )
 from gateway.follow.answers import usage
-from gateway.follow.response_objects import ResponseObject
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
 

@@ -8,13 +8,12 @@ from contract.events import LogEntry
 from contract.jobs import Job
 from contract.response_events import Event, ResponseEvents
 from contract.response_records import ResponseRecord, response_id
-from gateway.follow.follow import Ended, follow
-from gateway.follow.logprobs import response_logprobs
-from gateway.follow.streams import reset_error
+from gateway.follow.answers import response_logprobs
+from gateway.follow.streams import Ended, follow, reset_error
 from gateway.follow.sync_call import SyncCall
 from gateway.http import sse
 from gateway.http.errors import ApiError, failure_of, to_call_error
-from gateway.redis.cursor import Reset
+from gateway.redis.hints import Reset
 from gateway.state import Gateway
 
 

@@ -1,18 +1,27 @@
-"""Streams of a job's log: for a synchronous call, or of the job itself (resumable)."""
+"""Follows what becomes of a job, from a position in its log to the end: as a whole answer, or as a
+stream of events.
 
-from collections.abc import AsyncGenerator
+Over 300 lines: all that follows a log is read side by side.
+"""
 
-from contract.errors import BatchwayError
-from contract.events import End, LogEntry
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Depends, Header, Query
+
+from contract.errors import BatchwayError, BrokerUnavailable
+from contract.events import End, LogEntry, Members
 from contract.function_types import JobView
 from contract.jobs import Endpoint, Job, JobStatus
 from contract.response_events import ResponseEvents
 from contract.response_records import decode_record
-from gateway.follow.answers import Chunks
-from gateway.follow.event_ids import START, LogPosition
-from gateway.follow.follow import Ended, follow
+from contract.vector_answers import VectorAnswer
+from gateway.follow.answers import Answer, Chunks, response_logprobs
 from gateway.follow.job_objects import events_url, job_object, place
-from gateway.follow.logprobs import response_logprobs
+from gateway.follow.stored_responses import ended_response, record_of_job
 from gateway.follow.sync_call import SyncCall
 from gateway.http import sse
 from gateway.http.errors import (
@@ -22,10 +31,156 @@ from gateway.http.errors import (
     failure_of,
     to_call_error,
 )
-from gateway.redis.cursor import Idle, Reset
+from gateway.redis.hints import Idle, Reset
 from gateway.state import Gateway
 
+log = logging.getLogger("batchway.gateway")
+
 _RESET = sse.message({"from": 0}, event="stream_reset")
+
+
+class LogPosition(msgspec.Struct, frozen=True):
+    """The number of the last event that a client has, and the log's hash at that event if known."""
+
+    number: int = 0
+    hash: str | None = None
+
+    @property
+    def sse_id(self) -> str:
+        return f"{self.number}.{self.hash}" if self.hash else str(self.number)
+
+
+START = LogPosition()
+
+
+_PATTERN = r"^([0-9]{1,9}(\.[0-9a-f]{8})?)?$"
+
+
+async def asked_position(
+    last_event_id: Annotated[
+        str,
+        Header(
+            alias="Last-Event-ID", pattern=_PATTERN, description="go on with a stream after this"
+        ),
+    ] = "",
+    starting_after: Annotated[
+        str, Query(pattern=_PATTERN, description="the same as Last-Event-ID, which wins")
+    ] = "",
+) -> LogPosition:
+    """The position in the request. Raises ApiError if it is malformed."""
+    number, _, hash_ = (last_event_id or starting_after).partition(".")
+    return LogPosition(int(number), hash_ or None) if number else START
+
+
+AskedPosition = Annotated[LogPosition, Depends(asked_position)]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The job has ended: the last event. `sse_id`: of the log's last entry."""
+
+    end: End
+    sse_id: str
+
+
+async def follow(
+    gateway: Gateway,
+    job: Job,
+    position: LogPosition = START,
+    *,
+    call: SyncCall | None = None,
+    submitted_s: float | None = None,
+    ends_with_drain: bool = True,
+) -> AsyncIterator[LogEntry | Idle | Reset | Ended]:
+    """Yields output as it is logged, Reset where the log was replaced, Idle while nothing comes.
+    Nothing if the position is that of the end.
+
+    `call`, which waits for the answer, is told the first token and the models that a flow calls.
+    `submitted_s`: as for Broker.events; that of the call by default. Raises Draining when the
+    gateway has no more time, unless `ends_with_drain` is false, and what Broker.events raises.
+    """
+    if call is not None:
+        submitted_s = call.submitted_s
+    events = gateway.broker.events(
+        job.id, job.tenant, position.number, position.hash, submitted_s=submitted_s
+    )
+    async for item in events:
+        match item:
+            case LogEntry(event=End() as end):
+                if call is not None:
+                    _log_answered(job, end)
+                yield Ended(end, item.sse_id)
+                return
+            case LogEntry(event=Members() as members) if call is not None:
+                call.note_members(members)
+            case LogEntry() if call is not None:
+                call.timing.mark("first_token")
+        yield item
+        if ends_with_drain and gateway.drain.is_over:
+            raise Draining
+
+
+def _log_answered(job: Job, end: End) -> None:
+    """Logs a synchronous call at its end. Before its first token, logging would delay it."""
+    log.info(
+        "answered job_id=%s lane=%s status=%s num_prompt=%d num_output=%d",
+        job.id,
+        job.lane,
+        end.status,
+        end.prompt_tokens,
+        end.output_tokens,
+    )
+
+
+async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, Any]:
+    """The response of a call, once its job has ended. Raises ApiError if the job failed, and
+    AnsweredOtherwise if the call became a job."""
+    job = call.job
+    answer = await answer_to(gateway, job)
+    async for item in follow(gateway, job, call=call):
+        match item:
+            case Ended(end):
+                if (failure := failure_of(end)) is not None:
+                    raise failure
+                return await built(answer, end.prompt_tokens, end.output_tokens)
+            case LogEntry():
+                answer.add(item)
+            case Reset():
+                answer.reset()
+        if call.patience.is_over(has_sent=False):
+            raise await call.hand_over()
+    raise AssertionError("unreachable")
+
+
+async def ended_answer(gateway: Gateway, view: JobView) -> dict[str, Any]:
+    """The response of a job that has ended, from its log. Raises BatchwayError."""
+    if record := await record_of_job(gateway, view.job):
+        return await ended_response(gateway, view, record)
+    answer = await answer_to(gateway, await gateway.whole(view.job))
+    up_to, number = view.next_number - 1, 0
+    async for entry in gateway.broker.log(view.job.id, view.job.tenant, up_to=up_to):
+        answer.add(entry)
+        number = entry.number
+    if number < up_to:
+        raise BrokerUnavailable("Redis lost a part of the log between two reads")
+    return await built(answer, view.num_prompt_tokens, view.num_output_tokens)
+
+
+async def answer_to(gateway: Gateway, job: Job) -> Answer | VectorAnswer:
+    """The response to a job, to which its events must be added."""
+    if job.pooling is None:
+        return Answer(job, await gateway.tokenizer_for(job))
+    card = (await gateway.broker.known.models()).get(job.model)
+    labels = () if card is None or card.pooling is None else card.pooling.labels
+    return VectorAnswer(job, labels)
+
+
+async def built(
+    answer: Answer | VectorAnswer, num_prompt_tokens: int, num_output_tokens: int
+) -> dict[str, Any]:
+    """The whole response; with vectors in a thread, because there may be millions of numbers."""
+    if isinstance(answer, VectorAnswer):
+        return await asyncio.to_thread(answer.build, num_prompt_tokens, num_output_tokens)
+    return answer.build(num_prompt_tokens, num_output_tokens)
 
 
 def reset_error() -> ApiError:

@@ -1,23 +1,127 @@
 """Compiles schemas, regular expressions, grammars and tool calls to grammars of llguidance.
 
-Runs in its own process, because some grammars take seconds or gigabytes to compile.
+`python -m gateway.grammars.compiled` does so in a process of its own, because some grammars take
+seconds or gigabytes to compile.
 """
 
 import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from contract.jobs import MAX_GRAMMAR_BYTES
-from gateway.grammars.checks import LIMITS, dead_end, fault_of, sentence
+from contract.jobs import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
+from gateway.child import Refused, serve
 from gateway.grammars.rules.arguments import ArgumentsRefused
-from gateway.grammars.rules.calls import ToolCalls, free_rules, tool_rules
-from gateway.grammars.rules.frames import Frame, Reasoning
+from gateway.grammars.rules.calls import Frame, Reasoning, ToolCalls, free_rules, tool_rules
 from gateway.grammars.rules.lark import KNOBS, Lark, Marks, json_options, quoted
 from gateway.grammars.schemas.lengths import check_lengths
 from gateway.grammars.schemas.preparation import prepare
 from gateway.grammars.schemas.refusals import SchemaRefused
+
+_BYTES = LLTokenizer("byte")  # a token for each byte
+_END: int = _BYTES.eos_token
+_MAX_MESSAGE_CHARS = 300
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+# A worker's tokens have many bytes, so a step needs, and has, a higher limit.
+LIMITS = LLParserLimits(
+    **GRAMMAR_LIMITS | {"step_lexer_fuel": 200_000, "step_max_items": 30_000},
+)
+_NUM_STEPS = 150  # of a walk, apart from forced text
+_TEXT = 64  # only within free text may more bytes than this follow
+_QUOTE = ord('"')
+_CLOSING, _OPENING = tuple(b'"}]'), tuple(b"{[")
+# Texts of the library's errors, and their meanings.
+_REASONS = {
+    "row has": "too many alternatives at one place, as of optional properties or anyOf",
+    "Too many items": "too much text is forced at once, or it is too ambiguous",
+    "lexer": "a pattern, a length or a number is too complex",
+    "fuel": "a pattern, a length or a number is too complex",
+}
+_NO_WAY = "an output can come to a place where nothing may follow"
+
+Choose = Callable[[int], int]  # chooses one of the tokens that may follow, given as bits
+
+
+def fault_of(grammar: str) -> str:
+    """Why outputs of the grammar cannot be forced, in a sentence; "" if no fault is found."""
+    matcher = _matcher(grammar)
+    return sentence(matcher.get_error()) if matcher.is_error() else _dead_end(matcher)
+
+
+def dead_end(grammar: str) -> str:
+    """Returns why an output of a valid grammar cannot go on. Ignores grammars with tokens."""
+    matcher = _matcher(grammar)
+    return "" if matcher.is_error() else _dead_end(matcher)
+
+
+def sentence(message: str) -> str:
+    """An error message of the library, without the source that it quotes."""
+    first, *others = message.splitlines()
+    reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    text = _PLACE.sub("", " ".join([first, *reasons]))
+    return " ".join(text.split())[:_MAX_MESSAGE_CHARS]
+
+
+def _matcher(grammar: str) -> LLMatcher:
+    return LLMatcher(_BYTES, grammar, log_level=0, limits=LIMITS)
+
+
+def _dead_end(matcher: LLMatcher) -> str:
+    """Returns the first fault that a walk finds."""
+    walks: list[Choose] = [_Closing(), _Varied()]
+    return next(filter(None, (_fault(matcher.deep_copy(), choose) for choose in walks)), "")
+
+
+def _fault(matcher: LLMatcher, choose: Choose) -> str:
+    for _ in range(_NUM_STEPS):
+        if forced := matcher.compute_ff_bytes():
+            matcher.consume_tokens(list(forced))
+        mask = 0 if matcher.is_stopped() else int.from_bytes(matcher.compute_bitmask(), "little")
+        token = choose(mask) if mask else _END
+        if token == _END or not matcher.consume_token(token):
+            break
+    if not matcher.is_error():
+        return ""
+    error = matcher.get_error()
+    return next((reason for part, reason in _REASONS.items() if part in error), _NO_WAY)
+
+
+def _tokens(mask: int) -> list[int]:
+    return [token for token in (*range(256), _END) if mask >> token & 1]
+
+
+class _Closing:
+    """Chooses what ends strings, lists, objects and the output as soon as possible."""
+
+    def __init__(self) -> None:
+        self._draw = random.Random(0)
+
+    def __call__(self, mask: int) -> int:
+        for token in (_END, *_CLOSING):
+            if mask >> token & 1:
+                return token
+        allowed = _tokens(mask)
+        plain = [token for token in allowed if token not in _OPENING]
+        return self._draw.choice(plain or allowed)
+
+
+class _Varied:
+    """Chooses what it has chosen least often, and writes no long texts."""
+
+    def __init__(self) -> None:
+        self._num_taken: Counter[int] = Counter()
+
+    def __call__(self, mask: int) -> int:
+        if mask >> _QUOTE & 1 and mask.bit_count() > _TEXT:
+            return _QUOTE
+        token = min(_tokens(mask), key=self._num_taken.__getitem__)
+        self._num_taken[token] += 1
+        return token
 
 
 class Kind(StrEnum):
@@ -161,3 +265,21 @@ def _fault_of_schema(schema: dict[str, Any], is_strict: bool) -> str:
     except ValueError as error:  # what is no JSON
         return sentence(str(error))
     return fault_of(grammar)
+
+
+def _prepared(_: Any) -> Callable[[Any], str]:
+    def compile_request(request: Any) -> str:
+        try:
+            return compile_grammar(**request | {"kind": Kind(request["kind"])})
+        except GrammarRefused as refusal:
+            raise Refused(json.dumps([refusal.path, str(refusal)])) from None
+        except MemoryError:
+            raise
+        except Exception:  # of a keyword with a value that no schema has, as an enum of 1.5
+            raise Refused(json.dumps(["", "it is not a valid schema"])) from None
+
+    return compile_request
+
+
+if __name__ == "__main__":
+    serve(_prepared)

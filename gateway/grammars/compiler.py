@@ -9,7 +9,6 @@ from cachetools import LRUCache
 
 from gateway.child import Refused
 from gateway.child_process import ChildFailed, ChildLimits, ChildPool, ChildUnreadable
-from gateway.grammars import child as grammar_child
 from gateway.http.errors import invalid_value
 
 _NUM_KEPT = 256  # compiled grammars, of at most 128 KiB each
@@ -34,7 +33,7 @@ class GrammarCompiler:
 
     def __init__(self, limits: ChildLimits | None = None) -> None:
         limits = limits or ChildLimits(cpu_s=1)
-        self._processes = ChildPool(grammar_child.__name__, {}, limits)
+        self._processes = ChildPool("gateway.grammars.compiled", {}, limits)
         self._compiled: LRUCache[str, str] = LRUCache(_NUM_KEPT)
         self._refused: LRUCache[str, str] = LRUCache(_NUM_KEPT)
 

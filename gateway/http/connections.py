@@ -17,8 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError
-from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, header, is_upload
-from gateway.http.targets import plain_target
+from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, header, is_upload, plain_target
 from gateway.http.uvicorn_compat import HttpProtocol
 
 log = logging.getLogger("batchway.gateway")

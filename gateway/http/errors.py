@@ -1,11 +1,15 @@
 """Errors as HTTP responses in OpenAI's format, without stack traces or input.
 
 The gateway raises ApiError; `to_api_error` translates the errors of `contract`.
+
+Over 300 lines: every status and code that a caller can get.
 """
 
 import contextlib
 import difflib
+import math
 import random
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
@@ -20,13 +24,52 @@ from contract.errors import (
     CommandDenied,
     ErrorCode,
     JobRefused,
+    RateLimits,
     WireError,
 )
 from contract.events import End
 from contract.jobs import JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
-from gateway.http.load_headers import rate_headers, retry_after
 from gateway.turns import Busy
+
+JITTER = 0.25  # share of the wait; at least a second. Callers must not all return at once.
+
+
+def retry_after(retry_s: float, draw: Callable[[], float]) -> str:
+    """Whole seconds, rounded up, plus jitter. `draw` returns random numbers from 0 to 1."""
+    least = max(1, math.ceil(retry_s))
+    return str(least + int(draw() * (1 + math.ceil(JITTER * least))))
+
+
+def rate_headers(rates: RateLimits | None) -> dict[str, str]:
+    """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}` of the limits that exist."""
+    headers: dict[str, str] = {}
+    for what in ("requests", "tokens"):
+        rate = getattr(rates, what, None)
+        if rate is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(rate.limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(rate.remaining)
+            headers[f"x-ratelimit-reset-{what}"] = f"{math.ceil(rate.reset_s)}s"
+    return headers
+
+
+class ServerTiming:
+    """Times of one request in ms from its start, for the header `Server-Timing`."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._marks: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """Records the time of a phase, once."""
+        self._marks.setdefault(name, 1000 * (time.monotonic() - self._started_s))
+
+    def headers(self) -> dict[str, str]:
+        if not self._marks:
+            return {}
+        parts = [f"{name};dur={ms:.1f}" for name, ms in self._marks.items()]
+        return {"server-timing": ", ".join(parts)}
+
 
 # Error codes of parameters, besides invalid_value.
 MISSING = "missing_required_parameter"

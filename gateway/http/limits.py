@@ -1,14 +1,20 @@
 """Limits of a request, checked before routing: length of the head, Host header, length of the body,
-which is decoded here. `connections.RequestGuard` limits the time of a body.
-"""
+which is decoded here. `connections.RequestGuard` limits the time of a body."""
 
 import re
+import zlib
+from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.encodings import Decoder, TooMuch
 from gateway.http.errors import ApiError, bad_request
 from gateway.settings import GatewaySettings, variable
+
+_ABSOLUTE = re.compile(rb"https?://([^/?#@]+)(/.*|)", re.IGNORECASE | re.DOTALL)
+
+_ACCEPTED = ("gzip", "deflate")
+_GZIP_BITS, _ZLIB_BITS, _RAW_BITS = 31, 15, -15  # zlib's names of its formats
+_ZLIB_METHOD = 8  # in the low four bits of its first byte; deflate without zlib cannot begin so
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_HEADER_BYTES = 16 * 1024
@@ -16,6 +22,80 @@ _UPLOAD = "/v1/files"
 _FORM_BYTES = 64 * 1024  # of an upload around the file
 
 _HOST = re.compile(r"\[([0-9a-f:.]+)\](:\d+)?|([^:\[\]]+)(:\d+)?")
+
+
+def plain_target(scope: Scope) -> Scope:
+    """Returns the request with only the path as its target. If the target names scheme and host, as
+    from some proxies, these take precedence over the Host header (RFC 9112, section 3.2.2)."""
+    path: str = scope["path"]
+    changes: dict[str, object] = {}
+    absolute = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
+    if absolute is not None:
+        raw = absolute[2] or b"/"
+        path = unquote(raw.decode("ascii"))
+        headers = [pair for pair in scope["headers"] if pair[0] != b"host"]
+        changes = {"raw_path": raw, "headers": [(b"host", absolute[1]), *headers]}
+    if len(path) > 1 and path.endswith("/"):
+        path = path.rstrip("/") or "/"
+    return scope if path == scope["path"] and not changes else {**scope, **changes, "path": path}
+
+
+class TooMuch(Exception):
+    """The body would have more bytes than are allowed."""
+
+
+class Decoder:
+    """Decodes one body. `encoding`: the header's value; `max_bytes`: of the decoded body.
+
+    It stops decoding at the limit, because a few bytes may stand for gigabytes. Raises ApiError
+    (415) for other encodings.
+    """
+
+    def __init__(self, encoding: str, max_bytes: int) -> None:
+        self._encoding = encoding.strip().lower().removeprefix("x-")
+        self._left = max_bytes
+        if self._encoding not in ("", "identity", *_ACCEPTED):
+            message = f"the content-encoding must be {' or '.join(_ACCEPTED)}, or absent"
+            headers = {"accept-encoding": ", ".join(_ACCEPTED)}
+            raise ApiError(415, "unsupported_media_type", message, headers=headers)
+        self._open = zlib.decompressobj()  # replaced at the first byte
+        self._has_begun = False
+
+    def decode(self, data: bytes, *, is_last: bool) -> bytes:
+        """The next bytes of the body. Raises TooMuch, and ApiError if it is not so encoded."""
+        found = data if self._encoding not in _ACCEPTED else self._decompressed(data, is_last)
+        self._left -= len(found)
+        if self._left < 0:
+            raise TooMuch
+        return found
+
+    def _decompressed(self, data: bytes, is_last: bool) -> bytes:
+        parts, room = list[bytes](), self._left
+        try:
+            while data and room >= 0:
+                if not self._has_begun or (self._open.eof and self._encoding == "gzip"):
+                    self._begin(data[0])  # a gzip file may have several members
+                parts.append(self._open.decompress(data, room + 1))
+                room -= len(parts[-1])
+                if self._open.eof and not self._open.unused_data:
+                    break
+                if self._encoding == "deflate" and self._open.eof:
+                    raise self._malformed()
+                data = self._open.unused_data
+        except zlib.error:
+            raise self._malformed() from None
+        if is_last and room >= 0 and not self._open.eof:
+            raise self._malformed()
+        return b"".join(parts)
+
+    def _begin(self, first: int) -> None:
+        bits = _GZIP_BITS
+        if self._encoding == "deflate":  # zlib's, by the standard; some clients leave its head out
+            bits = _ZLIB_BITS if first & 0x0F == _ZLIB_METHOD else _RAW_BITS
+        self._open, self._has_begun = zlib.decompressobj(bits), True
+
+    def _malformed(self) -> ApiError:
+        return bad_request("bad_request", f"the body is no whole {self._encoding} data")
 
 
 class RequestLimits:

@@ -1,11 +1,11 @@
 """A model's chat template, which renders messages as the model's prompt.
 
-The template comes from the model. It runs in jinja2's sandbox, in its own process
-(template_child.py), which imports nothing else of the gateway.
+The template comes from the model. It runs in jinja2's sandbox, in a process of its own: `python -m
+gateway.models.chat_template`, which imports nothing else of the gateway.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gateway.child import Refused
+from gateway.child import Refused, serve
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 _REFUSAL_CHARS = 200
@@ -171,3 +171,38 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format_: str) -> str:
     return datetime.now().strftime(format_)
+
+
+def prepare(start: Any) -> Callable[[Any], str]:
+    from gateway.models.chat_template import ChatTemplate  # the gateway imports this module too
+
+    plain = ChatTemplate(start["source"], start["special_tokens"])
+    with_tools = plain
+    if start["tool_source"] is not None:
+        with_tools = ChatTemplate(start["tool_source"], start["special_tokens"])
+
+    def answer(request: Any) -> str:
+        """Returns one prompt, or a JSON list of them for pairs."""
+        if "pairs" in request:
+            return json.dumps(plain.render_pairs(**request), ensure_ascii=False)
+        if not request["tools"]:
+            return plain.render(**request)
+        try:
+            return with_tools.render(**request)
+        except Refused:
+            described = [_described(tool) for tool in request["tools"]]
+            if described == request["tools"]:
+                raise
+        return with_tools.render(**{**request, "tools": described})
+
+    return answer
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tool with fields that callers may omit and some templates need."""
+    left_out = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**left_out, **tool["function"]}}
+
+
+if __name__ == "__main__":
+    serve(prepare)

@@ -1,6 +1,7 @@
 """A pipeline step's body, made of templates over the caller's body and earlier answers.
 
-step_child.py renders it, in its own process. Errors name the step and the place, not the values.
+`python -m gateway.models.step_bodies` renders it, in a process of its own. Errors name the step and
+the place, not the values.
 """
 
 import json
@@ -15,7 +16,9 @@ from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contract.flows import Step
-from gateway.child import Refused
+from gateway.child import Refused, serve
+
+_MAX_BODY_CHARS = 4 * 1024 * 1024
 
 
 def render(step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,3 +102,23 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
 )
 # jinja2's own escapes what HTML must not hold.
 _ENVIRONMENT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+
+
+def prepare(_: Any) -> Callable[[Any], str]:
+    import msgspec
+
+    from contract.flows import Step
+    from gateway.models.step_bodies import render  # the gateway imports this module too
+
+    def answer(request: Any) -> str:
+        step = msgspec.convert(request["step"], Step)
+        body = json.dumps(render(step, request["values"]), ensure_ascii=False)
+        if len(body) > _MAX_BODY_CHARS:
+            raise Refused(f"step {step.name}: body: it has over {_MAX_BODY_CHARS} characters")
+        return body
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(prepare)

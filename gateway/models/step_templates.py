@@ -12,7 +12,6 @@ from pydantic_core import from_json
 from contract.flows import Step
 from gateway.child import Refused
 from gateway.child_process import ChildFailed, ChildLimits, ChildPool, ChildUnreadable
-from gateway.models import step_child
 
 
 class TemplateFault(Exception):
@@ -23,7 +22,7 @@ class StepTemplates:
     """The processes of one gateway that render steps' bodies."""
 
     def __init__(self, limits: ChildLimits | None = None) -> None:
-        self._processes = ChildPool(step_child.__name__, {}, limits or ChildLimits())
+        self._processes = ChildPool("gateway.models.step_bodies", {}, limits or ChildLimits())
 
     @property
     def pid(self) -> int | None:

@@ -3,14 +3,25 @@
 Over 300 lines: all that is done with one tokenizer.
 """
 
+import json
+import logging
+import os.path
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE
+from gateway.child import Refused
+from gateway.child_process import (
+    ChildFailed,
+    ChildLimits,
+    ChildPool,
+    ChildUnreadable,
+)
+from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
 from gateway.models.long_texts import (
     PIECE_CHARS,
     Over,
@@ -18,14 +29,143 @@ from gateway.models.long_texts import (
     least_tokens,
     part_with,
 )
-from gateway.models.template_process import TemplateProcess
-from gateway.models.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
+
+# A token such as "▁world" decodes with its leading space only after other tokens.
+_NUM_CONTEXT_IDS = 6
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+log = logging.getLogger("batchway.gateway")
 
 _END_TOKENS = 64  # of a prompt, which may begin the reasoning
 
 
 T = TypeVar("T")
 Given = TypeVar("Given", str, tuple[str, str])
+
+
+class TextStream:
+    """The text after `context_ids`. Its first character has the index `offset`."""
+
+    def __init__(
+        self, tokenizer: "Tokenizer", context_ids: Sequence[int] = (), offset: int = 0
+    ) -> None:
+        self._tokenizer = tokenizer
+        context = context_ids[-_NUM_CONTEXT_IDS:]
+        self._stream = _stream_after(context)
+        # The context's text, if a character may be incomplete at its end: then the first piece
+        # repeats it.
+        text = tokenizer.decode(list(context), skip_special_tokens=True)
+        self._context = text if text.endswith(_INCOMPLETE) else ""
+        # Ids that do not form a whole character yet.
+        self._undecoded: list[int] = list(context) if self._context else []
+        self._offset = offset
+
+    def push(self, token_id: int) -> tuple[int, str]:
+        """Returns the token's offset, and the text that it completes."""
+        start = self._offset
+        self._undecoded.append(token_id)
+        try:
+            piece = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises bare Exceptions for ids that decode to no text
+            self._stream = _stream_after(())
+            piece = self._decoded()
+        if piece is None:
+            return start, ""
+        self._undecoded.clear()
+        piece = self._after_context(piece)
+        self._offset += len(piece)
+        return start, piece
+
+    def end(self) -> str:
+        """Returns the rest: an incomplete character."""
+        text = self._after_context(self._decoded())
+        self._undecoded.clear()
+        self._offset += len(text)
+        return text
+
+    def _after_context(self, text: str) -> str:
+        """The first decoded text, without the context's."""
+        text = text[len(os.path.commonprefix([text, self._context])) :]
+        self._context = ""
+        return text
+
+    def _decoded(self) -> str:
+        text: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        return text
+
+
+def _stream_after(context_ids: Sequence[int]) -> "DecodeStream":
+    from tokenizers.decoders import DecodeStream  # imported here for a faster start: see tokens.py
+
+    return DecodeStream(ids=list(context_ids), skip_special_tokens=True)
+
+
+class TemplateProcess:
+    """One model's chat templates, in processes of their own."""
+
+    def __init__(
+        self,
+        model: str,
+        source: str,
+        special_tokens: Mapping[str, str],
+        limits: ChildLimits | None = None,
+        *,
+        tool_source: str | None = None,
+    ) -> None:
+        """`tool_source`: the template of chats with tools, if they have another one."""
+        self._model = model
+        start = {
+            "source": source,
+            "tool_source": tool_source,
+            "special_tokens": dict(special_tokens),
+        }
+        self._processes = ChildPool("gateway.models.chat_template", start, limits or ChildLimits())
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that answers next; None if there is none."""
+        return self._processes.pid
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt, up to the start of the assistant's message. `variables`: others that the
+        template reads.
+
+        Raises TemplateRefused, TemplateFailed, Busy, ModelUnreadable.
+        """
+        request = {"messages": messages, "tools": tools, "variables": variables}
+        return await self._ask(request)
+
+    async def render_pairs(self, instruction: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        """The prompt of each query and document. Raises as `render`."""
+        rendered = await self._ask({"instruction": instruction, "pairs": pairs})
+        prompts: list[str] = json.loads(rendered)
+        return prompts
+
+    async def _ask(self, request: object) -> str:
+        try:
+            return await self._processes.ask(request)
+        except Refused as refusal:
+            raise TemplateRefused(str(refusal)) from None
+        except ChildUnreadable:
+            log.error("chat template refused: jinja2 cannot read it model=%s", self._model)
+            raise ModelUnreadable(self._model, "chat template") from None
+        except ChildFailed as failure:
+            log.warning("chat template failed: %s model=%s", failure, self._model)
+            raise TemplateFailed(f"the model's chat template failed: {failure}") from failure
+
+    async def aclose(self) -> None:
+        """Ends the processes, at once or after their current requests."""
+        await self._processes.aclose()
 
 
 class Cut(msgspec.Struct, frozen=True):

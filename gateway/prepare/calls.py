@@ -1,13 +1,19 @@
 """Makes jobs of calls to models and flows: a route by rules becomes a job of the model that it
 chooses, any other flow a job that calls its members.
+
+Over 300 lines: what a flow's call needs beside that of a model is read with it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
+from contract.endpoints import VECTOR_ENDPOINTS
 from contract.flows import (
+    INPUT,
     MAX_CALLS,
     Cascade,
     Condition,
@@ -15,23 +21,124 @@ from contract.flows import (
     FlowCall,
     Pipeline,
     Route,
+    Step,
+    deciding_members,
 )
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, default_seed
 from contract.model_cards import ModelCard
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
-from gateway.models.deciding_cards import deciding_cards
+from gateway.models.step_templates import StepTemplates, TemplateFault
 from gateway.models.tokens import ModelTokenizer
 from gateway.prepare.admission import Admission, Terms, admit, tokenised
 from gateway.prepare.conditions import Facts, choose_target, load_detector, needs_label
-from gateway.prepare.generation import count_prompts, prepare_generation
+from gateway.prepare.generation import COMPLETION_TOKENS, count_prompts, prepare_generation
 from gateway.prepare.job_bodies import CallBody
-from gateway.prepare.reservation import NumTokens, Reservation
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.vector_bodies import InputBody, RerankBody, ScoreBody
 from gateway.prepare.vectors import prepare_vectors
 from gateway.redis.broker import Broker
+from gateway.settings import GatewaySettings
 from gateway.state import Gateway
+
+_ENDLESS = 2**31 - 1  # tokens
+
+_LIMITS = ("max_completion_tokens", "max_tokens")
+
+
+def deciding_cards(card: ModelCard, cards: Mapping[str, ModelCard]) -> list[ModelCard]:
+    """Returns a flow's card for each model that may decide, with that model's tokenizer, vocabulary
+    and context, the longest context first; for a model, its own card. A pipeline's steps make their
+    own prompts, so its context has no limit."""
+    if card.flow is None:
+        return [card]
+    definition = card.flow.definition
+    names = dict.fromkeys(deciding_members(definition))
+    known = (cards[name] for name in names if name in cards)
+    deciding = [each for member in known for each in deciding_cards(member, cards)]
+    if isinstance(definition, Pipeline):
+        deciding = [replace(each, context_length=_ENDLESS) for each in deciding]
+    own = {"name": card.name, "lanes": card.lanes, "capabilities": card.capabilities}
+    found = [replace(each, **own, flow=card.flow) for each in deciding]
+    return sorted(found, key=lambda each: -each.context_length) or [card]
+
+
+class NumTokens(NamedTuple):
+    """Tokens of one call or several."""
+
+    prompt: int
+    output: int
+
+
+class Reservation:
+    """An estimate for a flow's call. `cards`: all models' by name. `body`: the call's, as JSON."""
+
+    def __init__(
+        self,
+        cards: Mapping[str, ModelCard],
+        settings: GatewaySettings,
+        body: bytes,
+        templates: StepTemplates,
+    ) -> None:
+        self._cards = cards
+        self._settings = settings
+        self._templates = templates
+        self._body: dict[str, Any] = msgspec.json.decode(body)
+
+    async def estimate(self, model: str, own: NumTokens) -> NumTokens:
+        """Returns the tokens of all calls that a call of a model may make. `own`: those of the call
+        itself, if it makes no others. Raises Busy."""
+        card = self._cards.get(model)
+        if card is None or card.flow is None:
+            return own
+        score = NumTokens(sum(own), 0)  # a scorer reads the prompt and the answer
+        match card.flow.definition:
+            case Route() as route:
+                most = max([await self.estimate(to.model, own) for to in route.targets], key=sum)
+                return _sum([most, *([NumTokens(own.prompt, 0)] if route.classifier else [])])
+            case Cascade() as cascade:
+                members = [await self.estimate(member.model, own) for member in cascade.members]
+                return _sum([*members, *[score] * cascade.num_scored])
+            case Ensemble() as ensemble:
+                members = [await self.estimate(member, own) for member in ensemble.members]
+                return _sum([*members, *[score] * ensemble.num_scored])
+            case Pipeline() as pipeline:
+                steps = pipeline.steps
+                outputs = [NumTokens(own.prompt, await self._step_output(step)) for step in steps]
+                return _sum(
+                    [
+                        await self.estimate(step.model, each)
+                        for step, each in zip(steps, outputs, strict=True)
+                    ]
+                )
+
+    async def _step_output(self, step: Step) -> int:
+        """The maximum output of a step's call."""
+        if step.endpoint in VECTOR_ENDPOINTS:
+            return 0
+        for name in _LIMITS:
+            value = await self._value(step, name)
+            if isinstance(value, int) and value > 0:
+                return min(value, self._settings.max_output_tokens)
+        is_chat = step.endpoint is Endpoint.CHAT
+        return self._settings.default_output_tokens if is_chat else COMPLETION_TOKENS
+
+    async def _value(self, step: Step, name: str) -> object:
+        """A field of a step's body; None if it is not known before earlier steps have answered."""
+        value = step.body.get(name)
+        if not isinstance(value, str):
+            return value
+        alone = msgspec.structs.replace(step, body={name: value})
+        try:
+            rendered = await self._templates.render(alone, {INPUT: self._body})
+            return rendered[name]
+        except TemplateFault:
+            return None
+
+
+def _sum(parts: Iterable[NumTokens]) -> NumTokens:
+    prompts, outputs = zip(*parts, strict=True)
+    return NumTokens(sum(prompts), sum(outputs))
 
 
 async def prepare_call(

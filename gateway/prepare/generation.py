@@ -1,13 +1,17 @@
-"""Turns a chat or a completion into a job: tokenises it, checks it against the model, computes its
-cost."""
+"""Turns a chat or a completion into a job: tokenises it, checks it against the model, chooses its
+sampling parameters, computes its cost.
 
-from collections.abc import Sequence
+Over 300 lines: the steps of one call.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from contract.function_types import Submission
-from contract.jobs import Job
-from contract.model_cards import ModelCard
+from contract.jobs import Job, SamplingParams, default_seed
+from contract.model_cards import ModelCard, TokenizerFiles
 from gateway.grammars.compiler import Constraint
 from gateway.http.errors import (
     CONTEXT_EXCEEDED,
@@ -21,14 +25,120 @@ from gateway.models.long_texts import Over
 from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, TooLong
 from gateway.prepare.admission import Admission, Prompts, check_ids, tokenised
 from gateway.prepare.past_calls import Rendered, one_call_each
-from gateway.prepare.reasoning import BUDGET, reasoning_of
-from gateway.prepare.sampling import echoes, num_prompt_logprobs, sampling_params
-from gateway.prepare.schemas import MAX_CHOICES, ChatBody, GenerationBody
-from gateway.prepare.template_variables import template_variables
-from gateway.prepare.truncation import no_room
+from gateway.prepare.schemas import MAX_CHOICES, ChatBody, CompletionBody, Effort, GenerationBody
+from gateway.prepare.unsupported import no_room
 from gateway.settings import GatewaySettings
 
+BUDGET = "thinking_token_budget"
+
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+def reasoning_of(
+    tokenizer: ModelTokenizer, card: ModelCard, prompt_ids: Sequence[int], budget: int | None
+) -> dict[str, Any] | None:
+    """Returns a frames.Reasoning; None if the model does not reason. Raises ApiError for a budget
+    that cannot be enforced."""
+    format_ = tokenizer.files.reasoning
+    if budget is not None:
+        _check_budget(tokenizer, card)
+    if format_ is None:
+        return None
+    state = format_.state_after(tokenizer.end_of(prompt_ids))
+    is_bounded = state != "closed"
+    return {
+        "format": msgspec.structs.asdict(format_),
+        "state": state,
+        "budget": budget if is_bounded else None,
+    }
+
+
+def _check_budget(tokenizer: ModelTokenizer, card: ModelCard) -> None:
+    format_ = tokenizer.files.reasoning
+    if format_ is None:
+        fault = "does not reason"
+    elif not card.capabilities.structured_output:
+        fault = "has an engine that cannot constrain its output"
+    elif not format_.close.lstrip().startswith(tuple(tokenizer.marks["ids"])):
+        fault = "ends its reasoning with text, which no token marks"
+    else:
+        return
+    raise bad_request(UNSUPPORTED, f"{BUDGET}: {card.name!r} {fault}", BUDGET)
+
+
+def sampling_params(
+    card: ModelCard, body: GenerationBody, caps: list[int], job_id: str
+) -> SamplingParams:
+    """Returns the parameters for all prompts. Their maxima differ because the engine also ends each
+    choice at the end of the context."""
+    min_tokens = body.min_tokens or 0
+    most = 0 if body.max_tokens == 0 else min(caps)
+    if min_tokens > most:
+        raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
+    own = card.generation
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    check_ids("stop_token_ids", stop_token_ids, card)
+    return SamplingParams(
+        max_tokens=max(caps),
+        # The engine's seeds have 63 bits.
+        seed=default_seed(job_id) if body.seed is None else body.seed % 2**63,
+        varies_seed=body.seed is None and len(caps) > 1,
+        min_tokens=min_tokens,
+        expected_tokens=_expected_tokens(body, max(caps)),
+        temperature=_first(body.temperature, own.temperature, 1.0),
+        top_k=max(0, int(_first(body.top_k, own.top_k, 0))),
+        top_p=_first(body.top_p, own.top_p, 1.0),
+        min_p=_first(body.min_p, own.min_p, 0.0),
+        presence_penalty=_first(body.presence_penalty, own.presence_penalty, 0.0),
+        frequency_penalty=_first(body.frequency_penalty, own.frequency_penalty, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, own.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(card, body),
+        n=body.n or 1,
+        stop=body.stop or (),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=body.num_logprobs,
+        prompt_logprobs=num_prompt_logprobs(body),
+    )
+
+
+def echoes(body: GenerationBody) -> bool:
+    return isinstance(body, CompletionBody) and bool(body.echo)
+
+
+def num_prompt_logprobs(body: GenerationBody) -> int | None:
+    """The larger of two numbers: for `prompt_logprobs`, and for the log probabilities of
+    an echo."""
+    echoed = body.num_logprobs if echoes(body) else None
+    return max((n for n in (body.prompt_logprobs, echoed) if n is not None), default=None)
+
+
+def _expected_tokens(body: GenerationBody, most: int) -> int:
+    """The length of a choice as stated by its body; 0 if it is not stated."""
+    if body.ignore_eos and not body.stop and not body.stop_token_ids:
+        return most  # nothing ends it before
+    expected = body.expected_output_tokens
+    return min(max(expected, body.min_tokens or 0), most) if expected else 0
+
+
+def _first(*values: float | None) -> float:
+    return next(float(value) for value in values if value is not None)
+
+
+def _logit_bias(card: ModelCard, body: GenerationBody) -> dict[int, float]:
+    """Returns the model's suppressed tokens and the caller's biases, which take precedence."""
+    biases = dict.fromkeys(card.generation.suppress_tokens, -100.0)
+    for name, bias in (body.logit_bias or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise _bad_bias("keys of logit_bias must be token ids")
+        if int(name) >= card.vocab_size:
+            raise _bad_bias(f"token ids of logit_bias must be below {card.vocab_size}")
+        biases[int(name)] = float(bias)
+    return biases
+
+
+def _bad_bias(message: str) -> ApiError:
+    return invalid_value("logit_bias", message)
 
 
 async def prepare_generation(admission: Admission, body: GenerationBody) -> tuple[Job, Submission]:
@@ -275,3 +385,34 @@ def _given_max_tokens(body: GenerationBody) -> tuple[str, int | None]:
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return "max_completion_tokens", body.max_completion_tokens
     return "max_tokens", body.max_tokens
+
+
+# Variables of real templates -> their value for an effort; None: as if it were not given.
+_OF_EFFORT: Mapping[str, Callable[[Effort], Any]] = {
+    "reasoning_effort": lambda effort: effort,  # gpt-oss, Solar, DeepSeek V4
+    "thinking_effort": lambda effort: effort,  # Kimi K3
+    "enable_thinking": lambda effort: effort != "none",  # Qwen3, GLM, and most others
+    "thinking": lambda effort: effort != "none",  # DeepSeek V3.1, Granite
+    "thinking_mode": lambda effort: "disabled" if effort == "none" else "enabled",  # MiniMax M3
+    "thinking_budget": lambda effort: 0 if effort == "none" else None,  # Seed-OSS
+}
+
+
+def template_variables(
+    files: TokenizerFiles,
+    effort: Effort | None,
+    given: Mapping[str, Any] | None,
+    param: str = "reasoning_effort",
+) -> dict[str, Any]:
+    """Returns the operator's variables, those of the effort and the caller's; later ones win.
+    Raises ApiError for an effort if the template has no variable for it, except "none" for a model
+    that does not reason."""
+    variables = dict(files.template_kwargs)
+    if effort is not None:
+        known = [name for name in files.template_variables if name in _OF_EFFORT]
+        if not known and (effort != "none" or files.reasoning is not None):
+            message = f"{param}: the model's chat template knows no degrees of reasoning"
+            raise bad_request(UNSUPPORTED, message, param)
+        values = {name: _OF_EFFORT[name](effort) for name in known}
+        variables |= {name: value for name, value in values.items() if value is not None}
+    return variables | dict(given or {})

@@ -1,12 +1,14 @@
-"""Request bodies in OpenAI's format: types and ranges of all fields.
+"""Request bodies in OpenAI's format: types and ranges of all fields, also of vLLM's.
 
 generation.py checks what depends on the model: vocabulary, context length, defaults.
 
 Over 300 lines: two bodies that share most of their fields, each field with its type and range.
 """
 
+import json
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -18,12 +20,12 @@ from pydantic import (
 )
 
 from contract.model_cards import TokenizerFiles
-from gateway.http.errors import MISSING
-from gateway.prepare.past_calls import fitting_id
-from gateway.prepare.structured import Constrained
-from gateway.prepare.template_variables import Effort, Variables
-from gateway.prepare.tools import MAX_TOOLS, CallId, ToolCall, WithTools
-from gateway.prepare.truncation import Truncated
+from contract.output_formats import ToolFormat
+from gateway.grammars.compiler import Constraint
+from gateway.grammars.rules.parameter_types import string_parameters
+from gateway.http.bodies import parse_json
+from gateway.http.errors import MISSING, invalid_value
+from gateway.prepare.past_calls import arguments_object, fitting_id
 from gateway.prepare.unsupported import (
     OF_MESSAGES,
     PARTS,
@@ -32,9 +34,28 @@ from gateway.prepare.unsupported import (
     UNSUPPORTED,
     CallFields,
     StrictModel,
+    Truncated,
     refusal,
     unsupported,
 )
+
+_MAX_CHOICES = 10_000
+_MAX_TEXT = 64 * 1024
+
+Schema = dict[str, Any]
+Expression = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=_MAX_CHOICES)]
+
+MAX_TOOLS = 128
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_MAX_VARIABLES = 64
+# Variables that the gateway sets itself, or that have a parameter of the call.
+_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 MAX_STOPS = 4
 MAX_STOP_BYTES = 64
@@ -91,6 +112,245 @@ _PROMPT_SCHEMA = WithJsonSchema(
         ]
     }
 )
+
+
+class JsonSchemaFormat(StrictModel):
+    """The `json_schema` of a response format."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """Text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise refusal("must be given with type json_schema, and only then", "json_schema")
+        return self
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's parameter: exactly one of these."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    regex: Expression | None = None
+    choice: Choices | None = None
+    grammar: Expression | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            raise refusal("give exactly one of json, regex, choice, grammar and json_object")
+        return self
+
+
+class Constrained(StrictModel):
+    """The parameters of a call that constrain its output."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: Expression | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Expression | None = None
+
+    @model_validator(mode="after")
+    def _constrains_once(self) -> Self:
+        given = [name for name in Constrained.model_fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise refusal(f"cannot be combined with {given[0]}", given[1])
+        return self
+
+    def constraint(self) -> "Constraint | None":
+        """The constraint on the output, if any."""
+        if (format_ := self.response_format) is not None:
+            if format_.json_schema is not None:
+                schema, strict = format_.json_schema.schema_, format_.json_schema.strict
+                name = "response_format.json_schema.schema"
+                return Constraint(name, "json_schema", schema or {}, bool(strict))
+            if format_.type == "json_object":
+                return Constraint("response_format", "json_schema", {"type": "object"})
+            return None
+        asked = self.structured_outputs
+        if asked is not None and asked.json_object:
+            return Constraint("structured_outputs", "json_schema", {"type": "object"})
+        prefix = "guided_" if asked is None else "structured_outputs."
+        for name in ("json", "regex", "choice", "grammar"):
+            if asked is None:
+                value = getattr(self, f"guided_{name}")
+            else:
+                value = asked.json_ if name == "json" else getattr(asked, name)
+            if value is not None:
+                kind = "json_schema" if name == "json" else name
+                return Constraint(prefix + name, kind, _parsed(prefix, name, value))
+        return None
+
+
+def _parsed(prefix: str, name: str, value: Any) -> Any:
+    """Parses a schema that vLLM's clients send as text. Raises ApiError."""
+    if name != "json" or not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value.encode())
+    except ValueError:
+        raise invalid_value(prefix + name, f"{prefix}{name} is not JSON") from None
+
+
+class Function(StrictModel):
+    """A function that the model may call. `strict`: its calls always match `parameters`."""
+
+    name: ToolName
+    description: Annotated[str, Field(max_length=16_384)] | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    name: ToolName
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(StrictModel):
+    """Some of the tools, of which the model decides or must call one."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _arguments(value: Any) -> Any:
+    """Some clients send null, or the object itself."""
+    return json.dumps(value) if isinstance(value, dict) else value or ""
+
+
+class CalledFunction(StrictModel):
+    """A function's name and arguments, whatever a model wrote."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str)] = ""
+
+    def rendered(self, *, as_text: bool) -> dict[str, Any]:
+        """The call as chat templates expect it: arguments are an object, or JSON as text."""
+        arguments = arguments_object(self.arguments)
+        text = json.dumps(arguments, ensure_ascii=False)
+        return {"name": self.name, "arguments": text if as_text else arguments}
+
+
+class ToolCall(StrictModel):
+    """A call that the model made in an earlier turn."""
+
+    id: CallId
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class WithTools(Constrained):
+    """Parameters of a chat that concern tools."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise refusal("has two functions of one name", "tools")
+        for path, tool in self._chosen():
+            if tool.function.name not in names:
+                raise refusal("names no function of tools", f"tool_choice.{path}function.name")
+        if self.tool_choice == "required" and not names:
+            raise refusal("needs tools", "tool_choice")
+        if self.offered and self.constraint() is not None:
+            given = [n for n in Constrained.model_fields if getattr(self, n) is not None]
+            raise refusal("cannot be combined with tools that may be called", given[0])
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call, the only ones in its prompt."""
+        if self.tool_choice == "none":
+            return []
+        allowed = self.tools or []
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            names = {tool.function.name for _, tool in self._chosen()}
+            allowed = [tool for tool in allowed if tool.function.name in names]
+        return allowed
+
+    @property
+    def string_parameters(self) -> dict[str, tuple[str, ...]]:
+        """For each function that may be called, its parameters that are strings: models that write
+        arguments without quotes do not show it."""
+        functions = [tool.function for tool in self.offered]
+        return {each.name: string_parameters(each.parameters or {}) for each in functions}
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the output must be a call."""
+        if isinstance(choice := self.tool_choice, AllowedToolChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    def _chosen(self) -> list[tuple[str, NamedTool]]:
+        """The functions that `tool_choice` names, and where."""
+        match self.tool_choice:
+            case NamedTool() as tool:
+                return [("", tool)]
+            case AllowedToolChoice(allowed_tools=allowed):
+                return [(f"allowed_tools.tools.{i}.", tool) for i, tool in enumerate(allowed.tools)]
+        return []
+
+    def tool_constraint(self, format_: ToolFormat) -> Constraint | None:
+        """The grammar of the calls, if the output must be a call or a function is strict."""
+        choice = self.tool_choice
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        offered = {tool.function.name for tool in self.offered}
+        functions = [
+            (number, each.name, each.parameters or {"type": "object"}, bool(each.strict))
+            for number, each in enumerate(tool.function for tool in self.tools or ())
+            if each.name in offered and named in (None, each.name)
+        ]
+        if not (self.forces_calls or any(is_strict for *_, is_strict in functions)):
+            return None
+        calls = {
+            "format": msgspec.structs.asdict(format_),
+            "is_bare": format_.is_bare,
+            "functions": functions,
+            "is_forced": self.forces_calls,
+            "may_repeat": self.parallel_tool_calls is not False and named is None,
+        }
+        return Constraint("tools", "tools", calls)
+
+
+def _checked(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if name in _OWN or name.endswith("_token"):
+            raise refusal("is not for chat_template_kwargs", name)
+    return variables
+
+
+Variables = Annotated[dict[str, Any], Field(max_length=_MAX_VARIABLES), AfterValidator(_checked)]
 
 
 def _stops(value: Any) -> Any:

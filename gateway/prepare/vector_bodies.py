@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeGuard, cast
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
-from gateway.prepare.truncation import TruncatedTexts
-from gateway.prepare.unsupported import CallFields, refusal
+from gateway.prepare.unsupported import CallFields, TruncatedTexts, refusal
 
 MAX_INPUTS = 2048  # as OpenAI allows
 # Parameters of other servers -> values without effect.

@@ -7,20 +7,33 @@ Over 300 lines: one short method for each operation.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from contract.api_keys import ApiKeys, Pepper
 from contract.batches import Batches
-from contract.catalogue import Catalogue, clear_orphan, knows_key
+from contract.catalogue import clear_orphan, knows_key
 from contract.connection import SWEEP_PAUSE_S, connect
-from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, JobRefused, WireError
+from contract.errors import (
+    BatchwayError,
+    BrokerFull,
+    BrokerUnavailable,
+    BrokerUnfit,
+    CommandDenied,
+    ErrorCode,
+    JobRefused,
+    WireError,
+)
 from contract.events import LogEntry
 from contract.files import Files
+from contract.fitness import check_fitness
 from contract.function_types import (
     JobPage,
     JobView,
@@ -33,30 +46,78 @@ from contract.function_types import (
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
+from contract.library import ensure_library
 from contract.outbox import CallbackState, Outbox, callback_state
 from contract.starts import Starts
 from gateway.http.errors import UnknownJob, readable
-from gateway.redis.attendance import Attendance
-from gateway.redis.breaker import Breaker
-from gateway.redis.cursor import Cursor, Idle, LogPage, Reset, is_end
-from gateway.redis.guarded_redis import GuardedRedis
-from gateway.redis.hints import Hints
+from gateway.redis.hints import Cursor, Hints, Idle, LogPage, Reset, is_end
 from gateway.redis.key_ring import KeyRing
 from gateway.redis.known_models import KnownModels
 from gateway.redis.payloads import Payloads
-from gateway.redis.wishes import Wishes
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
 
+MAX_CALLS = 128  # concurrent calls, each on its own connection; others wait
 PAGE_EVENTS = 500  # of a log, per read
 MAX_LISTINGS = 20  # calls for one page of a list; 10,000 jobs are searched
 SWEEP_EVERY_S = 1.0
 FIRST_LOOK_S = 0.02  # seconds until a new job's log is read if no hint arrives
 SAFE_LOOK_S = 0.2  # if the subscription existed this long after the submit, no hint was missed
 SOON_S = 0.005
+_RETRY_S = 1.0  # of a report that Redis has not answered
+_WANTED_S = 60.0  # for which a worker is wanted, beyond the cold start
 
 T = TypeVar("T")
+
+
+class Breaker:
+    """Opens when a call fails. After a while, one call at a time may try."""
+
+    def __init__(self, open_s: float, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._open_s = open_s
+        self._clock_s = clock_s
+        self._open_until_s: float | None = None
+        self._is_probing = False
+        self._away_since_s: float | None = None
+
+    def check(self) -> None:
+        """Raises BrokerUnavailable if a call would be rejected."""
+        if self._open_until_s is not None and (
+            self._is_probing or self._clock_s() < self._open_until_s
+        ):
+            raise BrokerUnavailable("Redis did not answer a moment ago")
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Surrounds one call. Raises BrokerUnavailable at once while open."""
+        self.check()
+        is_probe = self._is_probing = self._open_until_s is not None
+        try:
+            yield
+        except (BrokerFull, BrokerUnfit, CommandDenied):
+            self._note_answer()
+            raise
+        except BrokerUnavailable as exc:
+            self._open_until_s = self._clock_s() + self._open_s
+            self._note_absence(exc)
+            raise
+        else:
+            self._note_answer()
+        finally:
+            if is_probe:
+                self._is_probing = False
+
+    def _note_absence(self, exc: BrokerUnavailable) -> None:
+        if self._away_since_s is None:
+            self._away_since_s = self._clock_s()
+            log.warning("no answer from Redis: %s", exc)
+
+    def _note_answer(self) -> None:
+        self._open_until_s = None
+        if self._away_since_s is not None:
+            log.info("Redis answers again after %.0f s", self._clock_s() - self._away_since_s)
+            self._away_since_s = None
 
 
 class Broker:
@@ -73,14 +134,14 @@ class Broker:
         self._outbox = Outbox(self._client, self.keys)
         self._files = Files(self._client, self.keys)
         self._batches = Batches(self._client, self.keys)
-        guarded = GuardedRedis(self._client, Breaker(settings.breaker_open_s))
-        self._call = guarded.call
-        self.attendance = Attendance(guarded, self._functions, lapses_s=settings.attendance_s)
-        self.known = KnownModels(guarded, Catalogue(self._client, self.keys), self._functions)
-        starts = Starts(self._client, self.keys)
-        self._wishes = Wishes(guarded, starts, settings.cold_start_s)
+        self._starts = Starts(self._client, self.keys)
+        self._breaker = Breaker(settings.breaker_open_s)
+        self._slots = asyncio.Semaphore(MAX_CALLS)
+        self._has_library = False
+        self._followed: Counter[str] = Counter()  # the jobs that callers follow here
+        self.known = KnownModels(self._call, self._client, self.keys)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
-        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), guarded.call)
+        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), self._call)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
         self._hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
         self._swept_s = 0.0
@@ -88,6 +149,31 @@ class Broker:
     async def aclose(self) -> None:
         for part in (self.known, self._hints, self._client):
             await part.aclose()
+
+    async def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Returns the function's result. Raises BrokerUnavailable, at once if Redis failed a moment
+        ago; BrokerUnfit; CommandDenied, which it logs; and what the function raises."""
+        self._breaker.check()
+        async with self._slots:
+            try:
+                with self._breaker.guard():
+                    if not self._has_library:
+                        await self._load_library()
+                    try:
+                        return await function()
+                    except BrokerUnavailable as exc:
+                        if "function library" not in str(exc):
+                            raise
+                    await self._load_library()
+                    return await function()
+            except CommandDenied as exc:
+                log.error("%s", exc)
+                raise
+
+    async def _load_library(self) -> None:
+        await check_fitness(self._client)
+        await ensure_library(self._client)
+        self._has_library = True
 
     async def enter(self, tenant: str, limits: TenantLimits) -> bool:
         """Counts a call against its tenant's limit of requests; False if there is none. Raises
@@ -104,7 +190,7 @@ class Broker:
             submitted = await self._call(lambda: self._functions.submit(held, submission))
         except JobRefused as exc:
             await self._discard(held)
-            await self._wishes.leave(job, exc)
+            await self._want_worker(job, exc)
             raise await self.known.explained(job.model, exc) from exc
         if submitted.job_id != job.id:
             await self._discard(held)
@@ -115,13 +201,21 @@ class Broker:
         if held.has_objects:
             await self.payloads.discard(held.id)
 
+    async def _want_worker(self, job: Job, refusal: JobRefused | None) -> None:
+        """Asks for a worker if the refusal says that there is none: starters of workers see waiting
+        jobs, but not refused calls. A failure changes nothing."""
+        if refusal is not None and refusal.code is ErrorCode.NO_WORKERS:
+            wanted_s = self._settings.cold_start_s + _WANTED_S
+            with contextlib.suppress(BatchwayError):
+                await self._call(lambda: self._starts.want(job.model, job.lane, wanted_s))
+
     async def knows_key(self, tenant: str, idempotency_key: str) -> bool:
         """Whether a job was accepted under this Idempotency-Key."""
         return await self._call(lambda: knows_key(self._client, self.keys, tenant, idempotency_key))
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
         quote = await self._call(lambda: self._functions.quote(job, submission))
-        await self._wishes.leave(job, quote.refusal)
+        await self._want_worker(job, quote.refusal)
         refusal = quote.refusal and await self.known.explained(job.model, quote.refusal)
         return replace(quote, refusal=refusal)
 
@@ -253,7 +347,7 @@ class Broker:
         view: JobView | None = None
         answered_s = self.clock()
         channel = self.keys.events_channel(job_id)
-        async with self.attendance.following(job_id), self._hints.listen(channel) as mailbox:
+        async with self._following(job_id), self._hints.listen(channel) as mailbox:
             is_whole, wait_s = False, self._settings.poll_s
             if submitted_s is not None:
                 is_whole, wait_s = True, min(wait_s, self._first_look_s(submitted_s))
@@ -289,6 +383,31 @@ class Broker:
                 view, is_whole = page.view, page.is_whole
                 if is_whole and view.is_terminal:
                     return  # the caller has the End already
+
+    @contextlib.asynccontextmanager
+    async def _following(self, job_id: str) -> AsyncIterator[None]:
+        """A context during which the job has a caller."""
+        self._followed[job_id] += 1
+        try:
+            yield
+        finally:
+            self._followed[job_id] -= 1
+            if not self._followed[job_id]:
+                del self._followed[job_id]
+
+    async def report_attendance(self) -> None:
+        """Reports that the followed jobs have callers, until cancelled."""
+        pause_s = self._settings.attendance_s / 3
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = self._settings.attendance_s / 3
+            if self._followed:
+                try:
+                    await self._call(lambda: self._functions.attend(list(self._followed)))
+                except BrokerUnavailable:
+                    pause_s = min(pause_s, _RETRY_S)  # before a sweep finds it lapsed
+                except (CommandDenied, WireError):
+                    pass
 
     def _first_look_s(self, submitted_s: float) -> float:
         return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S

@@ -8,17 +8,20 @@ import logging
 import time
 from functools import partial
 
+import redis.asyncio
 from cachetools import LRUCache, TTLCache
 
 from contract.catalogue import Catalogue
 from contract.errors import ErrorCode, JobRefused, WireError
+from contract.fitness import max_memory
 from contract.fleet_snapshot import FleetSnapshot
 from contract.functions import Functions
+from contract.keys import Keys
 from contract.model_cards import ModelCard
 from contract.model_failures import ModelFailure
 from gateway.http.errors import ModelUnreadable
 from gateway.models.tokens import ModelTokenizer
-from gateway.redis.guarded_redis import GuardedRedis
+from gateway.redis.key_ring import Guard
 
 log = logging.getLogger("batchway.gateway")
 
@@ -33,15 +36,11 @@ _SOON_S = 1.0  # the next try of a failed model is under way
 class KnownModels:
     """The models that one gateway process knows."""
 
-    def __init__(
-        self,
-        guarded_redis: GuardedRedis,
-        catalogue: Catalogue,
-        functions: Functions,
-    ) -> None:
-        self._redis = guarded_redis
-        self._catalogue = catalogue
-        self._functions = functions
+    def __init__(self, call: Guard, client: redis.asyncio.Redis, keys: Keys) -> None:
+        self._call = call
+        self._client = client
+        self._catalogue = Catalogue(client, keys)
+        self._functions = Functions(client, keys)
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
         self._num_workers: TTLCache[str, int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
         self._failures: tuple[float, dict[str, ModelFailure]] = (-CATALOGUE_TTL_S, {})
@@ -71,7 +70,7 @@ class KnownModels:
         asked_s, models = self._models
         if not models or now_s - asked_s > CATALOGUE_TTL_S:
             known = self._models
-            models = {card.name: card for card in await self._redis.call(self._catalogue.models)}
+            models = {card.name: card for card in await self._call(self._catalogue.models)}
             if self._models is not known:  # this list may lack what was added meanwhile
                 return await self.models()
             self._models = (now_s, models)
@@ -104,7 +103,7 @@ class KnownModels:
         if now_s < self._refused.get(sha256, 0.0):
             raise ModelUnreadable(card.name)
         try:
-            files = await self._redis.call(lambda: self._catalogue.tokenizer(sha256))
+            files = await self._call(lambda: self._catalogue.tokenizer(sha256))
             tokenizer = await asyncio.to_thread(ModelTokenizer, card.name, files)
         except (WireError, ValueError) as exc:
             if sha256 not in self._refused:
@@ -121,7 +120,7 @@ class KnownModels:
         if (known := self._num_workers.get(model)) is not None:
             return known
         try:
-            num_workers = await self._redis.call(lambda: self._catalogue.num_live_workers(model))
+            num_workers = await self._call(lambda: self._catalogue.num_live_workers(model))
         except WireError:  # `snapshots` reports it
             return 0
         if num_workers:
@@ -133,7 +132,7 @@ class KnownModels:
         were never published."""
         now_s = time.monotonic()
         if now_s - self._failures[0] > CATALOGUE_TTL_S:
-            reported = await self._redis.call(self._catalogue.failures.all)
+            reported = await self._call(self._catalogue.failures.all)
             failed = {
                 model: failure
                 for model, failure in reported.items()
@@ -153,7 +152,7 @@ class KnownModels:
         """The bytes that Redis may use, at most a minute old; 0: unknown."""
         now_s = time.monotonic()
         if self._max_memory is None or now_s - self._max_memory[0] > MEMORY_TTL_S:
-            num_bytes, is_limited = await self._redis.max_memory()
+            num_bytes, is_limited = await self._call(lambda: max_memory(self._client))
             if self._max_memory is None and not is_limited:
                 log.warning("Redis has no maxmemory: it may fill its machine's memory; set one")
             self._max_memory = now_s, num_bytes
@@ -164,9 +163,7 @@ class KnownModels:
         found, spoiled = {}, set()
         for name, card in (await self.models()).items():
             try:
-                found[name] = await self._redis.call(
-                    partial(self._functions.snapshot, name, card.lanes)
-                )
+                found[name] = await self._call(partial(self._functions.snapshot, name, card.lanes))
             except WireError as exc:
                 spoiled.add(name)
                 if name not in self._spoiled:

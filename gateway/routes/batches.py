@@ -8,14 +8,12 @@ from pydantic import BaseModel, Field
 
 from contract.batches import MAX_OPEN, Batch, BatchesFull, BatchStatus, NewBatch, new_batch_id
 from contract.jobs import Endpoint
-from gateway.files.quota import check_quota, tenant_quota
-from gateway.files.store import store_of
+from gateway.files import check_quota, store_of, tenant_quota
 from gateway.follow.answer_models import EndpointPath, OutputDetails
 from gateway.http.errors import ApiError, invalid_value, not_found
 from gateway.http.handlers import answers
-from gateway.prepare.auth import JobsReader, JobsWriter
-from gateway.prepare.callbacks import to_callback
-from gateway.prepare.job_bodies import CallbackBody
+from gateway.prepare.admission import JobsReader, JobsWriter
+from gateway.prepare.job_bodies import CallbackBody, to_callback
 from gateway.prepare.unsupported import Metadata, OwnModel
 from gateway.routes.files import MAX_LIFETIME_S, MIN_LIFETIME_S, known_file
 from gateway.routes.requests import StrictRoute, WellFormed

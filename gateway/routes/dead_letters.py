@@ -10,7 +10,7 @@ from contract.outbox import DeadLetter
 from gateway.follow.job_objects import JobId, UnixSeconds
 from gateway.http.errors import ApiError, not_found
 from gateway.http.handlers import answers
-from gateway.prepare.auth import JobsReader, JobsWriter
+from gateway.prepare.admission import JobsReader, JobsWriter
 from gateway.state import ThisGateway
 
 router = APIRouter(tags=["callbacks"], responses=answers(401, 403, 429))

@@ -14,13 +14,18 @@ from starlette.responses import Response, StreamingResponse
 
 from contract.files import FilesFull, StoredFile, content_key, new_file_id
 from contract.payloads.store import ObjectStore
-from gateway.files.contents import chunks, write_content
-from gateway.files.quota import check_quota, files_full
-from gateway.files.ranges import Span
-from gateway.files.store import delete_objects, store_of
+from gateway.files import (
+    Span,
+    check_quota,
+    chunks,
+    delete_objects,
+    files_full,
+    store_of,
+    write_content,
+)
 from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid_value, not_found
 from gateway.http.handlers import answers
-from gateway.prepare.auth import Caller, JobsReader, JobsWriter
+from gateway.prepare.admission import Caller, JobsReader, JobsWriter
 from gateway.settings import GatewaySettings
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 

@@ -1,46 +1,81 @@
-"""POST /v1/jobs; GET, PATCH /v1/jobs/{id}; GET …/events; POST …/cancel."""
+"""POST and GET /v1/jobs; GET, PATCH, DELETE /v1/jobs/{id}; GET …/events; POST …/cancel; POST
+/v1/quote: the cost and expected times of a job.
+
+Over 300 lines: all that is done with jobs.
+"""
 
 import asyncio
-from typing import Annotated
+import re
+import time
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Body, Request
+from fastapi import APIRouter, Body, Depends, Query, Request
+from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
-from contract.function_types import JobView, Submission
-from contract.jobs import Endpoint, Job, JobStatus
-from gateway.follow.event_ids import AskedPosition
+from contract.function_types import JobView, Quote, Submission, Wanted
+from contract.jobs import DEFAULT_LANES, PUBLIC_STATUSES, Endpoint, Job, JobStatus
+from gateway.follow.answer_models import EndpointPath
 from gateway.follow.job_objects import (
     AcceptedJob,
     JobId,
     JobObject,
+    JobState,
     JobWithResult,
+    UnixSeconds,
     callback_object,
+    checked_id,
     has_result,
     job_object,
+    place,
 )
-from gateway.follow.members import cancel_whole, members_of
-from gateway.follow.streams import job_stream
-from gateway.follow.whole_answers import ended_answer
+from gateway.follow.members import cancel_whole, delete_whole, members_of
+from gateway.follow.streams import AskedPosition, ended_answer, job_stream
 from gateway.http import sse
-from gateway.http.errors import ApiError, invalid_value
+from gateway.http.errors import (
+    ApiError,
+    UnknownJob,
+    bad_request,
+    invalid_value,
+    rate_headers,
+    to_api_error,
+)
 from gateway.http.handlers import answers
-from gateway.prepare.admission import Terms, check_goes_on, check_lane
-from gateway.prepare.auth import Caller, JobsReader, JobsWriter
-from gateway.prepare.callbacks import to_callback
+from gateway.prepare.admission import (
+    Caller,
+    Inference,
+    JobsReader,
+    JobsWriter,
+    Terms,
+    check_goes_on,
+    check_lane,
+)
 from gateway.prepare.calls import prepare_call
-from gateway.prepare.job_bodies import AnyJob, JobChange
+from gateway.prepare.job_bodies import AnyJob, JobChange, to_callback
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response
 from gateway.prepare.unsupported import ignored_header
-from gateway.routes.accepted_jobs import IdempotencyKey, body_hash, check_may_change, submit_job
+from gateway.routes.calls import EVENTS, IdempotencyKey, body_hash, check_may_change, submit_job
 from gateway.routes.requests import CallRoute, WellFormed
-from gateway.routes.sync_calls import EVENTS
+from gateway.runners.submission import quote_first_calls
 from gateway.settings import GatewaySettings
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
 router = APIRouter(route_class=CallRoute, tags=["jobs"], responses=answers(401, 403, 429))
 
 AskedJob = Annotated[AnyJob, Body(discriminator="endpoint")]
+
+_METADATA = re.compile(r"metadata\[(.{1,64})\]")
+_PARAMETERS = {"status", "lane", "model", "created_after", "limit", "after"}
+_METADATA_PARAMETER = {
+    "name": "metadata",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "object", "additionalProperties": {"type": "string"}},
+    "description": "jobs with these values under these names: `metadata[name]=value`",
+    "style": "deepObject",
+    "explode": True,
+}
 
 
 @router.post(
@@ -186,3 +221,149 @@ def _retention_s(settings: GatewaySettings, asked: AnyJob, caller: Caller) -> fl
         most = f"{settings.max_retention_s:g}"
         raise invalid_value("retention_s", f"retention_s may be at most {most} here")
     return asked.retention_s
+
+
+class JobList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[JobObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedJob(BaseModel):
+    id: str
+    object: Literal["job"] = "job"
+    deleted: Literal[True] = True
+
+
+async def metadata_of(request: Request) -> dict[str, str]:
+    """The metadata filters of the query. Raises ApiError for an unknown or repeated parameter."""
+    names = [name[:80] for name, _ in request.query_params.multi_items()]
+    metadata: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if names.count(name) > 1:
+            raise invalid_value(name[:80], f"{name[:80]} appears twice")
+        if match := _METADATA.fullmatch(name):
+            metadata[match[1]] = value
+        elif name not in _PARAMETERS:
+            raise bad_request("unknown_parameter", f"unknown parameter: {name[:80]}", name[:80])
+    return metadata
+
+
+@router.get("/v1/jobs", openapi_extra={"parameters": [_METADATA_PARAMETER]})
+async def list_jobs(
+    caller: JobsReader,
+    gateway: ThisGateway,
+    metadata: Annotated[dict[str, str], Depends(metadata_of)],
+    status: Annotated[JobState | None, Query()] = None,
+    lane: str = "",
+    model: str = "",
+    created_after: Annotated[float, Query(ge=0, le=10**11, description="Unix seconds")] = 0,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str, Query(description="the `last_id` of the page before")] = "",
+) -> JobList:
+    """A page of the tenant's jobs, youngest first, without results."""
+    broker = gateway.broker
+    cards = (await broker.known.models()).values()
+    lanes = {*DEFAULT_LANES, *(lane for card in cards for lane in card.lanes)}
+    if lane and lane not in lanes:
+        raise invalid_value("lane", f"lane must be one of {', '.join(sorted(lanes))}")
+    statuses = PUBLIC_STATUSES[status] if status else frozenset()
+    wanted = Wanted(statuses, lane, model, round(created_after * 1000), metadata)
+    await broker.sweep()
+    try:
+        start = checked_id(after) if after else ""
+        page = await broker.list_jobs(caller.tenant, wanted, after=start, max_jobs=limit)
+    except UnknownJob:
+        message = "after is no job that is kept here: start at the first page"
+        raise invalid_value("after", message) from None
+    jobs = [job_object(view) for view in page.views]
+    return JobList(
+        data=jobs,
+        first_id=jobs[0].id if jobs else None,
+        # If few jobs match, the search may have ended after the last match.
+        last_id=page.position or (jobs[-1].id if jobs else None),
+        has_more=bool(page.position),
+    )
+
+
+@router.delete("/v1/jobs/{job_id}", responses=answers(404, 409))
+async def delete_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) -> DeletedJob:
+    """Deletes an ended job with its prompt, output and log; 409 if it has not ended."""
+    await check_may_change(gateway.broker, caller, job_id)
+    if await delete_whole(gateway.broker, job_id, caller.tenant) is not None:
+        message = "the job has not ended: cancel it first"
+        raise ApiError(409, "not_terminal", message, headers={"x-should-retry": "false"})
+    return DeletedJob(id=job_id)
+
+
+class Refusal(BaseModel):
+    status: int
+    code: str
+    message: str
+    retry_after_s: float | None
+
+
+class QuoteObject(BaseModel):
+    object: Literal["quote"] = "quote"
+    endpoint: EndpointPath
+    model: str
+    lane: str
+    prompt_tokens: int
+    predicted_output_tokens: int
+    position: int | None
+    eta_s: float | None
+    run_s: float | None
+    finished_at: UnixSeconds | None
+    is_admitted: bool
+    refusal: Refusal | None
+
+
+@router.post("/v1/quote", responses=answers(404, 415))
+async def quote_job(
+    caller: Inference,
+    _checked: WellFormed,
+    gateway: ThisGateway,
+    asked: AskedJob,
+    response: Response,
+) -> QuoteObject:
+    """Answers as `POST /v1/jobs` would for the same body."""
+    job, submission = await prepare_job(gateway, asked, caller, idempotency_key="", body_hash="")
+    quote = await gateway.broker.quote(job, submission)
+    response.headers.update(rate_headers(quote.rates))
+    if job.flow is not None and quote.refusal is None:
+        quote = await quote_first_calls(gateway, job, submission)
+    return _shown(job, quote)
+
+
+def _shown(job: Job, quote: Quote) -> QuoteObject:
+    wait_s, run_s = quote.position.eta_s, quote.service_s
+    finished_at = None
+    if wait_s is not None and run_s is not None:
+        finished_at = round(time.time() + wait_s + run_s, 1)
+    num_prompt = job.num_prompt_tokens
+    return QuoteObject(
+        endpoint=job.endpoint.value,
+        model=job.named_model,
+        lane=job.lane,
+        prompt_tokens=num_prompt,
+        predicted_output_tokens=quote.cost_tokens - num_prompt,
+        **place(quote.position),
+        run_s=None if run_s is None else round(run_s, 1),
+        finished_at=finished_at,
+        is_admitted=quote.refusal is None,
+        refusal=_refusal(quote),
+    )
+
+
+def _refusal(quote: Quote) -> Refusal | None:
+    if quote.refusal is None:
+        return None
+    error = to_api_error(quote.refusal)
+    return Refusal(
+        status=error.status,
+        code=error.code,
+        message=error.message,
+        retry_after_s=quote.refusal.retry_after_s,
+    )

@@ -14,7 +14,7 @@ from contract.model_failures import ModelFailure
 from gateway.follow.answer_models import EndpointPath
 from gateway.http.errors import no_such_model
 from gateway.http.handlers import answers
-from gateway.prepare.auth import AnyCaller
+from gateway.prepare.admission import AnyCaller
 from gateway.state import ThisGateway
 
 router = APIRouter(tags=["models"], responses=answers(401, 403, 429))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from contract.errors import BatchwayError
 from gateway.http.bodies import parse_object
 from gateway.http.errors import ApiError
-from gateway.prepare.auth import Caller, count_call
+from gateway.prepare.admission import Caller, count_call
 from gateway.turns import Busy, Owner, Turns
 
 _SHORT_BYTES = 64 * 1024

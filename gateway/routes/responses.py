@@ -1,36 +1,178 @@
 """POST /v1/responses; GET, DELETE /v1/responses/{id}; POST …/cancel; GET …/input_items; POST
-/v1/responses/input_tokens."""
+/v1/responses/input_tokens.
 
-from typing import Annotated, Literal
+Over 300 lines: all that is done with responses.
+"""
 
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import Annotated, Literal, Self
+
+import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import Response
 
-from contract.api_keys import Scope
-from gateway.follow.members import cancel_whole, delete_whole
-from gateway.follow.response_followers import response_stream
-from gateway.follow.response_ids import job_of_response
-from gateway.follow.response_objects import (
+from contract.api_keys import MIN_RETENTION_S, Scope
+from contract.errors import BatchwayError
+from contract.function_types import Submission
+from contract.jobs import Endpoint, Job
+from contract.response_records import ResponseRecord, decode_record, response_id
+from gateway.follow.answer_models import (
     DeletedResponse,
     InputTokens,
     ItemList,
     ResponseObject,
 )
-from gateway.follow.stored_responses import read_response, shown_response
+from gateway.follow.members import cancel_whole, chosen_header, delete_whole
+from gateway.follow.response_followers import response_stream, whole_response
+from gateway.follow.stored_responses import job_of_response, read_response, shown_response
+from gateway.follow.sync_call import Patience, Preference, SyncCall
 from gateway.http import sse
-from gateway.http.errors import bad_request, invalid_value
+from gateway.http.errors import (
+    ServerTiming,
+    bad_request,
+    invalid_value,
+    rate_headers,
+    to_call_error,
+)
 from gateway.http.handlers import answers
-from gateway.prepare.auth import Inference, JobsReader, JobsWriter
+from gateway.prepare.admission import Caller, Inference, JobsReader, JobsWriter, Terms
 from gateway.prepare.response_bodies import InputTokensBody, ResponseBody
-from gateway.routes.accepted_jobs import IdempotencyKey, check_may_change
+from gateway.prepare.response_jobs import prepare_response
+from gateway.prepare.unsupported import ignored_header
+from gateway.routes.calls import EVENTS, IdempotencyKey, accepted_job, body_hash, check_may_change
 from gateway.routes.requests import CallRoute, WellFormed
-from gateway.routes.response_calls import ResponseCall
-from gateway.routes.sync_calls import EVENTS
-from gateway.state import AcceptingGateway, ThisGateway
+from gateway.runners.submission import submit
+from gateway.state import AcceptingGateway, Gateway, ThisGateway
+
+log = logging.getLogger("batchway.gateway")
 
 router = APIRouter(route_class=CallRoute, tags=["responses"], responses=answers(401, 403, 404, 429))
 
 ResponseIdPath = Annotated[str, Path(json_schema_extra={"pattern": r"^resp_\d{1,4}-[0-9a-f]{32}$"})]
+
+
+class ResponseCall(msgspec.Struct, frozen=True):
+    """A call whose job is ready to be queued."""
+
+    request: Request
+    gateway: Gateway
+    caller: Caller
+    body: ResponseBody
+    job: Job
+    submission: Submission
+    timing: ServerTiming
+
+    @classmethod
+    async def prepared(
+        cls, request: Request, gateway: Gateway, caller: Caller, body: ResponseBody, key: str
+    ) -> Self:
+        """Prepares a call. Raises ApiError."""
+        hashed = body_hash(key, Endpoint.RESPONSES, await request.json())
+        terms = _terms(gateway, caller, body, key, hashed)
+        job, submission = await prepare_response(gateway, body, terms)
+        return cls(request, gateway, caller, body, job, submission, ServerTiming())
+
+    async def answer(self) -> Response:
+        """Queues the job and answers: whole, as a stream, or at once. Raises ApiError."""
+        gateway, body = self.gateway, self.body
+        submitted_s = gateway.broker.clock()
+        submitted = await submit(gateway, self.job, self.submission)
+        self.timing.mark("admission")
+        job = await accepted_job(gateway, self.job, submitted, self.caller)
+        record = decode_record(await gateway.broker.payloads.response(job))
+        headers = {"x-job-id": job.id, **ignored_header(body), **rate_headers(submitted.rates)}
+        headers |= chosen_header(job)
+        if body.background and not body.stream:
+            shown = await shown_response(gateway, response_id(job), job.tenant)
+            return sse.json_response(shown, headers={**headers, **self.timing.headers()})
+        call = self._call(job, submitted_s if submitted.is_new else None, headers)
+        try:
+            return await (self._stream if body.stream else self._whole)(call, record)
+        except BatchwayError as exc:
+            error = to_call_error(exc)
+            error.headers["x-job-id"] = job.id
+            raise error from exc
+
+    def _call(self, job: Job, submitted_s: float | None, headers: dict[str, str]) -> SyncCall:
+        gateway, settings = self.gateway, self.gateway.settings
+        patience = Patience.of(
+            self.request,
+            Preference(),
+            sync_limit_s=settings.sync_limit_s,
+            longest_s=settings.sync_deadline_s,
+        )
+        return SyncCall(
+            gateway.broker,
+            settings,
+            job,
+            patience,
+            self.timing,
+            job_retention_s=self.caller.job_retention_s(settings),
+            submitted_s=submitted_s,
+            may_return=not self.submission.attendance_s,
+            headers=headers,
+        )
+
+    async def _whole(self, call: SyncCall, record: ResponseRecord) -> Response:
+        work = whole_response(self.gateway, call, record)
+        try:
+            response = await sse.unless_gone(self.request.receive, work)
+        except sse.ClientGone:
+            await call.on_gone()
+            return Response(status_code=499)  # the client never sees this
+        finally:
+            await self._forget_unstored(call)
+        call.timing.mark("total")
+        return sse.json_response(response, headers=call.headers | call.timing.headers())
+
+    async def _stream(self, call: SyncCall, record: ResponseRecord) -> Response:
+        headers = call.headers | call.timing.headers()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            stream = response_stream(self.gateway, call.job, record, after=-1, call=call)
+            async with contextlib.aclosing(stream):
+                async for part in stream:
+                    yield part
+            await self._forget_unstored(call)
+
+        async def on_gone() -> None:
+            await call.on_gone()
+            await self._forget_unstored(call)
+
+        return await sse.sse_response(self.request, events(), headers=headers, on_gone=on_gone)
+
+    async def _forget_unstored(self, call: SyncCall) -> None:
+        """Deletes a response with `store: false`. If that fails, its short retention ends it."""
+        if self.body.is_stored:
+            return
+        job, broker = call.job, self.gateway.broker
+        try:
+            if await delete_whole(broker, job.id, job.tenant) is not None:
+                await cancel_whole(broker, job)
+                await delete_whole(broker, job.id, job.tenant)
+        except BatchwayError as exc:
+            log.warning("not forgotten yet (%s) job_id=%s", type(exc).__name__, job.id)
+
+
+def _terms(gateway: Gateway, caller: Caller, body: ResponseBody, key: str, hashed: str) -> Terms:
+    """The terms of a response. One in the background is a job like others; any other ends with its
+    caller, unless the caller may come back with its Idempotency-Key."""
+    settings = gateway.settings
+    # A caller cannot return to a response that is not stored.
+    ends_with_caller = not body.is_stored or (
+        not key if body.on_disconnect is None else body.on_disconnect == "cancel"
+    )
+    return Terms(
+        caller=caller,
+        deadline_s=settings.job_deadline_s if body.background else settings.sync_deadline_s,
+        retention_s=caller.job_retention_s(settings) if body.is_stored else MIN_RETENTION_S,
+        attendance_s=settings.attendance_s if ends_with_caller and not body.background else 0.0,
+        needs_worker=not body.background,
+        idempotency_key=key if body.is_stored else "",
+        body_hash=hashed if body.is_stored else "",
+    )
 
 
 async def response_id_of(response_id: ResponseIdPath) -> str:

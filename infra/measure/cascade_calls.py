@@ -14,8 +14,7 @@ from contract.jobs import Endpoint
 from gateway.http.errors import ApiError
 from gateway.prepare.calls import text_of
 from gateway.runners.flows.calls import parse_body
-from gateway.runners.flows.confidence import confidence
-from gateway.runners.flows.kinds import score_body
+from gateway.runners.flows.kinds import confidence, score_body
 from infra.measure.cascade_fit import FirstAnswer, LastAnswer, Measured
 
 CHAT, COMPLETIONS = "chat/completions", "completions"

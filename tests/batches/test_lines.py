@@ -15,7 +15,7 @@ from contract.connection import end_tasks
 from contract.files import content_key, new_file_id
 from contract.jobs import Endpoint
 from contract.payloads.directory import DirectoryStore
-from gateway.files.contents import lines
+from gateway.files import lines
 from gateway.runners.batches.lines import Validation
 from tests.batches.test_batches import COMPLETIONS, jsonl, line
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from gateway.files.ranges import Span
+from gateway.files import Span
 from gateway.http.errors import ApiError
 
 NUMBERS = ["", "0", "1", "2", "3", "4", "5", "007", "9" * 20, "9" * 5000]

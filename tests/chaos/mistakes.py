@@ -27,7 +27,7 @@ def plant_in_worker() -> None:
 
 def plant_in_gateway() -> None:
     """Plants the configured mistake in this process's gateway."""
-    from gateway.redis.cursor import Cursor
+    from gateway.redis.hints import Cursor
 
     if os.environ[VARIABLE] == Mistake.GATEWAY_SKIPS_AN_EVENT:
         next_of = Cursor.next_of

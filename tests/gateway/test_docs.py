@@ -12,17 +12,7 @@ from gateway.http.errors import STATUS_BY_CODE
 from gateway.prepare.response_bodies import UNSUPPORTED_OF_RESPONSES
 from gateway.prepare.unsupported import IGNORED, UNSUPPORTED
 from gateway.prepare.vector_bodies import UNSUPPORTED_OF_VECTORS
-from gateway.routes import (
-    chat,
-    health,
-    job_lists,
-    jobs,
-    models,
-    objects,
-    quotes,
-    responses,
-    vectors,
-)
+from gateway.routes import calls, health, jobs, models, objects, responses
 from gateway.settings import GatewaySettings
 from infra.options import GATEWAY_DRAIN_S
 
@@ -52,8 +42,7 @@ def test_every_code_of_the_gateway_is_documented() -> None:
 def test_every_route_is_documented() -> None:
     """Method and path."""
     text = (DOCS / "api.md").read_text()
-    calls = (chat, vectors, responses)
-    modules = (*calls, health, job_lists, jobs, models, objects, quotes)
+    modules = (calls, responses, health, jobs, models, objects)
     for router in (module.router for module in modules):
         for route in router.routes:
             assert isinstance(route, APIRoute)

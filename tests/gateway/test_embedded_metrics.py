@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.aws.environment import load_settings
-from gateway.http.embedded_metrics import EmbeddedMetrics
-from gateway.http.metrics import GatewayMetrics
+from gateway.http.metrics import EmbeddedMetrics, GatewayMetrics
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
 from tests.gateway.test_metrics import BODY, _job

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.app import create_app
-from gateway.http.encodings import Decoder, TooMuch
 from gateway.http.errors import ApiError
+from gateway.http.limits import Decoder, TooMuch
 from gateway.settings import GatewaySettings
 from tests.gateway.fake_worker import MODEL, FakeWorker
 

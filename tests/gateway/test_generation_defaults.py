@@ -13,7 +13,7 @@ from contract.functions import Functions
 from contract.jobs import SamplingParams
 from contract.keys import Keys
 from contract.model_cards import GenerationDefaults, ModelCard
-from gateway.prepare.sampling import sampling_params
+from gateway.prepare.generation import sampling_params
 from gateway.prepare.schemas import CompletionBody
 from tests.fleet import until
 from tests.gateway.fake_worker import FakeWorker, publish_model

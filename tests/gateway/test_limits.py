@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.app import create_app
 from gateway.http.sse import EventStream, sse_response
-from gateway.prepare.auth import Caller, identify
+from gateway.prepare.admission import Caller, identify
 from gateway.routes.requests import StrictRoute
 from gateway.settings import GatewaySettings
 from tests.gateway.bare_connection import connected

@@ -21,9 +21,14 @@ from contract.keys import Keys
 from contract.starts import Starts
 from gateway.app import create_app
 from gateway.child_process import ChildPool
-from gateway.http.load_headers import JITTER, rate_headers, retry_after
-from gateway.lane_bounds import INTERACTIVE_TARGET_S, LaneBound, parse_lane_bounds, tokens_in
-from gateway.settings import GatewaySettings
+from gateway.http.errors import JITTER, rate_headers, retry_after
+from gateway.settings import (
+    INTERACTIVE_TARGET_S,
+    GatewaySettings,
+    LaneBound,
+    parse_lane_bounds,
+    tokens_in,
+)
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings

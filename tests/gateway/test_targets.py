@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from gateway.http.targets import plain_target
+from gateway.http.limits import plain_target
 from tests.gateway.bare_connection import connected, echo
 from tests.gateway.fake_worker import MODEL, FakeWorker
 

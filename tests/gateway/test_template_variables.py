@@ -7,8 +7,8 @@ import pytest
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import ReasoningFormat
 from gateway.http.errors import ApiError
-from gateway.prepare.schemas import ChatBody
-from gateway.prepare.template_variables import Effort, template_variables
+from gateway.prepare.generation import template_variables
+from gateway.prepare.schemas import ChatBody, Effort
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 THINKS = ReasoningFormat(name="qwen3", open="<think>", close="</think>")

@@ -20,7 +20,7 @@ from gateway.child import Refused
 from gateway.child_process import ChildLimits
 from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
 from gateway.models.chat_template import ChatTemplate
-from gateway.models.template_process import TemplateProcess
+from gateway.models.tokens import TemplateProcess
 from gateway.turns import Busy, Owner, work_for
 from tests.fakes import hash_tokenizer
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
@@ -371,7 +371,7 @@ def environment_and_files(pid: int | None) -> tuple[list[bytes], set[str]]:
 _KILLED_GATEWAY = """
 import asyncio, os, signal
 from gateway.child_process import ChildLimits
-from gateway.models.template_process import TemplateProcess
+from gateway.models.tokens import TemplateProcess
 
 async def main():
     idle, busy = [TemplateProcess("m", {source!r}, {{}}, ChildLimits(cpu_s=1)) for _ in range(2)]

@@ -5,7 +5,7 @@ import os.path
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.models.text_stream import TextStream
+from gateway.models.tokens import TextStream
 from tests.fakes import encode_text, hash_tokenizer, output_text
 
 tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)

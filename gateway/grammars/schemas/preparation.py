@@ -10,8 +10,7 @@ from typing import Any
 
 from gateway.grammars.schemas import numbers
 from gateway.grammars.schemas.disjoint import are_disjoint
-from gateway.grammars.schemas.names import enforced_names
-from gateway.grammars.schemas.prepared import Prepared
+from gateway.grammars.schemas.lengths import Prepared
 from gateway.grammars.schemas.references import Document
 from gateway.grammars.schemas.refusals import (
     Checks,
@@ -21,7 +20,7 @@ from gateway.grammars.schemas.refusals import (
     SchemaRefused,
     Unenforceable,
 )
-from gateway.grammars.schemas.strings import enforced_string, without
+from gateway.grammars.schemas.strings import enforced_names, enforced_string, without
 
 _STEP = "multipleOf"
 _COUNTS = [f"{end}{what}" for what in ("Items", "Length", "Properties") for end in ("min", "max")]

@@ -13,7 +13,7 @@ from collections import Counter
 
 from contract.connection import end_tasks
 from contract.errors import BatchwayError
-from gateway.files.store import delete_objects
+from gateway.files import delete_objects
 from gateway.runners.batches import lease
 from gateway.runners.batches.batch_run import run_batch
 from gateway.runners.batches.lease import LeasedBatch

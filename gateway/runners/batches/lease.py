@@ -5,7 +5,7 @@ from typing import Any, Self
 from contract.batches import Batch, BatchStatus, LeaseLost, Part
 from contract.consumer import keep_leases
 from contract.payloads.store import ObjectStore
-from gateway.files.store import store_of
+from gateway.files import store_of
 from gateway.state import Gateway
 
 LEASE_S = 15.0

@@ -21,7 +21,7 @@ from contract.function_types import Submission
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 from contract.payloads.store import PayloadUnavailable
 from gateway.follow.members import delete_whole
-from gateway.follow.whole_answers import ended_answer
+from gateway.follow.streams import ended_answer
 from gateway.http.errors import (
     ApiError,
     UnknownJob,
@@ -31,8 +31,7 @@ from gateway.http.errors import (
 )
 from gateway.http.handlers import translated
 from gateway.http.sse import encode_json
-from gateway.prepare.admission import Terms
-from gateway.prepare.auth import Caller
+from gateway.prepare.admission import Caller, Terms
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response

@@ -1,29 +1,194 @@
-"""What each kind of flow calls, and which output is its answer."""
+"""What each kind of flow calls, and which output is its answer: by its texts, how sure a cascade's
+member is of it, and how an ensemble makes one answer of its members' answers.
 
+Over 300 lines: the four kinds share what they read in outputs.
+"""
+
+import asyncio
 import math
+import sys
+from array import array
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from contract.errors import ErrorCode
-from contract.events import LogEvent
+from contract.events import ChoiceDelta, LogEntry, LogEvent, Prompt, Tokens, ToolCallDelta
 from contract.flows import INPUT, Cascade, Confidence, Ensemble, Pipeline, Route
-from contract.jobs import Endpoint, Job, default_seed
+from contract.jobs import Endpoint, FinishReason, Job, default_seed
+from gateway.follow.answers import whole_calls
+from gateway.follow.streams import answer_to, built
 from gateway.models.step_templates import StepTemplates, TemplateFault
 from gateway.prepare.calls import draw_of, text_of
 from gateway.prepare.conditions import Facts, choose_target
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import MAX_CHOICES_IN_ALL, CompletionBody
-from gateway.runners.flows import combine
-from gateway.runners.flows.answers import answer_of, answers_of, logprobs_of, texts_of, vectors_of
-from gateway.runners.flows.calls import Call, MemberFailed, Outcome, parse_body
-from gateway.runners.flows.confidence import confidence
-from gateway.runners.flows.execution import Execution, Output
+from gateway.runners.flows.calls import Call, Execution, MemberFailed, Outcome, Output, parse_body
+from gateway.state import Gateway
 
 _SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers that each member may use
+
+
+def texts_of(outcome: Outcome) -> list[str]:
+    """The text of each choice."""
+    assert outcome.job is not None
+    texts: list[list[str]] = [[] for _ in range(outcome.job.num_choices)]
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            texts[delta.choice].append(delta.text)
+    return ["".join(parts) for parts in texts]
+
+
+def answers_of(outcome: Outcome) -> list[str]:
+    """The text of each choice, with its tool calls; equal arguments have equal form."""
+    assert outcome.job is not None
+    deltas: list[list[ToolCallDelta]] = [[] for _ in range(outcome.job.num_choices)]
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            deltas[delta.choice] += delta.tool_calls
+    calls = (whole_calls(outcome.job, choice, each) for choice, each in enumerate(deltas))
+    return [
+        "\n".join([text, *(_plain_call(**each["function"]) for each in called)])
+        for text, called in zip(texts_of(outcome), calls, strict=True)
+    ]
+
+
+def _plain_call(name: str, arguments: str) -> str:
+    with suppress(msgspec.DecodeError, RecursionError):
+        arguments = msgspec.json.encode(msgspec.json.decode(arguments), order="sorted").decode()
+    return f"{name}({arguments})"
+
+
+def logprobs_of(outcome: Outcome) -> list[list[float]]:
+    """The log probabilities of each choice's tokens, without those of the reasoning before them."""
+    assert outcome.job is not None
+    found: list[list[float]] = [[] for _ in range(outcome.job.num_choices)]
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            answer = (delta.logprobs or ())[delta.num_reasoning :]
+            found[delta.choice] += [item.logprob for item in answer]
+    return found
+
+
+def vectors_of(outcome: Outcome) -> list[bytes]:
+    """The vector of each input."""
+    found: dict[int, bytes] = {}
+    for event in outcome.events:
+        for delta in event.deltas if isinstance(event, Tokens) else ():
+            if delta.vector:
+                found[delta.choice] = delta.vector
+    return [found[choice] for choice in sorted(found)]
+
+
+async def answer_of(gateway: Gateway, outcome: Outcome) -> dict[str, Any]:
+    """Returns the answer as a caller would get it, as plain values. Raises BatchwayError."""
+    job, run = outcome.job, outcome.run
+    assert job is not None
+    answer = await answer_to(gateway, job)
+    for number, event in enumerate(outcome.events, 1):
+        answer.add(LogEntry(number, "", event))
+    whole = await built(answer, run.prompt_tokens, run.output_tokens)
+    return await asyncio.to_thread(_plain, whole)  # there may be millions of numbers
+
+
+def _plain(whole: dict[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(whole))
+    return plain
+
+
+def confidence(kind: Confidence, logprobs: Sequence[float], text: str) -> float:
+    """Returns how sure the member is, from 0 to 1. `logprobs` (nats): of the answer's tokens;
+    `text`: the answer. An answer without tokens, or without the field as a number from 0 to 1,
+    gives 0. Not for kind `scorer`."""
+    assert kind.by != "scorer"
+    if kind.by == "field":
+        return _field(kind.field, text)
+    if not logprobs:
+        return 0.0
+    if kind.by == "mean_logprob":
+        value = sum(logprobs) / len(logprobs)  # not fsum: it raises where a sum overflows
+    else:  # the lower of the two neighbours, so that a single bad token counts
+        value = sorted(logprobs)[math.floor(kind.quantile * (len(logprobs) - 1))]
+    return 0.0 if math.isnan(value) else math.exp(min(value, 0.0))
+
+
+def _field(name: str, text: str) -> float:
+    value: object = None
+    with suppress(msgspec.DecodeError, RecursionError):
+        answer = msgspec.json.decode(text)
+        value = answer.get(name) if isinstance(answer, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        return 0.0
+    return float(value)
+
+
+def vote(answers: Sequence[str]) -> int:
+    """The index of the most frequent answer; of equals, the earliest. Answers that differ only in
+    white space are the same. Raises ValueError if there is none."""
+    words = [" ".join(answer.split()) for answer in answers]
+    counts = Counter(words)
+    return max(range(len(words)), key=lambda index: counts[words[index]])
+
+
+def best(scores: Sequence[float]) -> int:
+    """The index of the highest score; of equals, the earliest. NaN is lower than any number. Raises
+    ValueError if there is none."""
+    return max(
+        range(len(scores)),
+        key=lambda index: scores[index] if scores[index] == scores[index] else float("-inf"),
+    )
+
+
+def of_winners(
+    outputs: Sequence[Sequence[Prompt | Tokens]], winners: Sequence[int], num_choices: int
+) -> list[Prompt | Tokens]:
+    """Joins an output in which each choice is its winner's. `winners`: indices in `outputs`, by
+    choice. A prompt, which has `num_choices`, has the log probabilities of its first winner."""
+    prompts, tokens = list[Prompt | Tokens](), list[Prompt | Tokens]()
+    for index, output in enumerate(outputs):
+        for event in output:
+            if isinstance(event, Prompt):
+                prompts += [event] if winners[event.prompt * num_choices] == index else []
+                continue
+            deltas = tuple(each for each in event.deltas if winners[each.choice] == index)
+            tokens += [Tokens(deltas)] if deltas else []
+    return prompts + tokens
+
+
+def mean_output(outputs: Sequence[Sequence[bytes]]) -> Tokens:
+    """The means of vectors, by input. Raises ValueError if they differ in number or length."""
+    means = [mean(each) for each in zip(*outputs, strict=True)]
+    deltas = (
+        ChoiceDelta(i, 0, (), "", FinishReason.STOP, vector=vector)
+        for i, vector in enumerate(means)
+    )
+    return Tokens(tuple(deltas))
+
+
+def mean(vectors: Sequence[bytes]) -> bytes:
+    """The mean of vectors of one length, element by element, not normalised. Vectors are of float32
+    in little-endian order, as the result. Raises ValueError if there is none, or lengths differ.
+    """
+    if not vectors or len({len(vector) for vector in vectors}) > 1:
+        raise ValueError("the members' vectors differ in length")
+    columns = zip(*(_numbers(vector) for vector in vectors), strict=True)
+    return _swapped(array("f", (sum(column) / len(vectors) for column in columns))).tobytes()
+
+
+def _numbers(vector: bytes) -> "array[float]":
+    numbers = array("f")
+    numbers.frombytes(vector)  # ValueError, unless it is a multiple of four bytes
+    return _swapped(numbers)
+
+
+def _swapped(numbers: "array[float]") -> "array[float]":
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
 def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
@@ -232,18 +397,18 @@ async def _ensemble(execution: Execution, ensemble: Ensemble) -> AsyncGenerator[
     events: Sequence[Output]
     if ensemble.combine == "mean":
         try:
-            events = [combine.mean_output([vectors_of(outcome) for outcome in answered])]
+            events = [mean_output([vectors_of(outcome) for outcome in answered])]
         except ValueError as exc:
             message = f"{answered[0].run.model}: {exc}"
             raise MemberFailed(ErrorCode.ENGINE_ERROR, message) from None
     else:
         if ensemble.combine == "vote":
-            winners = [combine.vote(each) for each in zip(*map(answers_of, answered), strict=True)]
+            winners = [vote(each) for each in zip(*map(answers_of, answered), strict=True)]
         else:
             scores, num = [await _score(execution, each) for each in scored], parent.num_choices
-            winners = [combine.best(scores[choice::num]) for choice in range(num)]
+            winners = [best(scores[choice::num]) for choice in range(num)]
         outputs = [outcome.events for outcome in answered]
-        events = combine.of_winners(outputs, winners, parent.params.n)
+        events = of_winners(outputs, winners, parent.params.n)
     for event in execution.visible(events):
         yield event
 

@@ -14,8 +14,7 @@ from contract.consumer import Consumer, keep_leases
 from contract.errors import BatchwayError, BrokerUnavailable
 from contract.function_types import Claimed, Release, WorkerCapacity
 from contract.keys import Keys
-from gateway.runners.flows.publisher import Publisher
-from gateway.runners.flows.run import Run
+from gateway.runners.flows.run import Publisher, Run
 
 log = logging.getLogger("batchway.flows")
 

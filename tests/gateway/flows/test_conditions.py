@@ -13,8 +13,7 @@ from contract.api_keys import KeyTerms
 from contract.flows import Condition, Route, Rule, Target
 from gateway.http.errors import ApiError
 from gateway.prepare import calls as entry
-from gateway.prepare.admission import Terms
-from gateway.prepare.auth import Caller
+from gateway.prepare.admission import Caller, Terms
 from gateway.prepare.conditions import (
     MAX_TEXT_CHARS,
     Facts,

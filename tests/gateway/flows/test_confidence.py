@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.flows import Confidence
-from gateway.runners.flows.combine import best, mean, vote
-from gateway.runners.flows.confidence import confidence
+from gateway.runners.flows.kinds import best, confidence, mean, vote
 
 LOGPROBS = st.lists(st.floats(max_value=0.0, allow_nan=False), max_size=20)
 

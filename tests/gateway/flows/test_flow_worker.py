@@ -11,8 +11,7 @@ from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from gateway.redis.broker import Broker
-from gateway.runners.flows.publisher import Publisher
-from gateway.runners.flows.run import Run
+from gateway.runners.flows.run import Publisher, Run
 from gateway.runners.flows.worker import FlowWorker
 from gateway.state import Gateway
 from infra.embedded_redis import EmbeddedRedis

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.runners.flows.stage_batcher import GROWTH, Queues, StageBatcher
+from gateway.runners.flows.stage_queues import GROWTH, Queues, StageBatcher
 
 
 def measured(

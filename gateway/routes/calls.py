@@ -1,34 +1,67 @@
-"""Answers synchronous calls: whole, as a stream, or as a job."""
+"""POST /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/score and
+/v1/classify: synchronous calls, answered whole, as a stream, or as a job. Cohere's and other
+clients have further paths of the same call for a rerank.
 
+Over 300 lines: the ways to answer one call.
+"""
+
+import hashlib
+import json
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, Request
+from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from contract.api_keys import Scope
 from contract.errors import BatchwayError
-from contract.jobs import Endpoint
-from gateway.follow.event_ids import START, AskedPosition, LogPosition
+from contract.function_types import JobView, Submission, Submitted
+from contract.jobs import Endpoint, Job, JobStatus
+from gateway.follow.answer_models import (
+    ChatCompletion,
+    Classes,
+    Embeddings,
+    Ranking,
+    Scores,
+    TextCompletion,
+)
+from gateway.follow.job_objects import AcceptedJob, accepted_response, submitted_object
 from gateway.follow.members import MODELS_HEADER, chosen_header
-from gateway.follow.patience import AskedPreference, Patience, Preference
-from gateway.follow.streams import call_stream
-from gateway.follow.sync_call import SyncCall
-from gateway.follow.whole_answers import whole_answer
+from gateway.follow.streams import START, AskedPosition, LogPosition, call_stream, whole_answer
+from gateway.follow.sync_call import AskedPreference, Patience, Preference, SyncCall
 from gateway.http import sse
-from gateway.http.errors import invalid_value, to_call_error
-from gateway.http.load_headers import ServerTiming, rate_headers
-from gateway.prepare.admission import Terms, check_goes_on
-from gateway.prepare.auth import Caller, Inference
+from gateway.http.errors import (
+    ApiError,
+    ServerTiming,
+    UnknownJob,
+    invalid_value,
+    rate_headers,
+    to_call_error,
+)
+from gateway.http.handlers import answers
+from gateway.prepare.admission import Caller, Inference, Terms, check_goes_on
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import ignored_header
-from gateway.routes.accepted_jobs import IdempotencyKey, accepted_job, body_hash, submit_job
-from gateway.routes.requests import WellFormed
+from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
+from gateway.redis.broker import Broker
+from gateway.routes.requests import CallRoute, WellFormed
 from gateway.runners.submission import submit
 from gateway.state import AcceptingGateway, Gateway
+
+log = logging.getLogger("batchway.gateway")
+
+IdempotencyKey = Annotated[
+    str,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r"^[!-~]{0,255}$",
+        description="the same key and body: the job of the first call answers",
+    ),
+]
 
 EVENTS: dict[str, Any] = {
     "description": "As asked",
@@ -43,6 +76,74 @@ EVENTS: dict[str, Any] = {
         }
     },
 }
+
+router = APIRouter(
+    route_class=CallRoute,
+    tags=["calls"],
+    responses={
+        202: {"model": AcceptedJob, "description": "Accepted as a job"},
+        **answers(401, 403, 404, 409, 415, 429, 504),
+    },
+)
+
+
+async def submit_job(
+    gateway: Gateway, job: Job, submission: Submission, headers: Mapping[str, str]
+) -> Response:
+    """Queues a job: 202 with its id."""
+    timing = ServerTiming()
+    submitted = await submit(gateway, job, submission)
+    timing.mark("admission")
+    status = JobStatus.QUEUED
+    if submitted.is_new:
+        _log_accepted(job)
+    else:
+        view = await _known_job(gateway, submitted.job_id, job.tenant)
+        job, status = view.job, view.status
+    shown = submitted_object(job, submitted, status)
+    answer_headers = {**headers, **rate_headers(submitted.rates), **timing.headers()}
+    return accepted_response(shown, answer_headers)
+
+
+async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted, caller: Caller) -> Job:
+    """The job that answers: the new one, or the earlier one with the same idempotency key. The
+    caller may cancel it, so its current lane must be permitted. Raises ApiError."""
+    if submitted.is_new:
+        return job
+    view = await _known_job(gateway, submitted.job_id, job.tenant)
+    caller.check_lane(view.lane)
+    return await gateway.whole(view.job)
+
+
+async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
+    """The job found by an Idempotency-Key. Raises ApiError if it is no longer stored."""
+    try:
+        view, _ = await gateway.broker.read(job_id, tenant)
+    except UnknownJob:
+        message = "the answer to this Idempotency-Key is no longer kept: use a new key"
+        raise ApiError(
+            409, "result_expired", message, headers={"x-should-retry": "false"}
+        ) from None
+    return view
+
+
+async def check_may_change(broker: Broker, caller: Caller, job_id: str) -> None:
+    """Raises ApiError (403) if the caller's key does not permit the job's lane; UnknownJob."""
+    if caller.terms.lanes:
+        view, _ = await broker.read(job_id, caller.tenant)
+        caller.check_lane(view.lane)
+
+
+def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
+    """Returns a hash that is equal for equal bodies; '' without an Idempotency-Key."""
+    if not key:
+        return ""
+    text = json.dumps([endpoint, raw], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _log_accepted(job: Job) -> None:
+    log.info("accepted job_id=%s lane=%s num_prompt=%d", job.id, job.lane, job.num_prompt_tokens)
 
 
 class CallOptions(msgspec.Struct, frozen=True):
@@ -197,3 +298,41 @@ def _check_resumes(request: Request, position: LogPosition, body: CallBody, key:
             "same body and its Idempotency-Key"
         )
         raise invalid_value(param, message)
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses={200: EVENTS})
+async def create_chat_completion(options: AskedOptions, body: ChatBody) -> Response:
+    """Answers a conversation, whole or as a stream."""
+    return await answer_call(options, Endpoint.CHAT, body)
+
+
+@router.post("/v1/completions", response_model=TextCompletion, responses={200: EVENTS})
+async def create_completion(options: AskedOptions, body: CompletionBody) -> Response:
+    """Continues a prompt, whole or as a stream."""
+    return await answer_call(options, Endpoint.COMPLETIONS, body)
+
+
+@router.post("/v1/embeddings", response_model=Embeddings)
+async def create_embeddings(options: AskedOptions, body: EmbeddingsBody) -> Response:
+    """Turns texts into vectors."""
+    return await answer_call(options, Endpoint.EMBEDDINGS, body)
+
+
+@router.post("/rerank", response_model=Ranking, include_in_schema=False)
+@router.post("/v2/rerank", response_model=Ranking, include_in_schema=False)
+@router.post("/v1/rerank", response_model=Ranking)
+async def rerank(options: AskedOptions, body: RerankBody) -> Response:
+    """Orders documents by their relevance to a query."""
+    return await answer_call(options, Endpoint.RERANK, body)
+
+
+@router.post("/v1/score", response_model=Scores)
+async def score(options: AskedOptions, body: ScoreBody) -> Response:
+    """Scores pairs of texts."""
+    return await answer_call(options, Endpoint.SCORE, body)
+
+
+@router.post("/v1/classify", response_model=Classes)
+async def classify(options: AskedOptions, body: ClassifyBody) -> Response:
+    """Gives each text a label."""
+    return await answer_call(options, Endpoint.CLASSIFY, body)

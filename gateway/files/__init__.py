@@ -1,1 +1,0 @@
-"""Stored files: their contents, ranges and quota."""
