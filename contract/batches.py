@@ -14,7 +14,6 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
-import redis.asyncio
 
 from contract.api_keys import KeyTerms
 from contract.callbacks import Callback
@@ -22,8 +21,7 @@ from contract.codec import encode
 from contract.connection import broker_errors, repeated
 from contract.errors import BatchwayError, WireError, wire_errors
 from contract.jobs import Endpoint
-from contract.keys import Keys
-from contract.library import call_function
+from contract.library import Partition
 
 PART_LINES = 64
 MAX_ERRORS = 1_000  # lines that a batch's errors list
@@ -140,16 +138,9 @@ def part_key(batch_id: str, kind: str, number: int, token: str) -> str:
     return f"{batch_id}/{kind}-{number}-{token}"
 
 
-class Batches:
+class Batches(Partition):
     """The batches of one partition. Every call may be repeated, and raises BrokerUnavailable,
     CommandDenied, and WireError for a record that is not as this version writes it."""
-
-    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
-        self._client = client
-        self._keys = keys
-
-    async def _call(self, name: str, *args: str | int | bytes) -> Any:
-        return await call_function(self._client, self._keys.tag, name, *args)
 
     async def add(
         self,

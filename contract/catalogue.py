@@ -11,7 +11,7 @@ from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import WireError, wire_errors
 from contract.keys import Keys
 from contract.model_cards import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
-from contract.model_failures import ModelFailures
+from contract.starts import Starts
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Catalogue:
     def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
         self._client = client
         self._keys = keys
-        self.failures = ModelFailures(client, keys)
+        self.starts = Starts(client, keys)
         self.unreadable: frozenset[str] = frozenset()  # models that `models` last left out
         self._has_list = True
 

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import redis.asyncio
 
 from contract.connection import broker_errors, repeated
 from contract.errors import BatchwayError, WireError, wire_errors
-from contract.keys import Keys
-from contract.library import call_function
+from contract.library import Partition
 
 UPLOAD_S = 3_600.0  # until a content without a record is deleted
 _LIST_PAGE = 500  # records per read
@@ -54,16 +52,9 @@ def content_key(file_id: str) -> str:
     return f"{file_id}/content"
 
 
-class Files:
+class Files(Partition):
     """The files of one partition. Every call may be repeated, and raises BrokerUnavailable,
     CommandDenied, and WireError for a record that is not as this version writes it."""
-
-    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
-        self._client = client
-        self._keys = keys
-
-    async def _call(self, name: str, *args: str | int) -> Any:
-        return await call_function(self._client, self._keys.tag, name, *args)
 
     async def begin(self, file_id: str, *, upload_s: float = UPLOAD_S) -> None:
         """Announces a content, which is deleted later unless `add` records the file."""

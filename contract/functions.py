@@ -1,30 +1,47 @@
-"""A typed call for each Redis Function.
+"""A typed call for each Redis Function: its arguments, the call, its reply.
 
-The functions are contract/lua/*.lua; their headers describe arguments and replies.
+The functions are contract/lua/*.lua; their headers describe arguments and replies. The types
+are in function_types.py.
 
-Over 300 lines: one short method for each.
+Over 300 lines: many functions, each with one short method.
 """
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import redis.asyncio
 
-from contract import replies
-from contract.arguments import append_items, lane_argument, submit_arguments
-from contract.codec import decode_entry
-from contract.errors import BrokerFull, ErrorCode, wire_errors
+from contract.codec import (
+    WIRE_VERSION,
+    decode_entry,
+    decode_job,
+    decode_metadata,
+    decode_ref,
+    encode,
+)
+from contract.errors import (
+    BrokerFull,
+    ErrorCode,
+    JobRefused,
+    RateLimit,
+    RateLimits,
+    WireError,
+    wire_errors,
+)
 from contract.events import LogEntry
-from contract.fleet_snapshot import FleetSnapshot
 from contract.function_types import (
     Append,
     Blame,
     Claimed,
+    FleetSnapshot,
     JobPage,
     JobView,
     LaneRoom,
+    LaneSnapshot,
+    QueuePosition,
     Quote,
     Release,
     Submission,
@@ -34,30 +51,53 @@ from contract.function_types import (
     Verdict,
     Wanted,
     WorkerCapacity,
+    WorkerSnapshot,
     WorkerState,
 )
-from contract.jobs import Job, JobStatus
-from contract.keys import Keys
-from contract.library import call_function
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+from contract.library import Partition
 
 log = logging.getLogger("batchway.redis")
 
 MAX_LOOKS = 500  # records that one call of `list` reads
 _Word = str | bytes | int | float  # of a command
 BOOT_GRACE_S = 10.0  # for leases and attendance after a restart of Redis
+IDEMPOTENCY_TTL_S = 24 * 3600
+# Bytes that a finished job takes in Redis beside its arguments, as measured.
+_RECORD_BYTES = 6_500
+_BYTES_PER_OUTPUT_TOKEN = 13
+
+_SIZE = struct.Struct("<I")
+_HEAD = struct.Struct("<III")  # epoch, output tokens, bytes of the event
+_NO_END = bytes(2)  # in place of an end, after the event's number
+_NO_ROOM = LaneRoom(0, 0)
+UNKNOWN_MS = -1
+
+# By reason, or by limit where there are several for a reason.
+_SENTENCES = {
+    "no_workers": "no worker of model {model!r} is ready",
+    "unknown_lane": "lane {lane!r} is none of {lanes}",
+    "storage_full": "what is kept of all jobs takes all the bytes it may",
+    "deadline_infeasible": "the job could not end before its deadline",
+    "idempotency_mismatch": "this Idempotency-Key was used with another body",
+    "stored_bytes": "what is kept of your jobs takes all the bytes it may: delete jobs that have "
+    "ended, or ask for less retention_s",
+    "requests_per_min": "the limit of requests per minute is reached",
+    "tokens_per_min": "the limit of tokens per minute is reached",
+    "concurrent_tokens": "the limit of tokens in unfinished jobs is reached",
+    "lane_share": "your share of lane {lane!r} is taken by your jobs that wait in it",
+    "lane_tokens": "lane {lane!r} is full",
+    "lane_memory": "jobs in lane {lane!r} take all the memory that they may, kept ones included",
+    "tenant_memory": "your jobs in lane {lane!r} take all the memory that they may: delete some "
+    "that have ended, or ask for less retention_s",
+    "lane_wait": "the wait in lane {lane!r} is over its bound",
+}
 
 
-class Functions:
+class Functions(Partition):
     """The functions of one partition. Every call but `claim` may be repeated. Every call raises
     BrokerUnavailable, CommandDenied, and WireError for an unreadable record.
     """
-
-    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
-        self._client = client
-        self._tag = keys.tag
-
-    async def _call(self, name: str, *args: _Word, reads: bool = False) -> Any:
-        return await call_function(self._client, self._tag, name, *args, reads=reads)
 
     async def enter(self, tenant: str, limits: TenantLimits) -> None:
         """Counts a call against its tenant's limit of requests, before anything is done for it.
@@ -66,36 +106,37 @@ class Functions:
             "enter", tenant, limits.requests_per_min, limits.tokens_per_min
         )
         if retry_ms:
-            raise replies.over_requests(retry_ms, replies.decode_rates(limits, rates))
+            left = decode_rates(limits, rates)
+            raise refusal(None, "tenant_quota", "requests_per_min", retry_ms, left)
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Submits a job. Raises JobRefused with the reason and the time of a retry; BrokerFull."""
-        reply = await self._call("submit", *submit_arguments(job, submission))
+        reply = await self._call("submit", *_submit_arguments(job, submission))
         match reply:
             case [b"OK", job_id, place, rates]:
-                limits = replies.decode_rates(submission.limits, rates)
-                return Submitted(job_id.decode(), True, replies.decode_position(place), limits)
+                limits = decode_rates(submission.limits, rates)
+                return Submitted(job_id.decode(), True, decode_position(place), limits)
             case [b"EXISTS", job_id]:
                 return Submitted(job_id.decode(), False)
             case [b"MISMATCH", _]:
-                raise replies.idempotency_mismatch()
+                raise refusal(job, "idempotency_mismatch", "", UNKNOWN_MS, None)
             case [b"MEMORY_FULL"]:
                 raise BrokerFull(ErrorCode.MEMORY_FULL, "Redis has no memory for more jobs")
             case [b"REFUSED", reason, limit, retry_ms, rates]:
-                limits = replies.decode_rates(submission.limits, rates)
-                raise replies.refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
+                limits = decode_rates(submission.limits, rates)
+                raise refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
         """Returns what submit would reply; writes nothing."""
-        reply = await self._call("quote", *submit_arguments(job, submission), reads=True)
+        reply = await self._call("quote", *_submit_arguments(job, submission), reads=True)
         reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
-        limits = replies.decode_rates(submission.limits, rates)
+        limits = decode_rates(submission.limits, rates)
         refused = None
         if reason != b"OK":
-            refused = replies.refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
+            refused = refusal(job, reason.decode(), limit.decode(), retry_ms, limits)
         service_s = service_ms / 1000 if service_ms else None
-        return Quote(refused, replies.decode_position(place), service_s, cost_tokens, limits)
+        return Quote(refused, decode_position(place), service_s, cost_tokens, limits)
 
     async def claim(
         self,
@@ -125,8 +166,8 @@ class Functions:
         args: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
         args += [int(is_idle), config_version]
         for lane in lanes:
-            args += [lane, lane_argument(lane, min_shares or {}, rooms)]
-        reply = await call_function(self._client, self._tag, "claim", *args, is_repeated=False)
+            args += [lane, _lane_argument(lane, min_shares or {}, rooms)]
+        reply = await self._call("claim", *args, is_repeated=False)
         return await self._readable(incarnation, reply)
 
     async def mine(
@@ -139,9 +180,14 @@ class Functions:
         return await self._readable(incarnation, reply)
 
     async def _readable(self, incarnation: str, reply: list[Any]) -> list[Claimed]:
-        claims, spoiled = replies.claimed(reply)
-        for part in spoiled:
-            log.error("a job with an unreadable record fails as poison job_id=%s", part.job_id)
+        claims, spoiled = [], []
+        for raw_id, epoch, attempt, number, *rest in reply:
+            job_id = raw_id.decode(errors="replace")
+            try:
+                claims.append(_claimed(job_id, epoch, attempt, number, *rest))
+            except WireError:
+                log.error("a job with an unreadable record fails as poison job_id=%s", job_id)
+                spoiled.append(poisoned(job_id, epoch, number))
         if spoiled:
             await self.append(incarnation, spoiled, lease_s=0)
         return claims
@@ -154,9 +200,13 @@ class Functions:
         `lease_s`: the leases' new duration; 0 leaves them unchanged.
         """
         ids = [item.job_id for item in items]
-        packed = append_items(items)
+        packed = _append_items(items)
         reply = await self._call("append", incarnation, int(lease_s * 1000), packed, *ids)
-        return replies.append_verdicts(items, reply)
+        verdicts: list[tuple[Verdict | JobStatus, int]]
+        verdicts = [(Verdict.OK, item.number + 1) for item in items]
+        for place, *part in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+            verdicts[place - 1] = _verdict(part)
+        return verdicts
 
     async def heartbeat(
         self,
@@ -193,6 +243,13 @@ class Functions:
         )
         return [job_id.decode(errors="replace") for job_id in reply]
 
+    async def leave(
+        self, incarnation: str, model: str, counted: Mapping[str, int] | None = None
+    ) -> None:
+        """Reports that this incarnation ends, with its final counts."""
+        terms: dict[str, Any] = {"lease_s": 0.0, "info": "", "state": "gone", "counted": counted}
+        await self.heartbeat(incarnation, model, [], **terms)
+
     async def drain(self, incarnations: Sequence[str]) -> list[bool]:
         """Orders workers to drain. Returns for each whether it has a record."""
         return [verdict == b"OK" for verdict in await self._call("drain", *incarnations)]
@@ -204,7 +261,7 @@ class Functions:
         args: list[str | int] = []
         for item in items:
             args += [item.job_id, item.epoch, item.kind, item.code, item.message]
-        return [replies.verdict(part) for part in await self._call("release", incarnation, *args)]
+        return [_verdict(part) for part in await self._call("release", incarnation, *args)]
 
     async def blame(
         self, incarnation: str, items: Sequence[Blame], *, max_crashes: int
@@ -214,7 +271,7 @@ class Functions:
         for item in items:
             args += [item.job_id, item.epoch, item.about]
         reply = await self._call("blame", incarnation, max_crashes, *args)
-        return [replies.verdict(part) for part in reply]
+        return [_verdict(part) for part in reply]
 
     async def attend(self, job_ids: Sequence[str]) -> int:
         """Reports that callers wait for these jobs. Returns how many need attendance."""
@@ -226,7 +283,7 @@ class Functions:
         """Moves a job to another lane or deadline; None where the tenant has no such job."""
         deadline_ms = "" if deadline_s is None else int(deadline_s * 1000)
         reply = await self._call("reprioritise", job_id, tenant, lane, deadline_ms)
-        return None if reply == [b"NOT_FOUND"] else replies.verdict(reply)[0]
+        return None if reply == [b"NOT_FOUND"] else _verdict(reply)[0]
 
     async def detach(
         self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
@@ -236,7 +293,7 @@ class Functions:
         reply = await self._call(
             "detach", job_id, tenant, int(deadline_s * 1000), int(retention_s * 1000)
         )
-        return None if reply == [b"NOT_FOUND"] else replies.verdict(reply)[0]
+        return None if reply == [b"NOT_FOUND"] else _verdict(reply)[0]
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus | None:
         """Cancels a job. Returns its status afterwards; None if the tenant has no such job."""
@@ -257,8 +314,8 @@ class Functions:
             return None
         with wire_errors("log"):
             _, flat, entries, place = reply
-            view = replies.view(flat, place)
-            return view, [decode_entry(number, h, raw) for number, h, raw in entries]
+            log_entries = [decode_entry(number, h, raw) for number, h, raw in entries]
+            return _view(flat, place), log_entries
 
     async def list_jobs(
         self,
@@ -283,7 +340,13 @@ class Functions:
         if reply == [b"NOT_FOUND"]:
             return None
         _, position, records = reply
-        return JobPage(replies.views(records), position.decode(errors="replace"))
+        views = []
+        for flat in records:
+            try:
+                views.append(_view(flat))
+            except WireError as exc:
+                log.error("a job is omitted from a list: %s", exc)
+        return JobPage(tuple(views), position.decode(errors="replace"))
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
         """Deletes an ended job and returns True. Returns False if the tenant has no such job, and
@@ -297,9 +360,226 @@ class Functions:
         """Returns a model's lanes, workers and totals at one moment. Raises WireError."""
         reply = await self._call("snapshot", model, *lanes, reads=True)
         with wire_errors("state of a model"):
-            return replies.snapshot(lanes, reply)
+            now_ms, totals, seen, workers, deliveries = reply
+            sights = [LaneSnapshot(a, b, c, d, wait_ms / 1000) for a, b, c, d, wait_ms in seen]
+            return FleetSnapshot(
+                now_ms / 1000,
+                dict(zip(lanes, sights, strict=True)),
+                tuple(_worker(*row) for row in workers),
+                _counts(totals),
+                _counts(deliveries),
+            )
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Applies what has become due; the first call after a restart of Redis extends leases
         instead."""
         return Swept(*await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
+
+
+# --- arguments
+
+
+def stored_bytes(job: Job, submission: Submission, parts: Iterable[bytes]) -> int:
+    """Returns the bytes that count as stored until a job is forgotten: its encoded parts, those in
+    the object store, its record, and an output of full length."""
+    num_bytes = sum(map(len, parts))
+    if job.stored_prompt is not None:
+        num_bytes += job.stored_prompt.ref.num_bytes
+    if job.stored_response is not None:
+        num_bytes += job.stored_response.num_bytes
+    num_bytes += _RECORD_BYTES + submission.vector_bytes
+    return num_bytes + _BYTES_PER_OUTPUT_TOKEN * submission.max_output_tokens
+
+
+def encoded_parts(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes]:
+    """Job, metadata and callback, encoded."""
+    metadata = encode(submission.metadata) if submission.metadata else b""
+    callback = b"" if submission.callback is None else encode(submission.callback)
+    return encode(job), metadata, callback
+
+
+def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
+    """The arguments of submit and quote."""
+    s, limits = submission, submission.limits
+    parts = encoded_parts(job, s)
+    terms: dict[str, str | int | float] = {
+        "prompt_tokens": job.num_prompt_tokens,
+        "max_tokens": s.max_output_tokens,
+        "choices": job.num_places,
+        "expected_tokens": job.params.expected_tokens * job.num_choices,
+        "deadline_ms": int(s.deadline_s * 1000),
+        "ttl_ms": int(s.retention_s * 1000),
+        "max_attempts": s.max_attempts,
+        "version": WIRE_VERSION,
+        "attendance_ms": int(s.attendance_s * 1000),
+        "idem_key": s.idempotency_key,
+        "idem_ttl_ms": IDEMPOTENCY_TTL_S * 1000,
+        "body_hash": s.body_hash,
+        "lane_tokens": s.lane_bound_tokens,
+        "lane_wait_ms": int(s.lane_bound_s * 1000),
+        "requests_per_min": limits.requests_per_min,
+        "tokens_per_min": limits.tokens_per_min,
+        "concurrent_tokens": limits.concurrent_tokens,
+        "batch_price": s.batch_price,
+        "weight": job.weight,
+        "lane_share": limits.lane_share,
+        "stored_bytes": stored_bytes(job, s, parts),
+        "max_tenant_bytes": s.max_tenant_stored_bytes,
+        "max_bytes": s.max_stored_bytes,
+        "vector_bytes": s.vector_bytes,
+        "is_counted": s.is_counted,
+        "is_passing": s.is_passing,
+        "needs_worker": s.needs_worker,
+        "cold_ms": int(s.cold_start_s * 1000),
+        "is_stored": job.has_objects,
+        "callback_to": "" if s.callback is None else s.callback.destination(job.tenant),
+        "callback_started": s.callback is not None and s.callback.notifies_start,
+        "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
+        "part": _part(job),
+        "call_prompt_tokens": s.call_prompt_tokens,
+    }
+    encoded, metadata, callback = parts
+    names = job.id, job.tenant, job.model, job.lane
+    return *names, encoded, encode(terms), metadata, callback
+
+
+def _part(job: Job) -> str:
+    """Whether the job is a flow's, a call of one, or both."""
+    if job.flow is not None:
+        return "nested" if job.parent else "parent"
+    return "child" if job.parent else ""
+
+
+def _append_items(items: Sequence[Append]) -> bytes:
+    """Packs the events and ends of an append into one argument: an argument for each value would
+    cost more than the value."""
+    parts: list[bytes] = []
+    for item in items:
+        event = encode(item.event) if item.event is not None else b""
+        parts += (_HEAD.pack(item.epoch, item.num_tokens, len(event)), event, b"%d" % item.number)
+        parts.append(_encode_end(item) if item.fin else _NO_END)
+    return b"".join(parts)
+
+
+def _encode_end(item: Append) -> bytes:
+    message = item.message.encode()
+    result = b"" if item.result is None else encode(item.result)
+    words = f"\0{item.fin}\0{item.code}\0".encode()
+    sizes = _SIZE.pack(len(message)), _SIZE.pack(len(result)), _SIZE.pack(item.prompt_tokens)
+    return b"".join((words, sizes[0], message, sizes[1], result, sizes[2]))
+
+
+def _lane_argument(
+    lane: str, shares: Mapping[str, float], rooms: Mapping[str, LaneRoom] | None
+) -> str:
+    """A lane's argument of `claim`: its minimum share, and its room where rooms are given."""
+    share = str(shares.get(lane, 0.0))
+    if rooms is None:
+        return share
+    room = rooms.get(lane, _NO_ROOM)
+    words: list[str | int | float] = [share, room.max_jobs, room.max_tokens, room.max_owed]
+    if room.fair is not None:
+        words += [room.fair.max_jobs, room.fair.max_tokens]
+        for tenant, held in room.fair.held.items():
+            words += [tenant, *held]
+    return " ".join(map(str, words))
+
+
+# --- replies
+
+
+def poisoned(job_id: str, epoch: int, number: int) -> Append:
+    """An append that fails a job with an unreadable record."""
+    message = "the record of the job could not be read"
+    return Append(
+        job_id, epoch, number, fin=JobStatus.FAILED, code=ErrorCode.POISON, message=message
+    )
+
+
+def _claimed(
+    job_id: str,
+    epoch: int,
+    attempt: int,
+    number: int,
+    hash_: bytes,
+    num_tokens: int,
+    deadline_ms: int,
+    alone: int,
+    cost: int,
+    raw: bytes,
+) -> Claimed:
+    """Decodes a part of the reply. Raises WireError."""
+    with wire_errors("job record"):
+        job = decode_job(raw)
+        if job.id != job_id:
+            raise ValueError("the record of another job")
+        deadline_s, hash_text = deadline_ms / 1000, hash_.decode()
+        place = number, hash_text, num_tokens, deadline_s
+        return Claimed(job, epoch, attempt, *place, alone == 1, cost)
+
+
+def _verdict(part: Sequence[Any]) -> tuple[Verdict | JobStatus, int]:
+    """One job's verdict in a worker's call, with its number; 0 where it has none."""
+    word = part[0].decode()
+    number = part[1] if len(part) > 1 else 0
+    return (JobStatus(word) if word in TERMINAL_STATUSES else Verdict(word)), number
+
+
+def _view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
+    """A record as `read` and `list` reply it: field, value, … Raises WireError."""
+    with wire_errors("job record"):
+        raw = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2) if flat[i + 1]}
+        fields: dict[str, Any] = {
+            "job": decode_job(raw.pop("job")),
+            "metadata": decode_metadata(raw.pop("metadata")) if "metadata" in raw else {},
+            "result": decode_ref(raw.pop("result")) if "result" in raw else None,
+            "position": decode_position(position) if position else None,
+        }
+        if raw.get("predicted") == b"-1":
+            del raw["predicted"]
+        fields |= {name: value.decode() for name, value in raw.items()}
+        return msgspec.convert(fields, JobView, strict=False)
+
+
+def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:
+    info = json.loads(raw_info or b"{}")
+    names = ("jobs_held", "num_running", "num_waiting", "num_blocks", "num_free_blocks")
+    return WorkerSnapshot(
+        incarnation.decode(), seen_ms / 1000, *(int(info.get(name, 0)) for name in names)
+    )
+
+
+def _counts(flat: list[bytes]) -> dict[str, int]:
+    return {flat[i].decode(): int(flat[i + 1]) for i in range(0, len(flat), 2)}
+
+
+def decode_position(place: Sequence[int]) -> QueuePosition:
+    """Decodes {jobs ahead, tokens ahead, ms until it starts}."""
+    jobs, tokens, wait_ms = place
+    return QueuePosition(jobs, tokens, None if wait_ms == UNKNOWN_MS else wait_ms / 1000)
+
+
+def decode_rates(limits: TenantLimits, rates: Sequence[int]) -> RateLimits:
+    """Decodes {requests left, ms until full, tokens left, ms until full}."""
+    requests_left, requests_ms, tokens_left, tokens_ms = rates
+
+    def rate(limit: int, left: int, reset_ms: int) -> RateLimit | None:
+        return RateLimit(limit, left, reset_ms / 1000) if limit else None
+
+    return RateLimits(
+        rate(limits.requests_per_min, requests_left, requests_ms),
+        rate(limits.tokens_per_min, tokens_left, tokens_ms),
+    )
+
+
+def refusal(
+    job: Job | None, reason: str, limit: str, retry_ms: int, rates: RateLimits | None
+) -> JobRefused:
+    """The error for a refusal: its reason, limit, and ms until a retry may succeed. `job`: None
+    before there is one."""
+    sentence = _SENTENCES.get(reason) or _SENTENCES[limit]
+    model, lane = (job.model, job.lane) if job else ("", "")
+    message = sentence.format(model=model, lane=lane, lanes=", ".join(limit.split()))
+    retry_after_s = None if retry_ms == UNKNOWN_MS else retry_ms / 1000
+    code = ErrorCode(reason)
+    return JobRefused(code, message, limit=limit, retry_after_s=retry_after_s, rates=rates)

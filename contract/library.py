@@ -9,6 +9,7 @@ from redis.exceptions import ResponseError
 
 from contract.connection import broker_errors, repeated
 from contract.errors import CommandDenied, WireError
+from contract.keys import Keys
 
 log = logging.getLogger("batchway.redis")
 
@@ -55,31 +56,39 @@ async def ensure_library(client: redis.asyncio.Redis) -> None:
         log.info("FUNCTION is not allowed here: the library is left to the deploy step")
 
 
-async def call_function(
-    client: redis.asyncio.Redis,
-    tag: str,
-    name: str,
-    *args: str | bytes | int | float,
-    reads: bool = False,
-    is_repeated: bool = True,
-) -> Any:
-    """Returns a function's reply. `tag` is the partition's key. `is_repeated`: retry if Redis does
-    not answer.
+class Partition:
+    """One partition; subclasses make typed calls of its functions."""
 
-    Raises BrokerUnavailable, CommandDenied, and WireError for a key that the functions did not
-    write.
-    """
-    verb, function = "FCALL_RO" if reads else "FCALL", f"{LIBRARY}_{name}"
+    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
+        self._client = client
+        self._keys = keys
 
-    async def call() -> Any:
-        return await client.execute_command(verb, function, 1, tag, *args)  # type: ignore[no-untyped-call]
+    async def _call(
+        self,
+        name: str,
+        *args: str | bytes | int | float,
+        reads: bool = False,
+        is_repeated: bool = True,
+    ) -> Any:
+        """Returns a function's reply. `is_repeated`: retries if Redis does not answer.
 
-    try:
-        with broker_errors(client, f"{verb} {function}"):
-            return await (repeated(call) if is_repeated else call())
-    except ResponseError as exc:
-        kind = "another type" if "WRONGTYPE" in str(exc) else "another form"
-        raise WireError(f"function {name}: a key holds {kind} than the functions write") from exc
+        Raises BrokerUnavailable, CommandDenied, and WireError for a key that the functions did not
+        write.
+        """
+        verb, function = "FCALL_RO" if reads else "FCALL", f"{LIBRARY}_{name}"
+
+        async def call() -> Any:
+            words = verb, function, 1, self._keys.tag, *args
+            return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+
+        try:
+            with broker_errors(self._client, f"{verb} {function}"):
+                return await (repeated(call) if is_repeated else call())
+        except ResponseError as exc:
+            kind = "another type" if "WRONGTYPE" in str(exc) else "another form"
+            raise WireError(
+                f"function {name}: a key holds {kind} than the functions write"
+            ) from exc
 
 
 def _flatten(reply: Any) -> list[Any]:

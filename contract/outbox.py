@@ -16,7 +16,7 @@ from contract.codec import decode_callback
 from contract.connection import broker_errors
 from contract.errors import WireError, wire_errors
 from contract.keys import Keys
-from contract.library import call_function
+from contract.library import Partition
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -75,22 +75,14 @@ class DoneVerdict(StrEnum):
 Outcome = Literal["delivered", "retry", "dead"]
 
 
-class Outbox:
+class Outbox(Partition):
     """The outbox of one partition. Every call may be repeated, and raises BrokerUnavailable,
     CommandDenied, and WireError where a record is not as this version writes it.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
-        self._client = client
-        self._keys = keys
-
-    async def _call(self, name: str, *args: str | int, reads: bool = False) -> Any:
-        tag = self._keys.tag
-        return await call_function(self._client, tag, f"outbox_{name}", *args, reads=reads)
-
     async def take(self, *, lease_s: float, max_messages: int, max_per_target: int) -> list[Taken]:
         """Leases due messages."""
-        reply = await self._call("take", int(lease_s * 1000), max_messages, max_per_target)
+        reply = await self._call("outbox_take", int(lease_s * 1000), max_messages, max_per_target)
         return [Taken(job_id.decode(errors="replace"), attempt) for job_id, attempt in reply]
 
     async def start(self, taken: Taken, *, lease_s: float) -> OutboxRecord | None:
@@ -98,12 +90,16 @@ class Outbox:
 
         Raises WireError.
         """
-        reply = await self._call("start", taken.job_id, taken.attempt, int(lease_s * 1000), "begin")
+        reply = await self._call(
+            "outbox_start", taken.job_id, taken.attempt, int(lease_s * 1000), "begin"
+        )
         return _record(taken.job_id, reply[1]) if reply[0] == b"OK" else None
 
     async def renew(self, taken: Taken, *, lease_s: float) -> bool:
         """Renews the lease of an attempt; False where another relay has taken it."""
-        reply = await self._call("start", taken.job_id, taken.attempt, int(lease_s * 1000), "renew")
+        reply = await self._call(
+            "outbox_start", taken.job_id, taken.attempt, int(lease_s * 1000), "renew"
+        )
         return bool(reply[0] == b"OK")
 
     async def done(
@@ -111,7 +107,7 @@ class Outbox:
     ) -> DoneVerdict:
         """Reports an attempt's outcome; a retry is due after `delay_s`."""
         reply = await self._call(
-            "done", taken.job_id, taken.attempt, outcome, int(delay_s * 1000), note
+            "outbox_done", taken.job_id, taken.attempt, outcome, int(delay_s * 1000), note
         )
         return DoneVerdict(reply[0].decode())
 
@@ -120,7 +116,7 @@ class Outbox:
     ) -> list[DeadLetter]:
         """A tenant's dead letters, youngest first, or that of one job. Omits unreadable records."""
         before = "" if before_ms is None else before_ms
-        reply = await self._call("dead", tenant, job_id, limit, before, reads=True)
+        reply = await self._call("outbox_dead", tenant, job_id, limit, before, reads=True)
         letters = []
         for raw_id, died_ms, flat in reply:
             with contextlib.suppress(WireError):
@@ -130,7 +126,7 @@ class Outbox:
 
     async def replay(self, job_id: str, tenant: str) -> OutboxState | None:
         """Schedules a dead letter again. The record's state; None if the tenant has none."""
-        reply = await self._call("replay", job_id, tenant)
+        reply = await self._call("outbox_replay", job_id, tenant)
         if reply == [b"NOT_FOUND"]:
             return None
         return OutboxState.DUE if reply == [b"OK"] else OutboxState(reply[0].decode())

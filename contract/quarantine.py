@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import redis.asyncio
 
 from contract.codec import decode_job, decode_metadata
 from contract.connection import broker_errors
 from contract.errors import BatchwayError, WireError, wire_errors
 from contract.function_types import Submission, Submitted
 from contract.functions import Functions
-from contract.keys import Keys
 
 LEAST_RETENTION_S = 86_400.0  # of the new job, so that its result can be read
 _FIELDS = (
@@ -45,26 +43,22 @@ class PoisonRecord:
     requeued_as: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine:
+class Quarantine(Functions):
     """The poison jobs of one partition. Every method raises BrokerUnavailable, WireError."""
-
-    client: redis.asyncio.Redis
-    keys: Keys
 
     async def list(self) -> list[PoisonRecord]:
         """All records, latest first."""
-        with wire_errors("quarantine"), broker_errors(self.client, "ZREVRANGE"):
-            rows: Any = await self.client.zrevrange(
-                self.keys.of("quarantine"), 0, -1, withscores=True
+        with wire_errors("quarantine"), broker_errors(self._client, "ZREVRANGE"):
+            rows: Any = await self._client.zrevrange(
+                self._keys.of("quarantine"), 0, -1, withscores=True
             )
         found = [(raw_id.decode(errors="replace"), int(since_ms)) for raw_id, since_ms in rows]
         return [await self._record(job_id, since_ms) for job_id, since_ms in found]
 
     async def find(self, job_id: str) -> PoisonRecord:
         """Returns a record. Raises NotInQuarantine."""
-        with broker_errors(self.client, "ZSCORE"):
-            since_ms = await self.client.zscore(self.keys.of("quarantine"), job_id)
+        with broker_errors(self._client, "ZSCORE"):
+            since_ms = await self._client.zscore(self._keys.of("quarantine"), job_id)
         if since_ms is None:
             raise NotInQuarantine(f"there is no {job_id!r} in the quarantine")
         return await self._record(job_id, int(since_ms))
@@ -76,8 +70,8 @@ class Quarantine:
         CannotRequeue, JobRefused, BrokerFull, WireError.
         """
         await self.find(job_id)
-        with wire_errors("job record"), broker_errors(self.client, "HMGET"):
-            values: Any = await self.client.hmget(self.keys.job(job_id), _FIELDS)
+        with wire_errors("job record"), broker_errors(self._client, "HMGET"):
+            values: Any = await self._client.hmget(self._keys.job(job_id), _FIELDS)
         raw = dict(zip(_FIELDS, values, strict=True))
         if raw["job"] is None:
             raise CannotRequeue(
@@ -98,14 +92,14 @@ class Quarantine:
                 max_attempts=int(raw["max_attempts"]),
                 metadata=decode_metadata(raw["metadata"]) if raw["metadata"] else {},
             )
-        return await Functions(self.client, self.keys).submit(again, terms)
+        return await self.submit(again, terms)
 
     async def _record(self, job_id: str, since_ms: int) -> PoisonRecord:
         again = requeued_id(job_id)
-        with wire_errors("record of a poison job"), broker_errors(self.client, "HGET or EXISTS"):
-            raw: Any = await self.client.hget(self.keys.of("poison"), job_id)
-            is_readable = bool(await self.client.exists(self.keys.job(job_id)))
-            was_requeued = bool(await self.client.exists(self.keys.job(again)))
+        with wire_errors("record of a poison job"), broker_errors(self._client, "HGET or EXISTS"):
+            raw: Any = await self._client.hget(self._keys.of("poison"), job_id)
+            is_readable = bool(await self._client.exists(self._keys.job(job_id)))
+            was_requeued = bool(await self._client.exists(self._keys.job(again)))
         about = {}
         with contextlib.suppress(WireError), wire_errors("record of a poison job"):
             about = dict(json.loads(raw or b"{}"))

@@ -1,4 +1,4 @@
-"""Turns the log of a response's job into OpenAI's events.
+"""The requests of responses as their jobs keep them, and their logs as OpenAI's events.
 
 The events and their sequence numbers depend only on the job and its log, so every gateway gives
 the same bytes, however often, and a callback the same response.
@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
+from contract.errors import wire_errors
 from contract.events import ChoiceDelta, End, LogEntry, TokenLogprob, Tokens, ToolCallDelta
 from contract.function_types import JobView
 from contract.jobs import FinishReason, Job, JobStatus, cut_tokens
-from contract.response_records import Item, ResponseRecord, item_id, response_id
 
+Item = dict[str, Any]
 Event = dict[str, Any]
 # Shows log probabilities as a message's part does, with the texts of tokens.
 ShowLogprobs = Callable[[Sequence[TokenLogprob]], list[dict[str, Any]]]
@@ -29,6 +30,43 @@ STATUSES = {
 }
 # Kind of an item with text -> the name of its part and of its events.
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+
+class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's request. `shown` are the fields that responses show. `items` are all that the model
+    received, including those of earlier responses, each with the id that it had there."""
+
+    shown: dict[str, Any]
+    items: list[Item]
+    is_background: bool = False
+    is_stored: bool = True
+
+
+encode_record = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(ResponseRecord)
+
+
+def decode_record(raw: bytes) -> ResponseRecord:
+    """Decodes a record. Raises WireError."""
+    with wire_errors("request of a response"):
+        return _decoder.decode(raw)
+
+
+def response_id(job: Job) -> str:
+    return "resp_" + job.id.removeprefix("job-")
+
+
+def item_id(job: Job, kind: str, number: int) -> str:
+    """The id of an item by its number among the response's items, input before output."""
+    return f"{_PREFIXES[kind]}_{job.id.removeprefix('job-')}-{number}"
 
 
 def call_id(job: Job, choice: int, index: int) -> str:

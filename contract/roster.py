@@ -2,17 +2,13 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import redis.asyncio
 
 from contract.catalogue import Catalogue
 from contract.connection import broker_errors
 from contract.errors import WireError, wire_errors
 from contract.functions import Functions
-from contract.keys import Keys
 
 log = logging.getLogger(__name__)
 
@@ -27,19 +23,15 @@ class WorkerView:
     num_jobs_held: int
 
 
-@dataclass(frozen=True, slots=True)
-class Roster:
+class Roster(Functions):
     """The workers of one partition. Every method raises BrokerUnavailable, WireError."""
-
-    client: redis.asyncio.Redis
-    keys: Keys
 
     async def workers(self) -> list[WorkerView]:
         """All workers that claim jobs, by model. Omits draining workers and unreadable records."""
         views = []
-        for card in await Catalogue(self.client, self.keys).models():
-            with wire_errors("list of workers"), broker_errors(self.client, "ZRANGE"):
-                rows: Any = await self.client.zrange(self.keys.workers(card.name), 0, -1)
+        for card in await Catalogue(self._client, self._keys).models():
+            with wire_errors("list of workers"), broker_errors(self._client, "ZRANGE"):
+                rows: Any = await self._client.zrange(self._keys.workers(card.name), 0, -1)
             for raw_name in rows:
                 name = raw_name.decode(errors="replace")
                 try:
@@ -52,8 +44,8 @@ class Roster:
 
     async def worker(self, incarnation: str) -> WorkerView | None:
         """A worker, draining or not; None where it has exited or its record has expired."""
-        with wire_errors("record of a worker"), broker_errors(self.client, "HGETALL"):
-            raw: Any = await self.client.hgetall(self.keys.worker(incarnation))
+        with wire_errors("record of a worker"), broker_errors(self._client, "HGETALL"):
+            raw: Any = await self._client.hgetall(self._keys.worker(incarnation))
             if not raw:
                 return None
             info = json.loads(raw[b"info"] or "{}")
@@ -64,12 +56,8 @@ class Roster:
                 int(info.get("jobs_held", 0)),
             )
 
-    async def drain(self, incarnations: Sequence[str]) -> list[bool]:
-        """Orders workers to drain; for each, whether it has a record."""
-        return await Functions(self.client, self.keys).drain(incarnations)
-
     async def is_to_drain(self, incarnation: str) -> bool:
         """Whether a worker was ordered to drain; it may have missed the message."""
-        with wire_errors("record of a worker"), broker_errors(self.client, "HGET"):
-            order: Any = await self.client.hget(self.keys.worker(incarnation), "order")
+        with wire_errors("record of a worker"), broker_errors(self._client, "HGET"):
+            order: Any = await self._client.hget(self._keys.worker(incarnation), "order")
         return bool(order == b"drain")

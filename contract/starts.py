@@ -1,61 +1,119 @@
-"""When a model's next worker will be ready, as announced by the process that starts workers; and
-whether one is wanted.
+"""What processes that start workers announce of a model: when its next worker will be ready, or why
+its workers do not stay up; and whether a worker is wanted.
 
-The duration of a start and the time of the next are fields of the hash `pool:<model>`. `submit`
-gives this time in its refusals while no worker lives. Such a refusal leaves no job, so the gateway
-sets `wanted:<model>:<lane>` for processes that start workers on demand.
+All but the wish are fields of the hash `pool:<model>`. `submit` gives the time in its refusals
+while no worker lives. Such a refusal leaves no job, so the gateway sets `wanted:<model>:<lane>` for
+processes that start workers on demand. A model that failed before it was served is put on the list
+of models, so that gateways find its report.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
-import redis.asyncio
+import msgspec
 
-from contract.connection import broker_errors, now_ms
+from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import wire_errors
-from contract.keys import Keys
-from contract.model_failures import FIELDS as FAILURE_FIELDS
+from contract.library import Partition
+
+MAX_REASON = 300  # characters
+_FAILURE = ("failed", "failed_at", "retry_at")  # of `pool:<model>`
+_KEPT_S = 1_800.0  # after the next try, whose start may take long
 
 
-@dataclass(frozen=True, slots=True)
-class Starts:
+class ModelFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A report. `since_s`: Unix seconds of the Redis clock; `retry_in_s`: from the reading, 0 while
+    the next try is under way."""
+
+    reason: str
+    since_s: float
+    retry_in_s: float
+
+
+class Starts(Partition):
     """The starts of workers in one partition. Every method raises BrokerUnavailable."""
-
-    client: redis.asyncio.Redis
-    keys: Keys
 
     async def measured(self, model: str, took_s: float) -> None:
         """Reports how long a worker's start took, and thereby that the model has not failed."""
-        with wire_errors("start of a worker"), broker_errors(self.client, "HSET or HDEL"):
-            await self.client.hset(self._key(model), "start_ms", str(int(took_s * 1000)))
-            await self.client.hdel(self._key(model), *FAILURE_FIELDS)
+        with wire_errors("start of a worker"), broker_errors(self._client, "HSET or HDEL"):
+            await self._client.hset(self._key(model), "start_ms", str(int(took_s * 1000)))
+            await self._client.hdel(self._key(model), *_FAILURE)
 
     async def announce(self, model: str, ready_in_s: float) -> None:
         """Announces that a worker of the model will be ready after `ready_in_s`."""
-        ready_at_ms = await now_ms(self.client) + int(ready_in_s * 1000)
-        with wire_errors("start of a worker"), broker_errors(self.client, "HSET"):
-            await self.client.hset(self._key(model), "ready_at", str(ready_at_ms))
+        ready_at_ms = await now_ms(self._client) + int(ready_in_s * 1000)
+        with wire_errors("start of a worker"), broker_errors(self._client, "HSET"):
+            await self._client.hset(self._key(model), "ready_at", str(ready_at_ms))
 
     async def announce_another(self, model: str, starts_in_s: float) -> None:
         """Announces that a worker starts after `starts_in_s`. It is expected to take as long as the
         last one; announces nothing if that is unknown. Raises WireError."""
-        with wire_errors("start of a worker"), broker_errors(self.client, "HGET"):
-            took: Any = await self.client.hget(self._key(model), "start_ms")
+        with wire_errors("start of a worker"), broker_errors(self._client, "HGET"):
+            took: Any = await self._client.hget(self._key(model), "start_ms")
             took_s = None if took is None else int(took) / 1000
         if took_s is not None:
             await self.announce(model, starts_in_s + took_s)
 
     async def want(self, model: str, lane: str, for_s: float) -> None:
         """Records that a call was refused for want of a worker. It may come again in `for_s`."""
-        with broker_errors(self.client, "SET"):
-            await self.client.set(self._wish_key(model, lane), b"", px=int(for_s * 1000))
+        with broker_errors(self._client, "SET"):
+            await self._client.set(self._wish_key(model, lane), b"", px=int(for_s * 1000))
 
     async def is_wanted(self, model: str, lane: str) -> bool:
-        with broker_errors(self.client, "EXISTS"):
-            return bool(await self.client.exists(self._wish_key(model, lane)))
+        with broker_errors(self._client, "EXISTS"):
+            return bool(await self._client.exists(self._wish_key(model, lane)))
+
+    async def report_failure(self, model: str, reason: str, *, retry_in_s: float) -> None:
+        """Reports that the model's workers do not stay up, and when the next try is."""
+        now = await now_ms(self._client)
+        retry_ms = int(retry_in_s * 1000)
+        key = self._key(model)
+        with broker_errors(self._client, "HSET, PEXPIRE or SADD"):
+            async with self._client.pipeline(transaction=True) as transaction:
+                transaction.hset(key, "failed", reason[:MAX_REASON])
+                transaction.hset(key, "retry_at", str(now + retry_ms))
+                transaction.hsetnx(key, "failed_at", str(now))
+                transaction.pexpire(key, retry_ms + int(_KEPT_S * 1000))
+                transaction.sadd(self._keys.of("models"), model)
+                await transaction.execute()
+
+    async def forget_failures(self, models: Iterable[str]) -> None:
+        """Forgets reports: nobody tries these models any more, or they start anew."""
+        with broker_errors(self._client, "HDEL"):
+            for model in models:
+                await self._client.hdel(self._key(model), *_FAILURE)
+
+    async def failures(self) -> dict[str, ModelFailure]:
+        """The reports by model. A model with several workers may have a live one all the same."""
+        now = await now_ms(self._client)
+        with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS or HMGET"):
+            raw: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
+            names = sorted(name.decode(errors="backslashreplace") for name in raw)
+            async with self._client.pipeline(transaction=False) as pipeline:
+                for name in names:
+                    pipeline.hmget(self._key(name), _FAILURE)
+                replies: Any = await pipeline.execute(raise_on_error=False)
+        found = {}
+        for name, reply in zip(names, replies, strict=True):
+            if isinstance(reply, list) and (failure := _failure(reply, now)) is not None:
+                found[name] = failure
+        return found
 
     def _wish_key(self, model: str, lane: str) -> str:
-        return self.keys.of("wanted", model, lane)
+        return self._keys.of("wanted", model, lane)
 
     def _key(self, model: str) -> str:
-        return self.keys.of("pool", model)
+        return self._keys.of("pool", model)
+
+
+def _failure(values: list[bytes | None], now: int) -> ModelFailure | None:
+    """Decodes a report; None if there is none, or it is not as this version writes it."""
+    reason, since, retry = values
+    if reason is None or since is None or retry is None:
+        return None
+    try:
+        since_s, retry_in_s = int(since) / 1000, (int(retry) - now) / 1000
+    except (ValueError, OverflowError):
+        return None
+    text = reason.decode(errors="replace")[:MAX_REASON]
+    return ModelFailure(reason=text, since_s=since_s, retry_in_s=max(0.0, retry_in_s))

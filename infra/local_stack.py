@@ -17,7 +17,6 @@ from contract.errors import BatchwayError, BrokerUnavailable
 from contract.fitness import check_fitness
 from contract.keys import Keys
 from contract.library import ensure_library
-from contract.model_failures import ModelFailures
 from contract.starts import Starts
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import Child, Console
@@ -93,7 +92,7 @@ class LocalStack:
         store = self._find_store()
         self._say_where(url, store)
         self._make_children(url, store)
-        await self._report(url, partial(ModelFailures.forget, models=self._models))
+        await self._report(url, partial(Starts.forget_failures, models=self._models))
         try:
             async with asyncio.TaskGroup() as group:
                 if self._redis is not None:
@@ -223,25 +222,20 @@ class LocalStack:
 
     async def _announce(self, redis_url: str, model: str, starts_in_s: float) -> None:
         """Tells callers of a model without workers when one will be ready."""
-        with contextlib.suppress(BatchwayError):
-            async with connect(redis_url, command_timeout_s=_ANNOUNCE_TIMEOUT_S) as client:
-                starts = Starts(client, Keys(self._options.namespace))
-                await starts.announce_another(model, starts_in_s)
+        await self._report(redis_url, lambda starts: starts.announce_another(model, starts_in_s))
 
     async def _give_up(self, redis_url: str, model: str, reason: str, retry_in_s: float) -> None:
         """Reports that a worker of one of several models does not stay up: the others serve on."""
         await self._report(
-            redis_url, lambda failures: failures.report(model, reason, retry_in_s=retry_in_s)
+            redis_url, lambda starts: starts.report_failure(model, reason, retry_in_s=retry_in_s)
         )
         self._failed[model] = reason
         self._console.line("batchway", f"model {model!r} has failed: {reason}")
 
-    async def _report(
-        self, redis_url: str, tell: Callable[[ModelFailures], Awaitable[None]]
-    ) -> None:
+    async def _report(self, redis_url: str, tell: Callable[[Starts], Awaitable[None]]) -> None:
         with contextlib.suppress(BatchwayError):
             async with connect(redis_url, command_timeout_s=_ANNOUNCE_TIMEOUT_S) as client:
-                await tell(ModelFailures(client, Keys(self._options.namespace)))
+                await tell(Starts(client, Keys(self._options.namespace)))
 
     def _child(
         self,

@@ -7,7 +7,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from contract.fleet_snapshot import FleetSnapshot
+from contract.function_types import FleetSnapshot
 from contract.jobs import JobStatus
 from contract.telemetry.metrics import METRICS, Metric, Source, of_sources
 

@@ -6,8 +6,7 @@ from typing import Any
 from contract.errors import BatchwayError
 from contract.events import LogEntry
 from contract.jobs import Job
-from contract.response_events import Event, ResponseEvents
-from contract.response_records import ResponseRecord, response_id
+from contract.response_events import Event, ResponseEvents, ResponseRecord, response_id
 from gateway.follow.answers import response_logprobs
 from gateway.follow.streams import Ended, follow, reset_error
 from gateway.follow.sync_call import SyncCall

@@ -6,8 +6,7 @@ from typing import Any
 from contract.errors import BrokerUnavailable
 from contract.function_types import JobView
 from contract.jobs import Job
-from contract.response_events import STATUSES, ResponseEvents
-from contract.response_records import ResponseRecord, decode_record
+from contract.response_events import STATUSES, ResponseEvents, ResponseRecord, decode_record
 from gateway.follow.answers import response_logprobs
 from gateway.http.errors import ApiError, UnknownJob, not_found
 from gateway.state import Gateway

@@ -16,8 +16,7 @@ from contract.errors import BatchwayError, BrokerUnavailable
 from contract.events import End, LogEntry, Members
 from contract.function_types import JobView
 from contract.jobs import Endpoint, Job, JobStatus
-from contract.response_events import ResponseEvents
-from contract.response_records import decode_record
+from contract.response_events import ResponseEvents, decode_record
 from contract.vector_answers import VectorAnswer
 from gateway.follow.answers import Answer, Chunks, response_logprobs
 from gateway.follow.job_objects import events_url, job_object, place

@@ -8,7 +8,7 @@ import msgspec
 
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
-from contract.response_records import Item, ResponseRecord, encode_record, item_id
+from contract.response_events import Item, ResponseRecord, encode_record, item_id
 from gateway.follow.stored_responses import ended_response, read_response, response_of_item
 from gateway.http.errors import ApiError, bad_request, invalid_value, not_found
 from gateway.prepare.admission import Terms

@@ -14,11 +14,11 @@ from cachetools import LRUCache, TTLCache
 from contract.catalogue import Catalogue
 from contract.errors import ErrorCode, JobRefused, WireError
 from contract.fitness import max_memory
-from contract.fleet_snapshot import FleetSnapshot
+from contract.function_types import FleetSnapshot
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.model_cards import ModelCard
-from contract.model_failures import ModelFailure
+from contract.starts import ModelFailure
 from gateway.http.errors import ModelUnreadable
 from gateway.models.tokens import ModelTokenizer
 from gateway.redis.key_ring import Guard
@@ -132,7 +132,7 @@ class KnownModels:
         were never published."""
         now_s = time.monotonic()
         if now_s - self._failures[0] > CATALOGUE_TTL_S:
-            reported = await self._call(self._catalogue.failures.all)
+            reported = await self._call(self._catalogue.starts.failures)
             failed = {
                 model: failure
                 for model, failure in reported.items()

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied
-from contract.fleet_snapshot import FleetSnapshot
+from contract.function_types import FleetSnapshot
 from gateway.http.handlers import answers
 from gateway.http.metrics import GatewayMetrics, Labels
 from gateway.http.sse import json_response

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from contract.flows import Cascade, Definition, Ensemble, Pipeline, Route
 from contract.jobs import ResumeKind
 from contract.model_cards import ModelCard, PoolingCard
-from contract.model_failures import ModelFailure
+from contract.starts import ModelFailure
 from gateway.follow.answer_models import EndpointPath
 from gateway.http.errors import no_such_model
 from gateway.http.handlers import answers

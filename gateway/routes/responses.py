@@ -17,7 +17,7 @@ from contract.api_keys import MIN_RETENTION_S, Scope
 from contract.errors import BatchwayError
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
-from contract.response_records import ResponseRecord, decode_record, response_id
+from contract.response_events import ResponseRecord, decode_record, response_id
 from gateway.follow.answer_models import (
     DeletedResponse,
     InputTokens,

@@ -7,7 +7,7 @@ their buckets, so percentiles are exact to a bucket.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot
+from contract.function_types import FleetSnapshot, LaneSnapshot
 from contract.telemetry.metrics import LATENCY_BOUNDS_S, embedded_line
 
 MAX_VALUES = 100  # per metric and line

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from contract.calibration import Calibration, calibrations
 from contract.function_types import WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
@@ -61,15 +60,6 @@ async def test_a_job_reports_its_predicted_and_actual_wait(
     assert [predicted for predicted, _ in taken] == [0, 1000, 2000, 3000, 4000]
 
 
-async def test_prediction_errors_are_reported_by_lane(
-    redis_client: redis.asyncio.Redis, keys: Keys, taken: object
-) -> None:
-    """The first prediction was right, the others were half of the wait. An idle lane has no
-    figures."""
-    found = await calibrations(redis_client, keys, "m", ["standard", "batch"])
-    assert found == [Calibration("standard", 5, 0.5, 0.5), Calibration("batch", 0, None, None)]
-
-
 async def test_the_last_thousand_predictions_are_kept(
     redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions, taken: object
 ) -> None:
@@ -113,4 +103,6 @@ def test_the_command_line_shows_prediction_errors(
     assert "batch        2     10 %         50 %" in shown
     assert cli.main(["jobs", "calibration", "--model=hash", "--json=-"]) == 0
     lanes: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["models"]["hash"]
-    assert {lane["lane"]: lane["num_jobs"] for lane in lanes}["batch"] == 2
+    by_lane = {lane["lane"]: lane for lane in lanes}
+    assert by_lane["batch"] == {"lane": "batch", "num_jobs": 2, "p50": 0.1, "p90": 0.5}
+    assert by_lane["standard"] == {"lane": "standard", "num_jobs": 0, "p50": None, "p90": None}

@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio
 
 from contract.keys import Keys
-from contract.model_failures import ModelFailures
+from contract.starts import Starts
 from contract.telemetry.metrics_reader import MetricsSamples, look
 from infra.embedded_redis import EmbeddedRedis
 from infra.top_screen import screen
@@ -29,18 +29,18 @@ async def http(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def failures(redis_client: redis.asyncio.Redis, keys: Keys) -> ModelFailures:
+async def failures(redis_client: redis.asyncio.Redis, keys: Keys) -> Starts:
     """A published model without a worker and one that never was, both reported; a third serves."""
     await publish_model(redis_client, keys, "served")
     await publish_model(redis_client, keys)
-    reports = ModelFailures(redis_client, keys)
+    reports = Starts(redis_client, keys)
     for model in (MODEL, NEVER):
-        await reports.report(model, REASON, retry_in_s=30.0)
+        await reports.report_failure(model, REASON, retry_in_s=30.0)
     return reports
 
 
 async def test_failed_models_are_listed_with_their_reasons(
-    failures: ModelFailures, http: httpx.AsyncClient
+    failures: Starts, http: httpx.AsyncClient
 ) -> None:
     """In the list, each by itself, and in /readyz; other models are as ever."""
     listed = {model["id"]: model for model in (await http.get("/v1/models")).json()["data"]}
@@ -70,7 +70,7 @@ async def test_failed_models_are_listed_with_their_reasons(
     ],
 )
 async def test_calls_of_a_failed_model_are_told_when_it_is_tried_again(
-    failures: ModelFailures, http: httpx.AsyncClient, model: str, path: str, body: dict[str, Any]
+    failures: Starts, http: httpx.AsyncClient, model: str, path: str, body: dict[str, Any]
 ) -> None:
     """503 with the reason and Retry-After, whether or not it was ever served."""
     refused = await http.post(path, json={"model": model, **body})
@@ -81,7 +81,7 @@ async def test_calls_of_a_failed_model_are_told_when_it_is_tried_again(
 
 
 async def test_jobs_wait_for_a_failed_model_that_was_served(
-    failures: ModelFailures, http: httpx.AsyncClient
+    failures: Starts, http: httpx.AsyncClient
 ) -> None:
     """As for every model without a worker; of one that never was nothing is known."""
     asked = {"endpoint": "/v1/completions", "body": {"prompt": "ab"}}
@@ -93,7 +93,7 @@ async def test_jobs_wait_for_a_failed_model_that_was_served(
 
 
 async def test_a_model_with_a_live_worker_has_not_failed(
-    failures: ModelFailures, idle_worker: FakeWorker, http: httpx.AsyncClient
+    failures: Starts, idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """One of several workers does not stay up: the others answer."""
     listed = {model["id"]: model for model in (await http.get("/v1/models")).json()["data"]}
@@ -108,7 +108,7 @@ async def test_a_model_with_a_live_worker_has_not_failed(
 
 
 async def test_metrics_and_top_show_failed_models(
-    failures: ModelFailures, http: httpx.AsyncClient
+    failures: Starts, http: httpx.AsyncClient
 ) -> None:
     """One series for each, and a line with the reason."""
     page = (await http.get("/metrics")).text

@@ -12,10 +12,9 @@ import httpx
 import pytest
 import redis.asyncio
 
-from contract.arguments import encoded_parts, stored_bytes
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Submission, WorkerCapacity
-from contract.functions import Functions
+from contract.functions import Functions, encoded_parts, stored_bytes
 from contract.jobs import FinishReason, JobStatus
 from contract.keys import Keys
 from contract.payloads.directory import DirectoryStore

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from contract.arguments import encoded_parts, stored_bytes
 from contract.callbacks import MessageKind
 from contract.codec import decode_entry, encode
 from contract.errors import BrokerFull, ErrorCode, JobRefused
@@ -38,16 +37,17 @@ from contract.function_types import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.functions import BOOT_GRACE_S, MAX_LOOKS
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
-from contract.replies import (
+from contract.functions import (
+    BOOT_GRACE_S,
+    MAX_LOOKS,
     UNKNOWN_MS,
     decode_position,
     decode_rates,
-    idempotency_mismatch,
-    over_requests,
+    encoded_parts,
     refusal,
+    stored_bytes,
 )
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 from tests.oracle.reference_admission import (
     MIN_LENGTHS,
     Ahead,
@@ -171,7 +171,8 @@ class Reference:
         level = known.requests.level(a_minute, self.now_ms)
         if 0 < a_minute < level + 1:
             retry_ms = math.ceil((level + 1 - a_minute) * 60_000 / a_minute)
-            raise over_requests(retry_ms, decode_rates(limits, known.rates(limits, self.now_ms)))
+            rates = decode_rates(limits, known.rates(limits, self.now_ms))
+            raise refusal(None, "tenant_quota", "requests_per_min", retry_ms, rates)
         known.count_request(limits, 1, self.now_ms)
 
     def submit(self, job: Job, submission: Submission) -> Submitted:
@@ -182,7 +183,7 @@ class Reference:
         known = self._keys.get((job.tenant, s.idempotency_key)) if s.idempotency_key else None
         if known is not None:
             if known[1] != s.body_hash:
-                raise idempotency_mismatch()
+                raise refusal(job, "idempotency_mismatch", "", UNKNOWN_MS, None)
             return Submitted(known[0], False)
         if job.id in self.records:
             return Submitted(job.id, False)

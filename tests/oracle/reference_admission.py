@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from contract.errors import ErrorCode
 from contract.function_types import Submission, TenantLimits
-from contract.replies import UNKNOWN_MS
+from contract.functions import UNKNOWN_MS
 from tests.oracle.reference_memory import Need
 from tests.oracle.reference_memory import refusal as memory_refusal
 from tests.oracle.reference_pools import LaneRates, Pool, drain_ms

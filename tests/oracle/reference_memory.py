@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from contract.arguments import encoded_parts
 from contract.codec import encode
 from contract.events import LogEntry
 from contract.function_types import Submission
+from contract.functions import encoded_parts
 from contract.jobs import Job
 
 RECORD_BYTES = 9_000

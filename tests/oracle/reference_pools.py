@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from contract.function_types import WorkerCapacity
-from contract.replies import UNKNOWN_MS
+from contract.functions import UNKNOWN_MS
 
 WORKER_TTL_MS = 15_000
 WINDOW_MS = 10_000

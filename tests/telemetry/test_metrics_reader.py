@@ -1,6 +1,6 @@
 """Reading pages of metrics: sums, differences, quantiles."""
 
-from contract.fleet_snapshot import FleetSnapshot, LaneSnapshot, WorkerSnapshot
+from contract.function_types import FleetSnapshot, LaneSnapshot, WorkerSnapshot
 from contract.telemetry.families import counted_families, fleet_families, page
 from contract.telemetry.metrics import Counts, Source
 from contract.telemetry.metrics_reader import MetricsSamples, look, quantile

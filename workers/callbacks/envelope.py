@@ -12,8 +12,7 @@ from contract.events import LogEntry, Tokens
 from contract.function_types import JobView
 from contract.jobs import Endpoint, Job
 from contract.outbox import OutboxRecord
-from contract.response_events import ResponseEvents
-from contract.response_records import decode_record
+from contract.response_events import ResponseEvents, decode_record
 from contract.vector_answers import VectorAnswer
 
 Output = dict[str, Any]  # fields of the message, beside the job's state

@@ -60,7 +60,7 @@ class LeaseKeeper:
             keep_leases(self._beat, every_s=self._settings.heartbeat_s, hurry=self._engine.changed),
             self._watch_fence(),
             self._sweep(),
-            self._broker.consumer.listen(self._holding.wake, self._control),
+            self._broker.listen(self._holding.wake, self._control),
             self._handle_control(),
         ]
 

@@ -14,8 +14,8 @@ from collections.abc import Coroutine
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
+from contract.functions import poisoned
 from contract.payloads import open_store
-from contract.replies import poisoned
 from contract.telemetry.tracing import Tracing
 from workers import logs
 from workers.configuration import ConfigurationError
@@ -301,7 +301,7 @@ class Supervisor:
                 claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]
                 if claims:
                     await self._broker.release([Release(i, epoch, "drain") for i, epoch in claims])
-                await self._broker.consumer.leave(self._leases.counted())
+                await self._broker.leave(self._leases.counted())
                 return
             await asyncio.sleep(_RETRY_S)
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from contract.catalogue import Catalogue, clear_orphan, orphaned_jobs
 from contract.codec import encode_tokenizer
 from contract.connection import connect
-from contract.consumer import Consumer
+from contract.consumer import listen
 from contract.errors import BrokerFull
 from contract.events import LogEntry
 from contract.fitness import check_fitness
@@ -59,11 +59,7 @@ class WorkerBroker:
         self.incarnation = incarnation
         self._keys = Keys(settings.namespace)
         self._client = connect(settings.redis_url)
-        self.consumer = Consumer(
-            self._client, self._keys, settings.served_model_name, incarnation, settings.lease_s
-        )
-        self._functions = self.consumer.functions
-        self._roster = Roster(self._client, self._keys)
+        self._functions = Roster(self._client, self._keys)
         self.last_contact_s = clock()  # when the last call that renewed the leases was sent
         self._appends_renewed_s = -math.inf  # when an append last renewed
 
@@ -194,7 +190,17 @@ class WorkerBroker:
 
     async def is_to_drain(self) -> bool:
         """Whether this worker was ordered to drain."""
-        return await self._roster.is_to_drain(self.incarnation)
+        return await self._functions.is_to_drain(self.incarnation)
+
+    async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
+        """Listens until cancelled, as contract/consumer.py says."""
+        model = self._settings.served_model_name
+        await listen(self._client, self._keys, model, self.incarnation, wake, control)
+
+    async def leave(self, counted: Mapping[str, int]) -> None:
+        """Reports that this worker ends, with its final counts."""
+        model = self._settings.served_model_name
+        await self._functions.leave(self.incarnation, model, counted)
 
     async def release(self, items: Sequence[Release]) -> list[tuple[Verdict | JobStatus, int]]:
         return await self._functions.release(self.incarnation, items)

@@ -10,9 +10,10 @@ from typing import Any
 import redis.asyncio
 
 from contract.connection import end_tasks
-from contract.consumer import Consumer, keep_leases
+from contract.consumer import keep_leases, listen
 from contract.errors import BatchwayError, BrokerUnavailable
 from contract.function_types import Claimed, Release, WorkerCapacity
+from contract.functions import Functions
 from contract.keys import Keys
 from gateway.runners.flows.run import Publisher, Run
 
@@ -39,8 +40,9 @@ class FlowWorker:
         self.model = model
         self.lanes = lanes
         self.incarnation = f"flow-{secrets.token_hex(8)}"
-        self._consumer = Consumer(client, keys, model, self.incarnation, LEASE_S)
-        self._functions = self._consumer.functions
+        self._client = client
+        self._keys = keys
+        self._functions = Functions(client, keys)
         self._lease_s = LEASE_S
         self._control: asyncio.Queue[str] = asyncio.Queue()
         self._publisher = Publisher(self._functions, self.incarnation, LEASE_S)
@@ -53,11 +55,12 @@ class FlowWorker:
         self.is_idle = False  # it holds no job, and none waits
 
     def start(self) -> None:
+        who = self._client, self._keys, self.model, self.incarnation
         duties = [
             self._publisher.run(),
             self._beat(),
             self._claim_jobs(),
-            self._consumer.listen(self._wake, self._control),
+            listen(*who, self._wake, self._control),
             self._handle_messages(),
         ]
         self._duties = [asyncio.create_task(duty) for duty in duties]
@@ -211,7 +214,7 @@ class FlowWorker:
             items = [Release(each.job.id, each.epoch, "drain") for each in found]
             if items:
                 await self._functions.release(self.incarnation, items)
-            await self._consumer.leave()
+            await self._functions.leave(self.incarnation, self.model)
         except BatchwayError as exc:
             log.info("jobs not released error=%s model=%s", type(exc).__name__, self.model)
 
