@@ -1,4 +1,4 @@
-"""Reads YAML that an operator has written: plain values, and nodes with their lines. Knows no keys."""
+"""Reads YAML that an operator has written: plain values, and nodes with their lines."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager

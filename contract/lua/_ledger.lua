@@ -168,17 +168,11 @@ function ledger.settle(tag, job, status, now)
 end
 
 -- What is noted of a job's bytes until it is forgotten, because its record may expire before: those
--- stored in all, those in Redis, its lane and its tenant. Before the memory was divided, the first and
--- the last. nil where it was not written by these functions.
+-- stored in all, those in Redis, its lane and its tenant. nil where nothing is noted.
 local function noted_bytes(tag, id)
   local noted = redis.call('HGET', tag .. ':stored:jobs', id) or ''
   local stored, bytes, lane, tenant = string.match(noted, '^(%d+) (%d+) (%S+) (%S+)$')
-  if not stored then
-    stored, tenant = string.match(noted, '^(%d+) (%S+)$')
-    bytes, lane = '0', ''
-  end
-  if not stored or #stored > 15 or #bytes > 15 then return nil end
-  return {stored = stored, bytes = tonumber(bytes), lane = lane, tenant = tenant}
+  return stored and {stored = stored, bytes = tonumber(bytes), lane = lane, tenant = tenant}
 end
 
 local function note_bytes(tag, id, stored, bytes, lane, tenant)
@@ -199,7 +193,7 @@ end
 function ledger.hold(tag, job, bytes)
   local noted = noted_bytes(tag, job.id)
   if not noted then return end
-  if noted.lane ~= '' then memory.add(tag, noted.lane, noted.tenant, -noted.bytes) end
+  memory.add(tag, noted.lane, noted.tenant, -noted.bytes)
   memory.add(tag, job.lane, noted.tenant, bytes or noted.bytes)
   note_bytes(tag, job.id, noted.stored, bytes or noted.bytes, job.lane, noted.tenant)
 end
@@ -214,8 +208,6 @@ function ledger.unstore(tag, id)
       redis.call('HDEL', tag .. ':stored:tenants', name)
     end
   end
-  if noted.lane ~= '' then
-    memory.add(tag, noted.lane, noted.tenant, -noted.bytes)
-    redis.call('ZREM', tag .. ':stored:passing:' .. noted.lane, id)
-  end
+  memory.add(tag, noted.lane, noted.tenant, -noted.bytes)
+  redis.call('ZREM', tag .. ':stored:passing:' .. noted.lane, id)
 end

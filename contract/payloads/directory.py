@@ -18,21 +18,14 @@ from typing import BinaryIO
 from urllib.parse import urlencode
 
 from contract.jobs import ObjectRef
-from contract.payloads.store import (
-    PayloadLost,
-    PayloadUnavailable,
-    check_place,
-    checked,
-    is_key,
-    reference,
-)
+from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable, is_key
 
 _IDENTITY = ".store"
 _ID_CHARS = 16
 URL_PATH = "/v1/objects/"
 
 
-class DirectoryStore:
+class DirectoryStore(ObjectStore):
     """A directory with objects. Opens nothing before its first call. Creates a missing `path`."""
 
     def __init__(self, path: Path) -> None:
@@ -42,11 +35,6 @@ class DirectoryStore:
     def name(self) -> str:
         """The name of the store. Raises PayloadUnavailable."""
         return f"dir:{self._identity[:_ID_CHARS]}"
-
-    def put(self, key: str, data: bytes) -> ObjectRef:
-        ref = reference(self.name, key, data)
-        self.write(key, io.BytesIO(data))
-        return ref
 
     def write(self, key: str, content: BinaryIO) -> None:
         assert is_key(key), key
@@ -71,15 +59,6 @@ class DirectoryStore:
                 return file.read(num_bytes)
         except FileNotFoundError as exc:
             raise PayloadLost(f"object {key} is not there") from exc
-        except OSError as exc:
-            raise PayloadUnavailable(f"cannot read an object: {exc.strerror}") from exc
-
-    def get(self, ref: ObjectRef) -> bytes:
-        check_place(self.name, ref)
-        try:
-            return checked(ref, (self._path / ref.key).read_bytes())
-        except FileNotFoundError as exc:
-            raise PayloadLost(f"object {ref.key} is not there") from exc
         except OSError as exc:
             raise PayloadUnavailable(f"cannot read an object: {exc.strerror}") from exc
 

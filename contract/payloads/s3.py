@@ -10,14 +10,7 @@ from functools import cached_property
 from typing import Any, BinaryIO
 
 from contract.jobs import ObjectRef
-from contract.payloads.store import (
-    PayloadLost,
-    PayloadUnavailable,
-    check_place,
-    checked,
-    is_key,
-    reference,
-)
+from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable, is_key
 
 _CONNECT_TIMEOUT_S = 2.0
 _READ_TIMEOUT_S = 10.0
@@ -31,23 +24,17 @@ class _OutOfRange(Exception):
     """An object ends before the range."""
 
 
-class S3Store:
+class S3Store(ObjectStore):
     """Objects below `prefix` ('' or ending in a slash) of a bucket. `endpoint`: None for AWS."""
 
     def __init__(self, bucket: str, prefix: str, endpoint: str | None = None) -> None:
         self._bucket = bucket
         self._prefix = prefix
         self._endpoint = endpoint
-        self.name = f"s3://{bucket}/{prefix}"
 
-    def put(self, key: str, data: bytes) -> ObjectRef:
-        ref = reference(self.name, key, data)
-        self._call("put_object", Key=self._prefix + key, Body=data)
-        return ref
-
-    def get(self, ref: ObjectRef) -> bytes:
-        check_place(self.name, ref)
-        return checked(ref, self._read(ref.key))
+    @property
+    def name(self) -> str:
+        return f"s3://{self._bucket}/{self._prefix}"
 
     def write(self, key: str, content: BinaryIO) -> None:
         """Writes in parts of 8 MB, one at a time."""
@@ -60,13 +47,11 @@ class S3Store:
         assert is_key(key), key
         if not num_bytes:
             return b""
+        part = f"bytes={start}-{start + num_bytes - 1}"
         try:
-            return self._read(key, Range=f"bytes={start}-{start + num_bytes - 1}")
+            found = self._call("get_object", Key=self._prefix + key, Range=part)
         except _OutOfRange:
             return b""
-
-    def _read(self, key: str, **arguments: str) -> bytes:
-        found = self._call("get_object", Key=self._prefix + key, **arguments)
         try:
             data: bytes = found["Body"].read()
         except Exception as exc:  # botocore's stream raises errors of several libraries

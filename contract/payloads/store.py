@@ -11,8 +11,10 @@ Files and the parts of a batch's results lie under their own ids; their records 
 """
 
 import hashlib
+import io
 import re
-from typing import BinaryIO, Protocol
+from abc import ABC, abstractmethod
+from typing import BinaryIO
 
 from contract.errors import BatchwayError
 from contract.jobs import ObjectRef
@@ -39,29 +41,49 @@ class PayloadLost(PayloadError):
     """The object is missing or damaged."""
 
 
-class ObjectStore(Protocol):
+class ObjectStore(ABC):
     """Blocking calls, for use in a thread. Each raises PayloadUnavailable."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name of the store, by which references are compared."""
 
     def put(self, key: str, data: bytes) -> ObjectRef:
         """Writes an object atomically; returns its reference."""
+        self.write(key, io.BytesIO(data))
+        return ObjectRef(self.name, key, hashlib.sha256(data).hexdigest(), len(data))
 
     def get(self, ref: ObjectRef) -> bytes:
-        """The object's bytes. Raises PayloadLost where it is missing or damaged."""
+        """The object's bytes. Raises PayloadLost where it is missing, damaged or in another
+        store."""
+        if ref.store != self.name:
+            raise PayloadLost(f"the object is in another store: {ref.store}, not {self.name}")
+        if not is_key(ref.key):
+            raise PayloadLost("the reference has an invalid key")
+        data = self.read(ref.key, 0, ref.num_bytes + 1)
+        if len(data) != ref.num_bytes or hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise PayloadLost(f"object {ref.key} is damaged: its size or hash differs")
+        return data
 
+    @abstractmethod
     def write(self, key: str, content: BinaryIO) -> None:
         """Writes an object atomically, reading the content to its end in pieces."""
 
+    @abstractmethod
     def read(self, key: str, start: int, num_bytes: int) -> bytes:
-        """Bytes of an object that `write` wrote, fewer at its end. Raises PayloadLost where it is
-        missing."""
+        """Bytes of an object, fewer at its end. Raises PayloadLost where it is missing."""
 
+    @abstractmethod
     def delete_job(self, job_id: str) -> None:
         """Deletes all objects of a job, file or batch, if any."""
 
+    @abstractmethod
     def delete_older(self, age_s: float) -> int:
         """Deletes objects older than `age_s` seconds; the number of their jobs. Does nothing where
         the store expires objects itself."""
 
+    @abstractmethod
     def url(self, ref: ObjectRef, ttl_s: float) -> str:
         """A URL that reads the object without a key for `ttl_s` seconds. For a directory, path and
         query relative to the gateway's address."""
@@ -82,23 +104,3 @@ def result_key(job_id: str, epoch: int) -> str:
 def is_key(key: str) -> bool:
     """Whether batchway makes such keys."""
     return _KEY.fullmatch(key) is not None
-
-
-def reference(store: str, key: str, data: bytes) -> ObjectRef:
-    assert is_key(key), key
-    return ObjectRef(store, key, hashlib.sha256(data).hexdigest(), len(data))
-
-
-def check_place(store: str, ref: ObjectRef) -> None:
-    """Raises PayloadLost where a reference has another store or an invalid key."""
-    if ref.store != store:
-        raise PayloadLost(f"the object is in another store: {ref.store}, not {store}")
-    if not is_key(ref.key):
-        raise PayloadLost("the reference has an invalid key")
-
-
-def checked(ref: ObjectRef, data: bytes) -> bytes:
-    """Returns the data. Raises PayloadLost if size or hash differ from the reference."""
-    if len(data) != ref.num_bytes or hashlib.sha256(data).hexdigest() != ref.sha256:
-        raise PayloadLost(f"object {ref.key} is damaged: its size or hash differs")
-    return data

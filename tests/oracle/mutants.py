@@ -22,8 +22,8 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "every claim is a first wait in the totals",
-        "  if is_first then\n    observe",
-        "  if true then\n    observe",
+        "if is_first then observe",
+        "if true then observe",
     ),
     Mutant(
         "a prompt counts with every output",
@@ -33,8 +33,8 @@ MUTANTS = [
     ),
     Mutant(
         "what fails took its time too",
-        "  if status == 'succeeded' then\n    observe",
-        "  if true then\n    observe",
+        "if status == 'succeeded' then observe",
+        "if true then observe",
     ),
     Mutant(
         "the first claim is forgotten for the next",
@@ -276,11 +276,6 @@ MUTANTS = [
         seed=4,
     ),
     Mutant(
-        "a forgotten job holds its bytes",
-        "    memory.add(tag, noted.lane, noted.tenant, -noted.bytes)\n    redis.call('ZREM'",
-        "    redis.call('ZREM'",
-    ),
-    Mutant(
         "results that have just come give way",
         "now - PASSING_MS, 'BYSCORE'",
         "now, 'BYSCORE'",
@@ -443,7 +438,7 @@ MUTANTS = [
     Mutant("what is forgotten stays stored", "name, '-' .. noted.stored)", "name, 0)"),
     Mutant(
         "what is forgotten stays in its lane's memory",
-        "memory.add(tag, noted.lane, noted.tenant, -noted.bytes)\n    redis",
+        "memory.add(tag, noted.lane, noted.tenant, -noted.bytes)\n  redis",
         "redis",
     ),
     Mutant(
