@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from contract.addresses import AllowList
-from contract.callback_secrets import Secrets
+from contract.callback_urls import AllowList
+from contract.callbacks import Secrets
 from contract.payloads import open_store
 
 _ENTRY = re.compile(r"([a-z][a-z0-9_-]{0,31})\s*=\s*(\d+|\d+(?:\.\d+)?s)")

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from contract.addresses import AllowList
-from contract.callback_secrets import Secrets
+from contract.callback_urls import AllowList
+from contract.callbacks import Secrets
 from contract.connection import connect
 from contract.keys import Keys
 from contract.outbox import DeadLetter, Outbox

@@ -6,9 +6,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from contract.api_keys import MIN_RETENTION_S
-from contract.callback_secrets import is_secret
 from contract.callback_urls import MAX_URL_CHARS, BadCallbackUrl, parse_callback_url
-from contract.callbacks import Callback, CallbackKind, is_open_target
+from contract.callbacks import Callback, CallbackKind, is_open_target, is_secret
 from gateway.http.errors import MISSING, bad_request, invalid_value
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.schemas import ChatBody, CompletionBody

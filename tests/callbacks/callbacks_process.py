@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from contract.addresses import AllowList
+from contract.callback_urls import AllowList
 from workers.callbacks.deliverer import CallbackSettings
 from workers.callbacks.service import run_callbacks
 

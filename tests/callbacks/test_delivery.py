@@ -10,8 +10,7 @@ import pytest
 import redis.asyncio
 from standardwebhooks import Webhook
 
-from contract.callback_secrets import Secrets
-from contract.callbacks import Callback, CallbackKind
+from contract.callbacks import Callback, CallbackKind, Secrets
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append
 from contract.functions import Functions

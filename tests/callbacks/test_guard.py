@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from contract.addresses import AllowList, why_blocked
-from contract.callback_urls import BadCallbackUrl, parse_callback_url
+from contract.callback_urls import AllowList, BadCallbackUrl, parse_callback_url, why_blocked
 from tests.callbacks.hostile_urls import PRIVATE_ANSWERS, hostile_urls
 from workers.callbacks.guard import BlockedAddress, Guard
 from workers.callbacks.retries import Delivered, Failed, Refused

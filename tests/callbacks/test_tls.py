@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from contract.addresses import AllowList
+from contract.callback_urls import AllowList
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from workers.callbacks.guard import Guard
 from workers.callbacks.retries import Delivered, Failed

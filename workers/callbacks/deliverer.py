@@ -10,9 +10,8 @@ from functools import partial
 from random import Random
 from typing import Literal
 
-from contract.addresses import AllowList
-from contract.callback_secrets import Secrets
-from contract.callbacks import Callback, CallbackKind, is_open_target
+from contract.callback_urls import AllowList
+from contract.callbacks import Callback, CallbackKind, Secrets, is_open_target
 from contract.catalogue import Catalogue
 from contract.connection import end_tasks
 from contract.consumer import keep_leases

@@ -9,8 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
 
-from contract.addresses import AllowList, why_blocked
-from contract.callback_urls import CallbackUrl
+from contract.callback_urls import AllowList, CallbackUrl, why_blocked
 
 MAX_ADDRESSES = 3  # per name, in the resolver's order
 

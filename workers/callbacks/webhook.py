@@ -11,9 +11,8 @@ from ipaddress import IPv6Address, ip_address
 
 import httpx
 
-from contract.addresses import AllowList
-from contract.callback_secrets import SECRET_PREFIX
-from contract.callback_urls import BadCallbackUrl, CallbackUrl, parse_callback_url
+from contract.callback_urls import AllowList, BadCallbackUrl, CallbackUrl, parse_callback_url
+from contract.callbacks import SECRET_PREFIX
 from workers.callbacks.guard import BlockedAddress, Guard, Unresolvable
 from workers.callbacks.retries import Delivered, Failed, Outcome, Refused, parse_retry_after
 
