@@ -5,8 +5,7 @@ stream continues after a broken connection. The client needs httpx; verifying ca
 standardwebhooks. Results have OpenAI's format and are returned as dictionaries.
 """
 
-from batchway_client.async_client import AsyncClient
-from batchway_client.client import Client
+from batchway_client.client import AsyncClient, Client
 from batchway_client.errors import (
     AnswerError,
     BadSignature,

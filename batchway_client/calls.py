@@ -1,83 +1,87 @@
-"""Describes each HTTP request of the job API, without sending it."""
+"""A request of the job API, and the pauses between its attempts and between looks at a job."""
 
-import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchway_client.errors import AnswerError, ClientError
+import httpx
 
-ATTEMPTS = 3
-PAUSE_S = 0.2  # before the second attempt, doubled before the third
-MAX_PAUSE_S = 2.0  # between two polls of a running job, and before an attempt
-READ_TIMEOUT_S = 45.0  # an idle stream sends a comment every 10 s
-CONNECT_TIMEOUT_S = 5.0
+from batchway_client.errors import (
+    AnswerError,
+    ConnectionLost,
+    Unavailable,
+    WaitTimeout,
+    error_of,
+)
+from batchway_client.jobs import Job
+
+_ATTEMPTS = 3
+_PAUSE_S = 0.2  # before the second attempt, doubled before the third
+_MAX_PAUSE_S = 2.0  # between two polls of a running job, and before an attempt
+
+# What an attempt may raise that another one may not.
+Passing = httpx.TransportError | Unavailable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One request. `may_repeat`: the request is idempotent and may be sent again."""
 
     method: str
     path: str
-    params: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] | None = None
+    params: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     may_repeat: bool = True
+    _num_failed: int = 0
+
+    def arguments(self, headers: Mapping[str, str]) -> dict[str, Any]:
+        """The arguments of `request` of an httpx client; `headers` are those of all requests."""
+        return {
+            "method": self.method,
+            "url": self.path,
+            "params": self.params,
+            "json": self.body,
+            "headers": {**headers, **self.headers},
+        }
+
+    def pause_s(self, error: Passing) -> float:
+        """The seconds until the next attempt: the gateway's `retry-after` if it sent one, else
+        growing. Raises ConnectionLost or the error if there is none."""
+        self._num_failed += 1
+        if self._num_failed >= (_ATTEMPTS if self.may_repeat else 1):
+            if isinstance(error, AnswerError):
+                raise error
+            raise ConnectionLost(f"no answer ({type(error).__name__})") from error
+        asked_s = error.retry_after_s if isinstance(error, AnswerError) else None
+        grown_s = _PAUSE_S * 2 ** (self._num_failed - 1)
+        return min(_MAX_PAUSE_S, grown_s if asked_s is None else asked_s)
 
 
-def submission(
-    endpoint: str, body: Mapping[str, Any], idempotency_key: str | None, terms: Mapping[str, Any]
-) -> Call:
-    """Creates an idempotency key if the caller gives none, so that a repeat is safe."""
-    given = {name: value for name, value in terms.items() if value is not None}
-    key = idempotency_key or f"client-{secrets.token_hex(16)}"
-    job = {"endpoint": endpoint, "body": body, **given}
-    return Call("POST", "/v1/jobs", body=job, headers={"idempotency-key": key})
+def read(answer: httpx.Response) -> dict[str, Any]:
+    """The content of a response. Raises AnswerError."""
+    if answer.is_error:
+        raise error_of(answer.status_code, answer.headers, answer.content)
+    content: dict[str, Any] = answer.json()
+    return content
 
 
-def quote(endpoint: str, body: Mapping[str, Any], lane: str | None) -> Call:
-    job = {"endpoint": endpoint, "body": body} | ({"lane": lane} if lane else {})
-    return Call("POST", "/v1/quote", body=job)
+class Polls:
+    """Growing pauses between looks at a job, until `timeout_s` has passed; None: for ever."""
 
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._began_s = time.monotonic()
+        self._pause_s = _PAUSE_S
 
-def reading(job_id: str) -> Call:
-    return Call("GET", f"/v1/jobs/{job_id}")
-
-
-def cancellation(job_id: str) -> Call:
-    return Call("POST", f"/v1/jobs/{job_id}/cancel")
-
-
-def move(job_id: str, lane: str | None, deadline_s: float | None) -> Call:
-    fields = {"lane": lane, "deadline_s": deadline_s}
-    given = {name: value for name, value in fields.items() if value is not None}
-    return Call("PATCH", f"/v1/jobs/{job_id}", body=given)
-
-
-def deletion(job_id: str) -> Call:
-    """Not repeated: if only the answer was lost, the repeat would get 404."""
-    return Call("DELETE", f"/v1/jobs/{job_id}", may_repeat=False)
-
-
-def listing(
-    wanted: Mapping[str, object], metadata: Mapping[str, str] | None, after: str | None
-) -> Call:
-    params = {name: str(value) for name, value in wanted.items() if value is not None}
-    params |= {f"metadata[{name}]": value for name, value in (metadata or {}).items()}
-    return Call("GET", "/v1/jobs", params=params | ({"after": after} if after else {}))
-
-
-def events_path(job_id: str) -> str:
-    return f"/v1/jobs/{job_id}/events"
-
-
-def headers_of(api_key: str | None) -> dict[str, str]:
-    return {"authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-def pause_s(attempt: int, error: ClientError | None) -> float:
-    """Seconds to wait before attempt number `attempt`, counted from 0: the gateway's `retry-after`
-    if it sent one, else growing; at most MAX_PAUSE_S."""
-    asked_s = error.retry_after_s if isinstance(error, AnswerError) else None
-    return min(MAX_PAUSE_S, PAUSE_S * 2 ** (attempt - 1) if asked_s is None else asked_s)
+    def pause_s(self, job: Job) -> float:
+        """The seconds until the next look. Raises WaitTimeout."""
+        left_s = _MAX_PAUSE_S
+        if self._timeout_s is not None:
+            left_s = self._began_s + self._timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise WaitTimeout(f"{job.id} is {job.status} after {self._timeout_s:g} s")
+        pause_s = min(self._pause_s, left_s)
+        self._pause_s = min(_MAX_PAUSE_S, self._pause_s * 1.5)
+        return pause_s

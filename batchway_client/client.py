@@ -1,18 +1,135 @@
-"""The blocking client. async_client.py is this file with `await`; a test checks that."""
+"""The two clients: `Client` blocks, `AsyncClient` is for asyncio. The calls are the same."""
 
+import asyncio
+import secrets
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
-from batchway_client import calls
-from batchway_client.errors import ClientError, ConnectionLost, Unavailable, WaitTimeout, error_of
+from batchway_client.calls import Call, Polls, read
+from batchway_client.errors import Unavailable
 from batchway_client.events import Event, Parser, Position
 from batchway_client.jobs import Job
 
+_TIMEOUT = httpx.Timeout(45.0, connect=5.0)  # an idle stream sends a comment every 10 s
 
-class Client:
+# What a client returns: values, or awaitables and asynchronous iterators of them.
+JobT = TypeVar("JobT")
+JobsT = TypeVar("JobsT")
+EventsT = TypeVar("EventsT")
+ContentT = TypeVar("ContentT")
+NothingT = TypeVar("NothingT")
+
+
+class _Calls(Generic[JobT, JobsT, EventsT, ContentT, NothingT]):
+    """The calls of both clients."""
+
+    _headers: dict[str, str]
+    _max_outage_s: float
+
+    def submit(
+        self,
+        endpoint: str,
+        body: Mapping[str, Any],
+        *,
+        lane: str | None = None,
+        deadline_s: float | None = None,
+        retention_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        callback: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> JobT:
+        """Queues a request to an endpoint, such as `/v1/chat/completions`, once even if the
+        connection breaks. Times are in seconds.
+        """
+        terms = _given(
+            lane=lane,
+            deadline_s=deadline_s,
+            retention_s=retention_s,
+            metadata=metadata,
+            callback=callback,
+        )
+        job = {"endpoint": endpoint, "body": body, **terms}
+        key = idempotency_key or f"client-{secrets.token_hex(16)}"
+        return self._job(Call("POST", "/v1/jobs", job, headers={"idempotency-key": key}))
+
+    def get(self, job_id: str) -> JobT:
+        """Returns a job, with its result once it has ended."""
+        return self._job(Call("GET", f"/v1/jobs/{job_id}"))
+
+    def list(
+        self,
+        *,
+        status: str | None = None,
+        lane: str | None = None,
+        model: str | None = None,
+        created_after: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        page_size: int | None = None,
+    ) -> JobsT:
+        """Yields all matching jobs, newest first, without results; fetches them page by page.
+        `created_after` is in Unix seconds.
+        """
+        wanted = _given(
+            status=status, lane=lane, model=model, created_after=created_after, limit=page_size
+        )
+        params = {name: str(value) for name, value in wanted.items()}
+        params |= {f"metadata[{name}]": value for name, value in (metadata or {}).items()}
+        return self._pages(params)
+
+    def events(self, job_id: str, *, after: str | None = None) -> EventsT:
+        """Yields a job's events from the start, or after the event with the id `after`, to its end.
+        Reconnects when a connection breaks; no event is lost or repeated.
+        """
+        return self._follow(f"/v1/jobs/{job_id}/events", Position(after, self._max_outage_s))
+
+    def wait(self, job_id: str, *, timeout_s: float | None = None) -> JobT:
+        """Returns the job once it has ended. Raises WaitTimeout; the job then continues."""
+        return self._wait(job_id, Polls(timeout_s))
+
+    def cancel(self, job_id: str) -> JobT:
+        """Cancels a waiting or running job. Raises Conflict if it has ended in another way."""
+        return self._job(Call("POST", f"/v1/jobs/{job_id}/cancel"))
+
+    def reprioritise(
+        self, job_id: str, *, lane: str | None = None, deadline_s: float | None = None
+    ) -> JobT:
+        """Moves a waiting or running job to another lane or deadline (seconds from now)."""
+        terms = _given(lane=lane, deadline_s=deadline_s)
+        return self._job(Call("PATCH", f"/v1/jobs/{job_id}", terms))
+
+    def delete(self, job_id: str) -> NothingT:
+        """Deletes an ended job: prompt, output, log. Raises Conflict if it has not ended."""
+        # Not repeated: if only the answer was lost, the repeat would get 404.
+        return self._nothing(Call("DELETE", f"/v1/jobs/{job_id}", may_repeat=False))
+
+    def quote(self, endpoint: str, body: Mapping[str, Any], *, lane: str | None = None) -> ContentT:
+        """Estimates the cost and the end of a request, without queueing it."""
+        job = {"endpoint": endpoint, "body": body, **_given(lane=lane)}
+        return self._content(Call("POST", "/v1/quote", job))
+
+    def _job(self, call: Call) -> JobT:
+        raise NotImplementedError
+
+    def _nothing(self, call: Call) -> NothingT:
+        raise NotImplementedError
+
+    def _content(self, call: Call) -> ContentT:
+        raise NotImplementedError
+
+    def _pages(self, params: Mapping[str, str]) -> JobsT:
+        raise NotImplementedError
+
+    def _follow(self, path: str, position: Position) -> EventsT:
+        raise NotImplementedError
+
+    def _wait(self, job_id: str, polls: Polls) -> JobT:
+        raise NotImplementedError
+
+
+class Client(_Calls[Job, Iterator[Job], Iterator[Event], Mapping[str, Any], None]):
     """Calls a gateway or a load balancer. Methods raise AnswerError and ConnectionLost.
 
     `http`: an httpx client with its own base URL, for example to set proxies or certificates.
@@ -27,11 +144,8 @@ class Client:
         http: httpx.Client | None = None,
     ) -> None:
         """`max_outage_s`: how long `events` tries to reach a gateway again."""
-        self._http = http or httpx.Client(
-            base_url=base_url,
-            timeout=httpx.Timeout(calls.READ_TIMEOUT_S, connect=calls.CONNECT_TIMEOUT_S),
-        )
-        self._headers = calls.headers_of(api_key)
+        self._http = http or httpx.Client(base_url=base_url, timeout=_TIMEOUT)
+        self._headers = _authorization(api_key)
         self._max_outage_s = max_outage_s
 
     def __enter__(self) -> Self:
@@ -43,150 +157,139 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
-    def submit(
-        self,
-        endpoint: str,
-        body: Mapping[str, Any],
-        *,
-        lane: str | None = None,
-        deadline_s: float | None = None,
-        retention_s: float | None = None,
-        metadata: Mapping[str, str] | None = None,
-        callback: Mapping[str, Any] | None = None,
-        idempotency_key: str | None = None,
-    ) -> Job:
-        """Queues a request to an endpoint, such as `/v1/chat/completions`, once even if the
-        connection breaks. Times are in seconds.
-        """
-        terms: dict[str, Any] = {
-            "lane": lane,
-            "deadline_s": deadline_s,
-            "retention_s": retention_s,
-            "metadata": metadata,
-            "callback": callback,
-        }
-        return Job.of(self._ask(calls.submission(endpoint, body, idempotency_key, terms)))
-
-    def get(self, job_id: str) -> Job:
-        """Returns a job, with its result once it has ended."""
-        return Job.of(self._ask(calls.reading(job_id)))
-
-    def list(
-        self,
-        *,
-        status: str | None = None,
-        lane: str | None = None,
-        model: str | None = None,
-        created_after: float | None = None,
-        metadata: Mapping[str, str] | None = None,
-        page_size: int | None = None,
-    ) -> Iterator[Job]:
-        """Yields all matching jobs, newest first, without results; fetches them page by page.
-        `created_after` is in Unix seconds.
-        """
-        wanted: dict[str, object] = {
-            "status": status,
-            "lane": lane,
-            "model": model,
-            "created_after": created_after,
-            "limit": page_size,
-        }
-        after: str | None = None
+    def _content(self, call: Call) -> dict[str, Any]:
         while True:
-            page = self._ask(calls.listing(wanted, metadata, after))
-            for raw in page["data"]:
-                yield Job.of(raw)
-            if not page["has_more"]:
-                return
-            after = page["last_id"]
+            try:
+                return read(self._http.request(**call.arguments(self._headers)))
+            except (httpx.TransportError, Unavailable) as exc:
+                pause_s = call.pause_s(exc)
+            time.sleep(pause_s)
 
-    def events(self, job_id: str, *, after: str | None = None) -> Iterator[Event]:
-        """Yields a job's events from the start, or after the event with the id `after`, to its end.
-        Reconnects when a connection breaks; no event is lost or repeated.
-        """
-        position = Position(after)
-        received_s = time.monotonic()
+    def _job(self, call: Call) -> Job:
+        return Job.of(self._content(call))
+
+    def _nothing(self, call: Call) -> None:
+        self._content(call)
+
+    def _pages(self, params: Mapping[str, str]) -> Iterator[Job]:
+        page: dict[str, Any] = {"has_more": True}
+        while page["has_more"]:
+            page = self._content(Call("GET", "/v1/jobs", params=params))
+            yield from map(Job.of, page["data"])
+            params = {**params, "after": page["last_id"]}
+
+    def _follow(self, path: str, position: Position) -> Iterator[Event]:
         while True:
             lost: Exception | None = None
+            headers = self._headers | position.headers
             try:
-                for event in self._connection(job_id, position):
-                    received_s = time.monotonic()
-                    position.received()
-                    if position.take(event):
-                        yield event
-                    if event.is_end:
-                        return
+                with self._http.stream("GET", path, headers=headers) as answer:
+                    if answer.is_error:
+                        answer.read()
+                        read(answer)
+                    parser = Parser()
+                    for data in answer.iter_bytes():
+                        yield from position.take(parser.feed(data))
+                        if position.is_end:
+                            return
             except (httpx.TransportError, Unavailable) as exc:
                 lost = exc
-            if time.monotonic() - received_s > self._max_outage_s:
-                raise ConnectionLost(f"no gateway reached for {self._max_outage_s:g} s") from lost
-            time.sleep(position.next_pause_s())
+            time.sleep(position.pause_s(lost))
 
-    def wait(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        """Returns the job once it has ended. Raises WaitTimeout; the job then continues."""
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        pause_s = calls.PAUSE_S
-        while not (job := self.get(job_id)).has_ended:
-            left_s = calls.MAX_PAUSE_S if end_s is None else end_s - time.monotonic()
-            if left_s <= 0:
-                raise WaitTimeout(f"{job_id} is {job.status} after {timeout_s:g} s")
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(calls.MAX_PAUSE_S, pause_s * 1.5)
-        return job
+    def _wait(self, job_id: str, polls: Polls) -> Job:
+        while True:
+            job = self.get(job_id)
+            if job.has_ended:
+                return job
+            time.sleep(polls.pause_s(job))
 
-    def cancel(self, job_id: str) -> Job:
-        """Cancels a waiting or running job. Raises Conflict if it has ended in another way."""
-        return Job.of(self._ask(calls.cancellation(job_id)))
 
-    def reprioritise(
-        self, job_id: str, *, lane: str | None = None, deadline_s: float | None = None
-    ) -> Job:
-        """Moves a waiting or running job to another lane or deadline (seconds from now)."""
-        return Job.of(self._ask(calls.move(job_id, lane, deadline_s)))
+class AsyncClient(
+    _Calls[
+        Coroutine[Any, Any, Job],
+        AsyncIterator[Job],
+        AsyncIterator[Event],
+        Coroutine[Any, Any, Mapping[str, Any]],
+        Coroutine[Any, Any, None],
+    ]
+):
+    """`Client` for asyncio: close it with `aclose`, or use `async with`."""
 
-    def delete(self, job_id: str) -> None:
-        """Deletes an ended job: prompt, output, log. Raises Conflict if it has not ended."""
-        self._ask(calls.deletion(job_id))
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        api_key: str | None = None,
+        max_outage_s: float = 60.0,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        """`max_outage_s`: how long `events` tries to reach a gateway again."""
+        self._http = http or httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT)
+        self._headers = _authorization(api_key)
+        self._max_outage_s = max_outage_s
 
-    def quote(
-        self, endpoint: str, body: Mapping[str, Any], *, lane: str | None = None
-    ) -> Mapping[str, Any]:
-        """Estimates the cost and the end of a request, without queueing it."""
-        return self._ask(calls.quote(endpoint, body, lane))
+    async def __aenter__(self) -> Self:
+        return self
 
-    def _connection(self, job_id: str, position: Position) -> Iterator[Event]:
-        """Yields the events of one connection."""
-        headers = self._headers | position.headers
-        path = calls.events_path(job_id)
-        with self._http.stream("GET", path, headers=headers) as answer:
-            if answer.status_code >= 400:
-                raise error_of(answer.status_code, answer.headers, answer.read())
-            parser = Parser()
-            for data in answer.iter_bytes():
-                yield from parser.feed(data)
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
 
-    def _ask(self, call: calls.Call) -> dict[str, Any]:
-        error: ClientError | None = None
-        for attempt in range(calls.ATTEMPTS if call.may_repeat else 1):
-            if attempt:
-                time.sleep(calls.pause_s(attempt, error))
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def _content(self, call: Call) -> dict[str, Any]:
+        while True:
             try:
-                answer = self._http.request(
-                    call.method,
-                    call.path,
-                    params=call.params,
-                    json=call.body,
-                    headers={**self._headers, **call.headers},
-                )
-            except httpx.TransportError as exc:
-                error = ConnectionLost(f"no answer ({type(exc).__name__})")
-                error.__cause__ = exc
-                continue
-            if answer.status_code < 400:
-                found: dict[str, Any] = answer.json()
-                return found
-            error = error_of(answer.status_code, answer.headers, answer.content)
-            if not isinstance(error, Unavailable):
-                break
-        assert error is not None, "at least one attempt was made"
-        raise error
+                return read(await self._http.request(**call.arguments(self._headers)))
+            except (httpx.TransportError, Unavailable) as exc:
+                pause_s = call.pause_s(exc)
+            await asyncio.sleep(pause_s)
+
+    async def _job(self, call: Call) -> Job:
+        return Job.of(await self._content(call))
+
+    async def _nothing(self, call: Call) -> None:
+        await self._content(call)
+
+    async def _pages(self, params: Mapping[str, str]) -> AsyncIterator[Job]:
+        page: dict[str, Any] = {"has_more": True}
+        while page["has_more"]:
+            page = await self._content(Call("GET", "/v1/jobs", params=params))
+            for raw in page["data"]:
+                yield Job.of(raw)
+            params = {**params, "after": page["last_id"]}
+
+    async def _follow(self, path: str, position: Position) -> AsyncIterator[Event]:
+        while True:
+            lost: Exception | None = None
+            headers = self._headers | position.headers
+            try:
+                async with self._http.stream("GET", path, headers=headers) as answer:
+                    if answer.is_error:
+                        await answer.aread()
+                        read(answer)
+                    parser = Parser()
+                    async for data in answer.aiter_bytes():
+                        for event in position.take(parser.feed(data)):
+                            yield event
+                        if position.is_end:
+                            return
+            except (httpx.TransportError, Unavailable) as exc:
+                lost = exc
+            await asyncio.sleep(position.pause_s(lost))
+
+    async def _wait(self, job_id: str, polls: Polls) -> Job:
+        while True:
+            job = await self.get(job_id)
+            if job.has_ended:
+                return job
+            await asyncio.sleep(polls.pause_s(job))
+
+
+def _given(**terms: Any) -> dict[str, Any]:
+    """The terms that a caller gave."""
+    return {name: value for name, value in terms.items() if value is not None}
+
+
+def _authorization(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}

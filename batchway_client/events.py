@@ -2,11 +2,12 @@
 connection."""
 
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchway_client.errors import BadSignature
+from batchway_client.errors import BadSignature, ConnectionLost
 from batchway_client.jobs import TERMINAL
 
 _DONE = "[DONE]"
@@ -56,35 +57,42 @@ def _event(block: str) -> Event | None:
 
 
 class Position:
-    """The last event that was received, and the number of failed connections since."""
+    """The last event that was received, and the connections that failed since.
 
-    def __init__(self, after: str | None) -> None:
+    `max_outage_s`: after so long without an event there is no other connection.
+    """
+
+    def __init__(self, after: str | None, max_outage_s: float) -> None:
+        self.is_end = False
         self._last_id = after
-        self._num_failures = 0
+        self._max_outage_s = max_outage_s
+        self._received_s = time.monotonic()
+        self._pause_s = _FIRST_PAUSE_S
 
     @property
     def headers(self) -> dict[str, str]:
         return {} if self._last_id is None else {"last-event-id": self._last_id}
 
-    def received(self) -> None:
-        """Resets the pause before the next connection."""
-        self._num_failures = 0
+    def take(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Records the events, and yields those that are for the caller."""
+        for event in events:
+            self._received_s, self._pause_s = time.monotonic(), _FIRST_PAUSE_S
+            if event.type == "stream_reset":
+                self._last_id = None
+            elif event.type != "reconnect":
+                self._last_id = event.id or self._last_id
+            self.is_end = event.is_end
+            if event.type != "reconnect":
+                yield event
 
-    def next_pause_s(self) -> float:
-        """Seconds to wait before the next connection; doubles with each call."""
-        pause_s: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._num_failures)
-        self._num_failures += 1
+    def pause_s(self, error: Exception | None) -> float:
+        """Seconds to wait before the next connection, doubled with each call. Raises ConnectionLost
+        because of `error`."""
+        if time.monotonic() - self._received_s > self._max_outage_s:
+            raise ConnectionLost(f"no gateway reached for {self._max_outage_s:g} s") from error
+        pause_s = self._pause_s
+        self._pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
         return pause_s
-
-    def take(self, event: Event) -> bool:
-        """Records the event's id; returns whether to pass the event to the caller."""
-        if event.type == "reconnect":
-            return False
-        if event.type == "stream_reset":
-            self._last_id = None
-        elif event.id is not None:
-            self._last_id = event.id
-        return True
 
 
 def verify_webhook(secret: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import inspect
 import json
 import subprocess
 import sys
@@ -146,16 +145,6 @@ async def test_a_repeated_submission_is_one_job(worker: FakeWorker, gateway_url:
         async with AsyncClient(f"http://127.0.0.1:{proxy.port}") as client:
             job = await client.submit(ENDPOINT, BODY, metadata={"k": "v"})
             assert [j.id async for j in client.list(metadata={"k": "v"})] == [job.id]
-
-
-def test_both_clients_have_the_same_calls() -> None:
-    """With the same arguments and docstrings."""
-    names = [name for name in vars(Client) if not name.startswith("_") and name != "close"]
-    assert len(names) >= 9
-    for name in names:
-        ours, theirs = getattr(Client, name), getattr(AsyncClient, name)
-        assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters
-        assert ours.__doc__ == theirs.__doc__
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
