@@ -181,10 +181,11 @@ class Functions(Partition):
 
     async def _readable(self, incarnation: str, reply: list[Any]) -> list[Claimed]:
         claims, spoiled = [], []
-        for raw_id, epoch, attempt, number, *rest in reply:
+        for part in reply:
+            raw_id, epoch, _, number, *_ = part
             job_id = raw_id.decode(errors="replace")
             try:
-                claims.append(_claimed(job_id, epoch, attempt, number, *rest))
+                claims.append(_claimed(part))
             except WireError:
                 log.error("a job with an unreadable record fails as poison job_id=%s", job_id)
                 spoiled.append(poisoned(job_id, epoch, number))
@@ -496,26 +497,14 @@ def poisoned(job_id: str, epoch: int, number: int) -> Append:
     )
 
 
-def _claimed(
-    job_id: str,
-    epoch: int,
-    attempt: int,
-    number: int,
-    hash_: bytes,
-    num_tokens: int,
-    deadline_ms: int,
-    alone: int,
-    cost: int,
-    raw: bytes,
-) -> Claimed:
-    """Decodes a part of the reply. Raises WireError."""
+def _claimed(part: list[Any]) -> Claimed:
+    """Decodes a job in a reply of `claim` or `mine`. Raises WireError."""
     with wire_errors("job record"):
-        job = decode_job(raw)
-        if job.id != job_id:
+        raw_id, epoch, attempt, number, hash_, num_tokens, deadline_ms, alone, cost, raw = part
+        job, place = decode_job(raw), (number, hash_.decode(), num_tokens)
+        if job.id != raw_id.decode():
             raise ValueError("the record of another job")
-        deadline_s, hash_text = deadline_ms / 1000, hash_.decode()
-        place = number, hash_text, num_tokens, deadline_s
-        return Claimed(job, epoch, attempt, *place, alone == 1, cost)
+        return Claimed(job, epoch, attempt, *place, deadline_ms / 1000, alone == 1, cost)
 
 
 def _verdict(part: Sequence[Any]) -> tuple[Verdict | JobStatus, int]:

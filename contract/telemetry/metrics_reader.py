@@ -40,9 +40,9 @@ class MetricsSamples:
             }
         )
 
-    def labels_of(self, name: str, label: str) -> list[str]:
-        """All values that a label has in a metric."""
-        return sorted({dict(p)[label] for n, p in self._samples if n == name and label in dict(p)})
+    def series(self, name: str) -> list[dict[str, str]]:
+        """The labels of each series of a metric."""
+        return [dict(sorted(labels)) for n, labels in self._samples if n == name]
 
     def value(self, name: str, **labels: str) -> float:
         """The sum of all series with these labels; 0 where there is none."""
@@ -50,10 +50,6 @@ class MetricsSamples:
         return sum(
             value for (n, pairs), value in self._samples.items() if n == name and wanted <= pairs
         )
-
-    def has(self, name: str, **labels: str) -> bool:
-        """Whether a series has these labels."""
-        return any(n == name and labels.items() <= pairs for n, pairs in self._samples)
 
     def quantile(self, name: str, share: float, **labels: str) -> float | None:
         """As Prometheus computes it, linear within a bucket. None without observations."""
@@ -156,34 +152,17 @@ def look(
 ) -> MetricsReader:
     """The values of a page, with growth since the page before."""
     gained = now if before is None else now.since(before)
-    models = now.labels_of("workers", "model_name")
+    reasons = sorted({labels["reason"] for labels in now.series("admission_total")} - {""})
+    refusals = {reason: int(gained.value("admission_total", reason=reason)) for reason in reasons}
     return MetricsReader(
         window_s,
         now.value("broker_up") > 0,
         int(now.value("open_streams")),
-        {
-            reason: int(num)
-            for reason in now.labels_of("admission_total", "reason")
-            if reason and (num := gained.value("admission_total", reason=reason))
-        },
-        {
-            model: reason
-            for model in now.labels_of("failed_models", "model_name")
-            for reason in now.labels_of("failed_models", "reason")
-            if now.has("failed_models", model_name=model, reason=reason)
-        },
-        tuple(
-            _lane(now, gained, model, lane, window_s)
-            for model in models
-            for lane in now.labels_of("num_requests_waiting", "lane")
-        ),
-        tuple(
-            _worker(now, model, worker)
-            for model in models
-            for worker in now.labels_of("worker_jobs", "worker")
-            if now.has("worker_jobs", model_name=model, worker=worker)
-        ),
-        tuple(_engine(now, gained, model, window_s) for model in models),
+        {reason: number for reason, number in refusals.items() if number},
+        {labels["model_name"]: labels["reason"] for labels in now.series("failed_models")},
+        tuple(_lane(now, gained, at, window_s) for at in now.series("num_requests_waiting")),
+        tuple(_worker(now, at) for at in now.series("worker_jobs")),
+        tuple(_engine(now, gained, at, window_s) for at in now.series("workers")),
     )
 
 
@@ -193,16 +172,14 @@ def _pair(page: MetricsSamples, name: str, **labels: str) -> tuple[float, float]
 
 
 def _lane(
-    now: MetricsSamples, gained: MetricsSamples, model: str, lane: str, window_s: float | None
+    now: MetricsSamples, gained: MetricsSamples, at: dict[str, str], window_s: float | None
 ) -> LaneRow:
-    at = {"model_name": model, "lane": lane}
-
     def rate(name: str) -> float | None:
         return None if window_s is None else gained.value(name, **at) / window_s
 
     return LaneRow(
-        model,
-        lane,
+        at["model_name"],
+        at["lane"],
         int(now.value("num_requests_running", **at)),
         int(now.value("num_requests_waiting", **at)),
         int(now.value("queue_tokens", **at)),
@@ -215,11 +192,10 @@ def _lane(
     )
 
 
-def _worker(now: MetricsSamples, model: str, worker: str) -> WorkerRow:
-    at = {"model_name": model, "worker": worker}
+def _worker(now: MetricsSamples, at: dict[str, str]) -> WorkerRow:
     return WorkerRow(
-        model,
-        worker,
+        at["model_name"],
+        at["worker"],
         now.value("worker_seen_age_seconds", **at),
         int(now.value("worker_jobs", **at)),
         int(now.value("worker_sequences", state="running", **at)),
@@ -229,9 +205,8 @@ def _worker(now: MetricsSamples, model: str, worker: str) -> WorkerRow:
 
 
 def _engine(
-    now: MetricsSamples, gained: MetricsSamples, model: str, window_s: float | None
+    now: MetricsSamples, gained: MetricsSamples, at: dict[str, str], window_s: float | None
 ) -> EngineRow:
-    at = {"model_name": model}
     num_workers = int(now.value("workers", **at))
     spent_s = {
         kind: gained.value("step_duration_seconds_sum", **{"class": kind}, **at) for kind in CLASSES
@@ -245,7 +220,7 @@ def _engine(
     if window_s is not None:
         busy = {kind: s / window_s / max(1, num_workers) for kind, s in spent_s.items()}
     return EngineRow(
-        model,
+        at["model_name"],
         num_workers,
         busy,
         {kind: s / all_s if all_s else 0.0 for kind, s in spent_s.items()},
