@@ -98,10 +98,10 @@ def _num_open(totals: Mapping[bytes, bytes], version: str) -> int:
 async def _num_workers(client: redis.asyncio.Redis, keys: Keys, model: str) -> dict[str, int]:
     """The number of workers by arm, from their heartbeats."""
     since_ms = await now_ms(client) - int(WORKER_TTL_S * 1000)
-    names: Any = await client.zrange(keys.workers(model), since_ms, "+inf", byscore=True)
+    names: Any = await client.zrange(keys.of("workers", model), since_ms, "+inf", byscore=True)
     found = dict.fromkeys(ARMS, 0)
     for name in names:
-        info: Any = await client.hget(keys.worker(name.decode()), "info")
+        info: Any = await client.hget(keys.of("worker", name.decode()), "info")
         is_candidate = "candidate_share" in msgspec.json.decode(info or b"{}")
         found[CANDIDATE if is_candidate else CONTROL] += 1
     return found

@@ -145,7 +145,7 @@ class ApiKeys:
     async def exist(self) -> bool:
         """Whether a key was ever made, including revoked ones: from then on callers need a key."""
         with broker_errors(self._client, "EXISTS"):
-            return await self._client.exists(self._keys.api_keys) == 1
+            return await self._client.exists(self._keys.of("api_keys")) == 1
 
     async def pepper(self) -> Pepper | None:
         """The pepper in force; None where no key was ever made."""
@@ -169,8 +169,8 @@ class ApiKeys:
             fields["expires"] = created_ms + int(lifetime_s * 1000)
         with broker_errors(self._client, "HSET or SADD"):
             async with self._client.pipeline(transaction=True) as transaction:
-                transaction.hset(self._keys.api_key(prefix), mapping=fields)
-                transaction.sadd(self._keys.api_keys, prefix)
+                transaction.hset(self._keys.of("api_key", prefix), mapping=fields)
+                transaction.sadd(self._keys.of("api_keys"), prefix)
                 await transaction.execute()
         return key, prefix
 
@@ -179,7 +179,7 @@ class ApiKeys:
         with wire_errors("API key record"), broker_errors(self._client, "HMGET"):
             values: Any = await repeated(
                 lambda: self._client.hmget(
-                    self._keys.api_key(prefix), ["record", "expires", "revoked"]
+                    self._keys.of("api_key", prefix), ["record", "expires", "revoked"]
                 )
             )
         raw, expires, revoked = values
@@ -199,7 +199,7 @@ class ApiKeys:
     async def all(self) -> list[ApiKey]:
         """Every key ever made, oldest first. Raises WireError."""
         with wire_errors("list of API keys"), broker_errors(self._client, "SMEMBERS"):
-            prefixes: Any = await self._client.smembers(self._keys.api_keys)
+            prefixes: Any = await self._client.smembers(self._keys.of("api_keys"))
         found = [await self.find(prefix.decode(errors="replace")) for prefix in prefixes]
         return sorted((key for key in found if key is not None), key=lambda key: key.created_ms)
 
@@ -209,7 +209,7 @@ class ApiKeys:
             return False
         with broker_errors(self._client, "HSETNX"):
             await self._client.hsetnx(
-                self._keys.api_key(prefix), "revoked", await now_ms(self._client)
+                self._keys.of("api_key", prefix), "revoked", await now_ms(self._client)
             )
         return True
 
@@ -225,7 +225,7 @@ class ApiKeys:
         if overlap_s < old.expires_in_s:
             ends_ms = old.now_ms + int(overlap_s * 1000)
             with broker_errors(self._client, "HSET"):
-                await self._client.hset(self._keys.api_key(prefix), "expires", ends_ms)
+                await self._client.hset(self._keys.of("api_key", prefix), "expires", ends_ms)
         return made
 
     async def _some_pepper(self) -> Pepper:

@@ -256,7 +256,7 @@ class Batches(Partition):
         with broker_errors(self._client, "HGET"), wire_errors("state of a job"):
             async with self._client.pipeline(transaction=False) as pipeline:
                 for job_id in job_ids:
-                    pipeline.hget(self._keys.job(job_id), "state")
+                    pipeline.hget(self._keys.of("job", job_id), "state")
                 states: Any = await pipeline.execute()
             return [None if state is None else state.decode() for state in states]
 

@@ -40,14 +40,14 @@ class Catalogue:
     async def publish_card(self, card: ModelCard) -> None:
         """Publishes a model whose tokenizer is published already. Raises WireError."""
         with wire_errors("list of models"), broker_errors(self._client, "SET or SADD"):
-            await self._client.set(self._keys.model(card.name), encode(card))
+            await self._client.set(self._keys.of("model", card.name), encode(card))
             await self._client.sadd(self._keys.of("models"), card.name)
 
     async def withdraw(self, name: str) -> None:
         """Takes a model off the list. Raises WireError."""
         with wire_errors("list of models"), broker_errors(self._client, "SREM or DEL"):
             await self._client.srem(self._keys.of("models"), name)
-            await self._client.delete(self._keys.model(name))
+            await self._client.delete(self._keys.of("model", name))
 
     async def models(self) -> list[ModelCard]:
         """All models ever published, by name. Omits models with unreadable cards and logs each
@@ -82,7 +82,7 @@ class Catalogue:
 
     async def model(self, name: str) -> ModelCard | None:
         """Returns a model's card; None if no such model was published. Raises WireError."""
-        raw = await self._read(self._keys.model(name), MAX_CARD_BYTES)
+        raw = await self._read(self._keys.of("model", name), MAX_CARD_BYTES)
         if not raw:
             return None
         card = decode_card(raw)
@@ -101,7 +101,7 @@ class Catalogue:
         """Number of a model's workers with a recent heartbeat. Raises WireError."""
         since_ms = await now_ms(self._client) - int(WORKER_TTL_S * 1000)
         with wire_errors("list of workers"), broker_errors(self._client, "ZCOUNT"):
-            key = self._keys.workers(model)
+            key = self._keys.of("workers", model)
             return await repeated(lambda: self._client.zcount(key, since_ms, "+inf"))
 
     async def _read(self, key: str, max_bytes: int) -> bytes:

@@ -52,7 +52,7 @@ async def listen(
 ) -> None:
     """Subscribes until cancelled: sets `wake` when a job of the model waits, and queues control
     messages for the incarnation. Messages may be lost, so callers must also poll."""
-    channels = keys.wake_channel(model), keys.control_channel(incarnation)
+    channels = keys.of("wake", model), keys.of("ctl", incarnation)
 
     def handle(message: dict[str, Any]) -> None:
         if message["type"] == "message" and message["channel"] == channels[1].encode():

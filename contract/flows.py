@@ -167,8 +167,6 @@ class FlowCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     flow: Flow  # as it was when the job was accepted
     body: bytes  # of the call, checked: JSON
     retention_s: float  # of its calls' outputs, after the deadline
-    needs_worker: bool = (
-        False  # a call without a live worker is not waited for if others can answer
-    )
+    needs_worker: bool = False  # no call waits for a worker if others can answer
     metadata: dict[str, str] = {}  # of the job
     tokens_per_min: int = 0  # the tenant's limit, to whose meter the calls add what they use

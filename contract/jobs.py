@@ -185,12 +185,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created_s: int  # Unix time at the gateway, for the `created` field of responses
     return_token_ids: bool = False
     echo: bool = False  # the response's text begins with the prompt
-    shows_output: bool = (
-        True  # False: the caller's `max_tokens` was 0; the engine computes one token
-    )
-    prompt_logprobs: int | None = (
-        None  # as requested; `params.prompt_logprobs` may also serve an echo
-    )
+    # False: the caller's `max_tokens` was 0; the engine computes one token.
+    shows_output: bool = True
+    # As requested; `params.prompt_logprobs` may also serve an echo.
+    prompt_logprobs: int | None = None
     trace: TraceContext | None = None
     stored_prompt: StoredPrompt | None = None  # then the token ids are empty until fetched
     prompt_list: tuple[tuple[int, ...], ...] = ()  # several prompts; then `prompt_ids` is empty
@@ -258,9 +256,9 @@ def cut_tokens(job: Job) -> dict[str, int]:
     return {} if job.num_cut_tokens is None else {"truncated_tokens": job.num_cut_tokens}
 
 
-def new_job_id(partition: int = 0) -> str:
-    """A job id: the number of the job's partition and 128 random bits."""
-    return f"job-{partition}-{secrets.token_hex(16)}"
+def new_job_id() -> str:
+    """A job id: the number of the job's partition, 0, and 128 random bits."""
+    return f"job-0-{secrets.token_hex(16)}"
 
 
 def default_seed(job_id: str) -> int:

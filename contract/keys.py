@@ -8,10 +8,9 @@ import msgspec
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """Names under `{bw:<namespace>:<partition>}`."""
+    """Names under `{bw:<namespace>:0}`; there is one partition, 0."""
 
     namespace: str = "default"
-    partition: int = 0
 
     def __post_init__(self) -> None:
         if not self.namespace or set(self.namespace) & set("{}:* \n"):
@@ -21,36 +20,8 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def tag(self) -> str:
-        return f"{{bw:{self.namespace}:{self.partition}}}"
+        return f"{{bw:{self.namespace}:0}}"
 
     def of(self, *parts: str) -> str:
         """The key whose name behind the tag consists of these parts."""
         return ":".join((self.tag, *parts))
-
-    def job(self, job_id: str) -> str:
-        return self.of("job", job_id)
-
-    def workers(self, model: str) -> str:
-        return self.of("workers", model)
-
-    def worker(self, incarnation: str) -> str:
-        return self.of("worker", incarnation)
-
-    def model(self, name: str) -> str:
-        return self.of("model", name)
-
-    @property
-    def api_keys(self) -> str:
-        return self.of("api_keys")
-
-    def api_key(self, prefix: str) -> str:
-        return self.of("api_key", prefix)
-
-    def events_channel(self, job_id: str) -> str:
-        return self.of("ev", job_id)
-
-    def wake_channel(self, model: str) -> str:
-        return self.of("wake", model)
-
-    def control_channel(self, incarnation: str) -> str:
-        return self.of("ctl", incarnation)

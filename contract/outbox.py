@@ -167,7 +167,7 @@ async def callback_state(
     Raises BrokerUnavailable, WireError.
     """
     with wire_errors("record of the outbox"), broker_errors(client, "HMGET"):
-        job: Any = await client.hmget(keys.job(job_id), ["tenant", "callback_to"])
+        job: Any = await client.hmget(keys.of("job", job_id), ["tenant", "callback_to"])
         record: Any = await client.hmget(
             keys.of("out", job_id), ["tenant", "state", "attempt", "to"]
         )

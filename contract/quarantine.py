@@ -71,7 +71,7 @@ class Quarantine(Functions):
         """
         await self.find(job_id)
         with wire_errors("job record"), broker_errors(self._client, "HMGET"):
-            values: Any = await self._client.hmget(self._keys.job(job_id), _FIELDS)
+            values: Any = await self._client.hmget(self._keys.of("job", job_id), _FIELDS)
         raw = dict(zip(_FIELDS, values, strict=True))
         if raw["job"] is None:
             raise CannotRequeue(
@@ -98,8 +98,8 @@ class Quarantine(Functions):
         again = requeued_id(job_id)
         with wire_errors("record of a poison job"), broker_errors(self._client, "HGET or EXISTS"):
             raw: Any = await self._client.hget(self._keys.of("poison"), job_id)
-            is_readable = bool(await self._client.exists(self._keys.job(job_id)))
-            was_requeued = bool(await self._client.exists(self._keys.job(again)))
+            is_readable = bool(await self._client.exists(self._keys.of("job", job_id)))
+            was_requeued = bool(await self._client.exists(self._keys.of("job", again)))
         about = {}
         with contextlib.suppress(WireError), wire_errors("record of a poison job"):
             about = dict(json.loads(raw or b"{}"))

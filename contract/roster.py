@@ -31,7 +31,7 @@ class Roster(Functions):
         views = []
         for card in await Catalogue(self._client, self._keys).models():
             with wire_errors("list of workers"), broker_errors(self._client, "ZRANGE"):
-                rows: Any = await self._client.zrange(self._keys.workers(card.name), 0, -1)
+                rows: Any = await self._client.zrange(self._keys.of("workers", card.name), 0, -1)
             for raw_name in rows:
                 name = raw_name.decode(errors="replace")
                 try:
@@ -45,7 +45,7 @@ class Roster(Functions):
     async def worker(self, incarnation: str) -> WorkerView | None:
         """A worker, draining or not; None where it has exited or its record has expired."""
         with wire_errors("record of a worker"), broker_errors(self._client, "HGETALL"):
-            raw: Any = await self._client.hgetall(self._keys.worker(incarnation))
+            raw: Any = await self._client.hgetall(self._keys.of("worker", incarnation))
             if not raw:
                 return None
             info = json.loads(raw[b"info"] or "{}")
@@ -59,5 +59,5 @@ class Roster(Functions):
     async def is_to_drain(self, incarnation: str) -> bool:
         """Whether a worker was ordered to drain; it may have missed the message."""
         with wire_errors("record of a worker"), broker_errors(self._client, "HGET"):
-            order: Any = await self._client.hget(self._keys.worker(incarnation), "order")
+            order: Any = await self._client.hget(self._keys.of("worker", incarnation), "order")
         return bool(order == b"drain")

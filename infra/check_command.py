@@ -132,7 +132,7 @@ async def _records(client: Any, keys: Keys, ids: list[str]) -> dict[str, dict[st
     """The records by id, of running jobs with their progress."""
     async with client.pipeline(transaction=False) as pipe:
         for job_id in ids:
-            pipe.hmget(keys.job(job_id), _FIELDS)
+            pipe.hmget(keys.of("job", job_id), _FIELDS)
         replies = await pipe.execute()
     jobs = {
         job_id: {name: (raw or b"").decode() for name, raw in zip(_FIELDS, values, strict=True)}

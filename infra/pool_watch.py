@@ -52,7 +52,7 @@ class PoolWatch:
                 tokens: Any = await self.client.hget(key, "queued_tokens")
                 queued[lane] = max(0, int(tokens or 0))
             names: Any = await self.client.zrangebyscore(
-                self.keys.workers(self.model), since_ms, "+inf"
+                self.keys.of("workers", self.model), since_ms, "+inf"
             )
             incarnations = tuple(name.decode() for name in names)
             seen = [await self._worker(name) for name in incarnations]
@@ -63,7 +63,7 @@ class PoolWatch:
         return PoolState(queued, workers, float(rate or 0) or None, incarnations, any(wishes))
 
     async def _worker(self, incarnation: str) -> ReadyWorker | None:
-        raw: Any = await self.client.hgetall(self.keys.worker(incarnation))
+        raw: Any = await self.client.hgetall(self.keys.of("worker", incarnation))
         if not raw or raw.get(b"state") == b"draining":
             return None
         info = json.loads(raw.get(b"info") or b"{}")

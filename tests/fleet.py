@@ -213,13 +213,15 @@ class Caller:
 
     async def worker_info(self) -> list[dict[str, Any]]:
         """The last report of each live worker."""
-        incarnations: Any = await self.client.zrange(self.keys.workers("m"), 0, -1)
-        raw = [await self.client.hget(self.keys.worker(i.decode()), "info") for i in incarnations]
+        incarnations: Any = await self.client.zrange(self.keys.of("workers", "m"), 0, -1)
+        raw = [
+            await self.client.hget(self.keys.of("worker", i.decode()), "info") for i in incarnations
+        ]
         return [json.loads(info) for info in raw if info]
 
     async def num_workers(self, number: int) -> None:
         async def enough() -> bool:
-            return await self.client.zcard(self.keys.workers("m")) >= number
+            return await self.client.zcard(self.keys.of("workers", "m")) >= number
 
         await until(enough)
 

@@ -346,7 +346,7 @@ class Broker:
         cursor = Cursor(after, after_hash)
         view: JobView | None = None
         answered_s = self.clock()
-        channel = self.keys.events_channel(job_id)
+        channel = self.keys.of("ev", job_id)
         async with self._following(job_id), self._hints.listen(channel) as mailbox:
             is_whole, wait_s = False, self._settings.poll_s
             if submitted_s is not None:

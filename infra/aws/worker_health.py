@@ -40,7 +40,7 @@ async def is_live(client: redis.asyncio.Redis, keys: Keys, host: str) -> bool:
     with wire_errors("list of workers"), broker_errors(client, "SMEMBERS or ZRANGEBYSCORE"):
         models: Any = await client.smembers(keys.of("models"))
         for model in models:
-            key = keys.workers(model.decode())
+            key = keys.of("workers", model.decode())
             names: Any = await client.zrangebyscore(key, since_ms, "+inf")
             if any(name.startswith(prefix) for name in names):
                 return True

@@ -75,7 +75,7 @@ async def test_what_a_function_accepts_is_run(
     """The call of a flow; and batches have a feeder."""
 
     async def is_served() -> bool:
-        return await redis_client.zcard(keys.workers("vote")) > 0
+        return await redis_client.zcard(keys.of("workers", "vote")) > 0
 
     await until(is_served)
     answer = await invoke(rest_event("POST", "/v1/chat/completions", BODY))

@@ -125,7 +125,9 @@ async def test_the_emptiest_worker_is_drained(
     assert (decision.num_workers, decision.num_to_retire) == (1, 1)
     assert ecs.num_desired() == 1
     client = service.watch.client
-    orders = [await client.hget(service.watch.keys.worker(name), "order") for name in ("w1", "w2")]
+    orders = [
+        await client.hget(service.watch.keys.of("worker", name), "order") for name in ("w1", "w2")
+    ]
     assert orders == [None, b"drain"]
 
 
@@ -134,7 +136,7 @@ async def test_a_draining_worker_does_not_count(service: PoolService, functions:
     worker = FakeWorker(functions)
     await worker.beat()
     assert len((await service.watch.look()).workers) == 1
-    await service.watch.client.hset(service.watch.keys.worker("w1"), "state", "draining")
+    await service.watch.client.hset(service.watch.keys.of("worker", "w1"), "state", "draining")
     assert not (await service.watch.look()).workers
 
 

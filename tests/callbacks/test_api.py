@@ -85,7 +85,7 @@ async def test_no_response_contains_the_callback(
     shown = await http.get(f"/v1/jobs/{job_id}")
     assert SECRET not in answer.text + shown.text
     assert "hush" not in answer.text + shown.text
-    assert await redis_client.hexists(keys.job(job_id), "callback")
+    assert await redis_client.hexists(keys.of("job", job_id), "callback")
 
 
 async def test_dead_letters_are_listed_shown_and_replayed(

@@ -197,13 +197,13 @@ async def _reckon(
     keys = Keys(NAMESPACE)
     client = connect(fleet.redis.url)
     functions = Functions(client, keys)
-    prefix = keys.job("")
+    prefix = keys.of("job", "")
     found: Any = await client.keys(f"{prefix}*")
     # A call without a key needs a connected caller; the oracle's questions are such calls too.
     has_key = {
         key.decode()[len(prefix) :]: await client.hget(key, "attendance") == b"0" for key in found
     }
-    parts = {job_id: await client.hget(keys.job(job_id), "part") for job_id in has_key}
+    parts = {job_id: await client.hget(keys.of("job", job_id), "part") for job_id in has_key}
     children = {job_id for job_id, part in parts.items() if part in (b"child", b"nested")}
     if isinstance(callers.oracle, BatchOracle):  # jobs that a killed feeder has not deleted
         children |= callers.oracle.line_job_ids

@@ -74,7 +74,7 @@ async def test_lost_events_cost_a_job_no_attempt(tmp_path: Path, keys: Keys) -> 
     ends."""
     async with power_failing_redis(tmp_path, keys) as (server, caller):
         job = await caller.submit("the last attempt", max_tokens=80)
-        await caller.client.hset(keys.job(job.id), "max_attempts", 1)
+        await caller.client.hset(keys.of("job", job.id), "max_attempts", 1)
         async with fleet(server.url, 1, SLOW, lease_s=10.0):
             await caller.has_output(job, 5)
             num_bytes = append_only_file(tmp_path).stat().st_size

@@ -54,7 +54,7 @@ async def claim(functions: Functions, version: str, max_jobs: int = 1000) -> lis
 
 
 async def arm_of(client: redis.asyncio.Redis, keys: Keys, job_id: str) -> str:
-    raw: Any = await client.hget(keys.job(job_id), "arm")
+    raw: Any = await client.hget(keys.of("job", job_id), "arm")
     return "" if raw is None else str(raw.decode())
 
 

@@ -123,7 +123,7 @@ async def test_unused_cost_is_refunded(
 
     figures: Any = await redis_client.hmget(keys.of("tenant", "t"), "tokens", "reserved")
     assert [float(figure) for figure in figures] == [5.0, 0.0]
-    assert await redis_client.hmget(keys.job(job.id), "cost", "charge", "refund") == [
+    assert await redis_client.hmget(keys.of("job", job.id), "cost", "charge", "refund") == [
         b"13",
         b"5",
         b"8",

@@ -40,7 +40,7 @@ async def test_a_price_counts_in_the_meter_alone(
     await functions.claim("w1", "m", ["batch"], lease_s=10, max_jobs=1, max_tokens=99)
     await append(functions, "w1", Append(jobs[0].id, 1, 1, tokens(0, 7, 8), 2, JobStatus.SUCCEEDED))
     assert await levels(redis_client, keys) == [15.5, 26.0]
-    bill = await redis_client.hmget(keys.job(jobs[0].id), "cost", "charge", "refund")
+    bill = await redis_client.hmget(keys.of("job", jobs[0].id), "cost", "charge", "refund")
     assert bill == [b"13", b"5", b"8"]
     assert await functions.cancel(jobs[1].id, "t") is JobStatus.CANCELLED
     assert await levels(redis_client, keys) == [9.0, 13.0]

@@ -170,7 +170,7 @@ async def test_a_flow_s_bill_has_the_prompts_of_its_calls(
     assert (view.num_prompt_tokens, view.num_output_tokens) == (7, 4)
     assert entries[-2].event == Members(runs)
     assert msgspec.structs.astuple(entries[-1].event)[3:] == (7, 4)
-    assert await redis_client.hget(keys.job(parent.id), "charge") == b"11"
+    assert await redis_client.hget(keys.of("job", parent.id), "charge") == b"11"
     counters = await redis_client.hgetall(keys.of("counters", "m", "standard"))
     assert set(counters.values()) == {b"0"}
     audit.check()

@@ -56,7 +56,7 @@ async def test_a_job_runs_from_submission_to_its_one_terminal_event(
         keys.of("q", "m", "standard", "t"),
     ):
         assert not await redis_client.exists(key), key
-    assert await redis_client.pttl(keys.job(job.id)) > 0
+    assert await redis_client.pttl(keys.of("job", job.id)) > 0
     assert await redis_client.pttl(keys.of("log", job.id)) > 0
     counters = await redis_client.hgetall(keys.of("counters", "m", "standard"))
     assert set(counters.values()) == {b"0"}
@@ -264,7 +264,7 @@ async def test_a_move_reaches_the_job_s_worker_and_its_record(
     await functions.submit(job, make_submission())
     await claim(functions)
     async with redis_client.pubsub() as pubsub:
-        await pubsub.subscribe(keys.control_channel("w1"))
+        await pubsub.subscribe(keys.of("ctl", "w1"))
         await anext(pubsub.listen())  # from now on it receives messages
         moved = await functions.reprioritise(job.id, "t", lane="interactive", deadline_s=5)
         message = await anext(pubsub.listen())

@@ -84,7 +84,7 @@ async def test_an_ended_job_leaves_no_packed_progress(
     assert await redis_client.exists(keys.of("run", "w1"))
     await append(functions, "w1", Append(job_id, 1, 3, fin=JobStatus.SUCCEEDED))
     assert not await redis_client.exists(keys.of("run", "w1"))
-    record = await redis_client.hmget(keys.job(job_id), ["next", "tokens"])
+    record = await redis_client.hmget(keys.of("job", job_id), ["next", "tokens"])
     assert record == [b"4", b"2"]
 
 
@@ -93,8 +93,8 @@ async def test_a_job_claimed_before_the_library_was_replaced_goes_on(
 ) -> None:
     """Earlier versions kept the progress only in the record; the next append finds it there."""
     job_id = await running_job(functions)
-    await redis_client.hset(keys.job(job_id), mapping={"next": 3, "tokens": 2})
-    await redis_client.hset(keys.job(job_id), "hash", (await hashes(functions, job_id))[-1])
+    await redis_client.hset(keys.of("job", job_id), mapping={"next": 3, "tokens": 2})
+    await redis_client.hset(keys.of("job", job_id), "hash", (await hashes(functions, job_id))[-1])
     await redis_client.delete(keys.of("run", "w1"))
     assert await append(functions, "w1", said_by(job_id, 3)) == [(Verdict.OK, 4)]
     assert await append(functions, "w1", said_by(job_id, 4)) == [(Verdict.OK, 5)]

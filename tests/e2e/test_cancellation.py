@@ -41,7 +41,7 @@ def running_jobs(view: redis.Redis) -> set[str]:
 
 
 def job_record(view: redis.Redis, job_id: str, field: str) -> str:
-    value: Any = view.hget(KEYS.job(job_id), field)
+    value: Any = view.hget(KEYS.of("job", job_id), field)
     return str(value.decode())
 
 
@@ -53,8 +53,8 @@ def num_events(view: redis.Redis, job_id: str) -> int:
 
 def worker_infos(view: redis.Redis) -> list[dict[str, Any]]:
     """The last report of each worker."""
-    incarnations: Any = view.zrange(KEYS.workers(MODEL), 0, -1)
-    raw: Any = [view.hget(KEYS.worker(i.decode()), "info") for i in incarnations]
+    incarnations: Any = view.zrange(KEYS.of("workers", MODEL), 0, -1)
+    raw: Any = [view.hget(KEYS.of("worker", i.decode()), "info") for i in incarnations]
     return [json.loads(info) for info in raw]
 
 

@@ -49,7 +49,7 @@ def vllm_stack(redis_server: EmbeddedRedis) -> Iterator[Stack]:
 
 def held(view: redis.Redis) -> list[set[str]]:
     """The ids of the jobs that each worker holds, at one moment."""
-    incarnations: Any = view.zrange(KEYS.workers(MODEL), 0, -1)
+    incarnations: Any = view.zrange(KEYS.of("workers", MODEL), 0, -1)
     with view.pipeline(transaction=True) as moment:
         for incarnation in incarnations:
             moment.smembers(KEYS.of("own", incarnation.decode()))
@@ -83,7 +83,7 @@ async def result_of(http: httpx.AsyncClient, job_id: str) -> tuple[str, int]:
 
 
 def has(view: redis.Redis, job_id: str, field: str) -> bool:
-    return bool(view.hget(KEYS.job(job_id), field))
+    return bool(view.hget(KEYS.of("job", job_id), field))
 
 
 async def until(condition: Callable[[], bool]) -> None:

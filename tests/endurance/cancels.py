@@ -243,7 +243,7 @@ async def _acknowledged(found: Pool, job_id: str) -> JobView:
 async def _closed_calls(found: Pool, known_ids: set[str]) -> list[Cancelled]:
     """The jobs of closed calls, whose callers never received an id. Their seed is their number."""
     keys = found.caller.keys
-    prefix = keys.job("")
+    prefix = keys.of("job", "")
     records: Any = await found.caller.client.keys(f"{prefix}*")
     ids = {key.decode()[len(prefix) :] for key in records} - known_ids
     return [Cancelled(await _acknowledged(found, job_id)) for job_id in ids]

@@ -111,7 +111,7 @@ async def _check(found: Pool, job: Job, report: DrainReport) -> None:
         if not is_same or answer.text[choice] != output_text(expected):
             report.violations.append(f"{job.id}: choice {choice} says something else")
     names = ("attempt", "crashes", "lapses", "releases", "epoch")
-    raw: Any = await found.caller.client.hmget(found.caller.keys.job(job.id), names)
+    raw: Any = await found.caller.client.hmget(found.caller.keys.of("job", job.id), names)
     attempt, crashes, lapses, releases, epoch = map(int, raw)
     report.num_moved += releases > 0
     report.num_releases += releases

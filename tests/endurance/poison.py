@@ -85,7 +85,7 @@ async def _check_innocent(
 
 
 async def _num_crashes(found: Pool, job: Job) -> int:
-    return int(await found.caller.client.hget(found.caller.keys.job(job.id), "crashes") or 0)
+    return int(await found.caller.client.hget(found.caller.keys.of("job", job.id), "crashes") or 0)
 
 
 def main() -> int:

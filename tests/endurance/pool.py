@@ -46,7 +46,7 @@ class Pool:
         keys, client = self.caller.keys, self.caller.client
 
         async def all_have_beaten() -> bool:
-            beats: Any = await client.zrange(keys.workers(MODEL), 0, -1, withscores=True)
+            beats: Any = await client.zrange(keys.of("workers", MODEL), 0, -1, withscores=True)
             return all(at_ms > now_ms for _, at_ms in beats)
 
         await until(all_have_beaten)

@@ -136,7 +136,7 @@ class _Soak:
 
     def _check_at_rest(self) -> None:
         with redis.Redis.from_url(self.server.url) as client:
-            records: Any = client.keys(KEYS.job("*"))
+            records: Any = client.keys(KEYS.of("job", "*"))
             assert not records, f"{len(records)} jobs are still kept"
             Audit(client, KEYS).check_at_rest()
 

@@ -214,7 +214,7 @@ async def until_followers(
     """Returns once this many gateways follow the job."""
 
     async def is_so() -> bool:
-        [(_, num_followers)] = await client.pubsub_numsub(keys.events_channel(job_id))
+        [(_, num_followers)] = await client.pubsub_numsub(keys.of("ev", job_id))
         return bool(num_followers == wanted)
 
     await until(is_so)

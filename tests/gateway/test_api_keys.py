@@ -374,7 +374,7 @@ async def test_the_output_of_a_call_is_kept_no_longer_than_the_key_s_jobs(
     headers = headers | await bearer(api_keys, retention_s=granted_s)
     answer = await fresh.post("/v1/completions", json=BODY, headers=headers)
     assert answer.status_code == 200
-    ttl_ms: Any = await redis_client.hget(keys.job(answer.headers["x-job-id"]), "ttl_ms")
+    ttl_ms: Any = await redis_client.hget(keys.of("job", answer.headers["x-job-id"]), "ttl_ms")
     assert int(ttl_ms) == kept_s * 1000
 
 

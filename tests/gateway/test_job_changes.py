@@ -41,7 +41,7 @@ async def test_a_running_job_s_worker_receives_the_change(
     job_id = await submit(http)
     await idle_worker.claim()
     async with redis_client.pubsub() as pubsub:
-        await pubsub.subscribe(keys.control_channel(idle_worker.incarnation))
+        await pubsub.subscribe(keys.of("ctl", idle_worker.incarnation))
         async with asyncio.timeout(5):
             await anext(pubsub.listen())
             change = {"lane": "interactive", "deadline_s": 50}

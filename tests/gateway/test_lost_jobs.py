@@ -30,7 +30,7 @@ async def lose_event(
             transaction.xadd(log, fields, id=entry_id)
         transaction.hdel(keys.of("run", worker.incarnation), job_id)
         last_hash = kept[-1][1][b"s"].split(b" ")[1]
-        transaction.hset(keys.job(job_id), mapping={"next": number, "hash": last_hash})
+        transaction.hset(keys.of("job", job_id), mapping={"next": number, "hash": last_hash})
         await transaction.execute()
 
 
@@ -67,7 +67,7 @@ async def test_events_of_two_logs_are_never_joined(
 
 
 async def lose_job(client: redis.asyncio.Redis, keys: Keys, job_id: str) -> None:
-    await client.delete(keys.job(job_id), keys.of("log", job_id))
+    await client.delete(keys.of("job", job_id), keys.of("log", job_id))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -115,7 +115,7 @@ async def test_a_call_that_became_a_job_needs_no_caller(
     await idle_worker.beat()
     await idle_worker.run(await idle_worker.claim())
     assert (await ended(http, job_id))["status"] == "succeeded"
-    assert await redis_client.ttl(keys.job(job_id)) > 80_000
+    assert await redis_client.ttl(keys.of("job", job_id)) > 80_000
 
 
 @pytest.fixture

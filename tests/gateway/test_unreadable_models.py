@@ -61,7 +61,7 @@ CARDS = {
 
 
 async def spoil(client: redis.asyncio.Redis, keys: Keys, card: bytes) -> None:
-    await client.set(keys.model(SPOILED), card)
+    await client.set(keys.of("model", SPOILED), card)
     await client.sadd(keys.of("models"), SPOILED)
 
 
@@ -119,8 +119,8 @@ async def test_a_damaged_model_affects_no_other(
     """A damaged card, list of workers or worker report: models, metrics, readiness and calls of
     the other model work, and the metrics count what is unreadable."""
     card = await publish_model(redis_client, keys, "listed")
-    await redis_client.set(keys.workers("listed"), "x")
-    await redis_client.rpush(keys.model("typed"), "x")
+    await redis_client.set(keys.of("workers", "listed"), "x")
+    await redis_client.rpush(keys.of("model", "typed"), "x")
     await redis_client.sadd(keys.of("models"), b"\xff", "typed")
     await spoil(redis_client, keys, b"x")
 
@@ -170,7 +170,7 @@ async def test_a_tokenizer_that_cannot_be_read_costs_its_model_alone(
     card = await publish_model(redis_client, keys, SPOILED + name.replace(" ", ""))
     await redis_client.set(keys.of("tokenizer", sha256), packed)
     spoiled = encode(replace(card, tokenizer_sha256=sha256))
-    await redis_client.set(keys.model(card.name), spoiled)
+    await redis_client.set(keys.of("model", card.name), spoiled)
     await worker_of(worker, card.name)
 
     answer = await eventually_known(http, card.name)

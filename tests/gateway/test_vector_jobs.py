@@ -141,7 +141,7 @@ async def test_a_job_counts_as_one_place_and_its_vectors_as_stored(
     job_id = await submit(http, EMBED)
     claimed = await (await idle(functions)).claim()
     assert claimed.cost_tokens == 18
-    assert await redis_client.hget(keys.job(job_id), "choices") == b"1"
+    assert await redis_client.hget(keys.of("job", job_id), "choices") == b"1"
     counted = await redis_client.hget(keys.of("stored", "jobs"), job_id)
     assert counted is not None
     parts = encoded_parts(claimed.job, NO_TERMS)

@@ -71,7 +71,7 @@ class Case:
             await self._worker.run(claimed)
 
     def damage(self, mutator: Mutator) -> None:
-        record, log = (self._keys.job(self.job_id), self._keys.of("log", self.job_id))
+        record, log = (self._keys.of("job", self.job_id), self._keys.of("log", self.job_id))
         for _ in range(self._rng.choice([1, 1, 2, 3])):
             key = record if self._rng.random() < 0.6 else log
             with contextlib.suppress(redis.ResponseError):
@@ -122,7 +122,7 @@ async def test_a_damaged_job_gets_a_clear_error_and_breaks_no_list(
             assert sound.job_id in [job["id"] for job in everything], seed
             async for what, answer in case.requests():
                 assert is_clear(answer), (seed, what, answer.status_code, answer.text[:300])
-            await redis_client.delete(keys.job(case.job_id), keys.of("log", case.job_id))
+            await redis_client.delete(keys.of("job", case.job_id), keys.of("log", case.job_id))
             await redis_client.zrem(keys.of("jobs", "default"), case.job_id)
 
 
@@ -133,7 +133,7 @@ async def test_a_job_whose_record_cannot_be_decoded_says_so_and_can_be_deleted(
     made = (await http.post("/v1/jobs", json=JOBS[0])).json()
     path = f"/v1/jobs/{made['id']}"
     await idle_worker.run(await idle_worker.claim())
-    await redis_client.hset(keys.job(made["id"]), "job", b"\xff")
+    await redis_client.hset(keys.of("job", made["id"]), "job", b"\xff")
     for answer in (await http.get(path), await http.get(f"{path}/events")):
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "record_unreadable")
         assert answer.headers["x-should-retry"] == "false"

@@ -36,8 +36,8 @@ async def test_an_unreadable_record_fails_as_poison_and_the_next_job_runs(
     for record in [*SPOILED, *absurd()]:
         job = make_job()
         await functions.submit(job, make_submission())
-        await redis_client.hset(keys.job(job.id), "job", record)
-        spoiled.append(keys.job(job.id))
+        await redis_client.hset(keys.of("job", job.id), "job", record)
+        spoiled.append(keys.of("job", job.id))
     async with fleet(redis_server.url, 2) as workers:
         sound = [await caller.submit(f"prompt {number}") for number in range(4)]
         for job in sound:
@@ -60,19 +60,19 @@ async def test_a_record_without_a_required_field_is_removed(
     for field in ("tenant", "model", "lane", "stream", "entry", "owner", "hash"):
         job = make_job()
         await functions.submit(job, make_submission())
-        await redis_client.hdel(keys.job(job.id), field)
+        await redis_client.hdel(keys.of("job", job.id), field)
     retyped = make_job()
     await functions.submit(retyped, make_submission())
-    await redis_client.delete(keys.job(retyped.id))
-    await redis_client.set(keys.job(retyped.id), "x")
+    await redis_client.delete(keys.of("job", retyped.id))
+    await redis_client.set(keys.of("job", retyped.id), "x")
     sound = make_job()
     await functions.submit(sound, make_submission())
     [claimed] = await claim(functions)
     assert claimed.job.id == sound.id
     await pass_time(redis_client, keys, 100)
     await functions.sweep()
-    left = [key async for key in redis_client.scan_iter(match=keys.job("*"))]
-    assert left == [keys.job(sound.id).encode()]
+    left = [key async for key in redis_client.scan_iter(match=keys.of("job", "*"))]
+    assert left == [keys.of("job", sound.id).encode()]
     assert await redis_client.hkeys(keys.of("stored", "jobs")) == [sound.id.encode()]
     sums = await redis_client.hgetall(keys.of("stored", "tenants"))
     assert sums[b"t"] == sums[b""]

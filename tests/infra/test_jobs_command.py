@@ -81,7 +81,7 @@ async def test_deleted_jobs_cannot_be_run_again(
     quarantine: Quarantine, redis_client: redis.asyncio.Redis, keys: Keys, poison: Job
 ) -> None:
     """The quarantine record stays, with sizes and hashes."""
-    await redis_client.delete(keys.job(poison.id))
+    await redis_client.delete(keys.of("job", poison.id))
     [record] = await quarantine.list()
     assert (record.job_id, record.about, record.is_readable) == (poison.id, ABOUT, False)
     with pytest.raises(CannotRequeue, match="have expired"):

@@ -160,21 +160,21 @@ def test_each_role_calls_only_its_functions(user: redis.Redis) -> None:
 
 def test_roles_cannot_touch_other_keys(user: redis.Redis) -> None:
     """Of other namespaces and programs, nor their channels."""
-    foreign = (Keys("other").job("x"), "x")
+    foreign = (Keys("other").of("job", "x"), "x")
     for key in foreign:
         with pytest.raises(NoPermissionError):
             run_command(user, "HSET", key, "a", "b")
     with pytest.raises(NoPermissionError):
         run_command(user, "PUBLISH", "elsewhere", "x")
     with pytest.raises(NoPermissionError):
-        run_command(user, "SUBSCRIBE", Keys("other").events_channel("x"))
+        run_command(user, "SUBSCRIBE", Keys("other").of("ev", "x"))
 
 
 def test_only_operators_may_write_api_keys(user: redis.Redis) -> None:
     """Gateways may read them, other roles may not."""
     keys, name = Keys("test"), name_of(user)
-    looks = [("GET", keys.of("key_pepper")), ("HMGET", keys.api_key("x"), "record")]
-    changes = [("HSET", keys.api_key("x"), "record", "y"), ("SADD", keys.api_keys, "x")]
+    looks = [("GET", keys.of("key_pepper")), ("HMGET", keys.of("api_key", "x"), "record")]
+    changes = [("HSET", keys.of("api_key", "x"), "record", "y"), ("SADD", keys.of("api_keys"), "x")]
     for command in looks if name not in ("gateway", "flows", "operator") else []:
         with pytest.raises(NoPermissionError):
             run_command(user, *command)

@@ -46,6 +46,6 @@ async def test_jobs_are_listed_cancelled_and_deleted(
     for job in (first, second):
         status, _, _ = await run_cli(redis_server, "jobs", "delete", job.id, *of_tenant)
         assert status == 0
-    assert await redis_client.exists(keys.job(first.id), keys.of("jobs", first.tenant)) == 0
+    assert await redis_client.exists(keys.of("job", first.id), keys.of("jobs", first.tenant)) == 0
     status, _, err = await run_cli(redis_server, "jobs", "show", first.id, "--tenant", "another")
     assert (status, "has no job" in err) == (1, True)

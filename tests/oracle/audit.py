@@ -110,15 +110,15 @@ class Audit:
 
     def _jobs(self) -> dict[str, Record]:
         """The records by id. Their logs and times to live are fetched in the same round trip."""
-        prefix = self.keys.job("")
+        prefix = self.keys.of("job", "")
         job_ids = [key.decode()[len(prefix) :] for key in self.client.keys(f"{prefix}*")]
         with self.client.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                pipe.hgetall(self.keys.job(job_id))
+                pipe.hgetall(self.keys.of("job", job_id))
                 pipe.xrange(self.keys.of("log", job_id))
-                pipe.pttl(self.keys.job(job_id))
+                pipe.pttl(self.keys.of("job", job_id))
                 pipe.pttl(self.keys.of("log", job_id))
-                pipe.memory_usage(self.keys.job(job_id), samples=0)
+                pipe.memory_usage(self.keys.of("job", job_id), samples=0)
                 pipe.memory_usage(self.keys.of("log", job_id), samples=0)
             replies: Any = pipe.execute()
         jobs = {}

@@ -55,7 +55,7 @@ async def test_half_a_record_is_a_finding_and_no_error(
     jobs = await make_jobs(functions)
     assert finding(client) == ""
     for job_id in jobs.values():
-        key = KEYS.job(job_id)
+        key = KEYS.of("job", job_id)
         fields: Any = client.hgetall(key)
         for raw_name, value in fields.items():
             name = raw_name.decode()
@@ -65,7 +65,7 @@ async def test_half_a_record_is_a_finding_and_no_error(
             client.hset(key, name, "nonsense")
             finding(client)
             client.hset(key, name, value)
-    client.hdel(KEYS.job(jobs["waiting"]), "stream")
+    client.hdel(KEYS.of("job", jobs["waiting"]), "stream")
     wanted = f"job:{jobs['waiting']} stream: holds nothing, and every such record has it"
     assert finding(client) == wanted
 

@@ -113,7 +113,7 @@ class World:
         self._hints: Any = self.client.pubsub(  # type: ignore[no-untyped-call]
             ignore_subscribe_messages=True
         )
-        self._hints.subscribe(self.keys.wake_channel("m"))
+        self._hints.subscribe(self.keys.of("wake", "m"))
         self._hints.get_message(timeout=5)  # the confirmation: from now on it receives messages
 
     def close(self) -> None:
@@ -420,7 +420,7 @@ class World:
         self.reference.wakes.clear()
 
     def _compare_records(self) -> None:
-        rows: Any = self.client.zrange(self.keys.workers("m"), 0, -1)
+        rows: Any = self.client.zrange(self.keys.of("workers", "m"), 0, -1)
         there_live = {row.decode() for row in rows}
         here_live = self.reference.live_workers("m")
         assert there_live == here_live, f"workers: {there_live}, the reference {here_live}"
@@ -428,7 +428,7 @@ class World:
         records = self.reference.records
         with self.client.pipeline(transaction=False) as pipe:
             for job_id in records:
-                pipe.hmget(self.keys.job(job_id), fields)
+                pipe.hmget(self.keys.of("job", job_id), fields)
             replies: Any = pipe.execute()
         for (job_id, record), values in zip(records.items(), replies, strict=True):
             there = {name: value.decode() for name, value in zip(fields, values, strict=True)}

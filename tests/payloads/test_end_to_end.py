@@ -104,8 +104,8 @@ async def test_long_prompts_and_results_are_in_the_object_store(
                 asked = [prompt] if isinstance(prompt, str) else prompt
                 assert all(map(str.startswith, shown, asked))
                 assert len(shown) == len(asked)
-                assert await redis_client.hstrlen(keys.job(job_id), "job") < 600
-                assert await redis_client.hstrlen(keys.job(in_redis), "job") > 1000
+                assert await redis_client.hstrlen(keys.of("job", job_id), "job") < 600
+                assert await redis_client.hstrlen(keys.of("job", in_redis), "job") > 1000
                 assert await redis_client.xlen(keys.of("log", job_id)) == 1
 
                 whole = await stream(http, job_id)

@@ -87,7 +87,7 @@ async def second_holder(
     async with asyncio.timeout(60):
         while True:
             for job in jobs:
-                owner: Any = await caller.client.hget(caller.keys.job(job.id), "owner")
+                owner: Any = await caller.client.hget(caller.keys.of("job", job.id), "owner")
                 view = await caller.view(job)
                 holders = [w for w in workers if owner and w.pid == pid_of(owner.decode())]
                 is_early = view.num_output_tokens < NUM_TOKENS * job.num_choices * 2 // 3

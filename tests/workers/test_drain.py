@@ -105,7 +105,7 @@ async def test_a_missed_drain_order_is_found_by_the_heartbeat(
     async with fleet(redis_server.url, 1, drain_s=1.0) as [worker]:
         await caller.num_workers(1)
         [view] = await roster.workers()
-        await caller.client.hset(keys.worker(view.incarnation), "order", "drain")
+        await caller.client.hset(keys.of("worker", view.incarnation), "order", "drain")
         assert await asyncio.to_thread(worker.wait, 20) == 0
 
 
@@ -135,7 +135,7 @@ async def test_a_signal_to_the_whole_group_kills_no_job(
         worker.terminate_group()
         assert_exact(job, await caller.answer(job), SLOW)
         assert await asyncio.to_thread(worker.wait, 20) == 0
-        crashes = await caller.client.hget(caller.keys.job(job.id), "crashes")
+        crashes = await caller.client.hget(caller.keys.of("job", job.id), "crashes")
         assert (crashes, (await caller.view(job)).attempt) == (b"0", 1)
         assert not any(map(is_alive, children))
 
@@ -148,7 +148,7 @@ async def test_a_worker_exits_within_its_budget_without_redis(keys: Keys) -> Non
             async def is_up() -> bool:
                 client = redis.asyncio.Redis.from_url(server.url)
                 async with client:
-                    return bool(await client.zcard(keys.workers("m")))
+                    return bool(await client.zcard(keys.of("workers", "m")))
 
             await until(is_up)
             server.kill()

@@ -99,7 +99,7 @@ async def test_running_jobs_go_on_after_a_full_disk(disk: Disk, caller: Caller) 
             assert answer.ends[0].status is JobStatus.SUCCEEDED
             assert len(answer.token_ids[0]) == 200
             fields = ["attempt", "lapses", "epoch"]
-            found = await caller.client.hmget(caller.keys.job(job.id), fields)
+            found = await caller.client.hmget(caller.keys.of("job", job.id), fields)
             assert found == [b"1", b"0", b"1"]
         assert all(worker.is_alive for worker in workers)
         late = await caller.submit("late", needs_worker=True)

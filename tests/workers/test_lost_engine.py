@@ -93,7 +93,7 @@ async def test_another_worker_of_the_model_takes_the_calls(
         os.kill(engine_pid, signal.SIGKILL)
 
         async def is_one_left() -> bool:
-            return await caller.client.zcard(caller.keys.workers("m")) == 1
+            return await caller.client.zcard(caller.keys.of("workers", "m")) == 1
 
         await until(is_one_left)
         job = await caller.submit("call", needs_worker=True)
@@ -111,12 +111,12 @@ async def test_a_worker_that_loads_again_can_be_drained(
     async with fleet(redis_server.url, 1, structs.replace(SLOW, load_fifo=str(fifo))) as [worker]:
         await let_load(fifo)
         await caller.num_workers(1)
-        incarnations: Any = await caller.client.zrange(caller.keys.workers("m"), 0, -1)
+        incarnations: Any = await caller.client.zrange(caller.keys.of("workers", "m"), 0, -1)
         [engine_pid] = children_of(worker.pid)
         os.kill(engine_pid, signal.SIGKILL)
 
         async def is_loading() -> bool:
-            return await caller.client.zcard(caller.keys.workers("m")) == 0
+            return await caller.client.zcard(caller.keys.of("workers", "m")) == 0
 
         await until(is_loading)
         assert await caller.functions.drain([incarnations[0].decode()]) == [True]

@@ -177,7 +177,7 @@ def runner(
 
 
 async def is_live(client: redis.asyncio.Redis, keys: Keys, flow: str) -> bool:
-    return bool(await client.zcard(keys.workers(flow)))
+    return bool(await client.zcard(keys.of("workers", flow)))
 
 
 def chat(model: str, text: str = "hello", **more: object) -> dict[str, object]:

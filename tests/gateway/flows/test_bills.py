@@ -142,7 +142,7 @@ async def test_a_flow_reserves_what_its_calls_may_take(
     """Each call reads the prompt, of 20 tokens, and writes as much as its body lets it."""
     asked: dict[str, object] = {"endpoint": CHAT, "body": {**chat(model, "12"), **more}}
     job_id = await submitted(flows, asked)
-    assert await redis_client.hget(keys.job(job_id), "cost") == str(cost).encode()
+    assert await redis_client.hget(keys.of("job", job_id), "cost") == str(cost).encode()
 
 
 async def has_seen(worker: FakeWorker) -> bool:

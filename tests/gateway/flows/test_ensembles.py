@@ -74,7 +74,7 @@ async def test_a_refused_member_is_logged_before_the_answer(
 ) -> None:
     """So that a run that begins again does not ask it, and chooses the same answer."""
     fleet.say("small", says("yes"))
-    await redis_client.delete(keys.workers("third"))
+    await redis_client.delete(keys.of("workers", "third"))
     answer = await flows.post(CHAT, json=chat("vote"))
     assert answer.json()["choices"][0]["message"]["content"] == "yes"
     job_id = answer.headers["x-job-id"]

@@ -90,7 +90,7 @@ async def test_a_wrong_file_changes_nothing(
 
         await until(is_told, 20)
     assert len(caplog.records) == 1
-    await fleet.client.delete(fleet.keys.model("vote"))
+    await fleet.client.delete(fleet.keys.of("model", "vote"))
     await until_listed(flows, {"vote"}, set())
     assert "stays as it was" in caplog.text
     answer = await flows.post(CHAT, json=chat("vote"))
@@ -118,10 +118,10 @@ async def test_tokens_are_refused_where_the_members_read_them_otherwise(
 async def test_flows_are_published_again_where_redis_lost_them(
     flows: httpx.AsyncClient, fleet: Fleet
 ) -> None:
-    await fleet.client.delete(fleet.keys.model("vote"))
+    await fleet.client.delete(fleet.keys.of("model", "vote"))
 
     async def is_back() -> bool:
-        return bool(await fleet.client.exists(fleet.keys.model("vote")))
+        return bool(await fleet.client.exists(fleet.keys.of("model", "vote")))
 
     await until(is_back, 20)
 
@@ -139,7 +139,7 @@ async def test_a_flow_that_is_gone_leaves_its_name_to_a_model(
     await fleet.stop_serving("vote")
 
     async def has_left() -> bool:
-        found = await fleet.client.zrange(fleet.keys.workers("vote"), 0, -1)
+        found = await fleet.client.zrange(fleet.keys.of("workers", "vote"), 0, -1)
         return found == [b"w-vote"]
 
     await until(has_left, 20)
