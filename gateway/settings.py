@@ -6,6 +6,7 @@ Over 300 lines: each setting with its default and description.
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
@@ -29,18 +30,10 @@ from contract.payloads import open_store
 
 _ENTRY = re.compile(r"([a-z][a-z0-9_-]{0,31})\s*=\s*(\d+|\d+(?:\.\d+)?s)")
 
-INTERACTIVE_TARGET_S = 10.0  # seconds to the first token that an interactive user will wait
-_PREDICTED_SHARE = 0.5  # of the available time, because throughput may halve while a job waits
-# Bytes in Redis of a job that has run. Measured: 6.5 kB plus 13 bytes per output token, so 32 is an
-# upper bound for jobs of 350 tokens or more.
-BYTES_PER_TOKEN = 32
-WAITING_SHARE = 0.4  # share of Redis's memory for the jobs waiting in a lane
-STORED_FACTOR = 8  # times Redis's memory, because most stored data is in the object store
-TENANT_SHARE = 0.5  # share of it for one tenant
-
 
 class LaneBound(msgspec.Struct, frozen=True):
-    """Limits of one lane; 0: no limit, None: the default."""
+    """Limits of one lane: the tokens that wait, prompts plus expected output, and the predicted
+    wait. 0: no limit, None: the default."""
 
     tokens: int | None = None
     wait_s: float | None = None
@@ -61,26 +54,6 @@ def parse_lane_bounds(entries: Iterable[str]) -> Mapping[str, LaneBound]:
             bounds[lane] = replace(bound, tokens=int(value))
     assert all(math.isfinite(bound.wait_s or 0.0) for bound in bounds.values())
     return bounds
-
-
-def default_wait_s(lane: str, sync_deadline_s: float) -> float:
-    """The default limit of the predicted wait in seconds; 0 for `batch`, where nobody waits for a
-    response. In other lanes callers wait at most until a call's deadline."""
-    if lane == "batch":
-        return 0.0
-    target_s = INTERACTIVE_TARGET_S if lane == "interactive" else sync_deadline_s
-    return min(target_s, sync_deadline_s) * _PREDICTED_SHARE
-
-
-def tokens_in(memory_bytes: int) -> int:
-    """How many tokens may wait in a lane, so that Redis has memory for their logs."""
-    return int(memory_bytes * WAITING_SHARE / BYTES_PER_TOKEN)
-
-
-def stored_bytes_beside(memory_bytes: int) -> int:
-    """The bytes of jobs that may be stored, in Redis and its object store together. A Redis with
-    less than 64 MiB counts as one of 64 MiB, because it rejects jobs by itself."""
-    return max(memory_bytes, 2**26) * STORED_FACTOR
 
 
 def _split(raw: Any) -> Any:
@@ -249,25 +222,10 @@ class GatewaySettings(BaseSettings):
         False, "whether counts are printed for CloudWatch after each request"
     )
 
-    def bound_of(self, lane: str, memory_bytes: int) -> tuple[int, float]:
-        """Returns the limits of a lane in tokens and predicted seconds; 0: none. `memory_bytes`: of
-        Redis. A lane's own setting takes precedence over the setting for all lanes, and that over
-        the default."""
-        own = parse_lane_bounds(self.lane_bounds).get(lane, LaneBound())
-        default = tokens_in(memory_bytes), default_wait_s(lane, self.sync_deadline_s)
-        tokens = (own.tokens, self.lane_bound_tokens, default[0])
-        seconds = (own.wait_s, self.lane_bound_s, default[1])
-        return (
-            next(bound for bound in tokens if bound is not None),
-            next(bound for bound in seconds if bound is not None),
-        )
-
-    def stored_bounds(self, memory_bytes: int) -> tuple[int, int]:
-        """The bytes that may be stored, of all jobs and of one tenant's (0: no limit).
-        `memory_bytes`: of Redis."""
-        whole = stored_bytes_beside(memory_bytes)
-        own = self.max_tenant_stored_bytes
-        return whole, int(TENANT_SHARE * whole) if own is None else own
+    @cached_property
+    def bounds_of_lanes(self) -> Mapping[str, LaneBound]:
+        """The bounds of single lanes."""
+        return parse_lane_bounds(self.lane_bounds)
 
     @property
     def wants_key(self) -> bool:

@@ -16,12 +16,10 @@ from gateway.redis.hints import Reset
 from gateway.state import Gateway
 
 
-async def whole_response(
-    gateway: Gateway, call: SyncCall, record: ResponseRecord
-) -> dict[str, Any]:
+async def whole_response(call: SyncCall, record: ResponseRecord) -> dict[str, Any]:
     """Returns the response of a call once its job has ended, or as it is at the platform's time
     limit. Raises ApiError if the job failed."""
-    job = call.job
+    gateway, job = call.gateway, call.job
     events = ResponseEvents(job, record, response_logprobs(await gateway.tokenizer_for(job)))
     async for item in follow(gateway, job, call=call):
         match item:

@@ -26,7 +26,6 @@ from gateway.http import sse
 from gateway.http.errors import (
     ApiError,
     Draining,
-    became_job,
     failure_of,
     to_call_error,
 )
@@ -130,10 +129,10 @@ def _log_answered(job: Job, end: End) -> None:
     )
 
 
-async def whole_answer(gateway: Gateway, call: SyncCall) -> dict[str, Any]:
+async def whole_answer(call: SyncCall) -> dict[str, Any]:
     """The response of a call, once its job has ended. Raises ApiError if the job failed, and
     AnsweredOtherwise if the call became a job."""
-    job = call.job
+    gateway, job = call.gateway, call.job
     answer = await answer_to(gateway, job)
     async for item in follow(gateway, job, call=call):
         match item:
@@ -188,7 +187,6 @@ def reset_error() -> ApiError:
 
 
 async def call_stream(
-    gateway: Gateway,
     call: SyncCall,
     *,
     includes_usage: bool,
@@ -203,7 +201,7 @@ async def call_stream(
     `has_ids`: events have ids, because the caller may resume. A caller that gave a position gets a
     `stream_reset` event if the job starts over; for others, a replaced log is an error.
     """
-    job = call.job
+    gateway, job = call.gateway, call.job
     may_reset = position is not START
     if may_reset:
         gateway.metrics.note_resumed()
@@ -257,8 +255,13 @@ async def call_stream(
 
 def _became_job(job: Job, last_id: str) -> bytes:
     """The event that says where to resume, for callers that know it; else an error."""
-    error = became_job(job.id, events_url(job.id), last_id)
-    where = {"id": job.id, "last_event_id": last_id, "events_url": events_url(job.id)}
+    url = events_url(job.id)
+    message = (
+        f"the time for this answer is up; it goes on as the job {job.id}: read the rest at "
+        f"{url}?starting_after={last_id}"
+    )
+    error = ApiError(503, "became_job", message)
+    where = {"id": job.id, "last_event_id": last_id, "events_url": url}
     return sse.message({**where, **error.body()}, event="reconnect")
 
 

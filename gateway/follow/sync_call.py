@@ -1,71 +1,28 @@
 """A synchronous call: its job is cancelled with the caller, until the call becomes a job. The
 `Prefer` header (RFC 7240) or the platform limits how long it may last before that."""
 
+import contextlib
 import logging
 import math
-import re
 import time
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator
 
 import msgspec
-from fastapi import Depends, Header, Request
+from fastapi import Request
 
 from contract.errors import BatchwayError
 from contract.events import Members
 from contract.jobs import Job
 from gateway.follow.job_objects import accepted_object, accepted_response
-from gateway.follow.members import KnownMembers, cancel_whole
-from gateway.http.errors import ServerTiming
+from gateway.follow.members import MODELS_HEADER, KnownMembers, cancel_whole
+from gateway.http.errors import to_call_error
 from gateway.http.sse import AnsweredOtherwise
-from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
+from gateway.state import Gateway
 
-_WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 TIME_LEFT = "time_left_s"  # key in the request's state: seconds until the platform ends the request
 
 log = logging.getLogger("batchway.gateway")
-
-
-class Preference(msgspec.Struct, frozen=True):
-    """The `Prefer` header's wishes about waiting. Others are ignored, as the RFC says."""
-
-    is_async: bool = False
-    wait_s: int | None = None
-
-    @classmethod
-    def of(cls, headers: Sequence[str]) -> "Preference":
-        words = ",".join(headers).lower().split(",")
-        parts = [word.partition(";")[0].strip() for word in words]
-        waits = [match for part in parts if (match := _WAIT.fullmatch(part))]
-        return cls("respond-async" in parts, int(waits[0][1]) if waits else None)
-
-    @property
-    def is_given(self) -> bool:
-        return self.is_async or self.wait_s is not None
-
-    @property
-    def is_at_once(self) -> bool:
-        """Whether the response is 202 without waiting."""
-        return self.is_async and self.wait_s is None
-
-    def applied(self) -> dict[str, str]:
-        """The `Preference-Applied` header."""
-        parts = ["respond-async"] if self.is_async else []
-        parts += [] if self.wait_s is None else [f"wait={self.wait_s}"]
-        return {"preference-applied": ", ".join(parts)} if parts else {}
-
-
-async def preference_of(
-    prefer: Annotated[
-        list[str] | None,
-        Header(description="`respond-async`: 202 at once; `wait=20`: 202 after 20 s"),
-    ] = None,
-) -> Preference:
-    return Preference.of(prefer or [])
-
-
-AskedPreference = Annotated[Preference, Depends(preference_of)]
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -76,14 +33,12 @@ class Patience(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, request: Request, preference: Preference, *, sync_limit_s: float, longest_s: float
+        cls, request: Request, settings: GatewaySettings, wait_s: float | None = None
     ) -> "Patience":
-        """Computes the time limit. `sync_limit_s` 0: no limit except the platform's, if it reports
-        one. A client's wish is limited to `longest_s`."""
-        now_s = time.monotonic()
-        left_s = min(sync_limit_s or math.inf, request.scope["state"].get(TIME_LEFT, math.inf))
-        wait_s = math.inf if preference.wait_s is None else min(preference.wait_s, longest_s)
-        return cls(now_s + wait_s, now_s + left_s)
+        """Computes the time limit. `wait_s`: the client's wish; a call's deadline limits it."""
+        now_s, platform_s = time.monotonic(), request.scope["state"].get(TIME_LEFT, math.inf)
+        result_s = math.inf if wait_s is None else min(wait_s, settings.sync_deadline_s)
+        return cls(now_s + result_s, now_s + min(settings.sync_limit_s or math.inf, platform_s))
 
     def is_over(self, *, has_sent: bool) -> bool:
         """Whether the call must become a job now."""
@@ -96,6 +51,24 @@ class Patience(msgspec.Struct, frozen=True):
         return self.result_by_s < math.inf
 
 
+class ServerTiming:
+    """Times of one request in ms from its start, for the header `Server-Timing`."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._marks: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """Records the time of a phase, once."""
+        self._marks.setdefault(name, 1000 * (time.monotonic() - self._started_s))
+
+    def headers(self) -> dict[str, str]:
+        if not self._marks:
+            return {}
+        parts = [f"{name};dur={ms:.1f}" for name, ms in self._marks.items()]
+        return {"server-timing": ", ".join(parts)}
+
+
 class SyncCall:
     """One call. `submitted_s`: when its job was submitted (monotonic); None if it existed before.
     `may_return`: the caller sent an Idempotency-Key and may come back. `job_retention_s`: how long
@@ -103,8 +76,7 @@ class SyncCall:
 
     def __init__(
         self,
-        broker: Broker,
-        settings: GatewaySettings,
+        gateway: Gateway,
         job: Job,
         patience: Patience,
         timing: ServerTiming,
@@ -114,16 +86,27 @@ class SyncCall:
         may_return: bool,
         headers: dict[str, str],
     ) -> None:
+        self.gateway = gateway
         self.job = job
         self.patience = patience
         self.timing = timing
         self.submitted_s = submitted_s
-        self._broker = broker
-        self._settings = settings
+        self._broker = gateway.broker
         self._job_retention_s = job_retention_s
         self._goes_on = may_return
         self.headers = headers  # of the answer
         self._members = KnownMembers()
+
+    @contextlib.contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Raises ApiError for BatchwayError, with the headers that name the job and its models."""
+        try:
+            yield
+        except BatchwayError as exc:
+            error = to_call_error(exc)
+            names = ("x-job-id", MODELS_HEADER)
+            error.headers |= {n: self.headers[n] for n in names if n in self.headers}
+            raise error from exc
 
     def note_members(self, event: Members) -> None:
         """Adds the models that a flow has called to the answer's headers."""
@@ -135,7 +118,7 @@ class SyncCall:
         await self._broker.detach(
             self.job.id,
             self.job.tenant,
-            deadline_s=self._settings.job_deadline_s,
+            deadline_s=self.gateway.settings.job_deadline_s,
             retention_s=self._job_retention_s,
         )
         self._goes_on = True

@@ -56,11 +56,11 @@ def depth_of(raw: bytes) -> int:
     return deepest
 
 
-def _no_constant(_: str) -> float:
+def no_constant(_: str) -> float:
     raise _Refused("NaN and Infinity are no JSON numbers")
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise _Refused("a number is out of range")
@@ -75,5 +75,5 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates
+    parse_constant=no_constant, parse_float=finite, object_pairs_hook=_no_duplicates
 )

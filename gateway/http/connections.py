@@ -8,7 +8,6 @@ import asyncio
 import ipaddress
 import logging
 import math
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, without_text
 from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, header, is_upload, plain_target
 from gateway.http.uvicorn_compat import HttpProtocol
 
@@ -86,12 +85,10 @@ class Connection(HttpProtocol):
         self._transport = transport
         peer = transport.get_extra_info("peername")
         network = network_of(peer[0]) if isinstance(peer, tuple) else None
-        if network is not None and not self._bounds.addresses.can_enter(network):
+        if network is not None and not self._bounds.addresses.enter(network):
             self._refuse()
             return
-        if network is not None:
-            self._bounds.addresses.enter(network)
-            self._counted_as = network
+        self._counted_as = network
         super().connection_made(transport)
         self._close_after(self._bounds.idle_s)
 
@@ -119,7 +116,7 @@ class Connection(HttpProtocol):
         try:
             super().data_received(data)
         except Exception as exc:
-            _log_without_text(exc)
+            log.error("unexpected %s", without_text(exc))
             self._transport.abort()
 
     def request_begun(self) -> None:
@@ -201,7 +198,7 @@ class RequestGuard:
                 await self._app(scope, _InTime(receive, body_s).receive, send)
         except Exception as exc:
             # uvicorn would answer 500, or close the connection in the middle of an answer
-            _log_without_text(exc)
+            log.error("unexpected %s", without_text(exc))
         finally:
             connection.request_ended(drops_rest=_is_rest_dropped(scope))
 
@@ -228,13 +225,6 @@ class _InTime:
             raise ApiError(408, "body_too_slow", text, headers=headers) from None
         self._is_complete = not message.get("more_body", False)
         return message
-
-
-def _log_without_text(exc: Exception) -> None:
-    """Logs an exception without its text, which may quote a request's body. uvicorn and asyncio
-    would log the text."""
-    frame = traceback.extract_tb(exc.__traceback__)[-1]
-    log.error("unexpected %s (%s:%d)", type(exc).__name__, frame.filename, frame.lineno)
 
 
 def _is_rest_dropped(scope: Scope) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import math
 import random
-import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
@@ -33,44 +33,6 @@ from contract.payloads.store import PayloadError, PayloadLost
 from gateway.turns import Busy
 
 JITTER = 0.25  # share of the wait; at least a second. Callers must not all return at once.
-
-
-def retry_after(retry_s: float, draw: Callable[[], float]) -> str:
-    """Whole seconds, rounded up, plus jitter. `draw` returns random numbers from 0 to 1."""
-    least = max(1, math.ceil(retry_s))
-    return str(least + int(draw() * (1 + math.ceil(JITTER * least))))
-
-
-def rate_headers(rates: RateLimits | None) -> dict[str, str]:
-    """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}` of the limits that exist."""
-    headers: dict[str, str] = {}
-    for what in ("requests", "tokens"):
-        rate = getattr(rates, what, None)
-        if rate is not None:
-            headers[f"x-ratelimit-limit-{what}"] = str(rate.limit)
-            headers[f"x-ratelimit-remaining-{what}"] = str(rate.remaining)
-            headers[f"x-ratelimit-reset-{what}"] = f"{math.ceil(rate.reset_s)}s"
-    return headers
-
-
-class ServerTiming:
-    """Times of one request in ms from its start, for the header `Server-Timing`."""
-
-    def __init__(self) -> None:
-        self._started_s = time.monotonic()
-        self._marks: dict[str, float] = {}
-
-    def mark(self, name: str) -> None:
-        """Records the time of a phase, once."""
-        self._marks.setdefault(name, 1000 * (time.monotonic() - self._started_s))
-
-    def headers(self) -> dict[str, str]:
-        if not self._marks:
-            return {}
-        parts = [f"{name};dur={ms:.1f}" for name, ms in self._marks.items()]
-        return {"server-timing": ", ".join(parts)}
-
-
 # Error codes of parameters, besides invalid_value.
 MISSING = "missing_required_parameter"
 UNKNOWN = "unknown_parameter"
@@ -105,8 +67,27 @@ _SOON_S = 1.0  # temporary: a retry may succeed
 _UNFIT_S = 30.0  # until an operator acts
 _FULL_S = 5.0  # until running jobs have ended
 _MAX_NAMES, _MAX_NAME = 10, 256  # of model names in a message: how many, and characters of each
+_UNAVAILABLE = "broker_unavailable"
 # Official clients retry 409 and 5xx by themselves; this header tells them not to.
 _NO_RETRY = {"x-should-retry": "false"}
+
+
+def retry_after(retry_s: float, draw: Callable[[], float]) -> str:
+    """Whole seconds, rounded up, plus jitter. `draw` returns random numbers from 0 to 1."""
+    least = max(1, math.ceil(retry_s))
+    return str(least + int(draw() * (1 + math.ceil(JITTER * least))))
+
+
+def rate_headers(rates: RateLimits | None) -> dict[str, str]:
+    """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}` of the limits that exist."""
+    headers: dict[str, str] = {}
+    for what in ("requests", "tokens"):
+        rate = getattr(rates, what, None)
+        if rate is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(rate.limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(rate.remaining)
+            headers[f"x-ratelimit-reset-{what}"] = f"{math.ceil(rate.reset_s)}s"
+    return headers
 
 
 class ApiError(BatchwayError, HTTPException):
@@ -226,27 +207,6 @@ def _dropped(
     return ApiError(status, code or reason, message, headers=headers, retry_after_s=retry_after_s)
 
 
-def broker_unavailable() -> ApiError:
-    return _dropped(503, "broker_unavailable", "the queue does not answer", _SOON_S)
-
-
-def broker_unfit(unfit: BrokerUnfit) -> ApiError:
-    """No jobs are accepted until an operator acts."""
-    return _dropped(503, "broker_unavailable", str(unfit), _UNFIT_S, code="broker_unfit")
-
-
-def broker_full(full: BrokerFull) -> ApiError:
-    """New jobs are rejected; existing jobs run on and can be read."""
-    message = f"the queue takes no more jobs just now: {full}"
-    return _dropped(503, "broker_unavailable", message, _FULL_S, code=full.code)
-
-
-def job_lost() -> ApiError:
-    """The job of a synchronous call was lost when Redis failed."""
-    message = "the queue has lost this request in a failure of its own: send it again"
-    return _dropped(503, "broker_unavailable", message, _SOON_S, code="job_lost")
-
-
 class Draining(ApiError):
     """The gateway shuts down: another one goes on."""
 
@@ -258,15 +218,6 @@ class Draining(ApiError):
             headers={"x-dropped-reason": "draining"},
             retry_after_s=1,
         )
-
-
-def became_job(job_id: str, url: str, last_id: str) -> ApiError:
-    """The error that ends a stream at the platform's time limit."""
-    message = (
-        f"the time for this answer is up; it goes on as the job {job_id}: read the rest at "
-        f"{url}?starting_after={last_id}"
-    )
-    return ApiError(503, "became_job", message)
 
 
 def to_api_error(exc: BatchwayError) -> ApiError:
@@ -285,14 +236,16 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             error = _dropped(status, exc.code, message, exc.retry_after_s)
             error.headers |= rate_headers(exc.rates)
             return error
-        case BrokerUnfit():
-            return broker_unfit(exc)
+        case BrokerUnfit():  # no jobs are accepted until an operator acts
+            return _dropped(503, _UNAVAILABLE, str(exc), _UNFIT_S, code="broker_unfit")
         case CommandDenied():  # the log says which command was denied
-            return broker_unfit(BrokerUnfit("Redis denies this gateway a command that it needs"))
-        case BrokerFull():
-            return broker_full(exc)
+            message = "Redis denies this gateway a command that it needs"
+            return _dropped(503, _UNAVAILABLE, message, _UNFIT_S, code="broker_unfit")
+        case BrokerFull():  # existing jobs run on and can be read
+            message = f"the queue takes no more jobs just now: {exc}"
+            return _dropped(503, _UNAVAILABLE, message, _FULL_S, code=exc.code)
         case BrokerUnavailable():
-            return broker_unavailable()
+            return _dropped(503, _UNAVAILABLE, "the queue does not answer", _SOON_S)
         case PayloadLost():
             message = "the prompt or the result of this job is lost"
             return ApiError(500, ErrorCode.PAYLOAD_LOST, message, headers=_NO_RETRY)
@@ -316,8 +269,18 @@ def to_api_error(exc: BatchwayError) -> ApiError:
 
 
 def to_call_error(exc: BatchwayError) -> ApiError:
-    """As to_api_error, for a synchronous call, whose caller knows nothing of jobs."""
-    return job_lost() if isinstance(exc, UnknownJob) else to_api_error(exc)
+    """As to_api_error, for a synchronous call, whose caller knows nothing of jobs: its job is
+    unknown if it was lost when Redis failed."""
+    if isinstance(exc, UnknownJob):
+        message = "the queue has lost this request in a failure of its own: send it again"
+        return _dropped(503, _UNAVAILABLE, message, _SOON_S, code="job_lost")
+    return to_api_error(exc)
+
+
+def without_text(exc: Exception) -> str:
+    """Type and place of an exception, for a log. Its text may quote a request's body."""
+    frame = traceback.extract_tb(exc.__traceback__)[-1]
+    return f"{type(exc).__name__} ({frame.filename}:{frame.lineno})"
 
 
 def internal_error() -> ApiError:

@@ -23,6 +23,7 @@ from gateway.http.errors import (
     invalid_value,
     to_api_error,
 )
+from gateway.http.sse import AnsweredOtherwise, ClientGone
 
 log = logging.getLogger("batchway.gateway")
 
@@ -112,6 +113,14 @@ def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) 
             message = f"this path takes {exc.headers['Allow']}"
         code = _HTTP_CODES.get(exc.status_code, "bad_request")
         return ApiError(exc.status_code, code, message, headers=exc.headers).response()
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, __: ClientGone) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(AnsweredOtherwise)
+    async def otherwise(_: Request, exc: AnsweredOtherwise) -> Response:
+        return exc.response
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, __: Exception) -> Response:

@@ -223,11 +223,13 @@ class ConcurrencyCap:
         self.cap = cap
         self._num_of: dict[str, int] = {}
 
-    def can_enter(self, name: str) -> bool:
-        return not self.cap or self._num_of.get(name, 0) < self.cap
-
-    def enter(self, name: str) -> None:
-        self._num_of[name] = self._num_of.get(name, 0) + 1
+    def enter(self, name: str) -> bool:
+        """Counts one more. False if the name has as many as it may."""
+        number = self._num_of.get(name, 0)
+        if self.cap and number >= self.cap:
+            return False
+        self._num_of[name] = number + 1
+        return True
 
     def leave(self, name: str) -> None:
         left = self._num_of[name] - 1

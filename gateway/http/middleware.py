@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contract.telemetry.tracing import Tracing, parent_of, set_current
+from gateway.http.errors import without_text
 from gateway.http.limits import header, plain_target
 from gateway.http.metrics import OTHER, GatewayMetrics
 from gateway.http.sse import MEDIA_TYPE
@@ -106,7 +107,7 @@ class RequestObserver:
         try:
             await self._app(scope, receive, observed)
         except Exception as exc:
-            log.error("unexpected %s request_id=%s", _where(exc), request_id.decode())
+            log.error("unexpected %s request_id=%s", without_text(exc), request_id.decode())
             if not has_begun:
                 handlers = scope["app"].exception_handlers
                 handler = handlers.get(500) or handlers[Exception]
@@ -126,14 +127,3 @@ def _request_id(scope: Scope) -> bytes:
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
     return f"req-{secrets.token_hex(16)}".encode()
-
-
-def _where(exc: BaseException) -> str:
-    """Type and code location of an error; its message may contain a prompt."""
-    trace = exc.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return type(exc).__name__
-    code = trace.tb_frame.f_code
-    return f"{type(exc).__name__} in {code.co_name} ({code.co_filename}:{trace.tb_lineno})"

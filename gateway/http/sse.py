@@ -42,11 +42,11 @@ _LINE_ENDS = (
 
 
 class ClientGone(Exception):
-    """The client closed the connection."""
+    """The client closed the connection. Nobody sees the response."""
 
 
 class AnsweredOtherwise(Exception):
-    """Raised before a stream's first bytes: respond with `response` instead of a stream."""
+    """Raised before an answer's first bytes: respond with `response` instead."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
@@ -119,7 +119,7 @@ async def sse_response(
     events: AsyncGenerator[bytes, None],
     *,
     headers: Mapping[str, str],
-    on_gone: Callable[[], Awaitable[None]],
+    on_gone: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
     """Streams the events of a generator. `on_gone` runs if the client disconnects before the end.
 
@@ -128,10 +128,9 @@ async def sse_response(
     try:
         first = await unless_gone(request.receive, anext(events, b""))
     except ClientGone:
-        await on_gone()
-        return Response(status_code=499)  # the client never sees this
-    except AnsweredOtherwise as exc:
-        return exc.response
+        if on_gone is not None:
+            await on_gone()
+        raise
     return EventStream(first, events, headers=headers, on_gone=on_gone)
 
 
@@ -148,7 +147,7 @@ class EventStream(StreamingResponse):
         events: AsyncGenerator[bytes, None],
         *,
         headers: Mapping[str, str],
-        on_gone: Callable[[], Awaitable[None]],
+        on_gone: Callable[[], Awaitable[None]] | None,
     ) -> None:
         super().__init__(self._whole(first, events), 200, {**HEADERS, **headers}, MEDIA_TYPE)
         self._events = events
@@ -167,7 +166,7 @@ class EventStream(StreamingResponse):
             pass  # the client has disconnected
         finally:
             await self._events.aclose()
-            if not self._is_complete:
+            if not self._is_complete and self._on_gone is not None:
                 await self._on_gone()
 
     async def _whole(

@@ -224,22 +224,46 @@ class ModelTokenizer:
         if self.template is not None:
             await self.template.aclose()
 
-    def encode_text(self, text: str) -> list[int]:
-        return self.encode_texts([text])[0]
-
-    def encode_texts(
-        self, texts: Sequence[str], *, adds_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Encodes all texts, however long: only for texts that are known to be short."""
-        encoded = self.encode_each(texts, None, adds_special_tokens=adds_special_tokens)
-        return [ids for ids in encoded if not isinstance(ids, Over)]
-
     def encode_each(
         self, texts: Sequence[str], most: int | None, *, adds_special_tokens: bool = True
     ) -> Iterator[list[int] | Over]:
         """Yields the token ids of each text, or an Over for one with more than `most`. Rendered
         chats contain their special tokens."""
         return self._each(texts, most, adds_special_tokens, lambda found: found.ids)
+
+    def encode_prompts(
+        self,
+        given: Sequence[tuple[str, str | tuple[int, ...]]],
+        most: int,
+        cut: Cut | None,
+        *,
+        is_chat: bool = False,
+    ) -> Iterator[tuple[list[int], int]]:
+        """Yields the token ids of each prompt, and how many were cut off. `given`: texts, each
+        after one that is not cut, or token ids; `most`: of tokens, if they are not to be cut;
+        `is_chat`: the texts are rendered chats. Raises TooLong, NoRoom."""
+        limit = most if cut is None else cut.max_tokens
+        texts = [kept + each for kept, each in given if isinstance(each, str)]
+        encoded = self.encode_each(texts, limit, adds_special_tokens=not is_chat)
+        for number, (kept, each) in enumerate(given):
+            whole: list[int] | Over
+            if isinstance(each, str):
+                whole = next(encoded)
+            else:
+                whole = list(each) if len(each) <= limit else Over(len(each))
+            if not isinstance(whole, Over):
+                yield whole, 0
+                continue
+            if cut is None:
+                raise TooLong(number, whole)
+            num_tokens = whole.num_tokens
+            if not isinstance(each, str):
+                ids = self.cut_ids(each, cut)
+            else:
+                ids = self.cut_chat(each, cut) if is_chat else self.cut_text(each, cut, kept)
+                if not whole.is_exact:
+                    num_tokens = self.count(kept + each, adds_special_tokens=not is_chat)
+            yield ids, num_tokens - len(ids)
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], most: int | None = None

@@ -30,7 +30,7 @@ from gateway.prepare.unsupported import CallFields
 from gateway.redis.broker import Broker
 from gateway.redis.key_ring import KeyRing
 from gateway.redis.known_models import model_failed
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, LaneBound
 from gateway.state import Gateway
 from gateway.turns import Owner, Turns, take_turns, turn, work_for
 
@@ -48,6 +48,15 @@ _SMALL_CHARS = 4_096  # up to this length, tokenising takes less time than start
 _TURNS = Turns()  # of work that belongs to no gateway
 
 T = TypeVar("T")
+
+INTERACTIVE_TARGET_S = 10.0  # seconds to the first token that an interactive user will wait
+_PREDICTED_SHARE = 0.5  # of the available time, because throughput may halve while a job waits
+# Bytes in Redis of a job that has run. Measured: 6.5 kB plus 13 bytes per output token, so 32 is an
+# upper bound for jobs of 350 tokens or more.
+BYTES_PER_TOKEN = 32
+WAITING_SHARE = 0.4  # share of Redis's memory for the jobs waiting in a lane
+STORED_FACTOR = 8  # times Redis's memory, because most stored data is in the object store
+TENANT_SHARE = 0.5  # share of it for one tenant
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -153,11 +162,10 @@ async def counted_caller(
     for scope in scopes.scopes:
         caller.check_scope(Scope(scope))
     calls: ConcurrencyCap = request.app.state.calls_of_keys
-    if not calls.can_enter(caller.key_name):
+    if not calls.enter(caller.key_name):
         message = f"this key has {calls.cap} calls under way, and may have no more at a time"
         headers = {"x-dropped-reason": "tenant_quota"}
         raise ApiError(429, "too_many_calls", message, headers=headers)
-    calls.enter(caller.key_name)
     take_turns(request.app.state.gateway.turns)
     work_for(caller.owner)
     try:
@@ -219,8 +227,8 @@ class Admission(msgspec.Struct, frozen=True):
         """Returns the terms for Redis. `max_output_tokens` is that of all prompts."""
         terms, settings = self.terms, self.gateway.settings
         memory_bytes = await self.gateway.broker.known.max_memory_bytes()
-        bound_tokens, bound_s = settings.bound_of(self.lane, memory_bytes)
-        max_stored_bytes, max_tenant_stored_bytes = settings.stored_bounds(memory_bytes)
+        bound_tokens, bound_s = bound_of(settings, self.lane, memory_bytes)
+        max_stored_bytes, max_tenant_stored_bytes = stored_bounds(settings, memory_bytes)
         return Submission(
             max_output_tokens=max_output_tokens,
             deadline_s=terms.deadline_s,
@@ -245,6 +253,48 @@ class Admission(msgspec.Struct, frozen=True):
             and not terms.idempotency_key
             and self.endpoint is not Endpoint.RESPONSES,
         )
+
+
+def default_wait_s(lane: str, sync_deadline_s: float) -> float:
+    """The default limit of the predicted wait in seconds; 0 for `batch`, where nobody waits for a
+    response. In other lanes callers wait at most until a call's deadline."""
+    if lane == "batch":
+        return 0.0
+    target_s = INTERACTIVE_TARGET_S if lane == "interactive" else sync_deadline_s
+    return min(target_s, sync_deadline_s) * _PREDICTED_SHARE
+
+
+def tokens_in(memory_bytes: int) -> int:
+    """How many tokens may wait in a lane, so that Redis has memory for their logs."""
+    return int(memory_bytes * WAITING_SHARE / BYTES_PER_TOKEN)
+
+
+def stored_bytes_beside(memory_bytes: int) -> int:
+    """The bytes of jobs that may be stored, in Redis and its object store together. A Redis with
+    less than 64 MiB counts as one of 64 MiB, because it rejects jobs by itself."""
+    return max(memory_bytes, 2**26) * STORED_FACTOR
+
+
+def bound_of(settings: GatewaySettings, lane: str, memory_bytes: int) -> tuple[int, float]:
+    """Returns the limits of a lane in tokens and predicted seconds; 0: none. `memory_bytes`: of
+    Redis. A lane's own setting takes precedence over the setting for all lanes, and that over the
+    default."""
+    own = settings.bounds_of_lanes.get(lane, LaneBound())
+    tokens = (own.tokens, settings.lane_bound_tokens, tokens_in(memory_bytes))
+    default_s = default_wait_s(lane, settings.sync_deadline_s)
+    seconds = (own.wait_s, settings.lane_bound_s, default_s)
+    return (
+        next(bound for bound in tokens if bound is not None),
+        next(bound for bound in seconds if bound is not None),
+    )
+
+
+def stored_bounds(settings: GatewaySettings, memory_bytes: int) -> tuple[int, int]:
+    """The bytes that may be stored, of all jobs and of one tenant's (0: no limit). `memory_bytes`:
+    of Redis."""
+    whole = stored_bytes_beside(memory_bytes)
+    own = settings.max_tenant_stored_bytes
+    return whole, int(TENANT_SHARE * whole) if own is None else own
 
 
 async def admit(gateway: Gateway, endpoint: Endpoint, body: CallBody, terms: Terms) -> Admission:

@@ -25,8 +25,14 @@ from gateway.models.long_texts import Over
 from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, TooLong
 from gateway.prepare.admission import Admission, Prompts, check_ids, tokenised
 from gateway.prepare.past_calls import Rendered, one_call_each
-from gateway.prepare.schemas import MAX_CHOICES, ChatBody, CompletionBody, Effort, GenerationBody
-from gateway.prepare.unsupported import no_room
+from gateway.prepare.schemas import (
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    Effort,
+    GenerationBody,
+    no_room,
+)
 from gateway.settings import GatewaySettings
 
 BUDGET = "thinking_token_budget"
@@ -230,43 +236,28 @@ async def prompts_of(
     """Returns the token ids of each prompt, and how many were cut off, if the call asks for
     cutting. A chat is one prompt."""
     given, cut = await _given(tokenizer, card, body)
-    is_chat = isinstance(body, ChatBody)
-    most = card.context_length if cut is None else cut.max_tokens
-
-    def encoded(each: str | tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        if not isinstance(each, str):
-            ids = list(each) if cut is None else tokenizer.cut_ids(each, cut)
-            return tuple(ids), len(each) - len(ids)
-        [whole] = tokenizer.encode_each([each], most, adds_special_tokens=not is_chat)
-        if not isinstance(whole, Over):
-            return tuple(whole), 0
-        if cut is None:
-            raise TooLong(0, whole)
-        ids = tokenizer.cut_chat(each, cut) if is_chat else tokenizer.cut_text(each, cut)
-        num_tokens = whole.num_tokens
-        if not whole.is_exact:
-            num_tokens = tokenizer.count(each, adds_special_tokens=not is_chat)
-        return tuple(ids), num_tokens - len(ids)
-
-    found = list[tuple[tuple[int, ...], int]]()
-
-    def encode() -> None:
-        found.extend(map(encoded, given))
-
+    found = list[tuple[list[int], int]]()
+    encoded = tokenizer.encode_prompts(
+        [("", each) for each in given],
+        card.context_length,
+        cut,
+        is_chat=isinstance(body, ChatBody),
+    )
     try:
-        await tokenised(encode, _num_chars(given))
+        await tokenised(lambda: found.extend(encoded), _num_chars(given))
     except NoRoom:
         raise no_room("prompt") from None
     except TooLong as exc:
         _, num_output = _given_max_tokens(body)
-        raise _over_context(card, exc.over, num_output or 0, _name_of(body, len(found))) from None
-    for number, (prompt_ids, _) in enumerate(found):
+        raise _over_context(card, exc.over, num_output or 0, _name_of(body, exc.number)) from None
+    prompts = tuple(tuple(ids) for ids, _ in found)
+    for number, prompt_ids in enumerate(prompts):
         param = _name_of(body, number)
         if not prompt_ids:
             raise invalid_value(param, f"{param} has no tokens")
         check_ids(param, prompt_ids, card)
     num_cut = None if cut is None else sum(num for _, num in found)
-    return tuple(ids for ids, _ in found), num_cut
+    return prompts, num_cut
 
 
 async def count_prompts(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> int:
@@ -399,10 +390,7 @@ _OF_EFFORT: Mapping[str, Callable[[Effort], Any]] = {
 
 
 def template_variables(
-    files: TokenizerFiles,
-    effort: Effort | None,
-    given: Mapping[str, Any] | None,
-    param: str = "reasoning_effort",
+    files: TokenizerFiles, effort: Effort | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Returns the operator's variables, those of the effort and the caller's; later ones win.
     Raises ApiError for an effort if the template has no variable for it, except "none" for a model
@@ -411,8 +399,8 @@ def template_variables(
     if effort is not None:
         known = [name for name in files.template_variables if name in _OF_EFFORT]
         if not known and (effort != "none" or files.reasoning is not None):
-            message = f"{param}: the model's chat template knows no degrees of reasoning"
-            raise bad_request(UNSUPPORTED, message, param)
+            message = "reasoning_effort: the model's chat template knows no degrees of reasoning"
+            raise bad_request(UNSUPPORTED, message, "reasoning_effort")
         values = {name: _OF_EFFORT[name](effort) for name in known}
         variables |= {name: value for name, value in values.items() if value is not None}
     return variables | dict(given or {})

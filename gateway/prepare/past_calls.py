@@ -7,14 +7,13 @@ that JSON does not allow.
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.http.bodies import MAX_DEPTH, depth_of
+from gateway.http.bodies import MAX_DEPTH, depth_of, finite, no_constant
 
 Rendered = Mapping[str, Any]  # a message as templates expect it
 
@@ -98,15 +97,4 @@ def _escaped(text: str) -> str:
     )
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("a number is out of range")
-    return number
-
-
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=no_constant, parse_float=finite)

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self, TypeGuard, cast
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
-from gateway.prepare.unsupported import CallFields, TruncatedTexts, refusal
+from gateway.prepare.schemas import TruncatedTexts
+from gateway.prepare.unsupported import CallFields, refusal
 
 MAX_INPUTS = 2048  # as OpenAI allows
 # Parameters of other servers -> values without effect.

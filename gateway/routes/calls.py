@@ -8,7 +8,8 @@ Over 300 lines: the ways to answer one call.
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -16,8 +17,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from starlette.responses import Response
 
 from contract.api_keys import Scope
-from contract.errors import BatchwayError
-from contract.function_types import JobView, Submission, Submitted
+from contract.function_types import JobView, Submission
 from contract.jobs import Endpoint, Job, JobStatus
 from gateway.follow.answer_models import (
     ChatCompletion,
@@ -28,24 +28,22 @@ from gateway.follow.answer_models import (
     TextCompletion,
 )
 from gateway.follow.job_objects import AcceptedJob, accepted_response, submitted_object
-from gateway.follow.members import MODELS_HEADER, chosen_header
+from gateway.follow.members import chosen_header
 from gateway.follow.streams import START, AskedPosition, LogPosition, call_stream, whole_answer
-from gateway.follow.sync_call import AskedPreference, Patience, Preference, SyncCall
+from gateway.follow.sync_call import Patience, ServerTiming, SyncCall
 from gateway.http import sse
 from gateway.http.errors import (
     ApiError,
-    ServerTiming,
     UnknownJob,
     invalid_value,
     rate_headers,
-    to_call_error,
 )
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference, Terms, check_goes_on
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
-from gateway.prepare.unsupported import ignored_header
+from gateway.prepare.unsupported import CallFields, ignored_header
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from gateway.redis.broker import Broker
 from gateway.routes.requests import CallRoute, WellFormed
@@ -53,6 +51,8 @@ from gateway.runners.submission import submit
 from gateway.state import AcceptingGateway, Gateway
 
 log = logging.getLogger("batchway.gateway")
+
+_WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 
 IdempotencyKey = Annotated[
     str,
@@ -96,23 +96,14 @@ async def submit_job(
     timing.mark("admission")
     status = JobStatus.QUEUED
     if submitted.is_new:
-        _log_accepted(job)
+        num_prompt = job.num_prompt_tokens
+        log.info("accepted job_id=%s lane=%s num_prompt=%d", job.id, job.lane, num_prompt)
     else:
         view = await _known_job(gateway, submitted.job_id, job.tenant)
         job, status = view.job, view.status
     shown = submitted_object(job, submitted, status)
     answer_headers = {**headers, **rate_headers(submitted.rates), **timing.headers()}
     return accepted_response(shown, answer_headers)
-
-
-async def accepted_job(gateway: Gateway, job: Job, submitted: Submitted, caller: Caller) -> Job:
-    """The job that answers: the new one, or the earlier one with the same idempotency key. The
-    caller may cancel it, so its current lane must be permitted. Raises ApiError."""
-    if submitted.is_new:
-        return job
-    view = await _known_job(gateway, submitted.job_id, job.tenant)
-    caller.check_lane(view.lane)
-    return await gateway.whole(view.job)
 
 
 async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
@@ -134,16 +125,53 @@ async def check_may_change(broker: Broker, caller: Caller, job_id: str) -> None:
         caller.check_lane(view.lane)
 
 
-def body_hash(key: str, endpoint: str, raw: Mapping[str, Any]) -> str:
+async def body_hash(request: Request, key: str, endpoint: str) -> str:
     """Returns a hash that is equal for equal bodies; '' without an Idempotency-Key."""
     if not key:
         return ""
-    text = json.dumps([endpoint, raw], sort_keys=True, separators=(",", ":"))
+    text = json.dumps([endpoint, await request.json()], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _log_accepted(job: Job) -> None:
-    log.info("accepted job_id=%s lane=%s num_prompt=%d", job.id, job.lane, job.num_prompt_tokens)
+class Preference(msgspec.Struct, frozen=True):
+    """The `Prefer` header's wishes about waiting. Others are ignored, as the RFC says."""
+
+    is_async: bool = False
+    wait_s: int | None = None
+
+    @classmethod
+    def of(cls, headers: Sequence[str]) -> "Preference":
+        words = ",".join(headers).lower().split(",")
+        parts = [word.partition(";")[0].strip() for word in words]
+        waits = [match for part in parts if (match := _WAIT.fullmatch(part))]
+        return cls("respond-async" in parts, int(waits[0][1]) if waits else None)
+
+    @property
+    def is_given(self) -> bool:
+        return self.is_async or self.wait_s is not None
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether the response is 202 without waiting."""
+        return self.is_async and self.wait_s is None
+
+    def applied(self) -> dict[str, str]:
+        """The `Preference-Applied` header."""
+        parts = ["respond-async"] if self.is_async else []
+        parts += [] if self.wait_s is None else [f"wait={self.wait_s}"]
+        return {"preference-applied": ", ".join(parts)} if parts else {}
+
+
+async def preference_of(
+    prefer: Annotated[
+        list[str] | None,
+        Header(description="`respond-async`: 202 at once; `wait=20`: 202 after 20 s"),
+    ] = None,
+) -> Preference:
+    return Preference.of(prefer or [])
+
+
+AskedPreference = Annotated[Preference, Depends(preference_of)]
 
 
 class CallOptions(msgspec.Struct, frozen=True):
@@ -156,16 +184,7 @@ class CallOptions(msgspec.Struct, frozen=True):
     position: LogPosition
     key: str
     timing: ServerTiming
-
-    @property
-    def patience(self) -> Patience:
-        settings = self.gateway.settings
-        return Patience.of(
-            self.request,
-            self.preference,
-            sync_limit_s=settings.sync_limit_s,
-            longest_s=settings.sync_deadline_s,
-        )
+    patience: Patience
 
 
 async def call_options(
@@ -180,7 +199,8 @@ async def call_options(
     """Raises ApiError."""
     if preference.is_given:
         caller.check_scope(Scope.JOBS_WRITE)  # the call may become a job
-    return CallOptions(request, caller, gateway, preference, position, key, ServerTiming())
+    patience, timing = Patience.of(request, gateway.settings, preference.wait_s), ServerTiming()
+    return CallOptions(request, caller, gateway, preference, position, key, timing, patience)
 
 
 AskedOptions = Annotated[CallOptions, Depends(call_options)]
@@ -189,103 +209,98 @@ AskedOptions = Annotated[CallOptions, Depends(call_options)]
 async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) -> Response:
     """Submits the call's job and returns its output, whole or as a stream. Returns the job instead
     if the caller prefers that, or when the time limit is reached."""
-    request, gateway, caller = options.request, options.gateway, options.caller
-    preference, key, timing = options.preference, options.key, options.timing
-    patience, position = options.patience, options.position
-    hashed = body_hash(key, endpoint, await request.json())
-    terms = _terms(gateway, caller, preference, body, key, hashed)
+    request, gateway, preference = options.request, options.gateway, options.preference
+    key, position = options.key, options.position
+    terms = _terms(options, body, await body_hash(request, key, endpoint))
     if preference.is_at_once:
         check_goes_on(body)
         prepared = await prepare_call(gateway, endpoint, body, terms)
         return await submit_job(gateway, *prepared, preference.applied() | ignored_header(body))
     _check_resumes(request, position, body, key)
     work = prepare_call(gateway, endpoint, body, terms)
-    try:
-        job, submission = await sse.unless_gone(request.receive, work)
-    except sse.ClientGone:
-        return Response(status_code=499)  # the client never sees this
-    submitted_s = gateway.broker.clock()
-    submitted = await submit(gateway, job, submission)
-    timing.mark("admission")
-    job = await accepted_job(gateway, job, submitted, caller)
-    answer_headers = preference.applied() | ignored_header(body) | rate_headers(submitted.rates)
-    headers = {"x-job-id": job.id, **answer_headers, **chosen_header(job)}
-    call = SyncCall(
-        gateway.broker,
-        gateway.settings,
-        job,
-        patience,
-        timing,
-        job_retention_s=caller.job_retention_s(gateway.settings),
-        submitted_s=submitted_s if submitted.is_new else None,
-        may_return=not _ends_with_caller(body, key),
-        headers=headers,
-    )
-    try:
+    prepared = await sse.unless_gone(request.receive, work)
+    call = await begin_call(gateway, options.caller, *prepared, options.patience, options.timing)
+    call.headers |= preference.applied() | ignored_header(body)
+    with call.named_errors():
         if not isinstance(body, ChatBody | CompletionBody) or not body.stream:
-            return await _whole(request, gateway, call, headers)
+            return await answer_whole(request, call, whole_answer(call))
         events = call_stream(
-            gateway,
             call,
             includes_usage=body.includes_usage,
             repeats_usage=body.repeats_usage,
             has_ids=bool(key) or body.on_disconnect == "continue",
             position=position,
-            starts_over=position is not START and submitted.is_new,
+            starts_over=position is not START and call.submitted_s is not None,
         )
-        headers |= timing.headers()
-        return await sse.sse_response(request, events, headers=headers, on_gone=call.on_gone)
-    except BatchwayError as exc:
-        error = to_call_error(exc)
-        names = ("x-job-id", MODELS_HEADER)
-        error.headers |= {name: headers[name] for name in names if name in headers}
-        raise error from exc
+        call.headers |= call.timing.headers()
+        return await sse.sse_response(request, events, headers=call.headers, on_gone=call.on_gone)
 
 
-def _terms(
+async def begin_call(
     gateway: Gateway,
     caller: Caller,
-    preference: Preference,
-    body: CallBody,
-    key: str,
-    hashed: str,
-) -> Terms:
+    job: Job,
+    submission: Submission,
+    patience: Patience,
+    timing: ServerTiming,
+) -> SyncCall:
+    """Queues the job of a call that waits for its answer. An earlier job with the same idempotency
+    key answers in its place: the caller may cancel it, so its current lane must be permitted.
+    Raises ApiError, and the errors of Broker.submit."""
+    submitted_s = gateway.broker.clock()
+    submitted = await submit(gateway, job, submission)
+    timing.mark("admission")
+    if not submitted.is_new:
+        view = await _known_job(gateway, submitted.job_id, job.tenant)
+        caller.check_lane(view.lane)
+        job = await gateway.whole(view.job)
+    return SyncCall(
+        gateway,
+        job,
+        patience,
+        timing,
+        job_retention_s=caller.job_retention_s(gateway.settings),
+        submitted_s=submitted_s if submitted.is_new else None,
+        may_return=not submission.attendance_s,
+        headers={"x-job-id": job.id, **rate_headers(submitted.rates), **chosen_header(job)},
+    )
+
+
+async def answer_whole(
+    request: Request, call: SyncCall, work: Awaitable[Mapping[str, Any]]
+) -> Response:
+    """Waits for the answer of a call. Raises ClientGone if the caller leaves."""
+    try:
+        answer = await sse.unless_gone(request.receive, work)
+    except sse.ClientGone:
+        await call.on_gone()
+        raise
+    call.timing.mark("total")
+    return sse.json_response(answer, headers=call.headers | call.timing.headers())
+
+
+def _terms(options: CallOptions, body: CallBody, hashed: str) -> Terms:
     """Returns the terms of a call, or of a job if the caller accepts that the call becomes one."""
-    settings = gateway.settings
+    settings, caller, preference = options.gateway.settings, options.caller, options.preference
     is_job = preference.is_given
     # A caller that gets 202 at once is not expected to stay.
-    is_attended = _ends_with_caller(body, key) and not preference.is_at_once
+    is_attended = ends_with_caller(body, options.key) and not preference.is_at_once
+    retention_s = caller.job_retention_s if is_job else caller.sync_retention_s
     return Terms(
         caller=caller,
         deadline_s=settings.job_deadline_s if is_job else settings.sync_deadline_s,
-        retention_s=caller.job_retention_s(settings)
-        if is_job
-        else caller.sync_retention_s(settings),
+        retention_s=retention_s(settings),
         attendance_s=settings.attendance_s if is_attended else 0.0,
         # A caller that accepts a job can also wait for a worker.
         needs_worker=not is_job,
-        idempotency_key=key,
+        idempotency_key=options.key,
         body_hash=hashed,
     )
 
 
-def _ends_with_caller(body: CallBody, key: str) -> bool:
+def ends_with_caller(body: CallFields, key: str) -> bool:
     """Whether a disconnect cancels the job. With an idempotency key the caller may come back."""
     return not key if body.on_disconnect is None else body.on_disconnect == "cancel"
-
-
-async def _whole(
-    request: Request, gateway: Gateway, call: SyncCall, headers: Mapping[str, str]
-) -> Response:
-    try:
-        answer = await sse.unless_gone(request.receive, whole_answer(gateway, call))
-    except sse.ClientGone:
-        await call.on_gone()
-        return Response(status_code=499)  # the client never sees this
-    except sse.AnsweredOtherwise as exc:
-        return exc.response
-    call.timing.mark("total")
-    return sse.json_response(answer, headers={**headers, **call.timing.headers()})
 
 
 def _check_resumes(request: Request, position: LogPosition, body: CallBody, key: str) -> None:

@@ -218,8 +218,8 @@ def _check_id(file_id: str) -> None:
         raise no_such_file()
 
 
-def no_such_file(param: str | None = None) -> ApiError:
-    return not_found("this file", "file_not_found", param)
+def no_such_file() -> ApiError:
+    return not_found("this file", "file_not_found")
 
 
 async def _stored(

@@ -90,7 +90,7 @@ async def create_job(
     key: IdempotencyKey = "",
 ) -> Response:
     """Queues a call; 202 with the job."""
-    hashed = body_hash(key, "/v1/jobs", await request.json())
+    hashed = await body_hash(request, key, "/v1/jobs")
     job, submission = await prepare_job(
         gateway, asked, caller, idempotency_key=key, body_hash=hashed
     )
@@ -126,7 +126,7 @@ async def stream_job(
     """Streams a job's events, from the start or after any event. A disconnect cancels nothing."""
     view, _ = await gateway.broker.read(job_id, caller.tenant)
     events = job_stream(gateway, view, position)
-    return await sse.sse_response(request, events, headers={"x-job-id": job_id}, on_gone=_nothing)
+    return await sse.sse_response(request, events, headers={"x-job-id": job_id})
 
 
 @router.post("/v1/jobs/{job_id}/cancel", responses=answers(404, 409))
@@ -172,10 +172,6 @@ async def change_job(
 def _already_terminal(status: JobStatus) -> ApiError:
     message = f"the job has ended before: {status}"
     return ApiError(409, "already_terminal", message, headers={"x-should-retry": "false"})
-
-
-async def _nothing() -> None:
-    """Does nothing, as a disconnect does not cancel this job."""
 
 
 async def prepare_job(

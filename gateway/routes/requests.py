@@ -27,10 +27,9 @@ class StrictRequest(Request):
     `refuse_malformed` raises them after the caller has been authenticated.
     """
 
-    is_call = False  # a call's body is read once it is counted against the caller's limit
     fields: dict[str, Any] | None = None  # the parsed body
     refusal: BatchwayError | None = None
-    _has_entered = False
+    awaits_count = False  # the body is read once the call counts against the caller's limit
 
     async def body(self) -> bytes:
         """Raises ApiError if the client disconnects."""
@@ -40,8 +39,8 @@ class StrictRequest(Request):
             message = "the content-type must be application/json"
             self.refusal = ApiError(415, "unsupported_media_type", message)
             return b""
-        if self.is_call and self.method == "POST" and not self._has_entered:
-            self._has_entered = True
+        if self.awaits_count:
+            self.awaits_count = False
             try:
                 await count_call(self)
             except BatchwayError as error:
@@ -90,22 +89,20 @@ WellFormed = Annotated[None, Depends(refuse_malformed)]
 class StrictRoute(APIRoute):
     """A route that passes a StrictRequest to its endpoint and dependencies."""
 
-    request = StrictRequest
+    counts_calls = False
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            return await handle(self.request(request.scope, request.receive))
+            strict_request = StrictRequest(request.scope, request.receive)
+            strict_request.awaits_count = self.counts_calls and request.method == "POST"
+            return await handle(strict_request)
 
         return strict
-
-
-class CallRequest(StrictRequest):
-    is_call = True
 
 
 class CallRoute(StrictRoute):
     """A StrictRoute of calls, each of which counts against its caller's limit of requests."""
 
-    request = CallRequest
+    counts_calls = True

@@ -7,9 +7,8 @@ Over 300 lines: all that is done with responses.
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import Response
 
@@ -24,26 +23,27 @@ from gateway.follow.answer_models import (
     ItemList,
     ResponseObject,
 )
-from gateway.follow.members import cancel_whole, chosen_header, delete_whole
+from gateway.follow.members import cancel_whole, delete_whole
 from gateway.follow.response_followers import response_stream, whole_response
 from gateway.follow.stored_responses import job_of_response, read_response, shown_response
-from gateway.follow.sync_call import Patience, Preference, SyncCall
+from gateway.follow.sync_call import Patience, ServerTiming, SyncCall
 from gateway.http import sse
-from gateway.http.errors import (
-    ServerTiming,
-    bad_request,
-    invalid_value,
-    rate_headers,
-    to_call_error,
-)
+from gateway.http.errors import bad_request, invalid_value
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference, JobsReader, JobsWriter, Terms
 from gateway.prepare.response_bodies import InputTokensBody, ResponseBody
 from gateway.prepare.response_jobs import prepare_response
 from gateway.prepare.unsupported import ignored_header
-from gateway.routes.calls import EVENTS, IdempotencyKey, accepted_job, body_hash, check_may_change
+from gateway.routes.calls import (
+    EVENTS,
+    IdempotencyKey,
+    answer_whole,
+    begin_call,
+    body_hash,
+    check_may_change,
+    ends_with_caller,
+)
 from gateway.routes.requests import CallRoute, WellFormed
-from gateway.runners.submission import submit
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
 log = logging.getLogger("batchway.gateway")
@@ -53,126 +53,53 @@ router = APIRouter(route_class=CallRoute, tags=["responses"], responses=answers(
 ResponseIdPath = Annotated[str, Path(json_schema_extra={"pattern": r"^resp_\d{1,4}-[0-9a-f]{32}$"})]
 
 
-class ResponseCall(msgspec.Struct, frozen=True):
-    """A call whose job is ready to be queued."""
-
-    request: Request
-    gateway: Gateway
-    caller: Caller
-    body: ResponseBody
-    job: Job
-    submission: Submission
-    timing: ServerTiming
-
-    @classmethod
-    async def prepared(
-        cls, request: Request, gateway: Gateway, caller: Caller, body: ResponseBody, key: str
-    ) -> Self:
-        """Prepares a call. Raises ApiError."""
-        hashed = body_hash(key, Endpoint.RESPONSES, await request.json())
-        terms = _terms(gateway, caller, body, key, hashed)
-        job, submission = await prepare_response(gateway, body, terms)
-        return cls(request, gateway, caller, body, job, submission, ServerTiming())
-
-    async def answer(self) -> Response:
-        """Queues the job and answers: whole, as a stream, or at once. Raises ApiError."""
-        gateway, body = self.gateway, self.body
-        submitted_s = gateway.broker.clock()
-        submitted = await submit(gateway, self.job, self.submission)
-        self.timing.mark("admission")
-        job = await accepted_job(gateway, self.job, submitted, self.caller)
-        record = decode_record(await gateway.broker.payloads.response(job))
-        headers = {"x-job-id": job.id, **ignored_header(body), **rate_headers(submitted.rates)}
-        headers |= chosen_header(job)
-        if body.background and not body.stream:
-            shown = await shown_response(gateway, response_id(job), job.tenant)
-            return sse.json_response(shown, headers={**headers, **self.timing.headers()})
-        call = self._call(job, submitted_s if submitted.is_new else None, headers)
-        try:
-            return await (self._stream if body.stream else self._whole)(call, record)
-        except BatchwayError as exc:
-            error = to_call_error(exc)
-            error.headers["x-job-id"] = job.id
-            raise error from exc
-
-    def _call(self, job: Job, submitted_s: float | None, headers: dict[str, str]) -> SyncCall:
-        gateway, settings = self.gateway, self.gateway.settings
-        patience = Patience.of(
-            self.request,
-            Preference(),
-            sync_limit_s=settings.sync_limit_s,
-            longest_s=settings.sync_deadline_s,
-        )
-        return SyncCall(
-            gateway.broker,
-            settings,
-            job,
-            patience,
-            self.timing,
-            job_retention_s=self.caller.job_retention_s(settings),
-            submitted_s=submitted_s,
-            may_return=not self.submission.attendance_s,
-            headers=headers,
-        )
-
-    async def _whole(self, call: SyncCall, record: ResponseRecord) -> Response:
-        work = whole_response(self.gateway, call, record)
-        try:
-            response = await sse.unless_gone(self.request.receive, work)
-        except sse.ClientGone:
-            await call.on_gone()
-            return Response(status_code=499)  # the client never sees this
-        finally:
-            await self._forget_unstored(call)
-        call.timing.mark("total")
-        return sse.json_response(response, headers=call.headers | call.timing.headers())
-
-    async def _stream(self, call: SyncCall, record: ResponseRecord) -> Response:
-        headers = call.headers | call.timing.headers()
-
-        async def events() -> AsyncGenerator[bytes, None]:
-            stream = response_stream(self.gateway, call.job, record, after=-1, call=call)
-            async with contextlib.aclosing(stream):
-                async for part in stream:
-                    yield part
-            await self._forget_unstored(call)
-
-        async def on_gone() -> None:
-            await call.on_gone()
-            await self._forget_unstored(call)
-
-        return await sse.sse_response(self.request, events(), headers=headers, on_gone=on_gone)
-
-    async def _forget_unstored(self, call: SyncCall) -> None:
-        """Deletes a response with `store: false`. If that fails, its short retention ends it."""
-        if self.body.is_stored:
-            return
-        job, broker = call.job, self.gateway.broker
-        try:
-            if await delete_whole(broker, job.id, job.tenant) is not None:
-                await cancel_whole(broker, job)
-                await delete_whole(broker, job.id, job.tenant)
-        except BatchwayError as exc:
-            log.warning("not forgotten yet (%s) job_id=%s", type(exc).__name__, job.id)
-
-
-def _terms(gateway: Gateway, caller: Caller, body: ResponseBody, key: str, hashed: str) -> Terms:
-    """The terms of a response. One in the background is a job like others; any other ends with its
-    caller, unless the caller may come back with its Idempotency-Key."""
+async def _prepared(
+    request: Request, gateway: Gateway, caller: Caller, body: ResponseBody, key: str
+) -> tuple[Job, Submission]:
+    """Prepares a call. One in the background is a job like others; any other ends with its caller,
+    unless the caller may come back with its Idempotency-Key. Raises ApiError."""
     settings = gateway.settings
-    # A caller cannot return to a response that is not stored.
-    ends_with_caller = not body.is_stored or (
-        not key if body.on_disconnect is None else body.on_disconnect == "cancel"
-    )
-    return Terms(
+    key = key if body.is_stored else ""  # a caller cannot return to a response that is not stored
+    is_attended = not body.is_stored or ends_with_caller(body, key)
+    terms = Terms(
         caller=caller,
         deadline_s=settings.job_deadline_s if body.background else settings.sync_deadline_s,
         retention_s=caller.job_retention_s(settings) if body.is_stored else MIN_RETENTION_S,
-        attendance_s=settings.attendance_s if ends_with_caller and not body.background else 0.0,
+        attendance_s=settings.attendance_s if is_attended and not body.background else 0.0,
         needs_worker=not body.background,
-        idempotency_key=key if body.is_stored else "",
-        body_hash=hashed if body.is_stored else "",
+        idempotency_key=key,
+        body_hash=await body_hash(request, key, Endpoint.RESPONSES),
     )
+    return await prepare_response(gateway, body, terms)
+
+
+async def _stream(request: Request, call: SyncCall, record: ResponseRecord) -> Response:
+    async def events() -> AsyncGenerator[bytes, None]:
+        stream = response_stream(call.gateway, call.job, record, after=-1, call=call)
+        async with contextlib.aclosing(stream):
+            async for part in stream:
+                yield part
+        await _forget_unstored(call, record)
+
+    async def on_gone() -> None:
+        await call.on_gone()
+        await _forget_unstored(call, record)
+
+    headers = call.headers | call.timing.headers()
+    return await sse.sse_response(request, events(), headers=headers, on_gone=on_gone)
+
+
+async def _forget_unstored(call: SyncCall, record: ResponseRecord) -> None:
+    """Deletes a response with `store: false`. If that fails, its short retention ends it."""
+    if record.is_stored:
+        return
+    job, broker = call.job, call.gateway.broker
+    try:
+        if await delete_whole(broker, job.id, job.tenant) is not None:
+            await cancel_whole(broker, job)
+            await delete_whole(broker, job.id, job.tenant)
+    except BatchwayError as exc:
+        log.warning("not forgotten yet (%s) job_id=%s", type(exc).__name__, job.id)
 
 
 async def response_id_of(response_id: ResponseIdPath) -> str:
@@ -203,12 +130,22 @@ async def create_response(
     """Answers items, whole, as a stream, or in the background."""
     if body.background:
         caller.check_scope(Scope.JOBS_WRITE)
-    work = ResponseCall.prepared(request, gateway, caller, body, key)
-    try:
-        call = await sse.unless_gone(request.receive, work)
-    except sse.ClientGone:
-        return Response(status_code=499)  # the client never sees this
-    return await call.answer()
+    patience, timing = Patience.of(request, gateway.settings), ServerTiming()
+    work = _prepared(request, gateway, caller, body, key)
+    prepared = await sse.unless_gone(request.receive, work)
+    call = await begin_call(gateway, caller, *prepared, patience, timing)
+    call.headers |= ignored_header(body)
+    record = decode_record(await gateway.broker.payloads.response(call.job))
+    if body.background and not body.stream:
+        shown = await shown_response(gateway, response_id(call.job), caller.tenant)
+        return sse.json_response(shown, headers=call.headers | timing.headers())
+    with call.named_errors():
+        if body.stream:
+            return await _stream(request, call, record)
+        try:
+            return await answer_whole(request, call, whole_response(call, record))
+        finally:
+            await _forget_unstored(call, record)
 
 
 @router.post("/v1/responses/input_tokens", responses=answers(415))
@@ -220,8 +157,8 @@ async def count_input_tokens(
     body: InputTokensBody,
 ) -> InputTokens:
     """The tokens that the model would be given, without a call of it."""
-    call = await ResponseCall.prepared(request, gateway, caller, body, "")
-    return InputTokens(input_tokens=call.job.num_prompt_tokens)
+    job, _ = await _prepared(request, gateway, caller, body, "")
+    return InputTokens(input_tokens=job.num_prompt_tokens)
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses={200: EVENTS})
@@ -247,7 +184,7 @@ async def get_response(
     after = -1 if starting_after is None else starting_after
     events = response_stream(gateway, view.job, record, after=after)
     headers = {"x-job-id": view.job.id}
-    return await sse.sse_response(request, events, headers=headers, on_gone=_nothing)
+    return await sse.sse_response(request, events, headers=headers)
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -305,7 +242,3 @@ async def list_input_items(
         last_id=page[-1]["id"] if page else None,
         has_more=len(items) > limit,
     )
-
-
-async def _nothing() -> None:
-    """Does nothing, as a disconnect of a reader cancels nothing."""

@@ -22,13 +22,8 @@ from contract.starts import Starts
 from gateway.app import create_app
 from gateway.child_process import ChildPool
 from gateway.http.errors import JITTER, rate_headers, retry_after
-from gateway.settings import (
-    INTERACTIVE_TARGET_S,
-    GatewaySettings,
-    LaneBound,
-    parse_lane_bounds,
-    tokens_in,
-)
+from gateway.prepare.admission import INTERACTIVE_TARGET_S, bound_of, stored_bounds, tokens_in
+from gateway.settings import GatewaySettings, LaneBound, parse_lane_bounds
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import make_settings
@@ -141,7 +136,9 @@ async def test_stored_bytes_are_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a tenant: 429, and other tenants are accepted; of all: 503. Deleted jobs make room."""
-    monkeypatch.setattr("gateway.settings.stored_bytes_beside", lambda memory_bytes: 35_000)
+    monkeypatch.setattr(
+        "gateway.prepare.admission.stored_bytes_beside", lambda memory_bytes: 35_000
+    )
     settings = make_settings(redis_server.url, max_tenant_stored_bytes=20_000)
     ours = await key_of(redis_client, keys)
     key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="other"))
@@ -165,9 +162,9 @@ async def test_stored_bytes_are_limited(
 
 def test_stored_bytes_are_limited_by_default() -> None:
     """Eight times the memory of Redis, half of it for one tenant, or what is set; 0: no limit."""
-    assert make_settings("").stored_bounds(2**30) == (2**33, 2**32)
-    assert make_settings("").stored_bounds(1) == (2**29, 2**28)
-    assert make_settings("", max_tenant_stored_bytes=0).stored_bounds(2**30) == (2**33, 0)
+    assert stored_bounds(make_settings(""), 2**30) == (2**33, 2**32)
+    assert stored_bounds(make_settings(""), 1) == (2**29, 2**28)
+    assert stored_bounds(make_settings("", max_tenant_stored_bytes=0), 2**30) == (2**33, 0)
 
 
 async def test_rate_limit_headers_are_in_every_response(
@@ -516,18 +513,18 @@ def test_lanes_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens by the memory of Redis, seconds by the lane; 0 removes a limit, of one lane or all."""
     settings = make_settings("redis://x", sync_deadline_s=60.0)
     fitting = tokens_in(2**30)
-    assert settings.bound_of("interactive", 2**30) == (fitting, INTERACTIVE_TARGET_S / 2)
-    assert settings.bound_of("standard", 2**30) == (fitting, 30.0)
-    assert settings.bound_of("batch", 2**30) == (fitting, 0.0)
-    assert settings.bound_of("gold", 0) == (0, 30.0)
+    assert bound_of(settings, "interactive", 2**30) == (fitting, INTERACTIVE_TARGET_S / 2)
+    assert bound_of(settings, "standard", 2**30) == (fitting, 30.0)
+    assert bound_of(settings, "batch", 2**30) == (fitting, 0.0)
+    assert bound_of(settings, "gold", 0) == (0, 30.0)
 
     monkeypatch.setenv("REDIS_URL", "redis://x")
     monkeypatch.setenv("BATCHWAY_LANE_BOUND_S", "9")
     monkeypatch.setenv("BATCHWAY_LANE_BOUND_TOKENS", "0")
     monkeypatch.setenv("BATCHWAY_LANE_BOUNDS", "batch=7,batch=0s")
     settings = GatewaySettings.from_env()
-    assert settings.bound_of("batch", 2**30) == (7, 0.0)
-    assert settings.bound_of("interactive", 2**30) == (0, 9.0)
+    assert bound_of(settings, "batch", 2**30) == (7, 0.0)
+    assert bound_of(settings, "interactive", 2**30) == (0, 9.0)
     monkeypatch.setenv("BATCHWAY_LANE_BOUND_TOKENS", "2s")
     with pytest.raises(ValueError, match="BATCHWAY_LANE_BOUND_TOKENS: Input should be a valid int"):
         GatewaySettings.from_env()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from contract.model_cards import TokenizerFiles
+from gateway.models.long_texts import Over
 from gateway.models.tokens import Cut, ModelTokenizer, NoRoom
 from tests.fakes import BOS_ID, hash_tokenizer
 from tests.gateway.vector_worker import vector_files
@@ -17,6 +18,12 @@ from tests.gateway.vector_worker import vector_files
 TEXTS = st.text(st.sampled_from("ab é漢🌍\n<"), max_size=40)
 SIDES = st.booleans()
 SIZES = st.integers(1, 60)
+
+
+def ids_of(name: str, text: str, *, adds_special_tokens: bool = True) -> list[int]:
+    [ids] = OURS[name].encode_each([text], None, adds_special_tokens=adds_special_tokens)
+    assert not isinstance(ids, Over)
+    return ids
 
 
 def _bert() -> TokenizerFiles:
@@ -69,12 +76,12 @@ def reference(name: str, cut: Cut) -> Tokenizer:
 @given(st.sampled_from(sorted(FILES)), TEXTS, SIZES, SIDES)
 def test_a_text_is_cut_as_by_the_library(name: str, text: str, size: int, keeps_end: bool) -> None:
     """Special tokens are kept. What the library cannot do is refused."""
-    cut, num_special = Cut(size, keeps_end), len(OURS[name].encode_text(""))
+    cut, num_special = Cut(size, keeps_end), len(ids_of(name, ""))
     if size > num_special:
         expected = reference(name, cut).encode(text).ids
         assert OURS[name].cut_text(text, cut) == expected
         assert len(expected) <= size
-    elif OURS[name].encode_texts([text], adds_special_tokens=False)[0]:
+    elif ids_of(name, text, adds_special_tokens=False):
         with pytest.raises(NoRoom):
             OURS[name].cut_text(text, Cut(num_special, keeps_end))
 
@@ -98,8 +105,8 @@ def test_a_pair_is_cut_as_by_the_library(
 def test_an_instruction_is_never_cut(name: str, text: str, size: int, keeps_end: bool) -> None:
     """Whichever end of the text is kept; of a pair it is before the first text."""
     kept, cut = "abba: ", Cut(size, keeps_end)
-    [own] = OURS[name].encode_texts([kept], adds_special_tokens=False)
-    whole = OURS[name].encode_text(kept + text)
+    own = ids_of(name, kept, adds_special_tokens=False)
+    whole = ids_of(name, kept + text)
     try:
         found = [
             OURS[name].cut_text(text, cut, kept),
@@ -123,7 +130,7 @@ def test_a_shortened_text_is_a_part_with_few_tokens(
 ) -> None:
     """The beginning or the end, and not much less than it may be."""
     found = OURS[name].shorten(text, size, keeps_end=keeps_end)
-    [before, after] = OURS[name].encode_texts([text, found], adds_special_tokens=False)
+    before, after = (ids_of(name, each, adds_special_tokens=False) for each in (text, found))
     assert text.endswith(found) if keeps_end else text.startswith(found)
     assert len(after) <= size
     assert found == text if len(before) <= size else len(after) > size - 4

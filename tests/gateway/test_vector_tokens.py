@@ -27,7 +27,7 @@ def tokenizer() -> ModelTokenizer:
 @pytest.mark.parametrize(
     "encode",
     [
-        lambda tokenizer: tokenizer.encode_text(LONG),
+        lambda tokenizer: list(tokenizer.encode_each([LONG], None)),
         lambda tokenizer: list(tokenizer.encode_pairs([("a", LONG)])),
         lambda tokenizer: list(tokenizer.encode_each([LONG], 900_000)),
         lambda tokenizer: tokenizer.count(LONG),
@@ -59,8 +59,8 @@ def test_texts_and_pairs_have_the_ids_that_they_have_alone(tokenizer: ModelToken
     alone = Tokenizer.from_str(vector_files().tokenizer_json)
     texts, pairs = ["", "a", "größer 漢字", "<eos> b"], [("a", "größer"), ("b" * 99, "")]
 
-    assert tokenizer.encode_texts(texts) == [alone.encode(text).ids for text in texts]
-    [chat] = tokenizer.encode_texts(["a<eos>"], adds_special_tokens=False)
+    assert list(tokenizer.encode_each(texts, None)) == [alone.encode(text).ids for text in texts]
+    [chat] = tokenizer.encode_each(["a<eos>"], None, adds_special_tokens=False)
     assert chat == alone.encode("a<eos>", add_special_tokens=False).ids
     encodings = [alone.encode(*pair) for pair in pairs]
     assert list(tokenizer.encode_pairs(pairs)) == [(e.ids, e.type_ids.count(0)) for e in encodings]

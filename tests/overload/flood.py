@@ -19,7 +19,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.connection import end_tasks
-from gateway.settings import INTERACTIVE_TARGET_S
+from gateway.prepare.admission import INTERACTIVE_TARGET_S
 from infra.tables import percentile
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.side_by_side import side_by_side
