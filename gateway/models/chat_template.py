@@ -159,8 +159,6 @@ def _strftime_now(format_: str) -> str:
 
 
 def prepare(start: Any) -> Callable[[Any], str]:
-    from gateway.models.chat_template import ChatTemplate  # the gateway imports this module too
-
     plain = ChatTemplate(start["source"], start["special_tokens"])
     with_tools = plain
     if start["tool_source"] is not None:

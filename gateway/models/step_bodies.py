@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -105,11 +106,6 @@ _ENVIRONMENT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 
 
 def prepare(_: Any) -> Callable[[Any], str]:
-    import msgspec
-
-    from contract.flows import Step
-    from gateway.models.step_bodies import render  # the gateway imports this module too
-
     def answer(request: Any) -> str:
         step = msgspec.convert(request["step"], Step)
         body = json.dumps(render(step, request["values"]), ensure_ascii=False)

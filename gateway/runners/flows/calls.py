@@ -9,7 +9,8 @@ Over 300 lines: a call from its begin to its end.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Self
 
 import msgspec
@@ -19,7 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from contract.api_keys import KeyTerms
 from contract.connection import end_tasks
 from contract.errors import BatchwayError, BrokerUnavailable, ErrorCode, JobRefused
-from contract.events import End, LogEntry, MemberRun, Members, Prompt, Tokens
+from contract.events import ChoiceDelta, End, LogEntry, MemberRun, Members, Prompt, Tokens
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
@@ -75,6 +76,16 @@ class Outcome(msgspec.Struct, frozen=True):
     def has_succeeded(self) -> bool:
         return self.run.status is JobStatus.SUCCEEDED
 
+    @property
+    def num_choices(self) -> int:
+        assert self.job is not None
+        return self.job.num_choices
+
+    def deltas(self) -> Iterator[ChoiceDelta]:
+        """Yields all parts of the output."""
+        for event in self.events:
+            yield from event.deltas if isinstance(event, Tokens) else ()
+
 
 class MemberFailed(Exception):
     """A call failed, and with it the flow. `code`: an ErrorCode; `message`: begins with the name of
@@ -93,16 +104,8 @@ class MemberFailed(Exception):
 class Calls:
     """The calls of one flow's job. Its `lane` and `deadline_s` (the broker's clock) may change."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        parent: Job,
-        *,
-        lane: str,
-        deadline_s: float,
-    ) -> None:
+    def __init__(self, gateway: Gateway, parent: Job, *, lane: str, deadline_s: float) -> None:
         self.gateway = gateway
-        self.broker = gateway.broker
         self.parent = parent
         self.lane = lane
         self.deadline_s = deadline_s
@@ -112,7 +115,7 @@ class Calls:
     async def prepare(self, call: Call) -> tuple[Job, Submission]:
         """Returns the job of a call in the name of the parent's tenant, whose meter counts its
         tokens. Raises ApiError, TemplateFailed, ModelUnreadable."""
-        deadline_s = max(_MIN_DEADLINE_S, self.deadline_s - self.broker.clock())
+        deadline_s = max(_MIN_DEADLINE_S, self.deadline_s - self.gateway.broker.clock())
         key = KeyTerms(
             tenant=self.parent.tenant,
             weight=self.parent.weight,
@@ -127,56 +130,9 @@ class Calls:
             lane=self.lane,
             metadata=self._flow.metadata,
         )
-        job, submission = await prepare_call(
-            self.gateway,
-            call.endpoint,
-            parse_body(call.endpoint, {**call.body, "model": call.model}),
-            terms,
-        )
+        body = parse_body(call.endpoint, {**call.body, "model": call.model})
+        job, submission = await prepare_call(self.gateway, call.endpoint, body, terms)
         return replace(job, parent=self.parent.id), submission
-
-    async def known(self, call: Call) -> Job | None:
-        """Returns the job of a call that an earlier run of the flow may have begun."""
-        try:
-            view, _ = await self.broker.read(call.job_id(self.parent.id), self.parent.tenant)
-        except UnknownJob:
-            return None
-        return view.job
-
-    async def begin(self, call: Call) -> tuple[Job, float | None]:
-        """Submits a call's job, unless that was done before. Returns the job, and the time if it
-        was submitted here. Raises BatchwayError."""
-        job, submission = await self.prepare(call)
-        unbound = replace(
-            submission,
-            lane_bound_tokens=0,
-            lane_bound_s=0.0,
-            max_stored_bytes=0,
-            max_tenant_stored_bytes=0,
-            needs_worker=call.can_fail and self._flow.needs_worker,
-            metadata={},
-        )
-        submitted_s = self.broker.clock()
-        submitted = await self.broker.submit(job, unbound)
-        return job, submitted_s if submitted.is_new else None
-
-    async def follow(
-        self, call: Call, job: Job, submitted_s: float | None
-    ) -> AsyncIterator[Prompt | Tokens | Outcome]:
-        """Yields a call's output from its first event on, and then its outcome. `submitted_s`: when
-        it was submitted (the broker's clock); None: earlier."""
-        try:
-            events = follow(self.gateway, job, submitted_s=submitted_s, ends_with_drain=False)
-            async for item in events:
-                match item:
-                    case Ended(end):
-                        yield Outcome(_ended(call, self.parent.id, end), job, _why(end))
-                    case LogEntry(event=(Prompt() | Tokens()) as event):
-                        yield event
-                    case Reset():  # Redis lost a part of the log: from the start
-                        raise BrokerUnavailable("the log of a call was replaced")
-        except PayloadLost as exc:
-            yield failed(call, self.parent.id, exc)
 
 
 def parse_body(endpoint: Endpoint, fields: Mapping[str, object]) -> CallBody:
@@ -211,24 +167,18 @@ def failed(call: Call, parent_id: str, exc: BatchwayError) -> Outcome:
     return Outcome(run, message=message)
 
 
-def _ended(call: Call, parent_id: str, end: End) -> MemberRun:
+def _ended(call: Call, job: Job, end: End) -> Outcome:
     code = {
         JobStatus.SUCCEEDED: "",
         JobStatus.FAILED: end.code or ErrorCode.ENGINE_ERROR,
         JobStatus.EXPIRED: ErrorCode.DEADLINE,
         JobStatus.CANCELLED: ErrorCode.ENGINE_ERROR,
     }[end.status]
-    return replace(
-        call.run(parent_id),
-        status=end.status,
-        prompt_tokens=end.prompt_tokens,
-        output_tokens=end.output_tokens,
-        code=code,
+    run = MemberRun(
+        call.model, job.id, end.status, end.prompt_tokens, end.output_tokens, code, call.name
     )
-
-
-def _why(end: End) -> str:
-    return end.message or ("" if end.status is JobStatus.SUCCEEDED else f"its job is {end.status}")
+    why = "" if end.status is JobStatus.SUCCEEDED else f"its job is {end.status}"
+    return Outcome(run, job, end.message or why)
 
 
 class Execution:
@@ -334,21 +284,53 @@ class Execution:
         return found
 
     async def _follow(self, call: Call) -> AsyncIterator[Output | Outcome]:
-        run = self._known.get(call.job_id(self.parent.id))
+        """Yields a call's output from its first event on, and then its outcome."""
+        calls, run = self.calls, self._known.get(call.job_id(self.parent.id))
         if run is not None and run.status not in (None, JobStatus.SUCCEEDED):
             yield Outcome(run, message="it has failed before")
             return
+        job, submitted_s = None, None
         try:
-            job = await self.calls.known(call) if run is not None else None
+            if run is not None:
+                with suppress(UnknownJob):
+                    view, _ = await calls.gateway.broker.read(run.job_id, self.parent.tenant)
+                    job = view.job
             if job is None and run is not None and run.status is not None:
                 lost = replace(run, status=JobStatus.FAILED, code=ErrorCode.RETRIES)
                 yield Outcome(lost, message=_FORGOTTEN)
                 return
-            submitted_s = None
             if job is None:
-                job, submitted_s = await self.calls.begin(call)
+                job, submitted_s = await self._begin(call)
         except BatchwayError as exc:
             yield failed(call, self.parent.id, exc)
             return
-        async for item in self.calls.follow(call, job, submitted_s):
-            yield item
+        try:
+            events = follow(calls.gateway, job, submitted_s=submitted_s, ends_with_drain=False)
+            async for item in events:
+                match item:
+                    case Ended(end):
+                        yield _ended(call, job, end)
+                    case LogEntry(event=(Prompt() | Tokens()) as event):
+                        yield event
+                    case Reset():  # Redis lost a part of the log: from the start
+                        raise BrokerUnavailable("the log of a call was replaced")
+        except PayloadLost as exc:
+            yield failed(call, self.parent.id, exc)
+
+    async def _begin(self, call: Call) -> tuple[Job, float | None]:
+        """Submits a call's job, unless an earlier run has done so. Returns the job, and the time if
+        it was submitted here (the broker's clock)."""
+        broker, (job, submission) = self.calls.gateway.broker, await self.calls.prepare(call)
+        assert self.parent.flow is not None
+        unbound = replace(
+            submission,
+            lane_bound_tokens=0,
+            lane_bound_s=0.0,
+            max_stored_bytes=0,
+            max_tenant_stored_bytes=0,
+            needs_worker=call.can_fail and self.parent.flow.needs_worker,
+            metadata={},
+        )
+        submitted_s = broker.clock()
+        submitted = await broker.submit(job, unbound)
+        return job, submitted_s if submitted.is_new else None

@@ -35,21 +35,18 @@ _SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers that each member may
 
 def texts_of(outcome: Outcome) -> list[str]:
     """The text of each choice."""
-    assert outcome.job is not None
-    texts: list[list[str]] = [[] for _ in range(outcome.job.num_choices)]
-    for event in outcome.events:
-        for delta in event.deltas if isinstance(event, Tokens) else ():
-            texts[delta.choice].append(delta.text)
-    return ["".join(parts) for parts in texts]
+    texts = [""] * outcome.num_choices
+    for delta in outcome.deltas():
+        texts[delta.choice] += delta.text
+    return texts
 
 
 def answers_of(outcome: Outcome) -> list[str]:
     """The text of each choice, with its tool calls; equal arguments have equal form."""
     assert outcome.job is not None
-    deltas: list[list[ToolCallDelta]] = [[] for _ in range(outcome.job.num_choices)]
-    for event in outcome.events:
-        for delta in event.deltas if isinstance(event, Tokens) else ():
-            deltas[delta.choice] += delta.tool_calls
+    deltas: list[list[ToolCallDelta]] = [[] for _ in range(outcome.num_choices)]
+    for delta in outcome.deltas():
+        deltas[delta.choice] += delta.tool_calls
     calls = (whole_calls(outcome.job, choice, each) for choice, each in enumerate(deltas))
     return [
         "\n".join([text, *(_plain_call(**each["function"]) for each in called)])
@@ -65,22 +62,16 @@ def _plain_call(name: str, arguments: str) -> str:
 
 def logprobs_of(outcome: Outcome) -> list[list[float]]:
     """The log probabilities of each choice's tokens, without those of the reasoning before them."""
-    assert outcome.job is not None
-    found: list[list[float]] = [[] for _ in range(outcome.job.num_choices)]
-    for event in outcome.events:
-        for delta in event.deltas if isinstance(event, Tokens) else ():
-            answer = (delta.logprobs or ())[delta.num_reasoning :]
-            found[delta.choice] += [item.logprob for item in answer]
+    found: list[list[float]] = [[] for _ in range(outcome.num_choices)]
+    for delta in outcome.deltas():
+        answer = (delta.logprobs or ())[delta.num_reasoning :]
+        found[delta.choice] += [item.logprob for item in answer]
     return found
 
 
 def vectors_of(outcome: Outcome) -> list[bytes]:
     """The vector of each input."""
-    found: dict[int, bytes] = {}
-    for event in outcome.events:
-        for delta in event.deltas if isinstance(event, Tokens) else ():
-            if delta.vector:
-                found[delta.choice] = delta.vector
+    found = {delta.choice: delta.vector for delta in outcome.deltas() if delta.vector}
     return [found[choice] for choice in sorted(found)]
 
 
@@ -92,12 +83,11 @@ async def answer_of(gateway: Gateway, outcome: Outcome) -> dict[str, Any]:
     for number, event in enumerate(outcome.events, 1):
         answer.add(LogEntry(number, "", event))
     whole = await built(answer, run.prompt_tokens, run.output_tokens)
-    return await asyncio.to_thread(_plain, whole)  # there may be millions of numbers
 
+    def plain() -> dict[str, Any]:
+        return msgspec.json.decode(msgspec.json.encode(whole), type=dict[str, Any])
 
-def _plain(whole: dict[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(whole))
-    return plain
+    return await asyncio.to_thread(plain)  # there may be millions of numbers
 
 
 def confidence(kind: Confidence, logprobs: Sequence[float], text: str) -> float:
