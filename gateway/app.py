@@ -46,13 +46,9 @@ _ROUTERS = [module.router for module in _MODULES]
 
 
 def create_app(
-    settings: GatewaySettings,
-    broker: Broker | None = None,
-    *,
-    draw: Callable[[], float] = SYSTEM_RANDOM.random,
+    settings: GatewaySettings, *, draw: Callable[[], float] = SYSTEM_RANDOM.random
 ) -> FastAPI:
-    """Creates the app. The caller closes a `broker` that it passes. `draw` returns random numbers
-    from 0 to 1, for the jitter of Retry-After."""
+    """Creates the app. `draw` returns random numbers from 0 to 1, for the jitter of Retry-After."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -77,12 +73,11 @@ def create_app(
         await ending.aclose()
         await gateway.grammars.aclose()
         await gateway.step_templates.aclose()
-        if broker is None:
-            await gateway.broker.aclose()
+        await gateway.broker.aclose()
         await asyncio.to_thread(tracing.close)
 
     tracing = Tracing("batchway-gateway")
-    gateway = Gateway(settings, broker or Broker(settings))
+    gateway = Gateway(settings, Broker(settings))
     app = FastAPI(
         title="batchway",
         description=_DESCRIPTION,

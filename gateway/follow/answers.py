@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
 from contract.events import (
     ChoiceDelta,
     LogEntry,
@@ -107,7 +105,7 @@ class PromptPart:
         self._tokenizer = tokenizer
         self._items: list[TokenLogprob] = []  # from the second token on; the first has none
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         self._items.clear()
 
     def add(self, event: Prompt) -> None:
@@ -122,9 +120,10 @@ class PromptPart:
         pieces = [stream.push(token_id)[1] for token_id in self.prompt_ids]
         return "".join(pieces) + stream.end()
 
-    def output_stream(self, tokenizer: ModelTokenizer) -> TextStream:
+    def output_stream(self) -> TextStream:
         """The text of a choice, which follows the echo."""
-        return tokenizer.text_stream(self.prompt_ids, len(self.text))
+        assert self._tokenizer is not None
+        return self._tokenizer.text_stream(self.prompt_ids, len(self.text))
 
     def echoed_logprobs(self) -> dict[str, list[Any]] | None:
         """Log probabilities of an echo, in the format of completions; null for the first token."""
@@ -245,7 +244,7 @@ class Chunks:
 
     def reset(self) -> None:
         for prompt in self._prompts:
-            prompt.reset()
+            prompt.clear()
         self._streams.clear()
         self._num_tokens.clear()
         self._num_reasoning = 0
@@ -341,7 +340,7 @@ class Chunks:
             return chat_logprobs(self._tokenizer, delta.logprobs)
         if delta.choice not in self._streams:
             prompt = self._prompts[delta.choice // self._job.params.n]
-            self._streams[delta.choice] = prompt.output_stream(self._tokenizer)
+            self._streams[delta.choice] = prompt.output_stream()
         stream = self._streams[delta.choice]
         return completion_logprobs(self._tokenizer, delta.logprobs, stream)
 
@@ -370,18 +369,6 @@ def _role(choice: int) -> dict[str, Any]:
     }
 
 
-class _Choice(msgspec.Struct):
-    """The output of one choice so far."""
-
-    texts: list[str] = msgspec.field(default_factory=list)
-    reasoning: list[str] = msgspec.field(default_factory=list)
-    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
-    token_ids: list[int] = msgspec.field(default_factory=list)
-    num_reasoning: int = 0
-    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    finish_reason: str | None = None
-
-
 class Answer:
     """A whole response, built from a job's events."""
 
@@ -389,65 +376,59 @@ class Answer:
         self._job = job
         self._tokenizer = tokenizer
         self._prompts = [PromptPart(job, ids, tokenizer) for ids in job.prompts]
-        self._choices = [_Choice() for _ in range(job.num_choices)]
+        self._deltas: list[list[ChoiceDelta]] = [[] for _ in range(job.num_choices)]  # by choice
 
     def reset(self) -> None:
         for prompt in self._prompts:
-            prompt.reset()
-        self._choices = [_Choice() for _ in range(self._job.num_choices)]
+            prompt.clear()
+        self._deltas = [[] for _ in self._deltas]
 
     def add(self, entry: LogEntry) -> None:
         if isinstance(entry.event, Prompt):
             self._prompts[entry.event.prompt].add(entry.event)
-        if not isinstance(entry.event, Tokens):
-            return
-        for delta in (_shown(self._job, delta) for delta in entry.event.deltas):
-            choice = self._choices[delta.choice]
-            choice.texts.append(delta.text)
-            choice.reasoning.append(delta.reasoning)
-            choice.tool_calls += delta.tool_calls
-            choice.token_ids += delta.token_ids
-            choice.num_reasoning += delta.num_reasoning
-            choice.logprobs += delta.logprobs or ()
-            choice.finish_reason = delta.finish_reason or choice.finish_reason
+        elif isinstance(entry.event, Tokens):
+            for delta in entry.event.deltas:
+                self._deltas[delta.choice].append(_shown(self._job, delta))
 
     def build(self, num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
         """The response. Choices that were cut off have no finish_reason."""
         answer = _head(self._job, is_chunk=False)
-        answer["choices"] = [self._built(i, choice) for i, choice in enumerate(self._choices)]
-        num_reasoning = sum(choice.num_reasoning for choice in self._choices)
+        answer["choices"] = [self._built(i, deltas) for i, deltas in enumerate(self._deltas)]
+        num_reasoning = sum(delta.num_reasoning for each in self._deltas for delta in each)
         answer["usage"] = usage(self._job, num_prompt_tokens, num_output_tokens, num_reasoning)
         return answer | _of_prompt(self._job, self._prompts)
 
-    def _built(self, index: int, choice: _Choice) -> dict[str, Any]:
-        text, prompt = "".join(choice.texts), self._prompts[index // self._job.params.n]
+    def _built(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        prompt = self._prompts[index // self._job.params.n]
         built: dict[str, Any] = {"index": index}
         if self._job.endpoint is Endpoint.CHAT:
-            built["message"] = self._message(index, choice, text)
+            built["message"] = self._message(index, deltas, text)
         else:
             built["text"] = prompt.text + text
             built |= prompt.listed_logprobs()
-        built["logprobs"] = self._logprobs(choice, prompt)
-        built["finish_reason"] = choice.finish_reason
+        built["logprobs"] = self._logprobs(deltas, prompt)
+        reasons = [delta.finish_reason for delta in deltas if delta.finish_reason]
+        built["finish_reason"] = reasons[-1] if reasons else None
         if self._job.return_token_ids:
-            built["token_ids"] = choice.token_ids
+            built["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
         return built | _of_listed_prompt(self._job, index)
 
-    def _message(self, index: int, choice: _Choice, text: str) -> dict[str, Any]:
+    def _message(self, index: int, deltas: Sequence[ChoiceDelta], text: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if reasoning := "".join(choice.reasoning):
+        if reasoning := "".join(delta.reasoning for delta in deltas):
             message["reasoning_content"] = reasoning
-        if choice.tool_calls:
+        if tool_calls := [call for delta in deltas for call in delta.tool_calls]:
             message["content"] = text or None
-            message["tool_calls"] = whole_calls(self._job, index, choice.tool_calls)
+            message["tool_calls"] = whole_calls(self._job, index, tool_calls)
         return message
 
-    def _logprobs(self, choice: _Choice, prompt: PromptPart) -> dict[str, Any] | None:
+    def _logprobs(self, deltas: Sequence[ChoiceDelta], prompt: PromptPart) -> dict[str, Any] | None:
         if self._job.params.logprobs is None or self._tokenizer is None:
             return None
+        items = [item for delta in deltas for item in delta.logprobs or ()]
         if self._job.endpoint is Endpoint.CHAT:
-            return chat_logprobs(self._tokenizer, choice.logprobs)
-        stream = prompt.output_stream(self._tokenizer)
-        own = completion_logprobs(self._tokenizer, choice.logprobs, stream)
+            return chat_logprobs(self._tokenizer, items)
+        own = completion_logprobs(self._tokenizer, items, prompt.output_stream())
         echoed = prompt.echoed_logprobs() or {}
         return {name: echoed.get(name, []) + values for name, values in own.items()}

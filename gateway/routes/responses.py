@@ -24,8 +24,8 @@ from gateway.follow.answer_models import (
     ResponseObject,
 )
 from gateway.follow.members import cancel_whole, delete_whole
-from gateway.follow.response_followers import response_stream, whole_response
 from gateway.follow.stored_responses import job_of_response, read_response, shown_response
+from gateway.follow.streams import response_stream, whole_response
 from gateway.follow.sync_call import Patience, ServerTiming, SyncCall
 from gateway.http import sse
 from gateway.http.errors import bad_request, invalid_value

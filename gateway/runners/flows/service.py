@@ -18,8 +18,7 @@ from contract.function_types import Claimed
 from contract.jobs import Job
 from contract.library import ensure_library
 from contract.model_cards import ModelCard
-from gateway.runners.flows.definitions import FlowError, load_flows, members
-from gateway.runners.flows.flow_types import check_flows, flow_card
+from gateway.runners.flows.definitions import FlowError, check_flows, flow_card, load_flows, members
 from gateway.runners.flows.run import Publisher, Run
 from gateway.runners.flows.stage_queues import StageQueues
 from gateway.runners.flows.worker import FlowWorker

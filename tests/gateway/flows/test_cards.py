@@ -5,8 +5,7 @@ import pytest
 
 from contract.flows import Ensemble, Flow
 from contract.jobs import Endpoint
-from gateway.runners.flows.definitions import FlowError
-from gateway.runners.flows.flow_types import flow_card
+from gateway.runners.flows.definitions import FlowError, flow_card
 from tests.gateway.flows.model_files import CARDS
 
 FLOW = Flow(

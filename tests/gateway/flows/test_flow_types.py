@@ -9,8 +9,7 @@ import pytest
 from contract.flows import Flow
 from contract.jobs import Endpoint
 from contract.model_cards import ENDPOINTS_OF_KIND, PoolingCard
-from gateway.runners.flows.definitions import FlowError, load_flows
-from gateway.runners.flows.flow_types import check_flows
+from gateway.runners.flows.definitions import FlowError, check_flows, load_flows
 from tests.gateway.flows.model_files import CARDS, card, write
 
 GENERATIVE = (Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES)
