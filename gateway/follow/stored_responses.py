@@ -1,9 +1,11 @@
 """Reads stored responses, by their ids, from the records and logs of their jobs."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from contract.errors import BrokerUnavailable
+from contract.events import LogEntry
 from contract.function_types import JobView
 from contract.jobs import Job
 from contract.response_events import STATUSES, ResponseEvents, ResponseRecord, decode_record
@@ -57,16 +59,21 @@ async def record_of_job(gateway: Gateway, job: Job) -> ResponseRecord | None:
     return decode_record(raw) if raw else None
 
 
+async def replay(gateway: Gateway, view: JobView, add: Callable[[LogEntry], object]) -> None:
+    """Adds all events of a job that has ended. Raises BrokerUnavailable if not all are there."""
+    number, up_to = 0, view.next_number - 1
+    async for entry in gateway.broker.log(view.job.id, view.job.tenant, up_to=up_to):
+        add(entry)
+        number = entry.number
+    if number < up_to:
+        raise BrokerUnavailable("Redis lost a part of the log between two reads")
+
+
 async def ended_response(gateway: Gateway, view: JobView, record: ResponseRecord) -> dict[str, Any]:
     """The response of a job that has ended, from its log."""
     logprobs = response_logprobs(await gateway.tokenizer_for(view.job))
     events = ResponseEvents(view.job, record, logprobs)
-    number = 0
-    async for entry in gateway.broker.log(view.job.id, view.job.tenant, up_to=view.next_number - 1):
-        events.of(entry)
-        number = entry.number
-    if number < view.next_number - 1:
-        raise BrokerUnavailable("Redis lost a part of the log between two reads")
+    await replay(gateway, view, events.of)
     response: dict[str, Any] = events.end(view)[-1]["response"]
     return response
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import Depends, Header, Query
 
-from contract.errors import BatchwayError, BrokerUnavailable
+from contract.errors import BatchwayError
 from contract.events import End, LogEntry, Members
 from contract.function_types import JobView
 from contract.jobs import Endpoint, Job, JobStatus
@@ -26,7 +26,7 @@ from contract.response_events import (
 from contract.vector_answers import VectorAnswer
 from gateway.follow.answers import Answer, Chunks, response_logprobs
 from gateway.follow.job_objects import events_url, job_object, place
-from gateway.follow.stored_responses import ended_response, record_of_job
+from gateway.follow.stored_responses import ended_response, record_of_job, replay
 from gateway.follow.sync_call import SyncCall
 from gateway.http import sse
 from gateway.http.errors import (
@@ -79,13 +79,6 @@ async def asked_position(
 AskedPosition = Annotated[LogPosition, Depends(asked_position)]
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """The job has ended: the last event. `sse_id`: of the log's last entry."""
-
-    end: End
-    sse_id: str
-
-
 async def follow(
     gateway: Gateway,
     job: Job,
@@ -94,9 +87,9 @@ async def follow(
     call: SyncCall | None = None,
     submitted_s: float | None = None,
     ends_with_drain: bool = True,
-) -> AsyncIterator[LogEntry | Idle | Reset | Ended]:
-    """Yields output as it is logged, Reset where the log was replaced, Idle while nothing comes.
-    Nothing if the position is that of the end.
+) -> AsyncIterator[LogEntry | Idle | Reset]:
+    """Yields events as they are logged, up to the End, Reset where the log was replaced, Idle while
+    nothing comes. Nothing if the position is that of the end.
 
     `call`, which waits for the answer, is told the first token and the models that a flow calls.
     `submitted_s`: as for Broker.events; that of the call by default. Raises Draining when the
@@ -112,7 +105,7 @@ async def follow(
             case LogEntry(event=End() as end):
                 if call is not None:
                     _log_answered(job, end)
-                yield Ended(end, item.sse_id)
+                yield item
                 return
             case LogEntry(event=Members() as members) if call is not None:
                 call.note_members(members)
@@ -142,7 +135,7 @@ async def whole_answer(call: SyncCall) -> dict[str, Any]:
     answer = await answer_to(gateway, job)
     async for item in follow(gateway, job, call=call):
         match item:
-            case Ended(end):
+            case LogEntry(event=End() as end):
                 if (failure := failure_of(end)) is not None:
                     raise failure
                 return await built(answer, end.prompt_tokens, end.output_tokens)
@@ -160,12 +153,7 @@ async def ended_answer(gateway: Gateway, view: JobView) -> dict[str, Any]:
     if record := await record_of_job(gateway, view.job):
         return await ended_response(gateway, view, record)
     answer = await answer_to(gateway, await gateway.whole(view.job))
-    up_to, number = view.next_number - 1, 0
-    async for entry in gateway.broker.log(view.job.id, view.job.tenant, up_to=up_to):
-        answer.add(entry)
-        number = entry.number
-    if number < up_to:
-        raise BrokerUnavailable("Redis lost a part of the log between two reads")
+    await replay(gateway, view, answer.add)
     return await built(answer, view.num_prompt_tokens, view.num_output_tokens)
 
 
@@ -224,7 +212,7 @@ async def call_stream(
     try:
         async for item in follow(gateway, job, position, call=call):
             match item:
-                case Ended(end):
+                case LogEntry(event=End() as end):
                     failure = failure_of(end)
                     if failure is not None:
                         raise failure
@@ -295,11 +283,13 @@ async def job_stream(
     try:
         async for item in follow(gateway, job, position):
             match item:
-                case Ended(end, sse_id):
+                case LogEntry(event=End() as end):
                     ended, _ = await gateway.broker.read(job.id, job.tenant)
                     if isinstance(chunks, ResponseEvents):
                         yield b"".join(map(sse.message, chunks.end(ended)))
-                    yield sse.message(job_object(ended).model_dump(), event=end.status, id_=sse_id)
+                    yield sse.message(
+                        job_object(ended).model_dump(), event=end.status, id_=item.sse_id
+                    )
                     break
                 case LogEntry():
                     if messages := _chunk_messages(chunks, item, has_id=True):
@@ -372,7 +362,7 @@ async def whole_response(call: SyncCall, record: ResponseRecord) -> dict[str, An
     events = ResponseEvents(job, record, response_logprobs(await gateway.tokenizer_for(job)))
     async for item in follow(gateway, job, call=call):
         match item:
-            case Ended(end):
+            case LogEntry(event=End() as end):
                 if (failure := failure_of(end)) is not None:
                     raise failure
                 view, _ = await gateway.broker.read(job.id, job.tenant)
@@ -400,7 +390,7 @@ async def response_stream(
     try:
         async for item in follow(gateway, job, call=call):
             match item:
-                case Ended():
+                case LogEntry(event=End()):
                     view, _ = await gateway.broker.read(job.id, job.tenant)
                     yield _messages(events.end(view), after)
                     break

@@ -24,7 +24,7 @@ from contract.events import ChoiceDelta, End, LogEntry, MemberRun, Members, Prom
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, JobStatus
 from contract.payloads.store import PayloadError, PayloadLost
-from gateway.follow.streams import Ended, follow
+from gateway.follow.streams import follow
 from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, UnknownJob
 from gateway.http.handlers import translated
 from gateway.prepare.admission import Caller, Terms
@@ -308,7 +308,7 @@ class Execution:
             events = follow(calls.gateway, job, submitted_s=submitted_s, ends_with_drain=False)
             async for item in events:
                 match item:
-                    case Ended(end):
+                    case LogEntry(event=End() as end):
                         yield _ended(call, job, end)
                     case LogEntry(event=(Prompt() | Tokens()) as event):
                         yield event
