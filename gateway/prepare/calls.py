@@ -28,7 +28,7 @@ from contract.function_types import Submission
 from contract.jobs import Endpoint, Job, default_seed
 from contract.model_cards import ModelCard
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
-from gateway.models.step_templates import StepTemplates, TemplateFault
+from gateway.models.step_templates import TemplateFault
 from gateway.models.tokens import ModelTokenizer
 from gateway.prepare.admission import Admission, Terms, admit, tokenised
 from gateway.prepare.conditions import Facts, choose_target, load_detector, needs_label
@@ -38,7 +38,6 @@ from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.vector_bodies import InputBody, RerankBody, ScoreBody
 from gateway.prepare.vectors import prepare_vectors
 from gateway.redis.broker import Broker
-from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 
 _ENDLESS = 2**31 - 1  # tokens
@@ -73,16 +72,10 @@ class NumTokens(NamedTuple):
 class Reservation:
     """An estimate for a flow's call. `cards`: all models' by name. `body`: the call's, as JSON."""
 
-    def __init__(
-        self,
-        cards: Mapping[str, ModelCard],
-        settings: GatewaySettings,
-        body: bytes,
-        templates: StepTemplates,
-    ) -> None:
+    def __init__(self, gateway: Gateway, cards: Mapping[str, ModelCard], body: bytes) -> None:
         self._cards = cards
-        self._settings = settings
-        self._templates = templates
+        self._settings = gateway.settings
+        self._templates = gateway.step_templates
         self._body: dict[str, Any] = msgspec.json.decode(body)
 
     async def estimate(self, model: str, own: NumTokens) -> NumTokens:
@@ -179,7 +172,7 @@ async def prepare_call(
         tokens_per_min=terms.caller.limits.tokens_per_min,
     )
     own = NumTokens(job.num_prompt_tokens, submission.max_output_tokens)
-    reservation = Reservation(cards, gateway.settings, call.body, gateway.step_templates)
+    reservation = Reservation(gateway, cards, call.body)
     all_calls = await reservation.estimate(card.name, own)
     expected = own._replace(output=job.params.expected_tokens * job.num_choices)
     if isinstance(definition, Pipeline):  # its steps have their own parameters

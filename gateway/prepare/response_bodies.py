@@ -36,36 +36,9 @@ ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 _UNREADABLE_PARTS = frozenset({"input_image", "input_file", "input_audio", "refusal"})
-# Items of tools that OpenAI hosts, or that only its own models use.
-_UNREADABLE_ITEMS = frozenset(
-    {
-        "additional_tools",
-        "apply_patch_call",
-        "apply_patch_call_output",
-        "code_interpreter_call",
-        "compaction",
-        "compaction_trigger",
-        "computer_call",
-        "computer_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "file_search_call",
-        "image_generation_call",
-        "local_shell_call",
-        "local_shell_call_output",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "mcp_list_tools",
-        "program",
-        "program_output",
-        "shell_call",
-        "shell_call_output",
-        "tool_search_call",
-        "tool_search_output",
-        "web_search_call",
-    }
-)
+# Of items of tools that OpenAI hosts, or that only its own models use.
+_UNREADABLE_ENDS = ("_call", "_call_output", "_tools", "_search_output")
+_UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
 
 LOGPROBS = "message.output_text.logprobs"
 _HOSTED = "only functions are supported: this server hosts no tools"
@@ -216,9 +189,9 @@ def _kind(value: Any) -> str | None:
 
 def _readable(value: Any) -> Any:
     kind = _kind(value)
-    if kind in _UNREADABLE_ITEMS:
-        raise unsupported("items of hosted and custom tools are not supported", "type")
     if kind not in _KINDS:
+        if kind and (kind.endswith(_UNREADABLE_ENDS) or kind.startswith(_UNREADABLE_STARTS)):
+            raise unsupported("items of hosted and custom tools are not supported", "type")
         raise refusal(f"must be an item of type {', '.join(_KINDS)}", "type")
     return value
 

@@ -15,7 +15,6 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
-    WithJsonSchema,
     model_validator,
 )
 
@@ -68,50 +67,12 @@ _INT64 = 2**63
 _MAX_NAME = 64
 
 
-# Schemas in the OpenAPI document for fields with validators of their own.
-_STOPS_SCHEMA = WithJsonSchema(
-    {
-        "anyOf": [
-            {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
-            {
-                "type": "array",
-                "maxItems": MAX_STOPS,
-                "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
-            },
-        ]
-    }
-)
-_CONTENT_SCHEMA = WithJsonSchema(
-    {
-        "anyOf": [
-            {"type": "string"},
-            {
-                "type": "array",
-                "minItems": 1,
-                "items": {
-                    "type": "object",
-                    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                    "required": ["type", "text"],
-                },
-            },
-        ]
-    }
-)
-_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_PROMPT_SCHEMA = WithJsonSchema(
-    {
-        "anyOf": [
-            {"type": "string"},
-            _TOKEN_IDS,
-            {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": MAX_PROMPTS,
-                "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS]},
-            },
-        ]
-    }
-)
+# What the OpenAPI document says of fields with validators of their own.
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
+_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Several = Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+_Prompt = str | TokenIds | _Several
 
 
 class JsonSchemaFormat(StrictModel):
@@ -471,6 +432,11 @@ def _prompt(value: Any) -> Any:
 _OBJECTS = {"content": TEXT_PART}
 
 
+class ChatTextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
 class Message(StrictModel):
     """Assistants may have `tool_calls` and `reasoning_content`, which not all chat templates show;
     messages with the role `tool` have a `tool_call_id`."""
@@ -481,7 +447,13 @@ class Message(StrictModel):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)
     ]
-    content: Annotated[str, BeforeValidator(_content), _CONTENT_SCHEMA] = ""
+    content: Annotated[
+        str,
+        BeforeValidator(
+            _content,
+            json_schema_input_type=str | Annotated[list[ChatTextPart], Field(min_length=1)],
+        ),
+    ] = ""
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: CallId | None = None
@@ -563,7 +535,9 @@ class _SamplingBody(Truncated, CallFields, Constrained):
     ) = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops), _STOPS_SCHEMA] | None = None
+    stop: (
+        Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=_Stops)] | None
+    ) = None
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -620,8 +594,7 @@ class CompletionBody(_SamplingBody):
     prompt: Annotated[
         tuple[Annotated[str | tuple[int, ...], BeforeValidator(_prompt)], ...],
         FailFast(),
-        BeforeValidator(_prompts),
-        _PROMPT_SCHEMA,
+        BeforeValidator(_prompts, json_schema_input_type=_Prompt),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None

@@ -5,12 +5,12 @@ vectors.py checks what depends on the model.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeGuard, cast
+from typing import Annotated, Any, Literal, Self, TypeGuard, TypeVar, cast
 
-from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 
-from gateway.prepare.schemas import TruncatedTexts
-from gateway.prepare.unsupported import CallFields, refusal
+from gateway.prepare.schemas import TokenIds, TruncatedTexts
+from gateway.prepare.unsupported import CallFields, StrictModel, refusal
 
 MAX_INPUTS = 2048  # as OpenAI allows
 # Parameters of other servers -> values without effect.
@@ -29,26 +29,12 @@ UNSUPPORTED_OF_VECTORS: Mapping[str, tuple[Any, ...]] = {
     "use_activation": (True,),
 }
 
-# Schemas in the OpenAPI document for fields with validators of their own.
-_TEXT = {"type": "string", "minLength": 1}
-_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-
-
-def _several(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": dict(item)}
-
-
-_INPUTS = [_TEXT, _several(_TEXT), _TOKEN_IDS, _several(_TOKEN_IDS)]
-_INPUT_SCHEMA = WithJsonSchema({"anyOf": _INPUTS})
-_PAIR = {"type": "array", "minItems": 2, "maxItems": 2, "items": _TEXT}
-_INPUT_OR_PAIRS_SCHEMA = WithJsonSchema({"anyOf": [*_INPUTS, _several(_PAIR)]})
-_TEXTS_SCHEMA = WithJsonSchema({"anyOf": [_TEXT, _several(_TEXT)]})
-_DOCUMENT = {
-    "type": "object",
-    "properties": {"text": _TEXT},
-    "required": ["text"],
-}
-_DOCUMENTS_SCHEMA = WithJsonSchema(_several({"anyOf": [_TEXT, _DOCUMENT]}))
+# What the OpenAPI document says of fields with validators of their own.
+_Item = TypeVar("_Item")
+_Several = Annotated[list[_Item], Field(min_length=1, max_length=MAX_INPUTS)]
+_Text = Annotated[str, Field(min_length=1)]
+_Inputs = _Text | _Several[_Text] | TokenIds | _Several[TokenIds]
+_Pair = Annotated[list[_Text], Field(min_length=2, max_length=2)]
 
 
 def _items(value: Any, what: str) -> list[Any]:
@@ -111,7 +97,11 @@ def _documents(value: Any) -> Any:
     return tuple(texts)
 
 
-_Texts = Annotated[tuple[str, ...], FailFast(), BeforeValidator(_texts), _TEXTS_SCHEMA]
+_Texts = Annotated[
+    tuple[str, ...],
+    FailFast(),
+    BeforeValidator(_texts, json_schema_input_type=_Text | _Several[_Text]),
+]
 
 
 def _is_pair(given: object) -> TypeGuard[tuple[str, str]]:
@@ -143,7 +133,9 @@ class EmbeddingsBody(InputBody):
     """POST /v1/embeddings. `input_type` names the model's instruction that precedes each text."""
 
     input: Annotated[
-        tuple[str | tuple[int, ...], ...], FailFast(), BeforeValidator(_inputs), _INPUT_SCHEMA
+        tuple[str | tuple[int, ...], ...],
+        FailFast(),
+        BeforeValidator(_inputs, json_schema_input_type=_Inputs),
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -156,13 +148,16 @@ class ClassifyBody(InputBody):
     input: Annotated[
         tuple[str | tuple[int, ...] | tuple[str, str], ...],
         FailFast(),
-        BeforeValidator(_inputs_or_pairs),
-        _INPUT_OR_PAIRS_SCHEMA,
+        BeforeValidator(_inputs_or_pairs, json_schema_input_type=_Inputs | _Several[_Pair]),
     ]
 
 
 MaxTokens = Annotated[int, Field(ge=0, lt=2**31)]  # 0: no limit, as in vLLM
 _OBJECTS = {"documents": frozenset({"text"})}
+
+
+class RerankDocument(StrictModel):
+    text: _Text
 
 
 class RerankBody(_VectorFields):
@@ -172,7 +167,9 @@ class RerankBody(_VectorFields):
 
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[
-        tuple[str, ...], FailFast(), BeforeValidator(_documents), _DOCUMENTS_SCHEMA
+        tuple[str, ...],
+        FailFast(),
+        BeforeValidator(_documents, json_schema_input_type=_Several[_Text | RerankDocument]),
     ]
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0: all, as in vLLM
     max_tokens_per_doc: MaxTokens | None = None

@@ -7,10 +7,9 @@ and others, NSDI 2017), which found latency linear in the size of a batch, and o
 
 import asyncio
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 GROWTH = 0.1  # the best size is where twice the size adds less than this share of throughput
 _DECAY = 0.98  # of a measurement's weight with each later one: the last 50 count most
@@ -125,9 +124,18 @@ class StageQueues:
         self._num_jobs = [0] * num_stages  # at each stage, waiting or running
         self._timer: asyncio.TimerHandle | None = None
 
-    def staged_job(self, tenant: str, weight: float) -> "StagedJob":
-        """Returns a job's way through the stages, to be entered as a context."""
-        return StagedJob(self, tenant, weight)
+    @contextmanager
+    def staged_job(self, tenant: str, weight: float) -> Iterator["StagedJob"]:
+        """A context of a job's way through the stages."""
+        staged_job = StagedJob(self, tenant, weight)
+        self.move(0, 1)
+        try:
+            yield staged_job
+        finally:  # it has ended, or another process runs it
+            staged_job.ended()
+            self.move(staged_job.stage, -1)
+            self._stages[staged_job.stage].waiting.pop(staged_job, None)
+            self.look()
 
     def move(self, stage: int, number: int) -> None:
         """Adds `number` to the jobs at a stage."""
@@ -151,12 +159,6 @@ class StageQueues:
         if batch.num_under_way == 0:
             seconds = self.clock() - batch.sent_s
             self._stages[staged_job.stage].batcher.ended(batch.size, seconds)
-        self.look()
-
-    def leave(self, staged_job: "StagedJob") -> None:
-        """Forgets a job that has ended, or that another process runs."""
-        self.move(staged_job.stage, -1)
-        self._stages[staged_job.stage].waiting.pop(staged_job, None)
         self.look()
 
     def look(self) -> None:
@@ -216,16 +218,6 @@ class StagedJob:
         self._stages = stages
         self._batch: _Batch | None = None
         self._sent: asyncio.Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        self._stages.move(0, 1)
-        return self
-
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
-        self.ended()
-        self._stages.leave(self)
 
     async def wait_turn(self, stage: int, lane: str) -> None:
         """Returns when the job's call of this stage is to be sent."""
