@@ -1,7 +1,4 @@
-"""The gateway's settings: environment variables, read once and then frozen.
-
-Over 300 lines: each setting with its default and description.
-"""
+"""The gateway's settings: environment variables, read once and then frozen."""
 
 import math
 import re
@@ -40,7 +37,9 @@ class LaneBound(msgspec.Struct, frozen=True):
 
 
 def parse_lane_bounds(entries: Iterable[str]) -> Mapping[str, LaneBound]:
-    """Limits by lane; a lane may have one entry of each kind. Raises ValueError."""
+    """Limits by lane, of entries such as `batch=500000` or `interactive=2s`: a number counts
+    tokens, one with an `s` is the predicted wait. A lane may have one of each kind. Raises
+    ValueError."""
     bounds: dict[str, LaneBound] = {}
     for entry in entries:
         match = _ENTRY.fullmatch(entry)

@@ -70,7 +70,9 @@ class GatewayMetrics:
 
 
 class EmbeddedMetrics:
-    """ASGI middleware. `write_line` writes a line; `clock_s` returns Unix time."""
+    """ASGI middleware for Lambda. A function is frozen between requests and cannot be scraped, so
+    it writes one line after each request with what the request has added. `write_line` writes a
+    line; `clock_s` returns Unix time."""
 
     def __init__(
         self,

@@ -49,7 +49,9 @@ Given = TypeVar("Given", str, tuple[str, str])
 
 
 class TextStream:
-    """The text after `context_ids`. Its first character has the index `offset`."""
+    """Decodes a growing text, the one after `context_ids`, and tells where each token starts. Its
+    first character has the index `offset`. Decodes as workers do: incomplete characters wait,
+    special tokens have no text."""
 
     def __init__(
         self, tokenizer: "Tokenizer", context_ids: Sequence[int] = (), offset: int = 0

@@ -70,7 +70,9 @@ class NumTokens(NamedTuple):
 
 
 class Reservation:
-    """An estimate for a flow's call. `cards`: all models' by name. `body`: the call's, as JSON."""
+    """Estimates how many tokens the calls of a flow may take, which its job reserves. Later prompts
+    are not known; the bill counts the actual calls. `cards`: all models' by name. `body`: the
+    call's, as JSON."""
 
     def __init__(self, gateway: Gateway, cards: Mapping[str, ModelCard], body: bytes) -> None:
         self._cards = cards

@@ -75,8 +75,8 @@ def _check_budget(tokenizer: ModelTokenizer, card: ModelCard) -> None:
 def sampling_params(
     card: ModelCard, body: GenerationBody, caps: list[int], job_id: str
 ) -> SamplingParams:
-    """Returns the parameters for all prompts. Their maxima differ because the engine also ends each
-    choice at the end of the context."""
+    """Returns the parameters for all prompts: the caller's, else the model's, else OpenAI's. Their
+    maxima differ because the engine also ends each choice at the end of the context."""
     min_tokens = body.min_tokens or 0
     most = 0 if body.max_tokens == 0 else min(caps)
     if min_tokens > most:

@@ -38,12 +38,12 @@ from gateway.prepare.unsupported import (
     unsupported,
 )
 
-_MAX_CHOICES = 10_000
+_MAX_LISTED = 10_000  # outputs of which one is to be chosen
 _MAX_TEXT = 64 * 1024
 
 Schema = dict[str, Any]
 Expression = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
-Choices = Annotated[list[str], Field(min_length=1, max_length=_MAX_CHOICES)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=_MAX_LISTED)]
 
 MAX_TOOLS = 128
 
@@ -114,7 +114,8 @@ class StructuredOutputs(StrictModel):
 
 
 class Constrained(StrictModel):
-    """The parameters of a call that constrain its output."""
+    """The parameters of a call that constrain its output: OpenAI's `response_format`, vLLM's
+    `structured_outputs` and `guided_*`. At most one may be given. It becomes the job's grammar."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -324,7 +325,7 @@ def _not_zero(value: Any) -> Any:
 
 
 class Truncated(StrictModel):
-    """Fields of all calls."""
+    """How a call asks that long prompts be cut, in vLLM's words. tokens.py cuts them."""
 
     truncate_prompt_tokens: (
         Annotated[int, Field(ge=WHOLE, lt=2**31), AfterValidator(_not_zero)] | None
@@ -347,9 +348,9 @@ class Truncated(StrictModel):
 
 
 class TruncatedTexts(Truncated):
-    """Fields of calls for vectors."""
+    """How a call for vectors asks that long texts be cut: also in Cohere's words."""
 
-    # Cohere's; true and false as in other servers.
+    # True and false as in other servers.
     truncate: Literal["NONE", "START", "END"] | bool | None = None
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -50,7 +50,7 @@ from contract.library import ensure_library
 from contract.outbox import CallbackState, Outbox, callback_state
 from contract.starts import Starts
 from gateway.http.errors import UnknownJob, readable
-from gateway.redis.hints import Cursor, Hints, Idle, LogPage, Reset, is_end
+from gateway.redis.hints import Cursor, Hints, Idle, Reset, is_end
 from gateway.redis.key_ring import KeyRing
 from gateway.redis.known_models import KnownModels
 from gateway.redis.payloads import Payloads
@@ -367,7 +367,7 @@ class Broker:
                         break
                     answered_s = self.clock()
                 try:
-                    page = await self._next_page(job_id, tenant, cursor)
+                    view, items, is_whole = await self._next_page(job_id, tenant, cursor)
                 except BrokerUnavailable:
                     if self.clock() - answered_s > self._settings.outage_grace_s:
                         raise
@@ -376,11 +376,10 @@ class Broker:
                     is_whole = False
                     continue
                 answered_s = self.clock()
-                for item in page.items:
+                for item in items:
                     yield item
                     if is_end(item):
                         return
-                view, is_whole = page.view, page.is_whole
                 if is_whole and view.is_terminal:
                     return  # the caller has the End already
 
@@ -412,14 +411,17 @@ class Broker:
     def _first_look_s(self, submitted_s: float) -> float:
         return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
 
-    async def _next_page(self, job_id: str, tenant: str, cursor: Cursor) -> LogPage:
+    async def _next_page(
+        self, job_id: str, tenant: str, cursor: Cursor
+    ) -> tuple[JobView, Sequence[LogEntry | Reset], bool]:
+        """Returns the job, the new items of its log, and whether the log has no more at present."""
         view, entries = await self.read(
             job_id, tenant, after=cursor.read_after, max_events=PAGE_EVENTS
         )
         if not cursor.agrees_with(view, entries):
             cursor.reset()
-            return LogPage(view, [Reset()], is_whole=False)
-        return LogPage(view, cursor.next_of(entries), is_whole=len(entries) < PAGE_EVENTS)
+            return view, [Reset()], False
+        return view, cursor.next_of(entries), len(entries) < PAGE_EVENTS
 
     async def sweep(self) -> None:
         """Ends jobs past their deadlines and leases, at most once a second; ignores failures."""

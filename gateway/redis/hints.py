@@ -38,14 +38,6 @@ class Reset(msgspec.Struct, frozen=True):
     """The log was replaced: the next event is the first of the new log."""
 
 
-class LogPage(msgspec.Struct, frozen=True):
-    """A job and the new items of its log. `is_whole`: the log has no more at present."""
-
-    view: JobView
-    items: Sequence[LogEntry | Reset]
-    is_whole: bool
-
-
 def is_end(item: LogEntry | Reset) -> bool:
     return isinstance(item, LogEntry) and isinstance(item.event, End)
 

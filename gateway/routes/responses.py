@@ -1,8 +1,5 @@
 """POST /v1/responses; GET, DELETE /v1/responses/{id}; POST …/cancel; GET …/input_items; POST
-/v1/responses/input_tokens.
-
-Over 300 lines: all that is done with responses.
-"""
+/v1/responses/input_tokens."""
 
 import contextlib
 import logging

@@ -119,7 +119,8 @@ def times(schema: Schema) -> str:
 
 
 class TagArguments(Arguments):
-    """Arguments of the form (key_open KEY key_close VALUE value_close)*."""
+    """Arguments that are each enclosed in tags: (key_open KEY key_close VALUE value_close)*.
+    Strings are written without quotes."""
 
     def __init__(
         self, lark: Lark, name: str, schema: Schema, is_strict: bool, format_: Mapping[str, Any]

@@ -30,7 +30,8 @@ class Queues:
 
 
 class StageBatcher:
-    """Decides for one stage of a flow, in one process."""
+    """Decides how many of a stage's waiting calls to send, in one process. Sends nothing, and has
+    no clock."""
 
     def __init__(self) -> None:
         self._largest = 0
