@@ -3,15 +3,22 @@ predicted waits with actual ones; tenant_jobs.py has the others."""
 
 import argparse
 import asyncio
+import contextlib
+import hashlib
+import json
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from contract.catalogue import Catalogue
+from contract.codec import decode_job, decode_metadata
 from contract.connection import broker_errors, connect
 from contract.errors import JobRefused, wire_errors
+from contract.function_types import Submission, Submitted
+from contract.functions import Functions
 from contract.keys import Keys
-from contract.quarantine import CannotRequeue, NotInQuarantine, PoisonRecord, Quarantine
 from infra import option_values
 from infra import options as opts
 from infra.tables import date, percentile, table, write
@@ -22,7 +29,92 @@ EXIT_REFUSED = 1
 # Shorter waits count as this, so that a small delay is no large relative error.
 _LEAST_WAIT_MS = 100
 _CALIBRATION_HEADING = ("lane", "jobs", "half within", "nine in ten within")
+_LEAST_RETENTION_S = 86_400.0  # of a requeued job, so that its result can be read
+_JOB_FIELDS = (
+    *("job", "lane", "max_tokens", "created", "deadline"),
+    *("ttl_ms", "max_attempts", "metadata"),
+)
 _HEADING = ("job", "since", "model", "lane", "tenant", "prompt", "output", "can run again")
+
+
+class Quarantine(Functions):
+    """The poison jobs, on which engines died: sizes and hashes, never text. Every method raises
+    BrokerUnavailable, WireError.
+
+    A requeued job is a new job with the content of the old record. Its id is derived from the old
+    one, so that a repeated requeue finds the existing job.
+    """
+
+    async def records(self) -> list[dict[str, Any]]:
+        """All records, latest first."""
+        with wire_errors("quarantine"), broker_errors(self._client, "ZREVRANGE"):
+            rows: Any = await self._client.zrevrange(
+                self._keys.of("quarantine"), 0, -1, withscores=True
+            )
+        found = [(raw_id.decode(errors="replace"), int(since_ms)) for raw_id, since_ms in rows]
+        return [await self._record(job_id, since_ms) for job_id, since_ms in found]
+
+    async def find(self, job_id: str) -> dict[str, Any]:
+        """Returns a record. Raises JobRefusal if there is none: the id is wrong, or a thousand
+        later ones have replaced it."""
+        with broker_errors(self._client, "ZSCORE"):
+            since_ms = await self._client.zscore(self._keys.of("quarantine"), job_id)
+        if since_ms is None:
+            raise JobRefusal(f"there is no {job_id!r} in the quarantine")
+        return await self._record(job_id, int(since_ms))
+
+    async def requeue(self, job_id: str, deadline_s: float | None = None) -> Submitted:
+        """Submits the job again; `is_new` is False where it was requeued before.
+
+        The deadline's length stays the same unless `deadline_s` is given. Raises JobRefusal,
+        JobRefused, BrokerFull, WireError.
+        """
+        await self.find(job_id)
+        with wire_errors("job record"), broker_errors(self._client, "HMGET"):
+            values: Any = await self._client.hmget(self._keys.of("job", job_id), _JOB_FIELDS)
+        raw = dict(zip(_JOB_FIELDS, values, strict=True))
+        if raw["job"] is None:
+            raise JobRefusal(f"the record and prompt of {job_id} have expired: submit the job anew")
+        job = decode_job(raw["job"])
+        if job.has_objects:
+            raise JobRefusal(
+                f"the prompt of {job_id} is in an object store and expires: submit the job anew"
+            )
+        with wire_errors("job record"):
+            given_s = (int(raw["deadline"]) - int(raw["created"])) / 1000
+            again = msgspec.structs.replace(job, id=requeued_id(job_id), lane=raw["lane"].decode())
+            terms = Submission(
+                max_output_tokens=int(raw["max_tokens"]),
+                deadline_s=given_s if deadline_s is None else deadline_s,
+                retention_s=max(_LEAST_RETENTION_S, int(raw["ttl_ms"]) / 1000),
+                max_attempts=int(raw["max_attempts"]),
+                metadata=decode_metadata(raw["metadata"]) if raw["metadata"] else {},
+            )
+        return await self.submit(again, terms)
+
+    async def _record(self, job_id: str, since_ms: int) -> dict[str, Any]:
+        again = requeued_id(job_id)
+        with wire_errors("record of a poison job"), broker_errors(self._client, "HGET or EXISTS"):
+            raw: Any = await self._client.hget(self._keys.of("poison"), job_id)
+            has_record = bool(await self._client.exists(self._keys.of("job", job_id)))
+            was_requeued = bool(await self._client.exists(self._keys.of("job", again)))
+        about = {}
+        with contextlib.suppress(ValueError):
+            about = dict(json.loads(raw or b"{}"))
+        return {
+            "id": job_id,
+            "since": since_ms / 1000,
+            **about,
+            "can_run_again": has_record,
+            "requeued_as": again if was_requeued else None,
+        }
+
+
+def requeued_id(job_id: str) -> str:
+    """The id of the requeued job: unique for each poison job, in the same partition."""
+    head, _, _ = job_id.rpartition("-")
+    digest = hashlib.sha256(f"{job_id} again".encode()).hexdigest()
+    return f"{head}-{digest[:32]}"
 
 
 def add_jobs_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +154,7 @@ def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
             _run_calibration(options, redis_url)
         else:
             run_tenant_jobs(options, redis_url)
-    except (NotInQuarantine, CannotRequeue, JobRefused, JobRefusal) as exc:
+    except (JobRefused, JobRefusal) as exc:
         print(f"batchway jobs: {exc}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
@@ -86,14 +178,14 @@ async def _run(options: argparse.Namespace, redis_url: str) -> None:
 
 
 async def _list(quarantine: Quarantine, options: argparse.Namespace) -> None:
-    records = await quarantine.list()
-    rows = [_HEADING, *(_row(record) for record in records)]
+    records = await quarantine.records()
+    rows = [_HEADING, *map(_row, records)]
     text = table(rows) if records else "no job is in quarantine"
-    write({"jobs": [_shown(record) for record in records]}, text, options.json)
+    write({"jobs": records}, text, options.json)
 
 
 async def _show(quarantine: Quarantine, options: argparse.Namespace) -> None:
-    shown = _shown(await quarantine.find(options.job_id))
+    shown = await quarantine.find(options.job_id)
     write(shown, table([(name, str(value)) for name, value in shown.items()]), options.json)
 
 
@@ -104,24 +196,13 @@ async def _requeue(quarantine: Quarantine, options: argparse.Namespace) -> None:
     write(result, f"{options.job_id} {how} as {submitted.job_id}", options.json)
 
 
-def _shown(record: PoisonRecord) -> dict[str, Any]:
-    return {
-        "id": record.job_id,
-        "since": record.since_ms / 1000,
-        **record.about,
-        "can_run_again": record.is_readable,
-        "requeued_as": record.requeued_as,
-    }
-
-
-def _row(record: PoisonRecord) -> tuple[str, ...]:
-    about = {name: str(value) for name, value in record.about.items()}
-    again = (
-        f"as {record.requeued_as}" if record.requeued_as else ("yes", "no")[not record.is_readable]
-    )
+def _row(record: dict[str, Any]) -> tuple[str, ...]:
+    again = ("no", "yes")[record["can_run_again"]]
+    if record["requeued_as"]:
+        again = f"as {record['requeued_as']}"
     names = ("model", "lane", "tenant", "prompt_tokens", "output_tokens")
-    values = (about.get(name, "?") for name in names)
-    return (record.job_id, date(record.since_ms / 1000), *values, again)
+    values = (str(record.get(name, "?")) for name in names)
+    return (record["id"], date(record["since"]), *values, again)
 
 
 def _run_calibration(options: argparse.Namespace, redis_url: str) -> None:

@@ -299,16 +299,11 @@ local function terminate(tag, job, status, now)
   end
 end
 
--- Returns a running job to the front of its lane.
-local function requeue(tag, job)
+-- Returns a running job to the front of its lane, or to the suspects, which run alone.
+local function requeue(tag, job, is_suspect)
   dequeue(tag, job)
-  enqueue(tag, job, 'back:' .. job.model .. ':' .. job.lane)
-end
-
--- Returns a running job to the suspects, which run alone.
-local function requeue_as_suspect(tag, job)
-  dequeue(tag, job)
-  enqueue(tag, job, 'q:' .. job.model .. ':suspect')
+  enqueue(tag, job,
+    is_suspect and 'q:' .. job.model .. ':suspect' or 'back:' .. job.model .. ':' .. job.lane)
 end
 
 -- The reason why a worker may not write to a job; nil where it may.

@@ -18,7 +18,7 @@ local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
   job.crashes = job.crashes + 1
   redis.call('HSET', job.key, 'crashes', job.crashes)
   if job.crashes < max_crashes then
-    requeue_as_suspect(tag, job)
+    requeue(tag, job, true)
     return {'OK'}
   end
   terminal(tag, job, 'failed', 'poison', 'the engine died on this job ' .. job.crashes .. ' times',

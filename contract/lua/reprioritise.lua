@@ -26,11 +26,7 @@ local function reprioritise(keys, argv)
     fairness.move(tag, job, argv[3], suspect)
     job.lane = argv[3]
     redis.call('HSET', job.key, 'lane', job.lane, 'predicted', -1)
-    if suspect then
-      enqueue(tag, job, job.stream)
-    else
-      enqueue(tag, job, tenant_stream(job))
-    end
+    enqueue(tag, job, suspect and job.stream or tenant_stream(job))
   else
     ledger.count(tag, job, 'running', -1)
     fairness.move(tag, job, argv[3], true)

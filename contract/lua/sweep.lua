@@ -54,8 +54,7 @@ local function requeue_lapsed(tag, now, limit)
     if job and (job.state == 'claimed' or job.state == 'streaming') then
       redis.call('HSET', job.key, 'lapses', job.lapses + 1)
       -- What runs flows runs no engine that a job could kill.
-      local is_suspect = job.lapses > 0 and not is_flow(job)
-      if is_suspect then requeue_as_suspect(tag, job) else requeue(tag, job) end
+      requeue(tag, job, job.lapses > 0 and not is_flow(job))
       return true
     end
   end)

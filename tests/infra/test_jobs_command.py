@@ -12,9 +12,10 @@ from contract.function_types import Append, Blame
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
-from contract.quarantine import CannotRequeue, NotInQuarantine, Quarantine, requeued_id
 from contract.roster import Roster
 from infra.embedded_redis import EmbeddedRedis
+from infra.jobs_command import Quarantine, requeued_id
+from infra.tenant_jobs import JobRefusal
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
@@ -74,7 +75,7 @@ async def test_a_quarantined_job_is_requeued_under_a_new_id(
     )
     views = [await functions.read(job_id, "t") for job_id in (poison.id, new.id)]
     assert [view and view[0].status for view in views] == ["failed", "succeeded"]
-    assert (await quarantine.find(poison.id)).requeued_as == new.id
+    assert (await quarantine.find(poison.id))["requeued_as"] == new.id
 
 
 async def test_deleted_jobs_cannot_be_run_again(
@@ -82,11 +83,11 @@ async def test_deleted_jobs_cannot_be_run_again(
 ) -> None:
     """The quarantine record stays, with sizes and hashes."""
     await redis_client.delete(keys.of("job", poison.id))
-    [record] = await quarantine.list()
-    assert (record.job_id, record.about, record.is_readable) == (poison.id, ABOUT, False)
-    with pytest.raises(CannotRequeue, match="have expired"):
+    [record] = await quarantine.records()
+    assert record.items() >= {"id": poison.id, **ABOUT, "can_run_again": False}.items()
+    with pytest.raises(JobRefusal, match="have expired"):
         await quarantine.requeue(poison.id)
-    with pytest.raises(NotInQuarantine):
+    with pytest.raises(JobRefusal):
         await quarantine.requeue("job-0-" + "0" * 32)
 
 
