@@ -58,8 +58,8 @@ MUTANTS = [
     ),
     Mutant(
         "a job that was moved is held against its old lane's prediction",
-        "'lane', job.lane, 'predicted', -1)\n    if suspect",
-        "'lane', job.lane)\n    if suspect",
+        "'lane', job.lane, 'predicted', -1)\n    enqueue",
+        "'lane', job.lane)\n    enqueue",
         seed=8,
     ),
     Mutant(
@@ -236,8 +236,8 @@ MUTANTS = [
     ),
     Mutant(
         "the second lapse is as the first",
-        "is_suspect = job.lapses > 0 and",
-        "is_suspect = job.lapses > 9 and",
+        "requeue(tag, job, job.lapses > 0 and",
+        "requeue(tag, job, job.lapses > 9 and",
         seed=5,
     ),
     Mutant(
