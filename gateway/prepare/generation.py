@@ -21,8 +21,7 @@ from gateway.http.errors import (
     bad_request,
     invalid_value,
 )
-from gateway.models.long_texts import Over
-from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, TooLong
+from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong
 from gateway.prepare.admission import Admission, Prompts, check_ids, tokenised
 from gateway.prepare.past_calls import Rendered, one_call_each
 from gateway.prepare.schemas import (

@@ -18,8 +18,7 @@ from gateway.http.errors import (
     bad_request,
     invalid_value,
 )
-from gateway.models.long_texts import PIECE_CHARS, Over
-from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, TooLong
+from gateway.models.tokens import PIECE_CHARS, Cut, ModelTokenizer, NoRoom, Over, TooLong
 from gateway.prepare.admission import Admission, Prompts, check_ids, tokenised
 from gateway.prepare.schemas import no_room
 from gateway.prepare.vector_bodies import (

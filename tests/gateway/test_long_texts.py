@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from gateway.models import long_texts, tokens
-from gateway.models.long_texts import Over
-from gateway.models.tokens import Cut, ModelTokenizer
+from gateway.models import tokens
+from gateway.models.tokens import Cut, ModelTokenizer, Over
 from tests.fakes import hash_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +90,7 @@ def both(request: pytest.FixtureRequest) -> tuple[ModelTokenizer, Tokenizer]:
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that texts of a few thousand characters are long."""
-    for module in (tokens, long_texts):
-        monkeypatch.setattr(module, "PIECE_CHARS", PIECE_CHARS)
+    monkeypatch.setattr(tokens, "PIECE_CHARS", PIECE_CHARS)
 
 
 def texts(seed: int, max_run: int = 300) -> Iterator[str]:
@@ -181,5 +179,5 @@ def test_a_long_text_is_shortened_as_a_short_one(
     for text in texts(4):
         found = own.shorten(text, 99, keeps_end=keeps_end)
         with monkeypatch.context() as patch:
-            patch.setattr(long_texts, "PIECE_CHARS", len(text))
+            patch.setattr(tokens, "PIECE_CHARS", len(text))
             assert own.shorten(text, 99, keeps_end=keeps_end) == found

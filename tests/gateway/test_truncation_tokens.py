@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from contract.model_cards import TokenizerFiles
-from gateway.models.long_texts import Over
-from gateway.models.tokens import Cut, ModelTokenizer, NoRoom
+from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over
 from tests.fakes import BOS_ID, hash_tokenizer
 from tests.gateway.vector_worker import vector_files
 

@@ -21,7 +21,7 @@ from contract.payloads.directory import DirectoryStore
 from contract.payloads.encoding import encode_result
 from contract.payloads.store import result_key
 from contract.telemetry.tracing import job_attributes
-from gateway.redis.payloads import Payloads
+from gateway.redis.broker import Payloads
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.callbacks.test_delivery import service
