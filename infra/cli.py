@@ -20,9 +20,8 @@ from infra.callbacks_command import (
     run_callbacks_command,
 )
 from infra.check_command import run_check
-from infra.computing_options import engine_python
 from infra.drain_command import run_drain
-from infra.engine_choice import choose_engine
+from infra.engine_choice import choose_engine, engine_python
 from infra.fleet import fleet_of, share_threads, worker_arguments, worker_names
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys

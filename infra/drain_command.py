@@ -35,7 +35,7 @@ def add_drain_options(parser: argparse.ArgumentParser) -> None:
         help="return once they have left, and show what they still hold (default: return at once)",
     )
     opts.add_shared_options(parser, redis_default=opts.OF_RUNNING_UP)
-    opts.add_json_option(parser)
+    opts.add_options(parser, opts.JSON)
 
 
 def run_drain(options: argparse.Namespace, redis_url: str) -> int:

@@ -4,11 +4,12 @@ import argparse
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.computing_options import engine_python, own_option, vllm_python
+from infra.options import MODEL
 from infra.preconditions import UsageError
 from workers.engine.interface import ModelRefused
 from workers.model.nvidia import visible_gpus
@@ -89,3 +90,39 @@ def own_key(values: Mapping[str, Any]) -> str | None:
     if values.get("speculation"):
         return "speculation"
     return next((key for key in _OF_OWN_ENGINE if key in values), None)
+
+
+def own_option(options: argparse.Namespace) -> str | None:
+    """The first given option that batchway's own engine alone has, as it was given, or None."""
+    if options.strategy not in (None, "continuous"):
+        return f"--strategy {options.strategy}"
+    own = ("quantization", "attention", "torch_only")  # options of batchway's own engine
+    changed = [name for name in own if getattr(options, name) != MODEL[name].default]
+    return f"--{changed[0].replace('_', '-')}" if changed else None
+
+
+def vllm_python(options: argparse.Namespace) -> Path:
+    """Where the interpreter of vLLM's environment is, or would be."""
+    beside = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    return Path(options.engine_python or beside).absolute()
+
+
+def engine_python(options: argparse.Namespace) -> str | None:
+    """The interpreter that runs the engine, which is chosen; None: this one. Raises
+    argparse.ArgumentTypeError."""
+    if options.engine == "own":
+        for name in ("engine_arg", "engine_python"):
+            if getattr(options, name):
+                raise argparse.ArgumentTypeError(f"--{name.replace('_', '-')} needs --engine vllm")
+        return None
+    if given := own_option(options):
+        raise argparse.ArgumentTypeError(
+            f"{given} is of batchway's own engine; vLLM's arguments go by --engine-arg"
+        )
+    path = vllm_python(options)
+    if not os.access(path, os.X_OK):
+        raise argparse.ArgumentTypeError(
+            f"no interpreter at {path}: run scripts/setup-vllm, or name vLLM's environment by "
+            "--engine-python"
+        )
+    return str(path)

@@ -186,7 +186,7 @@ class _EntryParser(argparse.ArgumentParser):
 def _parser(where: str) -> argparse.ArgumentParser:
     parser = _EntryParser(prog=where, add_help=False, allow_abbrev=False)
     opts.add_model_options(parser)
-    opts.add_lanes_option(parser)
+    opts.add_options(parser, opts.WORKER_LANES)
     add_candidate_options(parser, share_default=str(WORKER_CANDIDATE_SHARE))
     parser.add_argument("--count", type=integer(1, MAX_WORKERS), default=1)
     return parser

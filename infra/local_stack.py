@@ -24,9 +24,8 @@ from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
 from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
 from infra.options import OBJECT_STORE_VARIABLE
-from infra.readiness import in_url, reachable_host, until_ready
+from infra.readiness import card_of, in_url, reachable_host, until_ready, welcome
 from infra.running_up import RunningUp, write_note
-from infra.welcome import card_of, welcome
 
 _GRACE_S = 10.0  # beyond a child's own drain budget, before it is killed
 _POLL_S = 0.1

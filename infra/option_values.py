@@ -115,6 +115,13 @@ def json_object(raw: str) -> dict[str, Any]:
         ) from exc
 
 
+def engine_argument(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
 def model_name(raw: str) -> str:
     if not _MODEL_NAME.fullmatch(raw):
         raise argparse.ArgumentTypeError(

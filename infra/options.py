@@ -1,4 +1,5 @@
-"""The options of the command line, each defined once.
+"""The options of the command line, each declared once: argparse's option, its help, docs/options.md
+and the engine's options come from here.
 
 Imports nothing heavy: `--help` must be instant, and a gateway must never load torch.
 Over 300 lines: it is one list.
@@ -6,29 +7,23 @@ Over 300 lines: it is one list.
 
 import argparse
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
+
+import msgspec
 
 from contract.connection import redis_url_of
-from infra.computing_options import (
-    add_computing_options,
-    add_dtype_option,
-    add_engine_options,
-    add_kv_cache_option,
-    add_node_options,
-    add_quantization_option,
-    node_options,
-)
 from infra.demo_model import demo_model_path
-from infra.generation_options import (
-    add_generation_options,
-    generation_arguments,
-    generation_options,
-)
 from infra.option_values import (
     device,
+    engine_argument,
+    host_and_port,
     integer,
+    json_object,
     lanes,
+    lengths,
     model_name,
     namespace,
     number,
@@ -44,93 +39,334 @@ LIFELINE_GRACE_S = 10.0  # beyond the drain time, after the parent has ended
 DEMO_NAME = "demo"
 DEFAULT_NAMESPACE = "default"
 OF_RUNNING_UP = "that of the running `batchway up`"
-NAMESPACE_VARIABLE = "BATCHWAY_NAMESPACE"
-OBJECT_STORE_VARIABLE = "BATCHWAY_OBJECT_STORE"
 MODELS_VARIABLE = "BATCHWAY_MODELS"
-DRAIN_VARIABLE = "BATCHWAY_DRAIN_S"
-DRAIN_RELEASE_VARIABLE = "BATCHWAY_DRAIN_RELEASE_S"
-SPOT_NOTICE_VARIABLE = "BATCHWAY_SPOT_NOTICE"
-
-_ENGINE = EngineOptions(model_path="")
+OBJECT_STORE_VARIABLE = "BATCHWAY_OBJECT_STORE"
 GATEWAY_DRAIN_S = 20.0
-WORKER_DEFAULTS = WorkerSettings(redis_url="", served_model_name="", engine=_ENGINE)
-_LOG_LEVELS = ("debug", "info", "warning", "error")
+WORKER_DEFAULTS = WorkerSettings(
+    redis_url="", served_model_name="", engine=EngineOptions(model_path="")
+)
 GIB = 2**30
 
 
-# --- groups of options ------------------------------------------------------------------------
+class Value(NamedTuple):
+    """What an option takes: how it is parsed, and its name in the help."""
+
+    parse: Callable[[str], Any]
+    name: str
+
+
+COUNT = Value(integer(1), "N")
+SECONDS = Value(number(may_be_zero=False), "SECONDS")
+SECONDS_OR_ZERO = Value(number(may_be_zero=True), "SECONDS")
+SHARE = Value(number(may_be_zero=False, most=1.0), "SHARE")
+GIBIBYTES = Value(number(may_be_zero=False), "GIB")
+FILE = Value(Path, "FILE")
+NAME = Value(str, "NAME")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. It takes a value, or one word of a tuple, or nothing: a flag. One whose default
+    is a list may be repeated.
+
+    `default` holds where neither the option nor `variable`, of the environment, is given; `shown`
+    describes a default that is found later.
+    """
+
+    meaning: str
+    takes: Value | tuple[str, ...] | None
+    default: Any = None
+    shown: str = ""
+    variable: str = ""
+
+    def add_to(self, parser: argparse._ActionsContainer, name: str) -> None:
+        word = f"--{name.replace('_', '-')}"
+        shown = self.shown or self._default_text()
+        if self.variable:
+            shown = f"the variable {self.variable}, else {shown}"
+        help_ = f"{self.meaning} (default: {shown})"
+        if self.takes is None:
+            parser.add_argument(word, action="store_true", help=help_)
+        elif isinstance(self.takes, Value):
+            default = os.environ.get(self.variable) or self.default
+            parser.add_argument(
+                word,
+                action="append" if isinstance(default, list) else "store",
+                type=self.takes.parse,
+                # argparse parses a default that is a text, as that of the variable.
+                default=str(default) if isinstance(default, float) else default,
+                metavar=self.takes.name,
+                help=help_,
+            )
+        else:
+            parser.add_argument(word, choices=self.takes, default=self.default, help=help_)
+
+    def _default_text(self) -> str:
+        if self.default in (None, "", {}, []):
+            return "none"
+        if isinstance(self.default, tuple):
+            return ",".join(self.default)
+        is_time = isinstance(self.takes, Value) and self.takes.name == "SECONDS"
+        return f"{self.default:g} s" if is_time else str(self.default)
+
+
+def add_options(
+    parser: argparse._ActionsContainer, options: Mapping[str, Option], *names: str
+) -> None:
+    """Adds all of the options, or those with these names."""
+    for name in names or options:
+        options[name].add_to(parser, name)
+
+
+# --- the options ------------------------------------------------------------------------------
+
+MODELS = {
+    "models": Option(
+        "models that consist of others, see docs/flows.md; read again when the file changes",
+        Value(str, "FILE"),
+        "",
+        variable=MODELS_VARIABLE,
+    ),
+}
+ADDRESS = {
+    "host": Option(
+        "address to listen on; any but loopback needs an API key",
+        Value(str, "ADDRESS"),
+        "127.0.0.1",
+    ),
+    "port": Option(
+        "port to listen on; 0 chooses a free port and logs it", Value(integer(0, 65535), "N"), 8000
+    ),
+}
+UP = {
+    "fleet": Option(
+        "several models, each with its workers, as docs/configuration.md describes",
+        FILE,
+        shown="the one of --model",
+    ),
+    "workers": Option("worker processes, each with the whole model", Value(integer(1, 64), "N"), 1),
+    "data_dir": Option(
+        "where the Redis that batchway starts stores its jobs",
+        Value(Path, "DIR"),
+        shown="lost when it ends",
+    ),
+    "durability": Option(
+        "of the Redis that batchway starts: fast writes to disk every second, durable before "
+        "each answer, and needs --data-dir",
+        ("fast", "durable"),
+        "fast",
+    ),
+    "redis_memory_gib": Option(
+        "memory that the Redis that batchway starts may use, in GiB",
+        GIBIBYTES,
+        shown="1, or a quarter of the machine's where that is less",
+    ),
+}
+WORKER_LANES = {
+    "lanes": Option("lanes to take jobs from, most urgent first", Value(lanes, "NAMES"), LANES)
+}
+WORKER = {
+    **WORKER_LANES,
+    "lease_s": Option(
+        "a worker without a heartbeat for this time loses its jobs",
+        SECONDS,
+        WORKER_DEFAULTS.lease_s,
+    ),
+    "step_timeout_s": Option(
+        "an engine that has work but ends no step for this time is restarted",
+        SECONDS,
+        WORKER_DEFAULTS.step_timeout_s,
+    ),
+    "drain_release_s": Option(
+        "running jobs are given back this long before the end of --drain-s, or after two thirds "
+        "of it",
+        SECONDS_OR_ZERO,
+        WORKER_DEFAULTS.drain_release_s,
+        variable="BATCHWAY_DRAIN_RELEASE_S",
+    ),
+    "metrics_port": Option(
+        "port on loopback of this worker's own page of metrics, /metrics",
+        Value(integer(1, 65535), "N"),
+    ),
+    "nodes": Option(
+        "machines that share the ranks of one vLLM engine; each runs this command", COUNT, 1
+    ),
+    "node_rank": Option(
+        "which of them this is; 0 takes the jobs, the others only compute",
+        Value(integer(0), "R"),
+        0,
+    ),
+    "master": Option(
+        "where node 0 waits for the others, on a private network", Value(host_and_port, "HOST:PORT")
+    ),
+    "spot_notice": Option(
+        "the worker drains once this file exists, or this http:// address answers 200",
+        Value(spot_notice, "FILE_OR_URL"),
+        "",
+        variable="BATCHWAY_SPOT_NOTICE",
+    ),
+}
+# A name that is a field of EngineOptions sets that field.
+MODEL = {
+    "model": Option(
+        "a folder in Hugging Face layout, or an id on its hub",
+        Value(str, "PATH_OR_HUB_ID"),
+        str(demo_model_path()),
+        "the built-in demo",
+    ),
+    "served_model_name": Option(
+        "the name that requests use",
+        Value(model_name, "NAME"),
+        shown="demo, or the last part of --model",
+    ),
+    "dtype": Option(
+        "of weights and KV cache; auto: float32 on a CPU",
+        ("auto", "float32", "bfloat16", "float16"),
+        "auto",
+    ),
+    "quantization": Option(
+        "int8: weights of linear layers take a byte each, on a CPU; answers may differ",
+        ("none", "int8"),
+        "none",
+    ),
+    "device": Option(
+        "auto, cpu, cuda, or cuda:N for one of several GPUs", Value(device, "DEVICE"), "auto"
+    ),
+    "strategy": Option(
+        "how sequences are batched; parameters are in batching.yaml",
+        get_args(StrategyName),
+        shown="continuous",
+    ),
+    "batching": Option(
+        "lanes, strategies and limits", FILE, shown="batching.yaml beside the model"
+    ),
+    "attention": Option(
+        "auto: the kernel for the processor or GPU, if it passes the self-test, else torch; "
+        "triton: that or nothing",
+        ("auto", "torch", "triton"),
+        "auto",
+    ),
+    "torch_only": Option(
+        "no merged modules, and on a CPU no kernels of batchway's own; slower",
+        None,
+        False,
+        "both, where they prove equal",
+    ),
+    "engine": Option(
+        "own: batchway's; vllm: vLLM, in an environment of its own, which scripts/setup-vllm "
+        "makes; auto: vllm on an NVIDIA GPU, if it is installed and has all that is asked for, "
+        "else own",
+        ("auto", "own", "vllm"),
+        "auto",
+    ),
+    "engine_arg": Option(
+        "an argument of vLLM's own, as tensor_parallel_size=2; repeatable",
+        Value(engine_argument, "NAME=VALUE"),
+        [],
+    ),
+    "engine_python": Option(
+        "the interpreter of vLLM's environment",
+        Value(str, "PATH"),
+        shown=".venv-vllm/bin/python beside the environment of this command",
+    ),
+    "generation_config": Option(
+        "auto: the sampling settings of the model's generation_config.json hold where a caller "
+        "gives none; none: they do not",
+        ("auto", "none"),
+        "auto",
+    ),
+    "tool_call_parser": Option(
+        "the format of the model's tool calls, see docs/models.md; auto: what its chat template "
+        "shows; none: it calls no tools",
+        NAME,
+        "auto",
+    ),
+    "reasoning_parser": Option(
+        "the format of the model's reasoning, see docs/models.md; auto: what its chat template "
+        "shows; none: all of its output is the answer",
+        NAME,
+        "auto",
+    ),
+    "default_chat_template_kwargs": Option(
+        'variables of the chat template, as {"enable_thinking": false}, unless a call gives them',
+        Value(json_object, "JSON"),
+        {},
+    ),
+    "threads": Option(
+        "CPU threads of each worker", COUNT, shown="as many as its share of the cores"
+    ),
+    "max_model_len": Option("tokens of prompt and output together", COUNT, shown="the model's own"),
+    "max_num_seqs": Option(
+        "sequences at a time", COUNT, shown=str(WORKER_DEFAULTS.engine.max_num_seqs)
+    ),
+    "max_num_batched_tokens": Option(
+        "the token budget of a step", COUNT, shown="chosen for the device"
+    ),
+    "block_size": Option("tokens in a block of the KV cache", COUNT, shown="chosen for the device"),
+    "kv_cache_gib": Option(
+        "memory of the KV cache, in GiB", GIBIBYTES, shown="chosen from the memory that is free"
+    ),
+    "memory_share": Option(
+        "of the device's memory, for a worker's weights and KV cache; it does not start where "
+        "they do not fit",
+        SHARE,
+        shown="what is free",
+    ),
+    "auto_truncate": Option(
+        "cut prompts that are too long, unless a call says otherwise", None, False, "refuse them"
+    ),
+}
+
+
+LOG_LEVEL = {
+    "log_level": Option(
+        "the lowest level of log lines to show", ("debug", "info", "warning", "error"), "info"
+    )
+}
+JSON = {
+    "json": Option(
+        "write the result to this file as JSON, for you alone to read; - writes it to standard "
+        "output instead of the table",
+        Value(str, "OUT"),
+        shown="no JSON",
+    )
+}
 
 
 def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -> None:
     """Adds options that all parts of an installation must agree on."""
-    parser.add_argument(
-        "--redis-url",
-        type=redis_url,
-        default=redis_url_of(os.environ),
-        metavar="URL",
-        help=f"Redis 7.0 or later (default: the variable REDIS_URL, else {redis_default})",
-    )
-    parser.add_argument(
-        "--namespace",
-        type=namespace,
-        default=os.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE,
-        metavar="NAME",
-        help="separates installations that share one Redis "
-        f"(default: the variable {NAMESPACE_VARIABLE}, else default)",
-    )
-    parser.add_argument(
-        "--log-level",
-        choices=_LOG_LEVELS,
-        default="info",
-        help="the lowest level of log lines to show (default: info)",
-    )
+    own = {
+        "redis_url": Option(
+            "Redis 7.0 or later",
+            Value(redis_url, "URL"),
+            redis_url_of(os.environ),
+            f"the variable REDIS_URL, else {redis_default}",
+        ),
+        "namespace": Option(
+            "separates installations that share one Redis",
+            Value(namespace, "NAME"),
+            DEFAULT_NAMESPACE,
+            variable="BATCHWAY_NAMESPACE",
+        ),
+    }
+    add_options(parser, own | LOG_LEVEL)
 
 
-def add_object_store_option(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--object-store",
-        type=object_store,
-        default=os.environ.get(OBJECT_STORE_VARIABLE) or "",
-        metavar="DIR_OR_S3",
-        help="where long prompts and results are stored: a directory that gateways and workers "
-        f"share, or s3://bucket/prefix (default: the variable {OBJECT_STORE_VARIABLE}, else "
-        f"{default})",
+def add_object_store_option(parser: argparse.ArgumentParser, shown: str) -> None:
+    store = Option(
+        "where long prompts and results are stored: a directory that gateways and workers share, "
+        "or s3://bucket/prefix",
+        Value(object_store, "DIR_OR_S3"),
+        "",
+        shown,
+        OBJECT_STORE_VARIABLE,
     )
+    add_options(parser, {"object_store": store})
 
 
-def add_models_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--models",
-        default=os.environ.get(MODELS_VARIABLE) or "",
-        metavar="FILE",
-        help="models that consist of others, see docs/flows.md; read again when the file changes "
-        f"(default: the variable {MODELS_VARIABLE}, else none)",
-    )
-
-
-def add_address_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on; any but loopback needs an API key (default: 127.0.0.1)",
-    )
-    parser.add_argument(
-        "--port",
-        type=integer(0, 65535),
-        default=8000,
-        metavar="N",
-        help="port to listen on; 0 chooses a free port and logs it (default: 8000)",
-    )
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        metavar="OUT",
-        help="write the result to this file as JSON, for you alone to read; - writes it to "
-        "standard output instead of the table (default: no JSON)",
-    )
+def add_drain_option(parser: argparse.ArgumentParser, default: float, meaning: str) -> None:
+    drain = Option(meaning, SECONDS_OR_ZERO, default, variable="BATCHWAY_DRAIN_S")
+    add_options(parser, {"drain_s": drain})
 
 
 def add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -139,179 +375,23 @@ def add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
     )
     add_shared_options(parser, redis_default=OF_RUNNING_UP)
-    add_json_option(parser)
+    add_options(parser, JSON)
     return parser
-
-
-def add_drain_option(parser: argparse.ArgumentParser, default: float, what: str) -> None:
-    parser.add_argument(
-        "--drain-s",
-        type=number(may_be_zero=True),
-        default=os.environ.get(DRAIN_VARIABLE) or str(default),
-        metavar="SECONDS",
-        help=f"{what} (default: the variable {DRAIN_VARIABLE}, else {default:g} s)",
-    )
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the model of a worker and its limits."""
     group = parser.add_argument_group("the model and its limits")
-    group.add_argument(
-        "--model",
-        default=str(demo_model_path()),
-        metavar="PATH_OR_HUB_ID",
-        help="a folder in Hugging Face layout, or an id on its hub (default: the built-in demo)",
-    )
-    group.add_argument(
-        "--served-model-name",
-        type=model_name,
-        metavar="NAME",
-        help="the name that requests use (default: demo, or the last part of --model)",
-    )
-    add_dtype_option(group)
-    add_quantization_option(group)
-    group.add_argument(
-        "--device",
-        type=device,
-        default="auto",
-        metavar="DEVICE",
-        help="auto, cpu, cuda, or cuda:N for one of several GPUs (default: auto)",
-    )
-    group.add_argument(
-        "--strategy",
-        choices=get_args(StrategyName),
-        help="how sequences are batched; parameters are in batching.yaml (default: continuous)",
-    )
-    group.add_argument(
-        "--batching",
-        type=Path,
-        metavar="FILE",
-        help="lanes, strategies and limits (default: batching.yaml beside the model)",
-    )
-    add_computing_options(group)
-    add_engine_options(group)
-    add_generation_options(group)
-    _add_limit_options(group)
-    group.add_argument(
-        "--auto-truncate",
-        action="store_true",
-        help="cut prompts that are too long, unless a call says otherwise (default: refuse them)",
-    )
+    add_options(group, MODEL)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
 
 
-def _add_limit_options(group: argparse._ArgumentGroup) -> None:
-    limits = (
-        ("--threads", "CPU threads of each worker (default: as many as its share of the cores)"),
-        ("--max-model-len", "tokens of prompt and output together (default: the model's own)"),
-        ("--max-num-seqs", f"sequences at a time (default: {_ENGINE.max_num_seqs})"),
-        (
-            "--max-num-batched-tokens",
-            "the token budget of a step (default: chosen for the device)",
-        ),
-        ("--block-size", "tokens in a block of the KV cache (default: chosen for the device)"),
-    )
-    for name, text in limits:
-        group.add_argument(name, type=integer(1), metavar="N", help=text)
-    add_kv_cache_option(group)
-    group.add_argument(
-        "--memory-share",
-        type=number(may_be_zero=False, most=1.0),
-        metavar="SHARE",
-        help="of the device's memory, for a worker's weights and KV cache; it does not start where "
-        "they do not fit (default: what is free)",
-    )
-
-
-def add_up_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--fleet",
-        type=Path,
-        metavar="FILE",
-        help="several models, each with its workers, as docs/configuration.md describes "
-        "(default: the one of --model)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=integer(1, 64),
-        default=1,
-        metavar="N",
-        help="worker processes, each with the whole model (default: 1)",
-    )
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="DIR",
-        help="where the Redis that batchway starts stores its jobs (default: lost when it ends)",
-    )
-    parser.add_argument(
-        "--durability",
-        choices=("fast", "durable"),
-        default="fast",
-        help="of the Redis that batchway starts: fast writes to disk every second, durable before "
-        "each answer, and needs --data-dir (default: fast)",
-    )
-    parser.add_argument(
-        "--redis-memory-gib",
-        type=number(may_be_zero=False),
-        metavar="GIB",
-        help="memory that the Redis that batchway starts may use, in GiB (default: 1, or a quarter "
-        "of the machine's where that is less)",
-    )
-
-
-def add_lanes_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lanes",
-        type=lanes,
-        default=LANES,
-        metavar="NAMES",
-        help=f"lanes to take jobs from, most urgent first (default: {','.join(LANES)})",
-    )
-
-
-def add_worker_options(parser: argparse.ArgumentParser) -> None:
-    add_lanes_option(parser)
-    parser.add_argument(
-        "--lease-s",
-        type=number(may_be_zero=False),
-        default=WORKER_DEFAULTS.lease_s,
-        metavar="SECONDS",
-        help="a worker without a heartbeat for this time loses its jobs "
-        f"(default: {WORKER_DEFAULTS.lease_s:g} s)",
-    )
-    parser.add_argument(
-        "--step-timeout-s",
-        type=number(may_be_zero=False),
-        default=WORKER_DEFAULTS.step_timeout_s,
-        metavar="SECONDS",
-        help="an engine that has work but ends no step for this time is restarted "
-        f"(default: {WORKER_DEFAULTS.step_timeout_s:g} s)",
-    )
-    parser.add_argument(
-        "--drain-release-s",
-        type=number(may_be_zero=True),
-        default=os.environ.get(DRAIN_RELEASE_VARIABLE) or str(WORKER_DEFAULTS.drain_release_s),
-        metavar="SECONDS",
-        help="running jobs are given back this long before the end of --drain-s, or after two "
-        f"thirds of it (default: the variable {DRAIN_RELEASE_VARIABLE}, else "
-        f"{WORKER_DEFAULTS.drain_release_s:g} s)",
-    )
-    parser.add_argument(
-        "--metrics-port",
-        type=integer(1, 65535),
-        metavar="N",
-        help="port on loopback of this worker's own page of metrics, /metrics (default: none)",
-    )
-    add_node_options(parser)
-    parser.add_argument(
-        "--spot-notice",
-        type=spot_notice,
-        default=os.environ.get(SPOT_NOTICE_VARIABLE) or "",
-        metavar="FILE_OR_URL",
-        help="the worker drains once this file exists, or this http:// address answers 200 "
-        f"(default: the variable {SPOT_NOTICE_VARIABLE}, else none)",
-    )
+def add_length_options(group: argparse._ActionsContainer, prompt: str, output: str) -> None:
+    """Lengths of random requests, with their defaults."""
+    for name, default in (("prompt", prompt), ("output", output)):
+        meaning = f"{name} lengths in tokens, log-uniform; N: the same for all"
+        option = Option(meaning, Value(lengths, "LOW:HIGH"), lengths(default), default)
+        add_options(group, {f"{name}_tokens": option})
 
 
 # --- what the options mean --------------------------------------------------------------------
@@ -347,46 +427,55 @@ def visible_gpu(number: int, visible: str | None) -> str:
 
 
 def engine_options(options: argparse.Namespace) -> EngineOptions:
-    """The engine's options; those not given keep the engine's defaults."""
-    given = {
-        "block_size": options.block_size,
-        "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "num_threads": options.threads,
-        "strategy": options.strategy and StrategyOptions(name=options.strategy),
-        "kv_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * GIB),
+    """The engine's options; those not given keep the engine's defaults. Raises
+    argparse.ArgumentTypeError."""
+    same = {
+        name: getattr(options, name) for name in MODEL if name in EngineOptions.__struct_fields__
     }
-    return EngineOptions(
-        model_path=options.model,
-        dtype=options.dtype,
-        quantization=options.quantization,
-        device=options.device.partition(":")[0],
-        memory_share=options.memory_share,
-        attention=options.attention,
-        fused=not options.torch_only,
-        engine_args=dict(options.engine_arg),
+    other = {
+        "model_path": options.model,
+        "device": options.device.partition(":")[0],
+        "strategy": options.strategy and StrategyOptions(name=options.strategy),
+        "fused": not options.torch_only,
+        "num_threads": options.threads,
+        "kv_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * GIB),
+        "chat_template_kwargs": options.default_chat_template_kwargs,
+        "engine_args": dict(options.engine_arg),
         **node_options(options),
-        **generation_options(options),
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    }
+    given = {name: value for name, value in (same | other).items() if value is not None}
+    return EngineOptions(**given)
+
+
+def node_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineOptions that say which node this is. Raises
+    argparse.ArgumentTypeError."""
+    num_nodes: int = getattr(options, "nodes", 1)  # `up` has one
+    if num_nodes == 1:
+        if getattr(options, "master", None) or getattr(options, "node_rank", 0):
+            raise argparse.ArgumentTypeError("--node-rank and --master need --nodes")
+        return {}
+    if options.engine != "vllm":
+        raise argparse.ArgumentTypeError("--nodes needs --engine vllm")
+    if options.master is None:
+        raise argparse.ArgumentTypeError("--nodes needs --master")
+    if options.node_rank >= num_nodes:
+        raise argparse.ArgumentTypeError(f"--node-rank must be below {num_nodes}, the --nodes")
+    return {"nodes": num_nodes, "node_rank": options.node_rank, "master": options.master}
 
 
 def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     """The model options, as arguments of a worker."""
-    names = (
-        "model", "dtype", "quantization", "device", "threads", "max_model_len", "max_num_seqs",
-        "max_num_batched_tokens", "block_size", "kv_cache_gib", "memory_share", "strategy",
-        "batching", "attention", "engine_module",
-    )  # fmt: skip
-    pairs = [(name, getattr(options, name)) for name in names]
-    pairs.append(("served_model_name", served_name(options)))
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in pairs if value is not None]
-    given += ["--torch-only"] * options.torch_only
-    given += ["--auto-truncate"] * options.auto_truncate
-    given += generation_arguments(options)
-    given += [f"--engine={options.engine}"]
-    given += [f"--engine-arg={name}={value}" for name, value in options.engine_arg]
-    if options.engine_python:
-        given += [f"--engine-python={options.engine_python}"]
+    given = []
+    for name in (*MODEL, "engine_module"):
+        value = served_name(options) if name == "served_model_name" else getattr(options, name)
+        word = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            given += [word] * value
+        elif isinstance(value, list):
+            given += [f"{word}={each}={text}" for each, text in value]
+        elif isinstance(value, dict):
+            given.append(f"{word}={msgspec.json.encode(value).decode()}")
+        elif value is not None:
+            given.append(f"{word}={value}")
     return tuple(given)

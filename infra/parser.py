@@ -46,12 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     up = _add(commands, "up", "run everything on this machine: Redis, workers and a gateway")
-    opts.add_address_options(up)
-    opts.add_up_options(up)
+    opts.add_options(up, opts.ADDRESS | opts.UP)
     add_allow_option(up)
     opts.add_shared_options(up, redis_default="a server of its own")
     opts.add_object_store_option(up, "a directory beside its own Redis")
-    opts.add_models_option(up)
+    opts.add_options(up, opts.MODELS)
     opts.add_drain_option(
         up,
         opts.WORKER_DEFAULTS.drain_s,
@@ -67,10 +66,10 @@ def build_parser() -> argparse.ArgumentParser:
         "All its other settings, BATCHWAY_API_KEY among them, are environment variables: "
         "see docs/configuration.md.",
     )
-    opts.add_address_options(gateway)
+    opts.add_options(gateway, opts.ADDRESS)
     opts.add_shared_options(gateway, redis_default="refused")
     opts.add_object_store_option(gateway, "they stay in Redis")
-    opts.add_models_option(gateway)
+    opts.add_options(gateway, opts.MODELS)
     opts.add_drain_option(
         gateway,
         opts.GATEWAY_DRAIN_S,
@@ -81,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     worker = _add(commands, "worker", "run one worker: it takes jobs from Redis and runs a model")
     opts.add_shared_options(worker, redis_default="refused")
     opts.add_object_store_option(worker, "they stay in Redis")
-    opts.add_worker_options(worker)
+    opts.add_options(worker, opts.WORKER)
     opts.add_drain_option(
         worker, opts.WORKER_DEFAULTS.drain_s, "on SIGTERM, how long running jobs may continue"
     )

@@ -33,7 +33,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
         help="write decode.json, mixed.json and prefill.json there, for chrome://tracing or "
         "Perfetto (default: no traces)",
     )
-    opts.add_json_option(parser)
+    opts.add_options(parser, opts.JSON)
     opts.add_model_options(parser)
 
 

@@ -52,7 +52,7 @@ def add_top_options(parser: argparse.ArgumentParser) -> None:
         metavar="OUT",
         help="draw the change between two snapshots into this file, and end (default: no picture)",
     )
-    opts.add_json_option(parser)
+    opts.add_options(parser, opts.JSON)
 
 
 def run_top(options: argparse.Namespace) -> int:

@@ -1,31 +1,47 @@
-"""Entry point of a worker's container: fetches the weights and runs `batchway worker`.
+"""Entry point of a container: fetches from S3 what a gateway or a worker needs, and becomes it.
 
-BATCHWAY_MODEL names the model: `demo`, a folder, or s3://BUCKET/PREFIX. Passes signals on. On ECS
-the worker's incarnation begins with the task's id, by which the pool knows its task.
+    python -m infra.aws.container_entry gateway|worker [options of the command]
+
+BATCHWAY_MODELS names a gateway's flows (docs/flows.md): a path, s3://BUCKET/KEY, or nothing.
+BATCHWAY_MODEL names a worker's model: `demo`, a folder, or s3://BUCKET/PREFIX. On ECS the worker's
+incarnation begins with the task's id, by which the pool knows its task.
 """
 
-import asyncio
-import contextlib
 import logging
 import os
-import signal
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from contract.connection import redis_url_of
 from infra.aws.worker_health import host_name
+from infra.options import MODELS_VARIABLE
 
 log = logging.getLogger("batchway.weights")
+
+FOLDER = Path("/var/lib/batchway/model")
+EXIT_NO_WEIGHTS = 3
 
 
 class WeightsMissing(Exception):
     """There are no files at the URL, or one has a path outside the folder."""
 
 
-def fetch(client: Any, url: str, folder: Path) -> Path:
+def fetch_flows(environ: MutableMapping[str, str]) -> None:
+    """Sets the variable to a downloaded file. Raises what boto3 raises."""
+    url = urlsplit(environ.get(MODELS_VARIABLE, ""))
+    if url.scheme == "s3":
+        import boto3
+
+        path = str(Path(tempfile.mkdtemp(prefix="batchway-")) / "models.yaml")
+        boto3.client("s3").download_file(url.netloc, url.path.strip("/"), path)
+        environ[MODELS_VARIABLE] = path
+
+
+def fetch_weights(client: Any, url: str, folder: Path) -> Path:
     """Downloads all of s3://BUCKET/PREFIX and returns the folder. Keeps files of the right size; a
     file gets its name when it is complete. Raises WeightsMissing, and what boto3 raises."""
     bucket, prefix = urlsplit(url).netloc, urlsplit(url).path.strip("/")
@@ -50,54 +66,35 @@ def fetch(client: Any, url: str, folder: Path) -> Path:
     return folder
 
 
-FOLDER = Path("/var/lib/batchway/model")
-EXIT_NO_WEIGHTS = 3
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def model_arguments(environ: Any, folder: Path = FOLDER) -> list[str]:
+def model_arguments(environ: Mapping[str, str], folder: Path = FOLDER) -> list[str]:
     """Options of `batchway worker` for the model, after fetching it. Raises WeightsMissing."""
     model, name = environ.get("BATCHWAY_MODEL", "demo"), environ.get("BATCHWAY_SERVED_MODEL_NAME")
     arguments = [f"--served-model-name={name}"] if name else []
     if model.startswith("s3://"):
         import boto3
 
-        model = str(fetch(boto3.client("s3"), model, folder))
+        model = str(fetch_weights(boto3.client("s3"), model, folder))
     return arguments if model == "demo" else [f"--model={model}", *arguments]
 
 
-async def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs the worker until it ends; returns its exit status."""
-    process = await asyncio.create_subprocess_exec(*command, env=environ)
-    loop = asyncio.get_running_loop()
-    for number in _PASSED_ON:
-        loop.add_signal_handler(number, _pass_on, process, number)
-    try:
-        return await process.wait()
-    finally:
-        for number in _PASSED_ON:
-            loop.remove_signal_handler(number)
-
-
-def _pass_on(process: asyncio.subprocess.Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(number)
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
+    """Does not return: this process becomes the command, or ends."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-    if redis_url_of(os.environ) is None:
-        print("no Redis given: set the variable REDIS_URL", file=sys.stderr)
-        return 2
-    try:
-        model = model_arguments(os.environ)
-    except WeightsMissing as exc:
-        print(exc, file=sys.stderr)
-        return EXIT_NO_WEIGHTS
-    command = [sys.executable, "-m", "infra", "worker", *model, *arguments]
-    environ = {**os.environ, "BATCHWAY_HOST": host_name(os.environ)}
-    return asyncio.run(run(command, environ))
+    command, *options = arguments
+    if command == "gateway":
+        fetch_flows(os.environ)
+    else:
+        if redis_url_of(os.environ) is None:
+            print("no Redis given: set the variable REDIS_URL", file=sys.stderr)
+            sys.exit(2)
+        try:
+            options = [*model_arguments(os.environ), *options]
+        except WeightsMissing as exc:
+            print(exc, file=sys.stderr)
+            sys.exit(EXIT_NO_WEIGHTS)
+        os.environ["BATCHWAY_HOST"] = host_name(os.environ)
+    os.execv(sys.executable, [sys.executable, "-m", "infra", command, *options])  # noqa: S606
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main(sys.argv[1:])

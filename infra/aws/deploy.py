@@ -7,11 +7,9 @@ deploy the stack, load the function library, and start one worker if the pool is
 an image that cannot start is noticed now.
 """
 
-import argparse
 import hashlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +20,8 @@ from infra.aws.artifacts import IMAGES, build_images, deploy_artifacts
 from infra.aws.installation import (
     DeployError,
     Installation,
-    add_options,
     declared_parameters,
-    describe,
-    installation_of,
+    run_script,
     write_parameters,
 )
 
@@ -134,9 +130,8 @@ A pool without workers takes a few minutes until its first answer: queue a job w
 or poll /readyz until it reports a worker."""
 
 
-def deploy(one: Installation) -> None:
+def deploy(one: Installation) -> int:
     """Raises DeployError, and what boto3 raises."""
-    print(describe(one.session), flush=True)
     check_names(one.parameters)
     ask_for_missing(one)
     artifacts = deploy_artifacts(one)
@@ -153,21 +148,11 @@ def deploy(one: Installation) -> None:
     if one.parameters.get("CapacityKind") != "own-machines":
         start_canary(one.client("ecs"), found["ClusterName"], f"{one.stack}-worker")
     print(next_steps(found))
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/deploy", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser)
-    given = parser.parse_args(arguments)
-    try:
-        deploy(installation_of(given))
-    except DeployError as exc:
-        print(exc, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_script("scripts/deploy", __doc__, deploy, arguments)
 
 
 if __name__ == "__main__":

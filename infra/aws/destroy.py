@@ -5,20 +5,12 @@
 Workers end first: their jobs are handed back, and stay in the cache's last snapshot.
 """
 
-import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from infra.aws.deploy import sam
-from infra.aws.installation import (
-    DeployError,
-    Installation,
-    add_options,
-    describe,
-    installation_of,
-)
+from infra.aws.installation import DeployError, Installation, run_script
 
 _POLL_S = 10.0
 _WAIT_S = 600.0
@@ -73,9 +65,8 @@ def leftovers(one: Installation) -> Iterator[str]:
             yield f"stack {stack['StackName']}"
 
 
-def destroy(one: Installation, ask: Callable[[str], str] = input) -> None:
+def destroy(one: Installation, ask: Callable[[str], str] = input) -> int:
     """Raises DeployError, and what boto3 raises."""
-    print(describe(one.session), flush=True)
     if not one.is_unattended and ask(f"Delete {one.stack}? [y/N] ").strip().lower() != "y":
         raise DeployError("nothing was deleted")
     if cluster := one.outputs(one.stack).get("ClusterName"):
@@ -85,18 +76,11 @@ def destroy(one: Installation, ask: Callable[[str], str] = input) -> None:
     print("Left, and paid for, until you delete it:")
     for line in leftovers(one):
         print(f"  {line}")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/destroy", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser)
-    try:
-        destroy(installation_of(parser.parse_args(arguments)))
-    except DeployError as exc:
-        print(exc, file=sys.stderr)
-        return 1
-    return 0
+    return run_script("scripts/destroy", __doc__, destroy, arguments)
 
 
 if __name__ == "__main__":

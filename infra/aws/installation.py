@@ -6,7 +6,8 @@ Needs nothing but boto3: it runs in the virtual environment of the sam command l
 import argparse
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the template's parameters, a JSON object; default: deploy.local.json",
     )  # fmt: skip
     parser.add_argument("--yes", action="store_true", help="ask nothing")
+
+
+def run_script(
+    prog: str,
+    about: str | None,
+    act: Callable[[Installation], int],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Runs one of the scripts on the installation that its options name; returns the status."""
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_options(parser)
+    given = parser.parse_args(arguments)
+    try:
+        one = installation_of(given)
+        print(describe(one.session), flush=True)
+        return act(one)
+    except DeployError as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def installation_of(given: argparse.Namespace) -> Installation:

@@ -7,10 +7,13 @@ One process per pool. It keeps its state in memory: after a restart it waits as 
 any scale-in, and counts tasks that ended before the restart as never ready. It writes
 metrics to standard output in CloudWatch's embedded format; use --put-metrics where CloudWatch does
 not receive the log.
+
+Over 300 lines: what is observed, decided and reported in one step is read together.
 """
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -20,17 +23,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.connection import connect, redis_url_of
+import redis.asyncio
+
+from contract.catalogue import WORKER_TTL_S
+from contract.connection import broker_errors, connect, now_ms, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.starts import Starts
 from contract.telemetry.metrics import embedded_line
-from infra.aws.ecs_service import EcsService
-from infra.aws.fleet_lines import FleetLines
-from infra.aws.metric_sender import MetricSender
-from infra.aws.scaling_group import ScalingGroup
-from infra.aws.workforce import Workforce
+from infra.aws.pool_metrics import FleetLines, MetricSender
+from infra.aws.workforce import EcsService, ScalingGroup, Workforce
 from infra.pool import (
     MAX_WORKERS,
     Decision,
@@ -40,7 +43,6 @@ from infra.pool import (
     decide,
     num_outdated_to_retire,
 )
-from infra.pool_watch import PoolState, PoolWatch
 
 log = logging.getLogger("batchway.pool")
 
@@ -56,6 +58,66 @@ METRICS = {
     "BreakerOpen": "Count",
     "DeadCallbacks": "Count",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyWorker:
+    """A worker that takes jobs; `load` is the used share of its KV cache."""
+
+    incarnation: str
+    num_jobs: int
+    load: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """One observation. `tokens_per_s` is per worker, None until measured; `incarnations` are all
+    live workers, including draining ones; `is_wanted`: calls were refused for want of one."""
+
+    queued_tokens: dict[str, int]
+    workers: tuple[ReadyWorker, ...]
+    tokens_per_s: float | None
+    incarnations: tuple[str, ...]
+    is_wanted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWatch:
+    """Reads the pool's state. Every method raises BrokerUnavailable."""
+
+    client: redis.asyncio.Redis
+    keys: Keys
+    model: str
+    lanes: Sequence[str]
+
+    async def look(self) -> PoolState:
+        since_ms = await now_ms(self.client) - int(WORKER_TTL_S * 1000)
+        with broker_errors(self.client, "HGET or ZRANGEBYSCORE"):
+            queued = {}
+            for lane in self.lanes:
+                key = self.keys.of("counters", self.model, lane)
+                tokens: Any = await self.client.hget(key, "queued_tokens")
+                queued[lane] = max(0, int(tokens or 0))
+            names: Any = await self.client.zrangebyscore(
+                self.keys.of("workers", self.model), since_ms, "+inf"
+            )
+            incarnations = tuple(name.decode() for name in names)
+            seen = [await self._worker(name) for name in incarnations]
+            rate: Any = await self.client.hget(self.keys.of("pool", self.model), "tokens_per_s")
+        starts = Starts(self.client, self.keys)
+        wishes = [await starts.is_wanted(self.model, lane) for lane in self.lanes]
+        workers = tuple(worker for worker in seen if worker is not None)
+        return PoolState(queued, workers, float(rate or 0) or None, incarnations, any(wishes))
+
+    async def _worker(self, incarnation: str) -> ReadyWorker | None:
+        raw: Any = await self.client.hgetall(self.keys.of("worker", incarnation))
+        if not raw or raw.get(b"state") == b"draining":
+            return None
+        info = json.loads(raw.get(b"info") or b"{}")
+        num_blocks = info.get("num_blocks") or 0
+        used = num_blocks - info.get("num_free_blocks", num_blocks)
+        num_jobs: Any = await self.client.scard(self.keys.of("own", incarnation))
+        return ReadyWorker(incarnation, int(num_jobs), used / num_blocks if num_blocks else 0.0)
 
 
 @dataclass(slots=True)

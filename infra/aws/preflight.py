@@ -3,21 +3,12 @@
 scripts/preflight [--region R] [--profile P] [--parameters FILE]
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infra.aws.installation import (
-    DeployError,
-    Installation,
-    add_options,
-    declared_parameters,
-    describe,
-    installation_of,
-)
+from infra.aws.installation import Installation, declared_parameters, run_script
 
 _UNRESERVED = 100  # environments that Lambda keeps unreserved in every account
 _FEW = 100  # fewer environments at a time than a service needs
@@ -224,16 +215,7 @@ def report(one: Installation) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/preflight", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser)
-    try:
-        one = installation_of(parser.parse_args(arguments))
-        print(describe(one.session), flush=True)
-    except DeployError as exc:
-        print(exc, file=sys.stderr)
-        return 1
-    return 0 if report(one) else 1
+    return run_script("scripts/preflight", __doc__, lambda one: int(not report(one)), arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""What the pool needs from the service that runs the workers: ECS (ecs_service.py) or an Auto
-Scaling group (scaling_group.py). boto3 blocks, so callers use threads."""
+"""What runs the workers of a pool: a service of ECS, or an Auto Scaling group. boto3 blocks, so
+callers use threads."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Protocol
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+log = logging.getLogger("batchway.pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +44,203 @@ class Workforce(Protocol):
 
     def healthy(self) -> list[str]:
         """Names of healthy workers."""
+
+
+# --- ECS ----------------------------------------------------------------------------------------
+
+_NOT_A_WORKER_ERROR = (
+    "SpotInterruption",
+    "TerminationNotice",
+    "UserInitiated",
+    "ServiceSchedulerInitiated",
+)
+_NO_CAPACITY = re.compile("capacity|RESOURCE:|VcpuLimitExceeded|LimitExceeded", re.IGNORECASE)
+_MAX_DESCRIBED = 100  # per call
+_MAX_PROTECTED_TASKS = 10  # per call
+_PROTECTED_MINUTES = 30
+_RENEW_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class EcsService:
+    """One service of one cluster. A task is matched to its worker by the task's id, with which the
+    worker's incarnation begins (worker_health.host_name). `clock_s` is monotonic."""
+
+    client: Any
+    cluster: str
+    service: str
+    clock_s: Callable[[], float] = time.monotonic
+    _protected_s: dict[str, float] = field(default_factory=dict)  # by task, when last requested
+
+    def num_desired(self) -> int:
+        """The service's desired count. Raises LookupError if there is no such service."""
+        return int(self._described()["desiredCount"])
+
+    def resize(self, num: int) -> None:
+        """Sets the desired count. ECS ends unprotected tasks only."""
+        self.client.update_service(cluster=self.cluster, service=self.service, desiredCount=num)
+
+    def keep(self, incarnations: Collection[str]) -> None:
+        """Protects the tasks of these live workers, draining ones included, until they end. A
+        starting task holds no jobs, so ECS may end it."""
+        now_s = self.clock_s()
+        live = [task["taskArn"] for task, _ in self._workers(incarnations)]
+        due = [arn for arn in live if now_s - self._protected_s.get(arn, -_RENEW_S) >= _RENEW_S]
+        for start in range(0, len(due), _MAX_PROTECTED_TASKS):
+            answer = self.client.update_task_protection(
+                cluster=self.cluster,
+                tasks=due[start : start + _MAX_PROTECTED_TASKS],
+                protectionEnabled=True,
+                expiresInMinutes=_PROTECTED_MINUTES,
+            )
+            for failure in answer.get("failures", []):
+                log.warning("task not protected: %s", failure.get("reason"))
+            protected = [task["taskArn"] for task in answer["protectedTasks"]]
+            self._protected_s.update(dict.fromkeys(protected, now_s))
+        for arn in self._protected_s.keys() - set(live):
+            del self._protected_s[arn]
+
+    def outdated(self, incarnations: Collection[str]) -> set[str]:
+        """Returns the workers whose task has another task definition than the service."""
+        current = self._described()["taskDefinition"]
+        return {
+            name
+            for task, name in self._workers(incarnations)
+            if task["taskDefinitionArn"] != current
+        }
+
+    def min_healthy_share(self) -> float:
+        """The share of the desired workers that a deployment keeps, 0 to 1."""
+        settings = self._described().get("deploymentConfiguration", {})
+        return float(settings.get("minimumHealthyPercent", 100)) / 100
+
+    def failed(self) -> list[Failed]:
+        """Tasks of the last hour (ECS keeps no more) whose container ended with an error."""
+        return [
+            Failed(task["taskArn"], task["stoppedAt"].timestamp())
+            for task in self._tasks("STOPPED")
+            if "stoppedAt" in task and _has_failed(task)
+        ]
+
+    def healthy(self) -> list[str]:
+        """Names of running tasks whose health check has passed."""
+        running = self._tasks("RUNNING")
+        return [task["taskArn"] for task in running if task.get("healthStatus") == "HEALTHY"]
+
+    def _described(self) -> dict[str, Any]:
+        found = self.client.describe_services(cluster=self.cluster, services=[self.service])
+        if not found["services"]:
+            raise LookupError(f"no service {self.service!r} in cluster {self.cluster!r}")
+        service: dict[str, Any] = found["services"][0]
+        return service
+
+    def _workers(self, incarnations: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yields running tasks with their worker's incarnation."""
+        by_host = {name.partition("-")[0]: name for name in incarnations}
+        for task in self._tasks("RUNNING"):
+            if (name := by_host.get(task["taskArn"].rpartition("/")[2])) is not None:
+                yield task, name
+
+    def _tasks(self, desired_status: str) -> list[dict[str, Any]]:
+        listed = self.client.list_tasks(
+            cluster=self.cluster, serviceName=self.service, desiredStatus=desired_status
+        )
+        arns = listed["taskArns"][:_MAX_DESCRIBED]
+        if not arns:
+            return []
+        described = self.client.describe_tasks(cluster=self.cluster, tasks=arns)
+        return list(described["tasks"])
+
+
+def _has_failed(task: dict[str, Any]) -> bool:
+    """Whether a task failed. Not if it found no machine: starting it later may succeed."""
+    if task.get("stopCode") in _NOT_A_WORKER_ERROR:
+        return False
+    if task.get("stopCode") == "TaskFailedToStart":
+        return not _NO_CAPACITY.search(task.get("stoppedReason", ""))
+    return any(container.get("exitCode") for container in task.get("containers", []))
+
+
+# --- Auto Scaling -------------------------------------------------------------------------------
+
+_MAX_PROTECTED_MACHINES = 50  # per call
+_MAX_ACTIVITIES = 100
+_ENDED = re.compile(r"Terminating EC2 instance: (i-[0-9a-f]+)")
+# Set by `aws autoscaling set-instance-health`; EC2's own checks fail for other reasons.
+_REPORTED_BY_WORKER = "user health-check"
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingGroup:
+    """A group of machines that each run one worker, for example under systemd. A machine is matched
+    to its worker by host name: the launch template must name hosts by instance (`HostnameType:
+    resource-name`). The machines need no permissions for this."""
+
+    client: Any
+    name: str
+
+    def num_desired(self) -> int:
+        """The group's desired capacity. Raises LookupError if there is no such group."""
+        return int(self._group()["DesiredCapacity"])
+
+    def resize(self, num: int) -> None:
+        """Sets the desired capacity. The group ends unprotected machines in time."""
+        self.client.set_desired_capacity(
+            AutoScalingGroupName=self.name, DesiredCapacity=num, HonorCooldown=False
+        )
+
+    def keep(self, incarnations: Collection[str]) -> None:
+        """Protects only the machines of these workers from scale-in: starting machines hold no
+        jobs, and a machine whose worker has left should end."""
+        machines = self._in_service()
+        for is_kept in (True, False):
+            changed = [
+                machine["InstanceId"]
+                for machine in machines
+                if _has_worker(machine, incarnations) is is_kept
+                and machine["ProtectedFromScaleIn"] is not is_kept
+            ]
+            for start in range(0, len(changed), _MAX_PROTECTED_MACHINES):
+                self.client.set_instance_protection(
+                    AutoScalingGroupName=self.name,
+                    InstanceIds=changed[start : start + _MAX_PROTECTED_MACHINES],
+                    ProtectedFromScaleIn=is_kept,
+                )
+
+    def outdated(self, incarnations: Collection[str]) -> set[str]:
+        """Returns none: an instance refresh of the group replaces machines by itself."""
+        return set()
+
+    def min_healthy_share(self) -> float:
+        return 1.0
+
+    def failed(self) -> list[Failed]:
+        """Machines that reported themselves unhealthy and were ended."""
+        listed = self.client.describe_scaling_activities(
+            AutoScalingGroupName=self.name, MaxRecords=_MAX_ACTIVITIES
+        )
+        return [
+            Failed(ended[1], activity["StartTime"].timestamp())
+            for activity in listed["Activities"]
+            if (ended := _ENDED.match(activity.get("Description", "")))
+            and _REPORTED_BY_WORKER in activity["Cause"]
+        ]
+
+    def healthy(self) -> list[str]:
+        """Returns the protected machines, whose workers send heartbeats."""
+        return [m["InstanceId"] for m in self._in_service() if m["ProtectedFromScaleIn"]]
+
+    def _in_service(self) -> list[dict[str, Any]]:
+        """Returns the machines in service, as others cannot be protected."""
+        return [m for m in self._group()["Instances"] if m["LifecycleState"] == "InService"]
+
+    def _group(self) -> dict[str, Any]:
+        found = self.client.describe_auto_scaling_groups(AutoScalingGroupNames=[self.name])
+        if not found["AutoScalingGroups"]:
+            raise LookupError(f"no Auto Scaling group {self.name!r}")
+        group: dict[str, Any] = found["AutoScalingGroups"][0]
+        return group
+
+
+def _has_worker(machine: dict[str, Any], incarnations: Collection[str]) -> bool:
+    return any(name.startswith(f"{machine['InstanceId']}-") for name in incarnations)

@@ -4,10 +4,9 @@ import argparse
 import importlib
 from pathlib import Path
 
-from infra.computing_options import add_dtype_option, add_quantization_option
 from infra.measure.serve_options import add_serve_options
 from infra.option_values import integer
-from infra.options import add_json_option
+from infra.options import JSON, MODEL, add_options
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +26,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         help='JSON: {"requests": [{"prompt_token_ids": [...], "max_tokens": N, '
         '"arrival_s"?: S}, ...]}',
     )
-    add_dtype_option(engine)
-    add_quantization_option(engine)
+    add_options(engine, MODEL, "dtype", "quantization")
     engine.add_argument(
         "--max-running",
         type=integer(1),
@@ -61,7 +59,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="no merged modules and no kernels of batchway's own",
     )
-    add_json_option(engine)
+    add_options(engine, JSON)
     add_serve_options(
         benches.add_parser(
             "serve",

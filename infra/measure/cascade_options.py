@@ -5,7 +5,7 @@ import importlib
 from pathlib import Path
 
 from infra.option_values import http_url, integer, number
-from infra.options import add_json_option
+from infra.options import JSON, add_options
 
 
 def add_cascade_options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_cascade_options(parser: argparse.ArgumentParser) -> None:
     fit.add_argument(
         "--png", type=Path, metavar="OUT", help="plot cost and quality (default: none)"
     )
-    add_json_option(fit)
+    add_options(fit, JSON)
 
 
 def _add_asking_options(group: argparse._ArgumentGroup) -> None:

@@ -5,7 +5,6 @@ import importlib
 from pathlib import Path
 
 from infra import options as opts
-from infra.computing_options import add_dtype_option, add_kv_cache_option, add_length_options
 from infra.demo_model import demo_model_path
 from infra.option_values import integer, number
 
@@ -29,7 +28,7 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="random requests in each run (default: 96)",
     )
-    add_length_options(group, "16:128", "4:128")
+    opts.add_length_options(group, "16:128", "4:128")
     group.add_argument(
         "--load",
         type=number(may_be_zero=False),
@@ -55,7 +54,7 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
         metavar="OUT",
         help="plot results; needs the extra bench (default: none)",
     )
-    opts.add_json_option(parser)
+    opts.add_options(parser, opts.JSON)
 
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
@@ -87,11 +86,11 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         help="the most sequences that run at once, and the size of a full batch; overrides files "
         "(default: 16)",
     )
-    add_dtype_option(group)
+    opts.add_options(group, opts.MODEL, "dtype")
     group.add_argument(
         "--threads", type=integer(1), metavar="N", help="CPU threads (default: torch's own)"
     )
-    add_kv_cache_option(group)
+    opts.add_options(group, opts.MODEL, "kv_cache_gib")
 
 
 def run_compare(options: argparse.Namespace) -> int:

@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from infra.computing_options import add_length_options
 from infra.option_values import http_url, integer, number
-from infra.options import add_json_option
+from infra.options import JSON, add_length_options, add_options
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +12,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     _add_what_options(parser.add_argument_group("the requests"))
     _add_when_options(parser.add_argument_group("arrival times"))
     _add_result_options(parser.add_argument_group("the results"))
-    add_json_option(parser)
+    add_options(parser, JSON)
 
 
 def _add_server_options(group: argparse._ArgumentGroup) -> None:

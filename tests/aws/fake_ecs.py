@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.pool_watch import PoolState, ReadyWorker
+from infra.aws.pool_service import PoolState, ReadyWorker
 
 START_TICKS = 3
 

@@ -142,7 +142,7 @@ def test_compose_runs_commands_that_exist() -> None:
         if "build" in service:
             image = (ROOT / service["build"]["dockerfile"]).read_text()
             command = service.get("command") or _last(image, "CMD")
-            is_worker = "infra.aws.worker_entry" in _last(image, "ENTRYPOINT")
+            is_worker = "infra.aws.container_entry" in _last(image, "ENTRYPOINT")
             arguments = ["worker", *command] if is_worker else command
             options = build_parser().parse_args(arguments)
             run[name] = options.command, getattr(options, "engine", None)

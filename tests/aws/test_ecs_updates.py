@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from contract.keys import Keys
-from infra.aws.ecs_service import EcsService
-from infra.aws.pool_service import PoolService
+from infra.aws.pool_service import PoolService, PoolState, PoolWatch
+from infra.aws.workforce import EcsService
 from infra.pool import PoolPolicy
-from infra.pool_watch import PoolState, PoolWatch
 from tests.aws.conftest import Clock
 from tests.aws.fake_ecs import FakeEcs
 

@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
-from infra.aws.gateway_entry import prepare
+from infra.aws.container_entry import fetch_flows
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.conftest import Invoke
 from tests.aws.lambda_events import rest_event
@@ -32,21 +32,22 @@ BODY = {"model": "vote", "messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.fixture
-async def members(redis_client: redis.asyncio.Redis, keys: Keys) -> AsyncIterator[None]:
-    serving = []
+async def members(redis_client: redis.asyncio.Redis, keys: Keys) -> AsyncIterator[list[FakeWorker]]:
+    workers, serving = [], []
     for model in ("a", "b"):
         await publish_model(redis_client, keys, model)
         worker = FakeWorker(Functions(redis_client, keys), model, f"w-{model}")
         worker.script = says("yes")
         await worker.beat()
+        workers.append(worker)
         serving.append(asyncio.create_task(worker.serve()))
-    yield
+    yield workers
     await end_tasks(*serving)
 
 
 @pytest.fixture
 async def container(
-    aws_environ: dict[str, str], redis_server: EmbeddedRedis, members: None
+    aws_environ: dict[str, str], redis_server: EmbeddedRedis, members: list[FakeWorker]
 ) -> AsyncIterator[None]:
     """With its flows and its store in S3."""
     upload("flows-1", {"f/models.yaml": json.dumps(FLOW).encode()})
@@ -59,7 +60,7 @@ async def container(
         "BATCHWAY_MODELS": "s3://flows-1/f/models.yaml",
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "infra.aws.gateway_entry", "--port", "0"),
+        *(sys.executable, "-m", "infra.aws.container_entry", "gateway", "--port", "0"),
         cwd=ROOT,
         env=environ,
         stdin=asyncio.subprocess.DEVNULL,
@@ -70,7 +71,11 @@ async def container(
 
 
 async def test_what_a_function_accepts_is_run(
-    container: None, invoke: Invoke, redis_client: redis.asyncio.Redis, keys: Keys
+    container: None,
+    members: list[FakeWorker],
+    invoke: Invoke,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
 ) -> None:
     """The call of a flow; and batches have a feeder."""
 
@@ -78,6 +83,8 @@ async def test_what_a_function_accepts_is_run(
         return await redis_client.zcard(keys.of("workers", "vote")) > 0
 
     await until(is_served)
+    for worker in members:
+        await worker.beat()  # the container may take longer to start than a heartbeat lasts
     answer = await invoke(rest_event("POST", "/v1/chat/completions", BODY))
     assert answer["statusCode"] == 200, answer["body"]
     assert json.loads(answer["body"])["choices"][0]["message"]["content"] == "yes"
@@ -89,11 +96,11 @@ def test_flows_are_fetched_or_have_a_path(aws_environ: dict[str, str]) -> None:
     """Or there are none. A missing file is an error, with which the container ends."""
     upload("flows-2", {"f.yaml": b"models: []"})
     fetched = {"BATCHWAY_MODELS": "s3://flows-2/f.yaml"}
-    prepare(fetched)
+    fetch_flows(fetched)
     assert Path(fetched["BATCHWAY_MODELS"]).read_text() == "models: []"
     for environ in ({"BATCHWAY_MODELS": "/models.yaml"}, {"BATCHWAY_MODELS": ""}, {}):
         before = dict(environ)
-        prepare(environ)
+        fetch_flows(environ)
         assert environ == before
     with pytest.raises(ClientError):
-        prepare({"BATCHWAY_MODELS": "s3://flows-2/none.yaml"})
+        fetch_flows({"BATCHWAY_MODELS": "s3://flows-2/none.yaml"})

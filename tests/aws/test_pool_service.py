@@ -12,11 +12,10 @@ import redis.asyncio
 
 from contract.functions import Functions
 from contract.keys import Keys
-from infra.aws.ecs_service import EcsService
-from infra.aws.fleet_lines import spread
-from infra.aws.pool_service import PoolService, build_parser, policy_of
+from infra.aws.pool_metrics import spread
+from infra.aws.pool_service import PoolService, PoolWatch, build_parser, policy_of
+from infra.aws.workforce import EcsService
 from infra.pool import PoolPolicy
-from infra.pool_watch import PoolWatch
 from tests.aws.conftest import Clock, Invoke
 from tests.aws.lambda_events import rest_event
 from tests.gateway.conftest import make_settings

@@ -11,12 +11,10 @@ import redis.asyncio
 
 from contract.functions import Functions
 from contract.keys import Keys
-from infra.aws.metric_sender import EVERY_S, MetricSender
-from infra.aws.pool_service import PoolService, build_parser, emitter_of, workforce_of
-from infra.aws.scaling_group import ScalingGroup
-from infra.aws.workforce import Failed
+from infra.aws.pool_metrics import EVERY_S, MetricSender
+from infra.aws.pool_service import PoolService, PoolWatch, build_parser, emitter_of, workforce_of
+from infra.aws.workforce import Failed, ScalingGroup
 from infra.pool import PoolPolicy
-from infra.pool_watch import PoolWatch
 from tests.aws.conftest import Clock, Invoke
 from tests.aws.lambda_events import rest_event
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model

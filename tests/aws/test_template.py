@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from infra.aws import fleet_lines, pool_service
+from infra.aws import pool_metrics, pool_service
 from tests.aws.template import (
     ROOT,
     TEMPLATE,
@@ -82,4 +82,4 @@ def test_the_dashboard_is_json() -> None:
     assert len(json.loads(body)["widgets"]) == 8
     shown = set(re.findall(r'MetricName=\\"(\w+)', body))
     assert len(shown) == 4
-    assert shown <= set(fleet_lines.UNITS)
+    assert shown <= set(pool_metrics.UNITS)

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.settings import variable
-from infra.aws import gateway_entry, pool_service
+from infra.aws import container_entry, pool_service
 from infra.parser import build_parser
 from infra.pool import PoolPolicy
 from tests.aws.template import (
@@ -44,7 +44,8 @@ def test_every_service_runs_a_command_that_exists() -> None:
     gateway = batchway.parse_args(["gateway", *arguments("FlowsTask")])
     assert (gateway.host, gateway.port) == ("127.0.0.1", 8000)  # where its health is asked
     assert gateway.drain_s < container("FlowsTask")["StopTimeout"]
-    assert container("FlowsTask")["EntryPoint"] == ["python", "-m", gateway_entry.__name__]
+    entry = ["python", "-m", container_entry.__name__, "gateway"]
+    assert container("FlowsTask")["EntryPoint"] == entry
     # The image's entry point puts `worker` before them.
     assert batchway.parse_args(["worker", *arguments("WorkerTask")]).command == "worker"
     engines = written()["Parameters"]["WorkerEngine"]

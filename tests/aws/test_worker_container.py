@@ -1,10 +1,6 @@
 """A worker in a container: its weights, its scale-in protection, its health."""
 
-import asyncio
-import os
-import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,8 +12,8 @@ import redis.asyncio
 
 from contract.functions import Functions
 from contract.keys import Keys
-from infra.aws import worker_entry, worker_health
-from infra.aws.worker_entry import WeightsMissing, fetch
+from infra.aws import container_entry, worker_health
+from infra.aws.container_entry import WeightsMissing, fetch_weights
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.fake_worker import FakeWorker, publish_model
 from workers.settings import new_incarnation
@@ -39,9 +35,9 @@ def test_weights_are_downloaded_from_s3_once(aws_environ: dict[str, str], tmp_pa
     upload("weights-1", {"m/config.json": b"{}", "m/a/model.safetensors": b"abc", "other/x": b"x"})
     client = boto3.client("s3")
 
-    fetch(client, "s3://weights-1/m/", tmp_path)
+    fetch_weights(client, "s3://weights-1/m/", tmp_path)
     (tmp_path / "config.json").write_bytes(b"[]")
-    fetch(client, "s3://weights-1/m", tmp_path)
+    fetch_weights(client, "s3://weights-1/m", tmp_path)
 
     kept = {
         str(p.relative_to(tmp_path)): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
@@ -55,9 +51,9 @@ def test_missing_weights_and_unsafe_keys_are_errors(
     """A worker without weights must not start, and a key must not write outside the folder."""
     upload("weights-2", {"m/../../evil": b"x"})
     with pytest.raises(WeightsMissing, match="no files at s3://weights-2/none"):
-        fetch(boto3.client("s3"), "s3://weights-2/none", tmp_path / "a")
+        fetch_weights(boto3.client("s3"), "s3://weights-2/none", tmp_path / "a")
     with pytest.raises(WeightsMissing, match="outside the folder"):
-        fetch(boto3.client("s3"), "s3://weights-2/m", tmp_path / "a")
+        fetch_weights(boto3.client("s3"), "s3://weights-2/m", tmp_path / "a")
     assert not list(tmp_path.rglob("evil"))
 
 
@@ -65,10 +61,10 @@ def test_the_model_becomes_options(aws_environ: dict[str, str], tmp_path: Path) 
     """The demo model needs none; a folder becomes its path, an S3 URL its download's folder."""
     upload("weights-3", {"m/config.json": b"{}"})
     named = {"BATCHWAY_MODEL": "s3://weights-3/m", "BATCHWAY_SERVED_MODEL_NAME": "n"}
-    options = worker_entry.model_arguments(named, tmp_path)
+    options = container_entry.model_arguments(named, tmp_path)
     assert options == [f"--model={tmp_path}", "--served-model-name=n"]
-    assert worker_entry.model_arguments({"BATCHWAY_MODEL": "/m"}) == ["--model=/m"]
-    assert worker_entry.model_arguments({}) == []
+    assert container_entry.model_arguments({"BATCHWAY_MODEL": "/m"}) == ["--model=/m"]
+    assert container_entry.model_arguments({}) == []
 
 
 class _MetadataHandler(BaseHTTPRequestHandler):
@@ -118,18 +114,3 @@ async def test_health_follows_heartbeats(
     await FakeWorker(functions, incarnation="here-1-ab").beat()
     assert await worker_health.check(redis_server.url, "test", "here")
     assert await worker_health.check("redis://127.0.0.1:1", "test", "here")
-
-
-async def test_a_signal_reaches_the_worker() -> None:
-    """The container's first process passes it on and exits as its child does."""
-    program = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); signal.pause()"
-    running = asyncio.create_task(worker_entry.run([sys.executable, "-c", program], os.environ))
-    # The child may not have its handler yet, so the signal is repeated until it ends. Before this
-    # process has its own, the signal must not end it.
-    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while not running.done():
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.05)
-    signal.signal(signal.SIGTERM, previous)
-
-    assert await running in (7, -signal.SIGTERM)

@@ -12,7 +12,7 @@ import redis.asyncio
 from contract.catalogue import Catalogue
 from contract.keys import Keys
 from contract.model_cards import ModelCard
-from infra.welcome import welcome
+from infra.readiness import welcome
 from tests.gateway.conftest import Serving
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.vector_worker import CARDS, CLASSIFIER, EMBEDDER, GRADER, OF_PAIRS, RERANKER

@@ -19,7 +19,6 @@ import yaml  # type: ignore[import-untyped]  # types are a separate package
 from packaging.requirements import Requirement
 
 from infra import cli, options
-from infra.computing_options import node_options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
 from infra.preconditions import check_store
@@ -368,7 +367,7 @@ def test_the_manifest_in_the_guide_runs_a_command_that_exists() -> None:
     assert words[:5] == ["exec", "python", "-m", "infra", "worker"]
     parsed = parse("worker", *words[5:])
     expected = {"nodes": spec["size"], "node_rank": 1, "master": "leader.host:29600"}
-    assert node_options(parsed) == expected
+    assert options.node_options(parsed) == expected
     assert parsed.drain_s < spec["workerTemplate"]["spec"]["terminationGracePeriodSeconds"]
 
 
