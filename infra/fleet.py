@@ -20,7 +20,7 @@ from infra.demo_model import demo_model_path
 from infra.engine_choice import choose_engine
 from infra.option_values import integer
 from infra.preconditions import UsageError, check_model
-from workers.model.cores import available_cores
+from workers.model.machine import available_cores
 
 MAX_WORKERS = 64  # of one entry
 _OF_CARD = (

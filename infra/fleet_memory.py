@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from infra import options as opts
 from infra.fleet import FleetEntry
 from infra.preconditions import UsageError
-from workers.model.cpu_memory import total_cpu_bytes
+from workers.model.machine import total_cpu_bytes
 from workers.model.nvidia import installed_gpus
-from workers.model.weight_size import least_weight_bytes
+from workers.model.place import least_weight_bytes
 
 _CPU = "cpu"
 

@@ -12,7 +12,7 @@ import msgspec
 from contract.keys import Keys
 from contract.payloads import open_store
 from workers.settings import LANES
-from workers.supervisor.spot_notice import SpotNotice
+from workers.supervisor.drain import SpotNotice
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")

@@ -85,7 +85,6 @@ def test_an_import_of_a_room_above_breaks_the_contracts(
         ("batchway_client", ["torch", "redis", "fastapi", "pydantic", "msgspec", "contract"]),
         ("contract/payloads", ["torch", "transformers", "fastapi", "redis", "numpy", "boto3"]),
         ("workers/engine", ["torch", "transformers", "redis", "tokenizers", "fastapi"]),
-        ("workers/strategies", ["torch", "transformers", "redis", "tokenizers", "fastapi"]),
     ],
 )
 def test_a_package_imports_without_forbidden_packages(package: str, blocked: list[str]) -> None:

@@ -28,7 +28,7 @@ class WorkerSettings:
     step_timeout_s: float = 300.0  # an engine with work that sends nothing for so long is killed
     drain_s: float = 30.0  # on SIGTERM, the process ends within so long
     drain_release_s: float = 10.0  # so long before that, running jobs are released
-    spot_notice: str = ""  # a path or http:// address (see supervisor/spot_notice.py); '': none
+    spot_notice: str = ""  # a path or http:// address (see supervisor/drain.py); '': none
     engine_module: str = "workers.engine_process.engine_loop"  # run as `python -m`
     engine_python: str = ""  # the engine's interpreter; '': the supervisor's
     object_store: str = ""  # a directory or s3://…; '': none

@@ -11,8 +11,7 @@ from torch import Tensor
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.record import Finding
 from workers.model.attention.interface import AttentionFlags, Span
-from workers.model.attention.reference import ReferenceAttention
-from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
+from workers.model.attention.reference import SPLIT_TOKENS, ReferenceAttention, RowsStep
 from workers.model.attention.triton_attention import TritonAttention
 from workers.model.gpu.draw_check import wrong_draws
 from workers.model.gpu.drawing import draw_by_triton

@@ -17,7 +17,7 @@ from typing import Any
 from bench.models import SIZES, make_model
 from infra.measure.workloads import log_uniform_workload, write_workload
 from infra.tables import write
-from workers.model.cores import available_cores
+from workers.model.machine import available_cores
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = "batchway"

@@ -1,7 +1,8 @@
 """All metrics: names, labels, help texts. A test compares them with docs/metrics.md.
 
 Names follow vLLM's where one exists, under the prefix `batchway_`. Counting is done elsewhere: in
-Redis Functions (contract/lua/_totals.lua), workers/supervisor/meter.py and gateway/http/metrics.py.
+Redis Functions (contract/lua/_totals.lua), workers/supervisor/metrics.py and
+gateway/http/metrics.py.
 """
 
 import json

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from contract.jobs import SamplingParams
 from infra.measure.workloads import Workload, WorkloadRequest
 from workers.engine.engine import Engine
-from workers.ipc.jobs import Request
+from workers.ipc.messages import Request
 
 _TENANT, _LANE = "bench", "standard"
 _NUM_WARM_UP = 4  # requests

@@ -19,10 +19,9 @@ from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workl
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
 from tests.tiny_models import save_tiny_model
 from workers.engine.engine import Engine
-from workers.engine.strategy import Strategy
+from workers.engine.strategy import ContinuousBatching, DynamicBatching, StaticBatching, Strategy
 from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions
-from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
 
 STRATEGIES: dict[str, Strategy] = {
     "static": StaticBatching(4, 0.01),

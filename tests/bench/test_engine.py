@@ -22,9 +22,9 @@ from tests.fakes import VOCAB_SIZE as HASH_VOCAB_SIZE
 from tests.fakes import HashModel, expected_output
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from workers.engine.engine import Engine
+from workers.engine.strategy import ContinuousBatching
 from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions
-from workers.strategies import ContinuousBatching
 
 
 @pytest.fixture(scope="module")

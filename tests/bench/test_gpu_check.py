@@ -20,8 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 from workers.model.ahead.runner import AheadRunner
-from workers.model.attention.reference import ReferenceAttention
-from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.attention.reference import PreparedRows, ReferenceAttention, RowsStep
 from workers.model.gpu import drawing
 from workers.model.gpu.graphs import sizes_up_to
 

@@ -10,9 +10,8 @@ import pytest
 
 from contract.callback_urls import AllowList, BadCallbackUrl, parse_callback_url, why_blocked
 from tests.callbacks.hostile_urls import PRIVATE_ANSWERS, hostile_urls
-from workers.callbacks.guard import BlockedAddress, Guard
 from workers.callbacks.retries import Delivered, Failed, Refused
-from workers.callbacks.webhook import WebhookSender
+from workers.callbacks.webhook import BlockedAddress, Guard, WebhookSender
 
 pytestmark = pytest.mark.anyio
 

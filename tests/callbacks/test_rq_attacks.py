@@ -14,8 +14,16 @@ from rq.webhook import Webhook
 
 from contract.outbox import Taken
 from infra.embedded_redis import EmbeddedRedis
-from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
-from workers.callbacks.signed_job import FUNCTION, ForgedJob, SignedJob, derived_key, signed_job
+from workers.callbacks.rq_runner import (
+    FUNCTION,
+    AttemptQueue,
+    ForgedJob,
+    RqRunner,
+    SignedJob,
+    derived_key,
+    open_redis,
+    signed_job,
+)
 
 KEY = "a key of this installation"
 OURS = Taken("job-0-" + "0" * 32, 1)

@@ -13,9 +13,8 @@ from cryptography.x509.oid import NameOID
 
 from contract.callback_urls import AllowList
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
-from workers.callbacks.guard import Guard
 from workers.callbacks.retries import Delivered, Failed
-from workers.callbacks.webhook import WebhookSender, signed_headers
+from workers.callbacks.webhook import Guard, WebhookSender, signed_headers
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,8 @@ from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import EOS_ID
 from tests.grammars.walks import draw, judge
 from tests.marked_tokenizer import MarkedModel
+from workers.output.formats import REASONING_FORMATS
 from workers.output.parser import OutputParser
-from workers.output.reasoning_formats import REASONING_FORMATS
 
 MARK = re.compile(r"""</?[|｜]?[\w▁.:｜-]+[|｜]?>|\[[A-Z /]{3,}\]""")
 NAMES = [f"{each.name}-{number}" for number, each in enumerate(REASONING_FORMATS)]

@@ -15,9 +15,8 @@ from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
 from gateway.grammars.rules.parameter_types import string_parameters
 from tests.grammars.walks import draw, judge
 from tests.marked_tokenizer import MarkedModel
+from workers.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from workers.output.parser import OutputParser
-from workers.output.reasoning_formats import REASONING_FORMATS
-from workers.output.tool_formats import TOOL_FORMATS
 
 MARK = re.compile(r"""</?[|｜]?[\w▁.:|｜-]+[|｜]?>|<\|"\|>|\[/?[A-Z_]{3,}\]|｜DSML｜""")
 WEATHER: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tests.infra.processes import wait_until
 from tests.infra.stack import Stack, running_fleet
 from tests.infra.test_cli import run_cli
 from tests.tiny_models import save_tiny_model
-from workers.model.cpu_memory import total_cpu_bytes
+from workers.model.machine import total_cpu_bytes
 
 pytestmark = pytest.mark.e2e
 

@@ -18,8 +18,8 @@ from tests.real.conversations import CONVERSATIONS
 from tests.real.families import GPT_OSS
 from tests.real.parts import FORMATTERS_PYTHON, needs_parts, tokenizer_folder
 from tests.real.scripted import Vocabulary
+from workers.output.formats import REASONING_FORMATS
 from workers.output.parser import OutputParser
-from workers.output.reasoning_formats import REASONING_FORMATS
 
 pytestmark = [pytest.mark.campaign, needs_parts]
 

@@ -12,8 +12,7 @@ from gateway.child import Refused
 from gateway.models.chat_template import ChatTemplate
 from tests.real.conversations import CONVERSATIONS, SPECIAL_TOKENS, Conversation
 from tests.real.parts import NUM_TEMPLATES, needs_parts, template, template_names
-from workers.model.output_formats import find_calls, find_reasoning, why_unknown
-from workers.model.shown_chats import ShownChats
+from workers.model.output_formats import ShownChats, find_calls, find_reasoning, why_unknown
 
 pytestmark = [pytest.mark.campaign, needs_parts]
 

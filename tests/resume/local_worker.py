@@ -16,7 +16,6 @@ from workers.engine.interface import LoadedModel
 from workers.engine_process.engine_loop import EngineLoop
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.channel import Channel
-from workers.ipc.jobs import TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineOptions,
@@ -26,12 +25,13 @@ from workers.ipc.messages import (
     Shutdown,
     StopChoice,
     ToEngine,
+    TokenOut,
     decoder_from_engine,
     decoder_to_engine,
     encode_frame,
 )
 from workers.supervisor.held_job import HeldJob
-from workers.supervisor.output import OutputFormats
+from workers.supervisor.text import OutputFormats
 
 
 class LocalWorker(Channel):

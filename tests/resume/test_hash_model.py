@@ -20,8 +20,7 @@ from tests.fakes import (
 from tests.hash_engine import LoadedHashModel
 from tests.resume.interruptions import Workers
 from tests.resume.logged_job import LoggedJob, new_job
-from workers.ipc.jobs import Request
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, Request
 from workers.supervisor.held_job import HeldJob
 
 PROMPT = encode_text("Interrupt me wherever you like.")

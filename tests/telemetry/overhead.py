@@ -29,7 +29,7 @@ from tests.fakes import hash_tokenizer
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineLoad, EngineOptions
 from workers.supervisor.held_job import HeldJob
-from workers.supervisor.meter import Meter
+from workers.supervisor.metrics import Meter
 
 _BATCHES = (1, 8, 32, 128)
 _PROMPT_TOKENS = 64

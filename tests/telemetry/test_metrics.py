@@ -33,7 +33,7 @@ def test_redis_and_python_have_the_same_buckets() -> None:
 def test_every_metric_is_counted() -> None:
     """By the functions in Redis, or by the workers."""
     lua = library_source()
-    meter = (ROOT / "workers/supervisor/meter.py").read_text() + (
+    meter = (ROOT / "workers/supervisor/metrics.py").read_text() + (
         ROOT / "workers/supervisor/leases.py"
     ).read_text()
     for metric in METRICS.values():

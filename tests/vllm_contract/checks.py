@@ -60,10 +60,10 @@ from workers.engine.interface import Sample  # noqa: E402
 from workers.engine.masks import StepMasks  # noqa: E402
 from workers.model.sampler import sample  # noqa: E402
 from workers.vllm_engine import runner_v2_compat  # noqa: E402
+from workers.vllm_engine.hosted import Stats  # noqa: E402
 from workers.vllm_engine.load import engine_args  # noqa: E402
 from workers.vllm_engine.runner_v1_compat import SeededSampling  # noqa: E402
 from workers.vllm_engine.sampling import grammars_of, sampling_of  # noqa: E402
-from workers.vllm_engine.stats import Stats  # noqa: E402
 
 # Triton's interpreter fails in the kernel.
 sampler.apply_top_k_top_p = lambda logits, k, p, **_: apply_top_k_top_p_pytorch(logits, k, p)

@@ -15,14 +15,12 @@ from contract.keys import Keys
 from tests.fakes import hash_tokenizer
 from tests.fleet import TENANT, Caller
 from tests.hash_worker import hash_worker_settings
-from workers.ipc.jobs import TokenOut
-from workers.ipc.messages import StopJob, ToEngine
+from workers.ipc.messages import StopJob, ToEngine, TokenOut
 from workers.supervisor.engine_keeper import EngineKeeper
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.meter import Meter
-from workers.supervisor.publisher import Publisher
-from workers.supervisor.results import ResultKeeper
+from workers.supervisor.metrics import Meter
+from workers.supervisor.publisher import Publisher, ResultKeeper
 from workers.supervisor.worker_broker import WorkerBroker
 
 pytestmark = pytest.mark.anyio

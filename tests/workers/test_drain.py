@@ -17,8 +17,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, WorkerProcess, fleet, until
 from tests.workers.test_supervisor import SLOW, assert_exact, children_of, is_alive
-from workers.supervisor.drain import Drain
-from workers.supervisor.spot_notice import BadNoticeSource, SpotNotice
+from workers.supervisor.drain import BadNoticeSource, Drain, SpotNotice
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 

@@ -14,8 +14,14 @@ from tests.workers.test_engine_process import (
     start_message,
     tokens_of,
 )
-from workers.ipc.jobs import Request, TokenOut
-from workers.ipc.messages import EngineLoad, FromEngine, Reconfigure, StrategyOptions
+from workers.ipc.messages import (
+    EngineLoad,
+    FromEngine,
+    Reconfigure,
+    Request,
+    StrategyOptions,
+    TokenOut,
+)
 
 __all__ = ["start_engine"]
 

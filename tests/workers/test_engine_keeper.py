@@ -14,14 +14,12 @@ from contract.jobs import FinishReason
 from tests.fakes import hash_tokenizer
 from tests.hash_worker import hash_worker_settings
 from tests.workers.test_room import READY, start
-from workers.ipc.jobs import TokenOut
-from workers.ipc.messages import EngineLoad, FromEngine
-from workers.output.reasoning_formats import REASONING_FORMATS
+from workers.ipc.messages import EngineLoad, FromEngine, TokenOut
+from workers.output.formats import REASONING_FORMATS
 from workers.supervisor.engine_keeper import EngineKeeper
 from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.meter import Meter
-from workers.supervisor.publisher import Publisher
-from workers.supervisor.results import ResultKeeper
+from workers.supervisor.metrics import Meter
+from workers.supervisor.publisher import Publisher, ResultKeeper
 from workers.supervisor.worker_broker import make_card
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,6 @@ from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_outp
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from workers.engine_process.engine_loop import ExitCode, describe_exception
 from workers.ipc.channel import Channel, PeerGone
-from workers.ipc.jobs import Request, TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -29,11 +28,13 @@ from workers.ipc.messages import (
     Loading,
     Ready,
     Reprioritise,
+    Request,
     Running,
     Shutdown,
     StopChoice,
     StopJob,
     ToEngine,
+    TokenOut,
     decoder_from_engine,
     decoder_to_engine,
     encode_frame,

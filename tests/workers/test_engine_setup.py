@@ -1,8 +1,8 @@
 """How options become the engine's parts."""
 
+from workers.engine.strategy import ContinuousBatching, DynamicBatching, StaticBatching
 from workers.engine_process.engine_setup import lanes_of, strategies_of
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
-from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
 
 
 def test_a_lane_keeps_the_defaults_that_its_options_leave_out() -> None:

@@ -19,11 +19,10 @@ from contract.payloads.directory import DirectoryStore
 from tests.fakes import hash_tokenizer
 from tests.fleet import Caller, until
 from tests.hash_worker import hash_worker_settings
-from workers.ipc.jobs import TokenOut
+from workers.ipc.messages import TokenOut
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.publisher import Publisher
-from workers.supervisor.results import ResultKeeper
+from workers.supervisor.publisher import Publisher, ResultKeeper
 from workers.supervisor.worker_broker import WorkerBroker
 
 pytestmark = pytest.mark.anyio

@@ -15,8 +15,7 @@ from tests.fleet import Caller, fleet
 from tests.hash_worker import hash_worker_settings
 from tests.ports import free_port
 from tests.telemetry.test_exactness import page_of, summed
-from workers.supervisor.meter import Meter
-from workers.supervisor.metrics_page import MetricsUnservable, serve_metrics
+from workers.supervisor.metrics import Meter, MetricsUnservable, serve_metrics
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 

@@ -16,11 +16,11 @@ from contract.model_cards import TokenizerFiles
 from contract.output_formats import ReasoningFormat, ToolFormat
 from tests.fakes import EOS_ID, PAD_ID, encode_text, hash_tokenizer
 from tests.resume.logged_job import new_job
-from workers.ipc.jobs import TokenOut
+from workers.ipc.messages import TokenOut
+from workers.output.formats import TOOL_FORMATS
 from workers.output.message import ResponseDelta
-from workers.output.tool_formats import TOOL_FORMATS
 from workers.supervisor.held_job import HeldJob
-from workers.supervisor.output import OutputFormats
+from workers.supervisor.text import OutputFormats
 
 TOOLS: dict[str, tuple[str, ...]] = {"find": ("text",)}
 THINK = ReasoningFormat(name="think", open="<think>\n", close="\n</think>\n\n")

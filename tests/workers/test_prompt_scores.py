@@ -19,8 +19,7 @@ from tests.fakes import (
     hash_tokenizer,
 )
 from tests.fleet import Answer, Caller, fleet, until
-from workers.ipc.jobs import TokenOut
-from workers.ipc.messages import PromptLogprobs
+from workers.ipc.messages import PromptLogprobs, TokenOut
 from workers.supervisor.held_job import HeldJob
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from contract.function_types import Claimed, FairRoom, LaneRoom
 from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
-from workers.ipc.jobs import TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -18,6 +17,7 @@ from workers.ipc.messages import (
     LaneOptions,
     Ready,
     StrategyOptions,
+    TokenOut,
 )
 from workers.lane_shares import LaneTerms
 from workers.supervisor.held_job import HeldJob

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from workers.supervisor.step_clock import StepClock
+from workers.supervisor.speed import StepClock
 
 
 @pytest.fixture

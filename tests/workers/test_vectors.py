@@ -34,7 +34,7 @@ from tests.fleet import Answer, Caller, WorkerProcess, fleet, until
 from tests.tiny_encoders import save_embedder
 from workers.ipc.messages import Ready, VectorOut
 from workers.supervisor.held_job import HeldJob
-from workers.supervisor.results import ResultKeeper
+from workers.supervisor.publisher import ResultKeeper
 from workers.supervisor.worker_broker import make_card
 
 pytestmark = pytest.mark.anyio

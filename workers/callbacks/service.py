@@ -23,9 +23,8 @@ from contract.payloads import open_store
 from contract.telemetry.tracing import Tracing
 from workers.callbacks.deliverer import SERVICE, CallbackSettings, Deliverer
 from workers.callbacks.destinations import AwsSender
-from workers.callbacks.guard import Guard
 from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
-from workers.callbacks.webhook import WebhookSender
+from workers.callbacks.webhook import Guard, WebhookSender
 
 log = logging.getLogger("batchway.callbacks")
 

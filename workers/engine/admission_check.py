@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from workers.engine.block_manager import BlockManager
-from workers.engine.kv_forecast import KVForecast, Need
+from workers.engine.kv_forecast import KVForecast, LengthPredictor, Need
 from workers.engine.lanes import Lanes
-from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
 from workers.engine.running import Running
 from workers.engine.sequence import Sequence

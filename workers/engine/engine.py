@@ -9,24 +9,23 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 
 from contract.jobs import FinishReason
-from workers.engine.batches import Batches
+from workers.engine.batches import Batches, num_tokens_of
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, Drawn, Model, Row, RowFailed, Sample, Vector
 from workers.engine.jobs import JobEngine
+from workers.engine.kv_forecast import LengthPredictor, RecentLengths
 from workers.engine.lanes import DEFAULT_LANES, Lane
-from workers.engine.lengths import LengthPredictor, RecentLengths
 from workers.engine.limits import EngineLimits
 from workers.engine.masks import StepMasks
-from workers.engine.padding import num_tokens_of
 from workers.engine.policies import FirstComeFirstServed, Policy
 from workers.engine.report import StepReport, token_out
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.jobs import TokenOut
+from workers.ipc.messages import TokenOut
 
 
 class Engine(JobEngine):

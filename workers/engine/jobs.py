@@ -14,7 +14,7 @@ from workers.engine.report import JobError, StepReport
 from workers.engine.request import check_request, sequences_of
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
-from workers.ipc.jobs import Request
+from workers.ipc.messages import Request
 
 
 @dataclass(slots=True)

@@ -1,12 +1,145 @@
-"""The order in which one step serves running and waiting sequences."""
+"""The order in which one step serves running and waiting sequences. A step's cost does not grow
+with the number of those that wait.
+
+Sequences of one lane and tenant have the same level and are kept sorted by the part of their key
+that stays constant while waiting. A step merges these queues lazily, as far as it admits.
+"""
 
 import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator
+from heapq import heapify, heappop, heapreplace
 
 from workers.engine.lanes import Lanes
-from workers.engine.policies import Policy
-from workers.engine.sequence import Sequence
-from workers.engine.waiting_queue import Rank, WaitingQueue
+from workers.engine.policies import Key, Policy
+from workers.engine.sequence import Account, Sequence
+
+# Constant while a sequence waits: the policy's standing, arrival, a unique number.
+_Place = tuple[Key, int, int]
+# Level, is waiting, is a prompt, the policy's key, arrival, a unique number.
+Rank = tuple[int, bool, bool, Key, int, int]
+
+
+class WaitingQueue:
+    """Queues by lane and tenant, each in the policy's order."""
+
+    def __init__(self, lanes: Lanes, policy: Policy) -> None:
+        self._lanes = lanes
+        self._policy = policy
+        self._queues: dict[Account, list[tuple[_Place, Sequence]]] = {}
+        self._places: dict[Sequence, _Place | None] = {}  # None: its strategy has not released it
+        self._num_in: Counter[str] = Counter()  # by lane, released or not; no zeros
+        self._num_queued_in: Counter[str] = Counter()
+        self._next_number = 0
+        self.num_changes = 0  # of `accounts`
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Names of the lanes with waiting sequences."""
+        return tuple(sorted(self._num_in))
+
+    @property
+    def first_priority(self) -> int | None:
+        """The smallest priority of the lanes with a queue; None without any queue."""
+        return min(map(self._lanes.priority_of, self._num_queued_in), default=None)
+
+    @property
+    def accounts(self) -> Collection[Account]:
+        """Lanes and tenants with a queue."""
+        return self._queues.keys()
+
+    def first_of(self, account: Account) -> Sequence:
+        """The first sequence of a queue."""
+        return self._queues[account][0][1]
+
+    def is_queued(self, sequence: Sequence) -> bool:
+        """Whether it waits and its strategy has released it."""
+        return self._places.get(sequence) is not None
+
+    def add(self, sequence: Sequence) -> None:
+        self._places[sequence] = None
+        self._num_in[sequence.lane] += 1
+
+    def let_in(self, sequence: Sequence, now_s: float) -> None:
+        """Queues a sequence that its strategy has released."""
+        place = (self._policy.standing(sequence, now_s), sequence.arrival, self._next_number)
+        self._next_number += 1
+        self._places[sequence] = place
+        self._num_queued_in[sequence.lane] += 1
+        account = sequence.lane, sequence.tenant
+        if account not in self._queues:
+            self.num_changes += 1
+        queue = self._queues.setdefault(account, [])
+        queue.insert(_index(queue, place), (place, sequence))
+
+    def discard(self, sequence: Sequence) -> None:
+        """Removes a sequence, if it waits; its lane must not have changed meanwhile."""
+        if sequence not in self._places:
+            return
+        self._num_in -= Counter((sequence.lane,))
+        place = self._places.pop(sequence)
+        if place is None:
+            return
+        account = sequence.lane, sequence.tenant
+        queue = self._queues[account]
+        del queue[_index(queue, place)]
+        if not queue:
+            del self._queues[account]
+            self.num_changes += 1
+        self._num_queued_in -= Counter((sequence.lane,))
+
+    def ordered(
+        self, now_s: float, lane: str | None = None, until: float = math.inf
+    ) -> Iterator[tuple[Rank, Sequence]]:
+        """The queued sequences of one lane or of all, below a level, in order. Lazy: the caller
+        may remove the one that was yielded last.
+        """
+        firsts: dict[int, list[tuple[_Place, Sequence]]] = {}
+        for account, queue in self._queues.items():
+            if lane is None or account[0] == lane:
+                firsts.setdefault(self._lanes.level_of(account), []).append(queue[0])
+        # Few steps get beyond the first level, so keys of later levels are not computed in advance.
+        for level in sorted(firsts):
+            if level >= until:
+                return
+            yield from self._merged(level, firsts[level], now_s)
+
+    def _merged(
+        self, level: int, firsts: list[tuple[_Place, Sequence]], now_s: float
+    ) -> Iterator[tuple[Rank, Sequence]]:
+        """Merges the queues of a level."""
+        heads = [self._ranked(level, place, sequence, now_s) for place, sequence in firsts]
+        heapify(heads)
+        while heads:
+            rank, place, sequence = heads[0]
+            yield rank, sequence
+            queue = self._queues.get(sequence.account, [])
+            index = bisect_right(queue, place, key=_place_of)
+            if index < len(queue):
+                heapreplace(heads, self._ranked(level, *queue[index], now_s))
+            else:
+                heappop(heads)
+
+    def _ranked(
+        self, level: int, place: _Place, sequence: Sequence, now_s: float
+    ) -> tuple[Rank, _Place, Sequence]:
+        key = self._policy.key(sequence, now_s)
+        return (level, True, True, key, sequence.arrival, place[2]), place, sequence
+
+
+def _index(queue: list[tuple[_Place, Sequence]], place: _Place) -> int:
+    return bisect_left(queue, place, key=_place_of)
+
+
+def _place_of(entry: tuple[_Place, Sequence]) -> _Place:
+    return entry[0]
 
 
 class Order:

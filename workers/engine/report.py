@@ -7,7 +7,7 @@ from contract.events import TokenLogprob
 from contract.jobs import FinishReason
 from workers.engine.interface import PromptLogprobs
 from workers.engine.sequence import Sequence
-from workers.ipc.jobs import TokenOut
+from workers.ipc.messages import TokenOut
 
 
 def token_out(

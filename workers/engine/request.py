@@ -5,7 +5,7 @@ import math
 from contract.errors import ErrorCode
 from contract.jobs import Pooling, SamplingParams
 from workers.engine.sequence import Sequence
-from workers.ipc.jobs import Request
+from workers.ipc.messages import Request
 
 
 class RequestRefused(Exception):

@@ -13,16 +13,15 @@ from workers.engine.block_manager import BlockManager
 from workers.engine.books import Books
 from workers.engine.cost_model import NOTHING, CostModel, added, step_features
 from workers.engine.interface import Chunk, Padding
+from workers.engine.kv_forecast import KnownOnly, LengthPredictor
 from workers.engine.lanes import DEFAULT_LANES, Lane, Lanes
-from workers.engine.lengths import KnownOnly, LengthPredictor
 from workers.engine.limits import EngineLimits
-from workers.engine.order import Order
+from workers.engine.order import Order, WaitingQueue
 from workers.engine.policies import Key, Policy
 from workers.engine.running import Running
 from workers.engine.sequence import Account, Sequence
 from workers.engine.speculation import add_drafts
 from workers.engine.step_plan import UNLIMITED, StepPlan
-from workers.engine.waiting_queue import WaitingQueue
 
 _SMALL_SHARE = 1 / 8  # of the budget: up to here streams are served without sorting
 

@@ -1,8 +1,8 @@
 """Batching strategies: which waiting sequences start together, and when.
 
-A strategy changes when a sequence runs, never its output.
-"""
+A strategy changes when a sequence runs, never its output."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -42,7 +42,7 @@ class Strategy(Protocol):
 
     @property
     def is_padded(self) -> bool:
-        """Whether its batches are computed as rectangles: see `padding`."""
+        """Whether its batches are computed as rectangles: see `batches`."""
         ...
 
     def next_batch(self, lobby: Lobby) -> list[Sequence]:
@@ -65,3 +65,76 @@ class Strategies:
 
     def of(self, sequence: Sequence) -> Strategy:
         return self.by_lane.get(sequence.lane, self.default)
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuousBatching:
+    """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, 2024)."""
+
+    is_padded: bool = False  # continuous batches are never padded
+
+    def next_batch(self, lobby: Lobby) -> list[Sequence]:
+        return lobby.waiting
+
+    def wake_s(self, lobby: Lobby) -> float | None:
+        return lobby.first_since_s(lobby.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBatching:
+    """Starts a batch of `batch_size` sequences, or a smaller one after the first has waited
+    `max_wait_s`.
+
+    The next batch starts when at most `drain_share` of every earlier batch still runs; at 0, when
+    the batch before has ended.
+    """
+
+    batch_size: int = 8
+    max_wait_s: float = 1.0
+    drain_share: float = 0.0
+    is_padded: bool = False
+
+    def next_batch(self, lobby: Lobby) -> list[Sequence]:
+        wake_s = self.wake_s(lobby)
+        if wake_s is None or not lobby.waiting:
+            return []
+        if len(lobby.waiting) < self.batch_size and lobby.now_s < wake_s:
+            return []
+        return lobby.waiting[: self.batch_size]
+
+    def wake_s(self, lobby: Lobby) -> float | None:
+        if not lobby.waiting or any(batch.share_left > self.drain_share for batch in lobby.batches):
+            return None
+        return lobby.first_since_s(lobby.waiting) + self.max_wait_s
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicBatching:
+    """Starts a batch when it is full, or `window_s` after its first sequence arrived.
+
+    Batches run concurrently. With `bucket_edges`, for example (64, 256), a batch contains prompts
+    of one bucket only (here up to 64 tokens, up to 256, and longer), which limits its padding.
+    """
+
+    batch_size: int = 8
+    window_s: float = 0.02
+    bucket_edges: tuple[int, ...] = ()  # tokens, ascending
+    is_padded: bool = False
+
+    def next_batch(self, lobby: Lobby) -> list[Sequence]:
+        for bucket in self._buckets(lobby):
+            is_over = lobby.now_s >= lobby.first_since_s(bucket) + self.window_s
+            if is_over or len(bucket) >= self.batch_size:
+                return bucket[: self.batch_size]
+        return []
+
+    def wake_s(self, lobby: Lobby) -> float | None:
+        return lobby.first_since_s(lobby.waiting) + self.window_s if lobby.waiting else None
+
+    def _buckets(self, lobby: Lobby) -> list[list[Sequence]]:
+        """Waiting sequences by bucket, in the policy's order; the first sequence's bucket leads."""
+        buckets: dict[int, list[Sequence]] = {}
+        for sequence in lobby.waiting:
+            bucket = bisect_left(self.bucket_edges, sequence.num_known)
+            buckets.setdefault(bucket, []).append(sequence)
+        return list(buckets.values())

@@ -39,7 +39,6 @@ from workers.engine_process.engine_setup import (
 )
 from workers.engine_process.step_messages import step_messages
 from workers.ipc.channel import Channel, PeerGone
-from workers.ipc.jobs import Request
 from workers.ipc.messages import (
     EngineOptions,
     FromEngine,
@@ -49,6 +48,7 @@ from workers.ipc.messages import (
     Ready,
     Reconfigure,
     Reprioritise,
+    Request,
     Running,
     Shutdown,
     StopChoice,

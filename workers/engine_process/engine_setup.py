@@ -10,7 +10,13 @@ from workers.engine.interface import LoadedModel, Model
 from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.policies import fair_service
-from workers.engine.strategy import Strategies, Strategy
+from workers.engine.strategy import (
+    ContinuousBatching,
+    DynamicBatching,
+    StaticBatching,
+    Strategies,
+    Strategy,
+)
 from workers.ipc.messages import (
     DYNAMIC_WINDOW_S,
     STATIC_WAIT_S,
@@ -18,7 +24,6 @@ from workers.ipc.messages import (
     Ready,
     StrategyOptions,
 )
-from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
 
 log = logging.getLogger("batchway.engine")
 

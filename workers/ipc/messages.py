@@ -3,8 +3,7 @@
 One frame each way per step: a 4-byte little-endian length, then a msgpack list of messages.
 Only types and encoding; the two ends own their sockets.
 
-Over 300 lines: the messages of both directions are one interface, read together.
-"""
+Over 300 lines: the messages of both directions are one interface, read together."""
 
 from collections.abc import Sequence as Seq
 from typing import Any, Generic, Literal, TypeVar
@@ -12,14 +11,45 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason
+from contract.jobs import FinishReason, Pooling, SamplingParams
 from contract.model_cards import (
     Capabilities,
     GenerationDefaults,
     PoolingCard,
     TokenizerFiles,
 )
-from workers.ipc.jobs import Request, TokenOut
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """A job's choices, each continuing after its logged output. The supervisor sends it."""
+
+    job_id: str
+    epoch: int
+    tenant: str
+    lane: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    outputs: tuple[tuple[int, ...], ...]  # logged output ids of each choice, `n` for each prompt
+    finished: tuple[bool, ...]  # choices that have already ended
+    # The job ends then, wherever it is: seconds from now in a message, because processes share no
+    # clock, and on the engine's clock in the engine.
+    deadline_s: float | None = None
+    weight: float = 1.0  # of its tenant: the share of places and tokens in its lane
+    pooling: Pooling | None = None  # of a prefill-only job
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token", gc=False):
+    """One new output token of one choice, at `position` among its output tokens. The final token is
+    included; it has a `finish_reason`."""
+
+    job_id: str
+    epoch: int
+    choice: int
+    position: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
@@ -81,8 +111,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ahead: bool | None = None  # one step in flight, as CUDA graphs; None: on a fast GPU
     fused: bool = True  # exchange modules for faster ones that prove equal
     generation_config: str = "auto"  # the model's sampling settings hold; none: they do not
-    tool_call_parser: str = "auto"  # a name in workers.output.tool_formats, or none
-    reasoning_parser: str = "auto"  # a name in workers.output.reasoning_formats, or none
+    tool_call_parser: str = "auto"  # a name in workers.output.formats, or none
+    reasoning_parser: str = "auto"  # a name in workers.output.formats, or none
     chat_template_kwargs: dict[str, Any] = {}  # variables of the chat template; a call's go before
     engine_args: dict[str, str] = {}  # vLLM's own, by name
     nodes: int = 1  # machines that share vLLM's ranks

@@ -11,7 +11,7 @@ import torch
 from workers.engine.interface import ModelRefused
 from workers.model.attention.interface import AttentionBackend, PreparedAttention
 from workers.model.attention.packed import PackedAttention
-from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.attention.reference import PreparedRows, RowsStep
 from workers.model.device import BFLOAT16_CAPABILITY, capability_of
 from workers.model.kernels import DecoderKernels
 from workers.model.linear import Layout

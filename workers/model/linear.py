@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.model.native.kernels import Kernels
-from workers.model.native.panels import Weight
+from workers.model.native.kernels import Kernels, Weight
 from workers.model.products import Product, Products, Shape, multiply_packed, pack
 from workers.model.quantization import Norm, QuantizedLinear, QuantizedWeight
 

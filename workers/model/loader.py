@@ -21,7 +21,6 @@ from workers.model.ahead.runner import AheadRunner
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
-from workers.model.cores import available_cores
 from workers.model.device import (
     avoid_cudnn_attention,
     capability_of,
@@ -33,8 +32,10 @@ from workers.model.device import (
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.loaded import Loaded
+from workers.model.machine import available_cores
 from workers.model.memory import check_free, check_weights, free_bytes
 from workers.model.paged import paged_runner
+from workers.model.place import least_weight_bytes
 from workers.model.pooling.folder import PoolingFolder, read_folder
 from workers.model.pooling.loading import Place, default_step_tokens, load_runner
 from workers.model.pooling.runner import PoolingRunner
@@ -46,7 +47,6 @@ from workers.model.sequential import Continues, SequentialRunner
 from workers.model.sequential_probe import StateShape, choose_continuation, measure_state
 from workers.model.steps import choose_steps
 from workers.model.tokenizer import read_tokenizer
-from workers.model.weight_size import least_weight_bytes
 from workers.model.weights import load_decoder, use_own_attention
 
 __all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from workers.engine.interface import ModelRefused
-from workers.model.cpu_memory import free_cpu_bytes, total_cpu_bytes
+from workers.model.machine import free_cpu_bytes, total_cpu_bytes
 
 # The rest is for activations, a step's logits and other processes.
 _CPU_SHARE = 0.25

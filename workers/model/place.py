@@ -1,11 +1,16 @@
-"""Checks where a model is, and explains what a folder without one is instead. Imports no
-transformers, so that commands can check quickly; the loader reads the files."""
+"""Checks where a model is, explains what a folder without one is instead, and says how large its
+weights are. Imports no torch and no transformers, so that commands can check quickly; the loader
+reads the files."""
 
 import json
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub import get_local_safetensors_metadata, hf_hub_download
+from huggingface_hub.errors import (
+    NotASafetensorsRepoError,
+    RemoteEntryNotFoundError,
+    SafetensorsParsingError,
+)
 
 from workers.engine.interface import ModelRefused
 
@@ -124,3 +129,26 @@ def check_on_hub(model_path: str) -> None:
             f"there is no folder {model_path}, and the Hugging Face Hub gives no such model "
             f"(unknown, private, or out of reach): {str(exc).strip().splitlines()[0]}"
         ) from exc
+
+
+_MOST_PER_BYTE = 2  # parameters of the smallest type
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def least_weight_bytes(model_path: str, dtype: str, quantization: str, *, on_gpu: bool) -> int:
+    """Bytes that the weights of a folder take at least, once loaded as `dtype` (auto: float32 on a
+    CPU, a half type on a GPU); 0 if unknown, as for a model of the Hub."""
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        return 0
+    try:
+        metadata = get_local_safetensors_metadata(folder)
+        num_stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    except (OSError, RecursionError, NotASafetensorsRepoError, SafetensorsParsingError):
+        return 0  # the loader says what is wrong
+    num_parameters = sum(metadata.parameter_count.values())
+    if num_parameters > _MOST_PER_BYTE * num_stored:
+        return 0  # a damaged header
+    if quantization == "int8":
+        return num_parameters
+    return num_parameters * _BYTES.get(dtype, 2 if on_gpu else 4)

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from workers.engine.interface import ModelRefused
-from workers.model.native.kernels import DTYPES, Kernels
+from workers.model.native.kernels import DTYPES, PANEL, Kernels, Panels
 from workers.model.native.library import Isa
-from workers.model.native.panels import PANEL, Panels
 
 ROWS = (1, 8, 32, 128)  # rows of x: one stream, a few, many, a chunk of a prompt
 _SHAPE_S = 0.12  # for all row counts of one shape

@@ -1,20 +1,386 @@
 """Reads the tool calls in an output: where they begin, one behind another, and where they end.
 
-For the text between the marks, each syntax has a module or class of its own.
-"""
+The text between the marks of a call has one of several syntaxes; each has a reader.
+Over 300 lines: the readers are alternatives to each other, each of a few dozen lines."""
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import regex
 
 from contract.output_formats import ToolFormat
-from workers.output.call_reader import CallReader
-from workers.output.growing_text import GrowingText, Reading
-from workers.output.json_calls import JsonCall, ObjectCall
-from workers.output.literal_calls import GemmaCall, PythonCalls
+from workers.output.growing_text import (
+    NAME,
+    GrowingText,
+    Reading,
+    compiled,
+    is_mark,
+    loose,
+    pieces_of,
+)
+from workers.output.literals import (
+    GEMMA,
+    as_object,
+    dumped,
+    escaped,
+    read_json,
+    read_literal,
+    read_string,
+    value_of,
+)
 from workers.output.message import Message
-from workers.output.patterns import compiled, is_mark, loose, pieces_of
-from workers.output.tag_calls import TagCall
+
+
+class CallReader(ABC):
+    """Reads the text between the marks of a call."""
+
+    head: str  # a pattern of its beginning; by the format, unless the class has one
+
+    def __init__(
+        self,
+        format_: ToolFormat,
+        tools: Mapping[str, tuple[str, ...]],
+        text: GrowingText,
+        message: Message,
+    ) -> None:
+        self._text, self._message, self._tools = text, message, tools
+        self._is_bare = format_.is_bare
+        self._prepare(format_)
+        self._head = compiled(self.head)
+
+    def _prepare(self, format_: ToolFormat) -> None:  # noqa: B027 - most need no more
+        """Sets attributes that depend on the format."""
+
+    @abstractmethod
+    def read(self) -> Reading[bool]:
+        """Reads a call. False: there is none; the text is marked, unless a part was a call."""
+
+    def _is_offered(self, name: str) -> bool:
+        """Whether a call may have this name, the only sign of a call in a format without marks."""
+        return not self._is_bare or name in self._tools
+
+
+_ARGUMENTS = compiled(r'\s*(?:(?P<object>(?=\{))|(?P<string>")|(?P<grows>null(?!\w)))')
+_FIRST_KEY = compiled(r'\s*(?:(?P<key>")|(?P<end>\}))')
+_NEXT_KEY = compiled(r'\s*(?:,\s*(?P<key>")|(?P<end>\}))')
+_AFTER_KEY = compiled(r"\s*:")
+_QUOTE = compiled(r'\s*"')
+
+Read = Literal["whole", "cut", "none"]
+
+
+def read_arguments(text: GrowingText, message: Message, name: str) -> Reading[Read]:
+    """Reads a value as a call's arguments, which are an object, null, or a string that spells an
+    object. Returns "cut" if the call has begun, but its arguments are broken or cut by the end."""
+    value = yield from text.match(_ARGUMENTS)
+    if value is None:
+        return "none"
+    if value.lastgroup == "object":
+        text.since_mark()
+        message.call(name, "")
+        return "whole" if (yield from read_json(text, message.argue)) else "cut"
+    if value.lastgroup == "grows":
+        text.since_mark()
+        message.call(name, "{}")
+        return "whole"
+    parts: list[str] = []
+    is_whole = yield from read_string(text, parts.append)
+    arguments = _unquoted("".join(parts[:-1] if is_whole else parts))
+    if is_whole:
+        arguments = as_object(arguments) or ""
+    if not (arguments.lstrip().startswith("{") and (is_whole or text.has_ended)):
+        return "none"
+    text.since_mark()
+    message.call(name, arguments)
+    return "whole" if is_whole else "cut"
+
+
+def _unquoted(text: str) -> str:
+    """Returns the value of a JSON string without its quotes. If it is cut, without a cut escape."""
+    for end in (len(text), text.rfind("\\"), text.rfind("\\") - 1):
+        try:
+            value: str = json.loads(f'"{text[: max(end, 0)]}"')
+        except ValueError:
+            continue
+        return value
+    return ""
+
+
+class JsonCall(CallReader):
+    """Reads NAME middle {…}"""
+
+    def _prepare(self, format_: ToolFormat) -> None:
+        middle = loose(format_.middle)
+        self.head = rf"\s*{NAME}\s*(?:{middle}|(?=\{{))"
+        ends = "|".join(pieces_of(format_.close) + pieces_of(format_.end))
+        self._nothing = compiled(rf"\s*(?={ends})") if ends else None
+
+    def read(self) -> Reading[bool]:
+        head = yield from self._text.match(self._head)
+        if head is None:
+            return False
+        read = yield from read_arguments(self._text, self._message, head["name"])
+        if read == "none" and self._nothing is not None:
+            if (yield from self._text.match(self._nothing)) is None:
+                return False
+            self._text.since_mark()
+            self._message.call(head["name"], "{}")
+            return True
+        return read != "none"
+
+
+class ObjectCall(CallReader):
+    """Reads {"name": NAME, "arguments": {…}}, with keys in any order, and others."""
+
+    head = r"\s*\{"
+
+    def _prepare(self, format_: ToolFormat) -> None:
+        self._name_key = format_.name_key
+        self._arguments_keys = {format_.arguments_key, "arguments", "parameters"}
+
+    def read(self) -> Reading[bool]:
+        if (yield from self._text.match(self._head)) is None:
+            return False
+        name, arguments, has_other = "", "", False
+        key = yield from self._text.match(_FIRST_KEY)
+        while key is not None and key.lastgroup == "key":
+            spelled = yield from self._read_key()
+            if spelled == self._name_key and not name:
+                name = yield from self._read_name()
+                if not name or not self._is_offered(name):
+                    return False
+            elif spelled in self._arguments_keys and name and not arguments:
+                read = yield from read_arguments(self._text, self._message, name)
+                if read != "whole":
+                    return read == "cut"
+                yield from self._read_rest()
+                return True
+            else:
+                value = yield from self._read_value()
+                if not spelled or not value:
+                    return False
+                if spelled in self._arguments_keys:
+                    arguments = value
+                else:
+                    has_other = True
+            key = yield from self._text.match(_NEXT_KEY)
+        if key is None or not name:
+            return False
+        return self._give(name, arguments, has_other)
+
+    def _give(self, name: str, arguments: str, has_other: bool) -> bool:
+        """Emits a call whose name is behind its arguments, or that has none."""
+        given = "{}" if arguments in ("", "null") else as_object(arguments)
+        if given is None and arguments.startswith('"'):
+            given = as_object(json.loads(arguments))
+        is_data = not arguments and has_other and self._is_bare
+        if given is None or is_data:
+            return False
+        self._text.since_mark()
+        self._message.call(name, given)
+        return True
+
+    def _read_rest(self) -> Reading[None]:
+        """Reads the other keys, and the brace."""
+        while (key := (yield from self._text.match(_NEXT_KEY))) is not None:
+            if key.lastgroup != "key" or not (yield from self._read_key()):
+                return
+            if not (yield from self._read_value()):
+                return
+
+    def _read_key(self) -> Reading[str]:
+        """Reads a key behind its quote, with the colon; "" if there is none."""
+        key = yield from self._read_quoted()
+        return key if key and (yield from self._text.match(_AFTER_KEY)) is not None else ""
+
+    def _read_name(self) -> Reading[str]:
+        if (yield from self._text.match(_QUOTE)) is None:
+            return ""
+        return (yield from self._read_quoted())
+
+    def _read_quoted(self) -> Reading[str]:
+        parts: list[str] = []
+        is_whole = yield from read_string(self._text, parts.append)
+        return json.loads('"' + "".join(parts)) if is_whole else ""
+
+    def _read_value(self) -> Reading[str]:
+        parts: list[str] = []
+        return "".join(parts) if (yield from read_json(self._text, parts.append)) else ""
+
+
+_CALL = compiled(rf"\s*{NAME}\s*\(")
+_CALL_END = compiled(r"\s*\)")
+_PYTHON_KEY = compiled(r"\s*(?P<key>\w+)\s*=(?!=)\s*")
+_NEXT_CALL = compiled(r"\s*,")
+_LIST_END = compiled(r"\s*\]")
+
+
+class PythonCalls(CallReader):
+    """Reads [NAME(key=value, …), …]"""
+
+    head = r"\s*\["
+
+    def read(self) -> Reading[bool]:
+        """Reads the whole list. Returns False if it is none, or its last call is none."""
+        if (yield from self._text.match(self._head)) is None:
+            return False
+        while (yield from self._read_call()):
+            self._text.mark()
+            if (yield from self._text.match(_NEXT_CALL)) is None:
+                self._text.since_mark()
+                yield from self._text.match(_LIST_END)
+                return True
+        return False
+
+    def _read_call(self) -> Reading[bool]:
+        call = yield from self._text.match(_CALL)
+        if call is None or not self._is_offered(call["name"]):
+            return False
+        if (yield from self._text.match(_CALL_END)) is not None:
+            self._text.since_mark()
+            self._message.call(call["name"], "{}")
+            return True
+        is_first, end = True, ","
+        while end == ",":
+            if not self._text.is_marked:
+                self._text.mark()
+            key = yield from self._text.match(_PYTHON_KEY)
+            if key is None:  # perhaps after a last comma
+                if not is_first and (yield from self._text.match(_CALL_END)) is not None:
+                    break
+                return False
+            value, end = yield from read_literal(self._text)
+            if value is None:
+                return False
+            self._text.since_mark()
+            if is_first:
+                self._message.call(call["name"], "{")
+            self._message.argue(f"{'' if is_first else ', '}{dumped(key['key'])}: {value}")
+            is_first = False
+        if end:
+            self._message.argue("}")
+        return True
+
+
+class GemmaCall(CallReader):
+    """Reads NAME{key:value,…}"""
+
+    head = rf"\s*{NAME}\s*(?=\{{)"
+
+    def read(self) -> Reading[bool]:
+        head = yield from self._text.match(self._head)
+        if head is None:
+            return False
+        self._text.since_mark()
+        self._message.call(head["name"], "")
+        yield from read_json(self._text, self._message.argue, GEMMA)
+        return True
+
+
+_CDATA = compiled(r"<!\[CDATA\[")
+_CDATA_END = compiled(r"\]\]>")
+
+
+@dataclass(slots=True)
+class _Value:
+    """An argument: a string is passed on as it comes, any other value once it is whole."""
+
+    message: Message
+    key: str
+    is_string: bool
+    text: str = ""
+
+    def begin(self) -> None:
+        self.message.argue(f"{dumped(self.key)}: ")
+        if self.is_string:
+            self.message.argue('"')
+
+    def add(self, text: str) -> None:
+        if self.is_string:
+            self.message.argue(escaped(text))
+        else:
+            self.text += text
+
+    def end(self) -> None:
+        self.message.argue('"' if self.is_string else dumped(value_of(self.text)))
+
+    def cut(self) -> None:
+        """Ends the value, in which the text has ended."""
+        if not self.is_string:
+            value = value_of(self.text)
+            self.message.argue(f'"{escaped(value)}' if isinstance(value, str) else dumped(value))
+
+
+class TagCall(CallReader):
+    """Reads NAME middle (key_open KEY key_close VALUE value_close)*"""
+
+    def _prepare(self, format_: ToolFormat) -> None:
+        self._has_cdata = format_.has_cdata
+        key_open, key_close = loose(format_.key_open), loose(format_.key_close)
+        space = format_.key_close[len(format_.key_close.rstrip()) :]
+        self._key = compiled(
+            rf"\s*{key_open}\s*(?P<key>[^<>\n]{{1,256}}?)\s*{key_close}(?P<grows>{_or_none(space)})"
+        )
+        closing = pieces_of(format_.close)
+        ending = pieces_of(format_.end)
+        follows = "|".join([key_open, *closing, *ending])
+        self.head = rf"\s*{NAME}\s*{loose(format_.middle)}\s*(?={follows})"
+        self._closing = [
+            *(compiled(rf"\s*{piece}") for piece in closing),
+            *(compiled(rf"\s*(?={piece})") for piece in ending),
+        ]
+        space = format_.value_close[: -len(format_.value_close.lstrip())]
+        end = rf"{_or_none(space)}{loose(format_.value_close)}"
+        self._value_end = compiled(rf"{end}\s*(?={follows})")
+        self._last_value_end = compiled(rf"{end}\s*(?:(?={follows})|\Z)")
+
+    def read(self) -> Reading[bool]:
+        head = yield from self._text.match(self._head)
+        if head is None:
+            return False
+        self._text.since_mark()
+        self._message.call(head["name"], "{")
+        strings = self._tools.get(head["name"], ())
+        is_first = True
+        while (key := (yield from self._text.match(self._key))) is not None:
+            if not is_first:
+                self._message.argue(", ")
+            is_first = False
+            if not (yield from self._read_value(_Value(self._message, *_type_of(key, strings)))):
+                return True
+        is_closed = False
+        for piece in self._closing:
+            is_closed = (yield from self._text.match(piece)) is not None or is_closed
+        if is_closed or self._text.is_read:
+            self._message.argue("}")
+        return True
+
+    def _read_value(self, value: _Value) -> Reading[bool]:
+        """Reads a value. Returns False if the text ends within it."""
+        value.begin()
+        if self._has_cdata and (yield from self._text.match(_CDATA)) is not None:
+            yield from self._text.until(_CDATA_END, value.add)
+        end = yield from self._text.until(self._value_end, value.add, self._last_value_end)
+        if end is None:
+            value.cut()
+            return False
+        value.end()
+        return True
+
+
+def _type_of(key: "regex.Match[str]", strings: tuple[str, ...]) -> tuple[str, bool]:
+    """Returns the key, and whether its value is a string."""
+    type_ = key.groupdict().get("type")
+    is_string = key["key"] in strings if type_ is None else type_ in ("string", "true")
+    return key["key"], is_string
+
+
+def _or_none(space: str) -> str:
+    return f"(?:{regex.escape(space)})?" if space else ""
+
 
 _Tools = Mapping[str, tuple[str, ...]]
 _SYNTAXES: dict[str, Callable[[ToolFormat, _Tools, GrowingText, Message], CallReader]] = {

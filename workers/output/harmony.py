@@ -6,10 +6,9 @@ A prompt ends within a message's header, or within a message.
 
 from collections.abc import Mapping
 
-from workers.output.growing_text import GrowingText, Reading
-from workers.output.json_calls import read_arguments
+from workers.output.calls import read_arguments
+from workers.output.growing_text import GrowingText, Reading, compiled
 from workers.output.message import Message
-from workers.output.patterns import compiled
 
 MARKS = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"

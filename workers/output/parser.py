@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 from contract.output_formats import ReasoningFormat, ToolFormat
 from workers.output.calls import Calls
-from workers.output.growing_text import GrowingText, Reading
+from workers.output.growing_text import GrowingText, Reading, compiled, loose, pieces_of
 from workers.output.harmony import Harmony
 from workers.output.message import Message, ResponseDelta
-from workers.output.patterns import compiled, loose, pieces_of
 
 _NOT_SPACE = compiled(r"\s*(?=\S)")
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from workers.engine.interface import Chunk
-from workers.model.native.panels import Panels
+from workers.model.native.kernels import Panels
 from workers.model.runner import ModelRunner
 
 

@@ -24,7 +24,7 @@ from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Padding, Row
 from workers.engine.masks import StepMasks
 from workers.engine.report import StepReport
-from workers.ipc.jobs import Request
+from workers.ipc.messages import Request
 from workers.model.native.kernels import Kernels
 from workers.model.runner import ModelRunner
 from workers.profiling.demand import Demand, Shape, demand_of

@@ -20,7 +20,6 @@ from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Blame, Claimed, Release
 from workers.ipc.engine_client import EngineClient
-from workers.ipc.jobs import TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -33,14 +32,15 @@ from workers.ipc.messages import (
     Running,
     StopChoice,
     StopJob,
+    TokenOut,
     VectorOut,
 )
 from workers.settings import WorkerSettings
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.meter import Meter
-from workers.supervisor.output import OutputFormats
+from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
+from workers.supervisor.text import OutputFormats
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,10 @@ from tokenizers import Tokenizer
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed
 from contract.jobs import FinishReason, ObjectRef
-from workers.ipc.jobs import Request, TokenOut
-from workers.ipc.messages import ChoiceEnded, PromptLogprobs, VectorOut
+from workers.ipc.messages import ChoiceEnded, PromptLogprobs, Request, TokenOut, VectorOut
 from workers.output.message import ResponseDelta
 from workers.output.parser import OutputParser
-from workers.supervisor.output import OutputFormats
-from workers.supervisor.text import ChoiceText
+from workers.supervisor.text import ChoiceText, OutputFormats
 
 MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
 

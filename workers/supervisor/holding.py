@@ -20,8 +20,7 @@ from workers.lane_shares import LaneTerms
 from workers.supervisor.displacing import Held, rooms_by_lane
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.job_spans import JobSpans
-from workers.supervisor.speed import Speed
-from workers.supervisor.step_clock import StepClock
+from workers.supervisor.speed import Speed, StepClock
 
 # Most outputs end before their cap, and the engine can preempt. So a worker claims up to twice the
 # tokens that its KV cache holds, counting each job up to its cap.

@@ -18,7 +18,7 @@ from workers.settings import WorkerSettings
 from workers.supervisor.drain import Drain
 from workers.supervisor.engine_keeper import RESTART_S
 from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.meter import Meter
+from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
 from workers.supervisor.worker_broker import WorkerBroker, make_card
 

@@ -22,18 +22,15 @@ from workers.configuration import ConfigurationError
 from workers.ipc.engine_client import GRACE_S
 from workers.ipc.messages import Reconfigure
 from workers.settings import WorkerSettings, new_incarnation
-from workers.supervisor.drain import Drain
+from workers.supervisor.drain import Drain, SpotNotice
 from workers.supervisor.engine_keeper import EngineKeeper, EngineRefused
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.job_spans import JobSpans
 from workers.supervisor.leases import LeaseKeeper
-from workers.supervisor.meter import Meter
-from workers.supervisor.metrics_page import MetricsUnservable, serve_metrics
+from workers.supervisor.metrics import Meter, MetricsUnservable, serve_metrics
 from workers.supervisor.prompts import PromptFetcher
-from workers.supervisor.publisher import Publisher
-from workers.supervisor.results import ResultKeeper, tidy
-from workers.supervisor.spot_notice import SpotNotice
+from workers.supervisor.publisher import Publisher, ResultKeeper, tidy
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,12 @@
-"""Builds a vLLM engine from EngineOptions. vLLM checks its own arguments before anything is
-served."""
+"""Builds a vLLM engine from EngineOptions, and tries its first step. vLLM checks its own arguments
+before anything is served."""
 
 import json
 import logging
+import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,11 +16,11 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from contract.jobs import ResumeKind, resume_kind
+from contract.jobs import ResumeKind, SamplingParams, resume_kind
 from contract.model_cards import Capabilities, GenerationDefaults
 from workers.engine.interface import ModelRefused
 from workers.engine_process.engine_setup import lanes_of, limits_of
-from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.messages import EngineOptions, Ready, Request
 from workers.ipc.nodes import address_of
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, parse_config
 from workers.model.files import Files
@@ -25,10 +28,55 @@ from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.pooling.folder import read_folder
 from workers.model.rope import of_each_layer
 from workers.model.tokenizer import read_tokenizer
-from workers.vllm_engine.hosted import HostedEngine
+from workers.vllm_engine.hosted import HostedEngine, Stats
 from workers.vllm_engine.sampling import grammars_of, sampling_of
-from workers.vllm_engine.stats import Stats
-from workers.vllm_engine.trial import line_of, try_step
+
+_NUM_TOKENS = 4
+_LOOK_S = 0.5
+_GRACE_S = 2.0  # for vLLM to say why its process has ended
+_MAX_MESSAGE = 500
+
+
+def try_step(engine: HostedEngine, num_most: int, model_path: str) -> None:
+    """Runs a request of a few tokens, at most `num_most` with its output. Some models load, and
+    their first step then ends vLLM's core, for which `step` waits for ever. Raises ModelRefused."""
+    prompt = tuple(range(min(_NUM_TOKENS, num_most - 1)))
+    if not prompt:
+        return
+    # Samples in each way, so that vLLM's kernels for it are compiled before the first call.
+    params = SamplingParams(
+        max_tokens=2, seed=0, ignore_eos=True, top_k=2, top_p=0.9, presence_penalty=0.1, logprobs=1
+    )
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            engine.add(Request("trial", 0, "trial", "", (prompt,), params, ((),), (False,)))
+            while engine.next_wake_s() is not None:
+                failures.extend(RuntimeError(each.message) for each in engine.step().failed)
+        except Exception as exc:
+            failures.append(exc)
+
+    trial = threading.Thread(target=run, daemon=True)
+    trial.start()
+    processes = multiprocessing.active_children()
+    while trial.is_alive():
+        if multiprocessing.connection.wait([each.sentinel for each in processes], _LOOK_S):
+            trial.join(_GRACE_S)
+            break
+    reasons = [line_of(each) for each in failures]
+    reasons += [f"{each.name} ended with {each.exitcode}" for each in processes if each.exitcode]
+    if reasons:
+        raise ModelRefused(
+            f"vLLM loads {model_path}, but its first step fails, for the reason in vLLM's lines of "
+            f"this log: {'; '.join(reasons)}"
+        )
+
+
+def line_of(exc: BaseException) -> str:
+    """Its whole message in one line: the cause is not always in the first line."""
+    return " ".join(str(exc).split())[:_MAX_MESSAGE] or type(exc).__name__
+
 
 log = logging.getLogger("batchway.engine")
 

@@ -11,15 +11,14 @@ from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk
+from workers.engine.kv_forecast import LengthPredictor
 from workers.engine.lanes import DEFAULT_LANES, Lane
-from workers.engine.lengths import LengthPredictor
 from workers.engine.limits import EngineLimits
 from workers.engine.policies import Policy
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
-from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.jobs import Request
-from workers.strategies import ContinuousBatching
+from workers.engine.strategy import ContinuousBatching, Strategies, Strategy
+from workers.ipc.messages import Request
 
 MAX_MODEL_LEN = 40
 GRAMMAR = compile_grammar(

@@ -14,8 +14,8 @@ from workers.engine.lanes import Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
-from workers.ipc.jobs import Request
-from workers.strategies import ContinuousBatching
+from workers.engine.strategy import ContinuousBatching
+from workers.ipc.messages import Request
 
 TRUE = (2e-3, 3e-5, 4e-8, 5e-9)
 

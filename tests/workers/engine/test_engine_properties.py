@@ -20,7 +20,7 @@ from tests.workers.engine.harness import (
     oracle,
 )
 from workers.engine.request import RequestRefused
-from workers.ipc.jobs import Request
+from workers.ipc.messages import Request
 
 Workload = list[tuple[Prompts, SamplingParams]]
 

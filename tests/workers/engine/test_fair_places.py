@@ -7,7 +7,7 @@ import msgspec
 
 from tests.workers.engine.harness import Harness, Sizes, job, oracle
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
-from workers.ipc.jobs import Request
+from workers.ipc.messages import Request
 
 _NUM_PLACES = 6
 

@@ -5,7 +5,7 @@ import sys
 
 MODULES = (
     "workers.engine.engine",
-    "workers.strategies",
+    "workers.engine.strategy",
     "workers.ipc.messages",
     "workers.engine_process.engine_loop",
     "tests.fakes",
@@ -54,5 +54,5 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
         "workers",
         "workers.engine",
         "workers.ipc",
-        "workers.ipc.jobs",
+        "workers.ipc.messages",
     ]

@@ -17,9 +17,8 @@ from workers.engine.interface import Chunk, Padding, Row, RowFailed, Vector
 from workers.engine.limits import EngineLimits
 from workers.engine.masks import StepMasks
 from workers.engine.request import RequestRefused
-from workers.engine.strategy import Strategy
-from workers.ipc.jobs import Request
-from workers.strategies import ContinuousBatching, DynamicBatching
+from workers.engine.strategy import ContinuousBatching, DynamicBatching, Strategy
+from workers.ipc.messages import Request
 
 BUDGET = 32
 MAX_MODEL_LEN = 40

@@ -5,8 +5,8 @@ import random
 import msgspec
 
 from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
+from workers.engine.kv_forecast import KnownOnly, LengthPredictor, RecentLengths
 from workers.engine.lanes import DEFAULT_LANES, Lane
-from workers.engine.lengths import KnownOnly, LengthPredictor, RecentLengths
 from workers.engine.policies import (
     Composed,
     FirstComeFirstServed,
@@ -14,7 +14,7 @@ from workers.engine.policies import (
 )
 from workers.engine.report import StepReport
 from workers.engine.request import sequences_of
-from workers.ipc.jobs import Request
+from workers.ipc.messages import Request
 
 
 def names(report: StepReport) -> set[str]:

@@ -42,7 +42,7 @@ from workers.engine.policies import (
 )
 from workers.engine.request import RequestRefused
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.jobs import Request
+from workers.ipc.messages import Request
 
 LANES = ("interactive", "standard", "batch")
 POLICIES: dict[str, Callable[[], Policy]] = {

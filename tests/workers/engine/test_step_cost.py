@@ -13,11 +13,9 @@ from contract.jobs import SamplingParams
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Padding, Row, Sample
 from workers.engine.masks import StepMasks
-from workers.engine.strategy import Strategies
+from workers.engine.strategy import StaticBatching, Strategies
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.jobs import Request
-from workers.ipc.messages import EngineOptions
-from workers.strategies import StaticBatching
+from workers.ipc.messages import EngineOptions, Request
 
 _NUM_STEPS = 24
 NUM_TENANTS = 20

@@ -7,6 +7,7 @@ import pytest
 from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk
 from workers.engine.lanes import DEFAULT_LANES, Lanes
+from workers.engine.order import WaitingQueue
 from workers.engine.policies import (
     Composed,
     FirstComeFirstServed,
@@ -14,7 +15,6 @@ from workers.engine.policies import (
     VirtualTokenCounters,
 )
 from workers.engine.sequence import Sequence
-from workers.engine.waiting_queue import WaitingQueue
 
 POLICIES = {
     "first come": FirstComeFirstServed,

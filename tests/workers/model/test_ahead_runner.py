@@ -25,14 +25,14 @@ from workers.engine.grammar import Mask
 from workers.engine.interface import Chunk, Model, RowFailed, Sample
 from workers.engine.limits import EngineLimits
 from workers.engine.masks import StepMasks
-from workers.ipc.jobs import Request
-from workers.ipc.messages import EngineOptions
+from workers.engine.strategy import ContinuousBatching
+from workers.ipc.messages import EngineOptions, Request
 from workers.model.ahead import decode
 from workers.model.ahead import runner as ahead_runner
 from workers.model.ahead.decode import PrepareRows
 from workers.model.ahead.runner import AheadRunner
 from workers.model.attention.interface import PreparedAttention
-from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.attention.reference import PreparedRows, RowsStep
 from workers.model.gpu.graphs import (
     Compute,
     Record,
@@ -43,7 +43,6 @@ from workers.model.gpu.graphs import (
 from workers.model.gpu.request_state import HostCopy
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
-from workers.strategies import ContinuousBatching
 
 MAX_SEQS = 6
 Outputs = dict[tuple[str, int], list[tuple[int, float | None]]]  # tokens, log probabilities

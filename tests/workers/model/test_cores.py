@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.model.cores import available_cores
+from workers.model.machine import available_cores
 
 
 @pytest.fixture(autouse=True)

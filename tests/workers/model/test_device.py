@@ -13,7 +13,7 @@ from infra.demo_model import demo_model_path
 from tests.nvidia_smi import ROWS, fake_gpus
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
-from workers.model import cpu_memory, device, loader, memory
+from workers.model import device, loader, machine, memory
 from workers.model.device import architecture_fault, check_triton, choose_device, choose_dtype
 from workers.model.nvidia import (
     VISIBLE_VARIABLE,
@@ -366,11 +366,11 @@ def test_cached_files_of_a_container_are_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that were just downloaded fill the cache."""
-    monkeypatch.setattr(cpu_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text(f"{2**20}\n")
     (tmp_path / "memory.current").write_text(f"{2**20}\n")
     (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 5000\nactive_file 700\n")
-    assert cpu_memory.free_cpu_bytes() == 5700
+    assert machine.free_cpu_bytes() == 5700
 
 
 def test_nvidia_smi_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

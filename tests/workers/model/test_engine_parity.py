@@ -17,8 +17,8 @@ from tests.workers.model.parity import Expected, expected_of, num_near_ties
 from workers.engine.engine import Engine
 from workers.engine.interface import Model
 from workers.engine.limits import EngineLimits
-from workers.ipc.jobs import Request
-from workers.strategies import ContinuousBatching
+from workers.engine.strategy import ContinuousBatching
+from workers.ipc.messages import Request
 
 SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
 # A token budget and whether prefixes are cached. The smallest budget takes longest: one family of

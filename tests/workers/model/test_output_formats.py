@@ -6,8 +6,7 @@ import pytest
 
 from contract.output_formats import ToolFormat
 from workers.engine.interface import ModelRefused
-from workers.model.output_formats import find_calls, find_reasoning, why_unknown
-from workers.model.shown_chats import ShownChats
+from workers.model.output_formats import ShownChats, find_calls, find_reasoning, why_unknown
 
 # A template: each turn between marks. `call`: what shows one call, of the variables f and a.
 FRAME = """

@@ -15,8 +15,8 @@ from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Drawn, Model, RowFailed, Sample, Vector
 from workers.engine.limits import EngineLimits
 from workers.engine.sequence import Sequence
-from workers.ipc.jobs import Request
-from workers.strategies import ContinuousBatching
+from workers.engine.strategy import ContinuousBatching
+from workers.ipc.messages import Request
 
 # A paged model, and one for each way to continue a state.
 FAMILIES = ["llama", "stablelm", "bloom", "mamba", "recurrent_gemma"]

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from tests.tiny_models import VOCAB_SIZE, edit_json, save_tiny_model, save_tokenizer
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
-from workers.model import tokenizer_errors
+from workers.model import tokenizer
 from workers.model.loader import load_model
 from workers.model.place import check_place
-from workers.model.tokenizer_errors import tokenizer_refusal
+from workers.model.tokenizer import tokenizer_refusal
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +363,7 @@ def test_a_missing_package_is_named(
     missing: tuple[str, ...], said: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several, the one that reads this file: transformers names the last that it has tried."""
-    monkeypatch.setattr(tokenizer_errors, "_has", lambda module: module not in missing)
+    monkeypatch.setattr(tokenizer, "_has", lambda module: module not in missing)
 
     sentence = tokenizer_refusal("model", ValueError(said))
 

@@ -12,8 +12,7 @@ from workers.engine.interface import RowFailed, Sample
 from workers.engine.sequence import Sequence
 from workers.model.noise import add_gumbel_noise, row_key
 from workers.model.penalties import adjust_logits
-from workers.model.sampler import sample
-from workers.model.thresholds import find_allowed
+from workers.model.sampler import find_allowed, sample
 
 # A correct sampler exceeds this once in 10,000, by degrees of freedom (seeds are fixed).
 CHI_SQUARE_LIMITS = {3: 21.1, 4: 23.5, 7: 29.9, 15: 44.3}

@@ -31,8 +31,7 @@ from workers.model.ahead.self_test import (
 )
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.packed import PackedAttention
-from workers.model.attention.reference import ReferenceAttention
-from workers.model.attention.rows import PreparedRows, RowsStep
+from workers.model.attention.reference import PreparedRows, ReferenceAttention, RowsStep
 from workers.model.backend import choose_backend, has_fast_gpu
 from workers.model.gpu import graphs
 from workers.model.gpu.draw_check import Draw, wrong_draws

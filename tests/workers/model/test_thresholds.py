@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.model.thresholds import find_allowed
+from workers.model.sampler import find_allowed
 
 
 def allowed_by_reference(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:

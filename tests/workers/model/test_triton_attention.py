@@ -21,8 +21,7 @@ from workers.model import proof
 from workers.model.ahead.self_test import wrong_prompts
 from workers.model.attention import varlen
 from workers.model.attention.interface import AttentionFlags, Span
-from workers.model.attention.reference import ReferenceAttention
-from workers.model.attention.rows import RowsStep
+from workers.model.attention.reference import ReferenceAttention, RowsStep
 from workers.model.backend import choose_backend
 from workers.model.loader import load_model
 from workers.model.probe import AttentionShape

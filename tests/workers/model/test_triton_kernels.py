@@ -115,7 +115,7 @@ def cells_of(parameters: list[tuple[int, float, float]], temperature: float) -> 
 @pytest.mark.parametrize("scale", [0.3, 4.0])
 @pytest.mark.parametrize("vocab_size", [50, 3000])
 def test_the_sets_to_draw_from_are_exact(vocab_size: int, scale: float) -> None:
-    """As `thresholds` has them, also of rows whose nucleus is wide."""
+    """As `sampler` has them, also of rows whose nucleus is wide."""
     torch.manual_seed(0)
     parameters, temperature = settings(), 0.7
     logits = torch.randn(len(parameters), vocab_size) * scale

@@ -23,7 +23,7 @@ from triton.runtime import JITFunction, driver
 
 from tests.workers.model.test_triton_attention import Case, random_tensors
 from workers.model.attention.interface import AttentionFlags, Span
-from workers.model.attention.rows import RowsStep
+from workers.model.attention.reference import RowsStep
 from workers.model.attention.triton_attention import TritonAttention
 from workers.model.gpu.kernels import TritonKernels, draw_rows
 

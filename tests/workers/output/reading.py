@@ -7,10 +7,9 @@ from typing import Any
 
 from contract.output_formats import ReasoningFormat, ToolFormat
 from tests.workers.output.writing import Call
+from workers.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from workers.output.message import ResponseDelta
 from workers.output.parser import OutputParser
-from workers.output.reasoning_formats import REASONING_FORMATS
-from workers.output.tool_formats import TOOL_FORMATS
 
 TOOLS: Mapping[str, tuple[str, ...]] = {"find": ("text", "place"), "now": (), "a-b_2": ("text",)}
 

@@ -15,8 +15,8 @@ from tests.workers.output.reading import (
     split,
     tool_format,
 )
+from workers.output.formats import TOOL_FORMATS
 from workers.output.parser import OutputParser
-from workers.output.tool_formats import TOOL_FORMATS
 
 HERMES, LLAMA, CODER = (tool_format(name) for name in ("hermes", "llama3_json", "qwen3_coder"))
 THINK = reasoning_format("qwen3")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from contract.output_formats import ToolFormat
 from tests.workers.output.reading import TOOLS, calls_of, read, same_for_all_splits, split
 from tests.workers.output.writing import Call, write_calls
-from workers.output.tool_formats import TOOL_FORMATS
+from workers.output.formats import TOOL_FORMATS
 
 # Harmony's calls are messages, which have tests of their own.
 FORMATS = [each for each in TOOL_FORMATS if each.name != "openai"]

@@ -2,7 +2,7 @@
 
 from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.report import StepReport
-from workers.strategies import DynamicBatching
+from workers.engine.strategy import DynamicBatching
 
 
 def jobs_of(report: StepReport) -> set[str]:

@@ -2,7 +2,7 @@
 
 from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.report import StepReport
-from workers.strategies import StaticBatching
+from workers.engine.strategy import StaticBatching
 
 
 def start(strategy: StaticBatching, *max_tokens: int, sizes: Sizes | None = None) -> Harness:

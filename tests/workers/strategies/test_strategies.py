@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 
 from tests.workers.engine.harness import Harness, Sizes, all_sizes, job
 from tests.workers.engine.test_engine_properties import Workload, add_all, assert_oracle, workloads
-from workers.engine.strategy import Strategies, Strategy
-from workers.strategies import ContinuousBatching, DynamicBatching, StaticBatching
+from workers.engine.strategy import (
+    ContinuousBatching,
+    DynamicBatching,
+    StaticBatching,
+    Strategies,
+    Strategy,
+)
 
 CONTINUOUS = Strategies(ContinuousBatching())
 

@@ -11,7 +11,6 @@ from contract.jobs import SamplingParams
 from infra.measure.workloads import log_uniform_workload, write_workload
 from tests.vllm_environment import vllm_python
 from workers.ipc.engine_client import EngineClient
-from workers.ipc.jobs import Request, TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineOptions,
@@ -19,6 +18,8 @@ from workers.ipc.messages import (
     JobFailed,
     LoadFailed,
     Ready,
+    Request,
+    TokenOut,
 )
 from workers.settings import VLLM_ENGINE
 

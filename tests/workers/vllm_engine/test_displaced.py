@@ -9,8 +9,7 @@ import pytest
 
 from gateway.grammars.compiled import Kind, compile_grammar
 from tests.workers.vllm_engine.driven import Engine, job, options_of
-from workers.ipc.jobs import Request, TokenOut
-from workers.ipc.messages import ChoiceEnded, EngineLoad, PromptLogprobs
+from workers.ipc.messages import ChoiceEnded, EngineLoad, PromptLogprobs, Request, TokenOut
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 

@@ -24,7 +24,6 @@ from tests.workers.vllm_engine.driven import (
     options_of,
     workload_jobs,
 )
-from workers.ipc.jobs import TokenOut
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -34,6 +33,7 @@ from workers.ipc.messages import (
     Ready,
     StopChoice,
     StopJob,
+    TokenOut,
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]

@@ -10,8 +10,7 @@ import pytest
 
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
 from tests.workers.vllm_engine.driven import Engine, job, options_of, workload_jobs
-from workers.ipc.jobs import TokenOut
-from workers.ipc.messages import EngineOptions
+from workers.ipc.messages import EngineOptions, TokenOut
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 

@@ -29,7 +29,7 @@ from workers.engine.policies import fair_service
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
-from workers.ipc.jobs import Request, TokenOut
+from workers.ipc.messages import Request, TokenOut
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 _STEP_TOKENS = 10_000

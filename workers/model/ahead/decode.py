@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers.engine.interface import Chunk
 from workers.model.attention.interface import PreparedAttention
-from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
+from workers.model.attention.reference import SPLIT_TOKENS, RowsStep
 from workers.model.gpu.graphs import Record, StepGraphs, padded_size, sizes_up_to
 from workers.model.gpu.request_state import OWN, POSITION, TOKEN, RequestState
 from workers.model.kv_cache import PagedStep

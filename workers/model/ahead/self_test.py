@@ -20,8 +20,7 @@ from workers.model.attention.interface import (
     PreparedAttention,
     Span,
 )
-from workers.model.attention.reference import ReferenceAttention
-from workers.model.attention.rows import SPLIT_TOKENS, RowsStep
+from workers.model.attention.reference import SPLIT_TOKENS, ReferenceAttention, RowsStep
 from workers.model.backend import Backend
 from workers.model.batch import block_slots
 from workers.model.checkpoint import first_line

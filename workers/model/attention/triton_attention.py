@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from workers.model.attention.interface import AttentionFlags, PreparedAttention, Span
 from workers.model.attention.packed import PackedAttention
-from workers.model.attention.rows import SPLIT_TOKENS, PreparedRows, RowsStep
+from workers.model.attention.reference import SPLIT_TOKENS, PreparedRows, RowsStep
 from workers.model.attention.triton_kernels import (
     ITEM_FIELDS,
     JOIN_FIELDS,

@@ -1,5 +1,5 @@
 """The Triton kernels that choose next tokens, with the noise of `noise` and the sets of
-`thresholds`.
+`sampler`.
 
 Each row's parameters are int64 cells, float64 where a parameter is a fraction (`request_state`).
 Masses are sums of integers, which no order of additions changes: a job that is resumed elsewhere

@@ -106,7 +106,7 @@ void likeliest(const T* scores, int64_t* out, int64_t rows, int64_t dim) {
 // Sets the most threads of any call, the caller's included.
 extern "C" void set_num_threads(int num_threads) { crew().resize(num_threads); }
 
-// Whether the product of bfloat16 numbers and bytes looks bytes up: see widen.h and panels.py.
+// Whether the product of bfloat16 numbers and bytes looks bytes up: see widen.h and kernels.py.
 extern "C" int looks_up_bytes() {
 #ifdef LOOKS_UP_BYTES
   return 1;

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags
 from workers.model.native.attention import PreparedNative
-from workers.model.native.kernels import Kernels
-from workers.model.native.panels import Panels
+from workers.model.native.kernels import Kernels, Panels
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

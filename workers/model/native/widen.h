@@ -73,7 +73,7 @@ struct Line<bf16, N> {
 
 #ifdef LOOKS_UP_BYTES
   // A byte holds a sign and a magnitude. The low and the high byte of the magnitude's bfloat16 are
-  // looked up in two tables and joined within 16 bytes each; panels.py orders the weights for that.
+  // looked up in two tables and joined within 16 bytes each; kernels.py orders the weights for that.
   void read(const int8_t* p) {
     const __m512i low[2] = {_mm512_load_si512(&LOW[0]), _mm512_load_si512(&LOW[64])};
     const __m512i high[2] = {_mm512_load_si512(&HIGH[0]), _mm512_load_si512(&HIGH[64])};
