@@ -21,7 +21,7 @@ from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
-from workers.profiling.demand import shape_of
+from workers.profiling import shape_of
 
 _TYPES = {
     "float32": ("float32", "none"),

@@ -9,6 +9,7 @@ from typing import Any
 from infra import options as opts
 from infra.option_values import integer
 from infra.tables import table, write
+from workers.engine.interface import ModelRefused
 
 _HEADING = (
     "class", "step ms", "p99", "tokens", "seqs", "least by memory", "by compute", "bound by",
@@ -40,10 +41,11 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 def run_profile(options: argparse.Namespace) -> int:
     opts.choose_gpu(options)
     # Imported by name: the command line itself must not load torch.
-    command: Any = importlib.import_module("workers.profiling.command")
+    profiling: Any = importlib.import_module("workers.profiling")
+    load = profiling.Load(options.streams, options.prompt_tokens)
     try:
-        found = command.profile_for(options, opts.engine_options(options))
-    except (command.ModelRefused, command.CannotProfile) as exc:
+        found = profiling.take_profile(opts.engine_options(options), load, options.trace)
+    except (ModelRefused, profiling.CannotProfile) as exc:
         print(f"batchway profile: {exc}", file=sys.stderr)
         return 1
     write(found.as_dict(), _text(found), options.json)

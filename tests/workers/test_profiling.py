@@ -12,10 +12,21 @@ from workers.engine.interface import Chunk
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import load_model
 from workers.model.native.kernels import Kernels
-from workers.profiling.command import CannotProfile, Profile, take_profile
-from workers.profiling.demand import Demand, Shape, demand_of, shape_of
-from workers.profiling.findings import Bound, ClassFinding, Operator, advice
-from workers.profiling.window import KINDS, Load
+from workers.profiling import (
+    KINDS,
+    Bound,
+    CannotProfile,
+    ClassFinding,
+    Demand,
+    Load,
+    Operator,
+    Profile,
+    Shape,
+    advice,
+    demand_of,
+    shape_of,
+    take_profile,
+)
 
 OPTIONS = EngineOptions(
     model_path=str(demo_model_path()), num_threads=1, max_num_batched_tokens=128, max_num_seqs=16
@@ -113,7 +124,7 @@ def test_advice_names_the_setting_that_moves_the_bound() -> None:
 def profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
     """A short profile of the demo model, on one core."""
     traces = tmp_path_factory.mktemp("traces")
-    return take_profile(OPTIONS, Load(4, 64, 3), num_profiled=2, trace_dir=traces), traces
+    return take_profile(OPTIONS, Load(4, 64, 3, num_profiled=2), traces), traces
 
 
 def test_each_class_of_steps_has_its_tokens(profile: tuple[Profile, Path]) -> None:
@@ -146,4 +157,4 @@ def test_traces_include_our_own_kernels(profile: tuple[Profile, Path]) -> None:
 def test_a_window_that_the_model_cannot_hold_is_refused() -> None:
     """Before anything is measured."""
     with pytest.raises(CannotProfile, match="ask for fewer"):
-        take_profile(OPTIONS, Load(1, 2000, 50), num_profiled=1, trace_dir=None)
+        take_profile(OPTIONS, Load(1, 2000, 50), None)
