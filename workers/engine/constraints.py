@@ -10,7 +10,7 @@ from contract.jobs import FinishReason
 from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher
 from workers.engine.interface import Chunk, Sample
 from workers.engine.masks import StepMasks
-from workers.engine.report import StepReport, token_out
+from workers.engine.report import StepReport, choice_ended, token_out
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
 
@@ -112,7 +112,9 @@ class Constraints:
         sequence.token_ids.append(sample.token_id)
         end = sequence.finish_reason = sequence.end_reason(self._max_model_len)
         if end is FinishReason.STOP and sample.token_id not in sequence.ending_ids:
-            report.ended.append(sequence)  # the token is part of the output, unlike an ending token
+            report.ended.append(
+                choice_ended(sequence)
+            )  # the token is part of the output, unlike an ending token
             end = None
         report.outputs.append(
             token_out(sequence, position, sample.token_id, end, sample.logprob, sample.top_logprobs)

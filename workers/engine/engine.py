@@ -25,7 +25,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.messages import TokenOut
+from workers.ipc.messages import TokenOut, VectorOut
 
 
 class Engine(JobEngine):
@@ -132,13 +132,12 @@ class Engine(JobEngine):
             start_s = self._clock_s()
             masks = self._constraints.start_masks(chunks)
             rows = self._model.run(chunks, padding, masks)
-            end_s = self._clock_s()
-            report.step_s = end_s - start_s
+            report.step_s = self._clock_s() - start_s
             late = _late(masks, chunks)
             if late:
                 self._scheduler.hold(plan, late)
             report.num_recomputed_tokens = self._scheduler.settle(plan, padding, report.step_s)
-            self._apply(chunks, rows, late, report, end_s)
+            self._apply(chunks, rows, late, report)
         self._is_idle = not chunks and self._scheduler.num_held > 0
         self._count(plan, report)
         report.num_padding_tokens = num_tokens_of(padding)
@@ -182,20 +181,18 @@ class Engine(JobEngine):
     def _force(self, sequence: Sequence, report: StepReport) -> None:
         self._constraints.force(sequence, report)
 
-    def _take_constrained(
-        self, sequence: Sequence, row: Sample, report: StepReport, now_s: float
-    ) -> None:
+    def _take_constrained(self, sequence: Sequence, row: Sample, report: StepReport) -> None:
         try:
             self._constraints.take(sequence, row, report)
         except GrammarFailed as failure:
             self._fail(sequence, str(failure), report, failure.code)
             return
         if row.prompt_logprobs is not None:
-            report.prompt_logprobs.append((sequence, row.prompt_logprobs))
+            report.add_scores(sequence, row.prompt_logprobs)
         if sequence.finish_reason is not None:
-            self._finish(sequence, report, now_s)
+            self._finish(sequence)
 
-    def _take_drawn(self, chunk: Chunk, drawn: Drawn, report: StepReport, now_s: float) -> None:
+    def _take_drawn(self, chunk: Chunk, drawn: Drawn, report: StepReport) -> None:
         """Takes tokens drawn up to the draft's first mistake, and those that a grammar forces."""
         sequence, num_before = chunk.sequence, chunk.sequence.num_known
         drafted_ids = chunk.token_ids[chunk.num_known :]
@@ -215,7 +212,7 @@ class Engine(JobEngine):
         report.num_accepted_tokens += num_right
         self._scheduler.keep(sequence, num_right)
         if sequence.finish_reason is not None:
-            self._finish(sequence, report, now_s)
+            self._finish(sequence)
 
     def _apply(
         self,
@@ -223,7 +220,6 @@ class Engine(JobEngine):
         rows: Seq[Row],
         late: Collection[Sequence],
         report: StepReport,
-        now_s: float,
     ) -> None:
         """Takes the model's results. A failed row fails its whole job; what was drawn for a row
         whose mask was late is dropped."""
@@ -234,12 +230,12 @@ class Engine(JobEngine):
                 continue  # another choice of its job has failed in this step
             if sequence in late and isinstance(row, Sample | Drawn):
                 if isinstance(row, Sample) and row.prompt_logprobs is not None:
-                    report.prompt_logprobs.append((sequence, row.prompt_logprobs))
+                    report.add_scores(sequence, row.prompt_logprobs)
                 continue
             if isinstance(row, Sample):
                 assert chunk.samples, "who has not reached the last token yields none"
                 if sequence.matcher is not None:
-                    self._take_constrained(sequence, row, report, now_s)
+                    self._take_constrained(sequence, row, report)
                     continue
                 token_ids, token_id, end = sequence.token_ids, row.token_id, None
                 position = len(token_ids) - sequence.num_prompt
@@ -253,25 +249,26 @@ class Engine(JobEngine):
                     found = row.logprob, row.top_logprobs
                     append(token_out(sequence, position, token_id, end, *found))
                 if end is not None:
-                    self._finish(sequence, report, now_s)
+                    self._finish(sequence)
                 if row.prompt_logprobs is not None:
-                    report.prompt_logprobs.append((sequence, row.prompt_logprobs))
+                    report.add_scores(sequence, row.prompt_logprobs)
             elif isinstance(row, Vector):
                 sequence.finish_reason = FinishReason.STOP
-                report.vectors.append((sequence, row.data))
-                self._finish(sequence, report, now_s)
+                out = VectorOut(sequence.job_id, sequence.epoch, sequence.choice, row.data)
+                report.vectors.append(out)
+                self._finish(sequence)
             elif isinstance(row, Drawn):
-                self._take_drawn(chunk, row, report, now_s)
+                self._take_drawn(chunk, row, report)
             elif isinstance(row, RowFailed):
                 self._fail(sequence, row.message, report)
             else:
                 assert not chunk.samples, "who reaches the last token yields a sample"
                 if row is not None:
-                    report.prompt_logprobs.append((sequence, row))
+                    report.add_scores(sequence, row)
 
-    def _finish(self, sequence: Sequence, report: StepReport, now_s: float) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         self._lengths.observe(sequence)
-        super()._finish(sequence, report, now_s)
+        self._remove([sequence])
 
 
 def _num_equal(one: Seq[int], other: Seq[int]) -> int:

@@ -10,11 +10,11 @@ from contract.errors import ErrorCode
 from workers.engine.constraints import Constraints
 from workers.engine.grammar import GrammarFailed
 from workers.engine.limits import Deadlines, EngineLimits
-from workers.engine.report import JobError, StepReport
+from workers.engine.report import StepReport, choice_ended
 from workers.engine.request import check_request, sequences_of
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
-from workers.ipc.messages import Request
+from workers.ipc.messages import ChoiceEnded, JobFailed, Request
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class JobEngine(ABC):
         self._clock_s = clock_s
         self._jobs: dict[str, _Job] = {}
         self._deadlines = Deadlines()
-        self._ended_early: list[Sequence] = []
+        self._ended_early: list[ChoiceEnded] = []
         self._next_arrival = 0
 
     @property
@@ -151,7 +151,7 @@ class JobEngine(ABC):
                 continue
             if all(s.deadline_s == deadline_s for s in held.sequences.values()):
                 message = "the deadline passed before the job had ended"
-                report.failed.append(JobError(job_id, epoch, ErrorCode.DEADLINE, message))
+                report.failed.append(JobFailed(job_id, epoch, ErrorCode.DEADLINE, message))
                 self._drop(job_id)
 
     def _start_compiled(self, report: StepReport) -> None:
@@ -163,21 +163,20 @@ class JobEngine(ABC):
                     continue
                 except GrammarFailed as limit:  # among the first tokens that it forces
                     failure, code = limit, limit.code
-            report.failed.append(JobError(job_id, job.epoch, code, str(failure)))
+            report.failed.append(JobFailed(job_id, job.epoch, code, str(failure)))
 
     def _start(self, job: _Job, report: StepReport | None = None) -> None:
         """Hands a job's sequences to the scheduler; one that is complete ends at once. The report
         gets the first tokens that a grammar forces. If this raises GrammarFailed, it hands over
         none."""
-        ended: list[Sequence] = []
+        ended: list[ChoiceEnded] = []
         for sequence in list(job.sequences.values()):
-            sequence.added_s = self._clock_s()
             room = self._max_model_len - sequence.num_prompt
             sequence.max_output = min(sequence.max_output, room)
             if not self._limits.prefill_only:
                 sequence.finish_reason = sequence.end_reason(self._max_model_len)
             if sequence.finish_reason is not None:
-                ended.append(sequence)
+                ended.append(choice_ended(sequence))
             elif report is not None:
                 self._force(sequence, report)
             if sequence.finish_reason is not None:
@@ -195,15 +194,8 @@ class JobEngine(ABC):
         code: ErrorCode = ErrorCode.ENGINE_ERROR,
     ) -> None:
         """Fails the sequence's whole job."""
-        report.failed.append(JobError(sequence.job_id, sequence.epoch, code, message))
+        report.failed.append(JobFailed(sequence.job_id, sequence.epoch, code, message))
         self._drop(sequence.job_id)
-
-    def _finish(self, sequence: Sequence, report: StepReport, now_s: float) -> None:
-        assert sequence.started_s is not None
-        self._remove([sequence])
-        report.num_finished += 1
-        report.queue_s += sequence.started_s - sequence.added_s
-        report.run_s += now_s - sequence.started_s
 
     def _holds(self, sequence: Sequence) -> bool:
         job = self._jobs.get(sequence.job_id)

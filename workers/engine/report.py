@@ -1,13 +1,20 @@
 """The results and costs of one step, and the engine's state after it."""
 
-from dataclasses import dataclass, field
+import msgspec
 
-from contract.errors import ErrorCode
 from contract.events import TokenLogprob
 from contract.jobs import FinishReason
-from workers.engine.interface import PromptLogprobs
+from workers.engine import interface
 from workers.engine.sequence import Sequence
-from workers.ipc.messages import TokenOut
+from workers.ipc.messages import (
+    ChoiceEnded,
+    EngineLoad,
+    FromEngine,
+    JobFailed,
+    PromptLogprobs,
+    TokenOut,
+    VectorOut,
+)
 
 
 def token_out(
@@ -31,42 +38,38 @@ def token_out(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class JobError:
-    """A job that failed; all its choices are dropped."""
+class StepReport(EngineLoad, array_like=False, tag=False):
+    """What a step yields, and its counts; until it is sent, `step_s` is the model's time alone."""
 
-    job_id: str
-    epoch: int
-    code: ErrorCode
-    message: str
-
-
-@dataclass(slots=True)
-class StepReport:
-    """Counts of sequences, blocks and tokens; seconds of the engine's clock."""
-
-    outputs: list[TokenOut] = field(default_factory=list)
+    outputs: list[TokenOut] = msgspec.field(default_factory=list)
     # Complete without an ending token: on arrival, or because a grammar allows no more.
-    ended: list[Sequence] = field(default_factory=list)
-    failed: list[JobError] = field(default_factory=list)
-    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
-    vectors: list[tuple[Sequence, bytes]] = field(default_factory=list)
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_lanes: tuple[str, ...] = ()  # by name
-    num_free_blocks: int = 0
-    num_step_tokens: int = 0  # without padding
-    num_preemptions: int = 0
-    num_step_seqs: int = 0  # batch size
-    num_decode_tokens: int = 0  # one per stream, and drafted ones; the others are prefill
-    num_padding_tokens: int = 0  # pad tokens beside the step's
-    num_recomputed_tokens: int = 0  # part of the step's, lost by an earlier preemption
-    num_prefix_queries: int = 0  # tokens of admitted sequences
-    num_prefix_hits: int = 0  # part of them found in the cache
-    num_forced_tokens: int = 0  # output that grammars forced, without a sample
-    num_drafted_tokens: int = 0  # part of the step's, computed before they were known
-    num_accepted_tokens: int = 0  # part of them that were right
-    step_s: float = 0.0  # of the model alone
-    num_finished: int = 0  # sequences that ended in this step …
-    queue_s: float = 0.0  # … their total wait for admission …
-    run_s: float = 0.0  # … and total time from admission to end
+    ended: list[ChoiceEnded] = msgspec.field(default_factory=list)
+    failed: list[JobFailed] = msgspec.field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = msgspec.field(default_factory=list)
+    vectors: list[VectorOut] = msgspec.field(default_factory=list)
+
+    def add_scores(self, sequence: Sequence, found: interface.PromptLogprobs) -> None:
+        """Adds log probabilities of a part of the sequence's prompt."""
+        scores = tuple(TokenLogprob(t.token_id, t.logprob, t.top_logprobs) for t in found.tokens)
+        job_id, epoch, number = sequence.job_id, sequence.epoch, sequence.prompt_number
+        self.prompt_logprobs.append(PromptLogprobs(job_id, epoch, found.start, scores, number))
+
+    def messages(self, start_s: float, ended_s: float) -> list[FromEngine]:
+        """Returns prompt scores, tokens, vectors, ends, failures, and the load last. The times are
+        those of the whole step."""
+        load = EngineLoad(*[getattr(self, name) for name in EngineLoad.__struct_fields__])
+        load.step_s, load.ended_s = ended_s - start_s, ended_s
+        return [
+            *self.prompt_logprobs,
+            *self.outputs,
+            *self.vectors,
+            *self.ended,
+            *self.failed,
+            load,
+        ]
+
+
+def choice_ended(sequence: Sequence) -> ChoiceEnded:
+    """The end of a sequence that no ending token tells of."""
+    assert sequence.finish_reason is not None
+    return ChoiceEnded(sequence.job_id, sequence.epoch, sequence.choice, sequence.finish_reason)

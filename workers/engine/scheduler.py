@@ -342,8 +342,6 @@ class Scheduler:
             return verdict is AdmissionVerdict.BEING_COMPUTED and not is_overdue
         self._waiting.discard(candidate)
         self._running.add(candidate)
-        if candidate.started_s is None:
-            candidate.started_s = now_s
         copy_from = self._admission.enter(plan, candidate, entry)
         self._hand_out(plan, candidate, now_s, copy_from)
         return True

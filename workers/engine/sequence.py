@@ -44,8 +44,6 @@ class Sequence:
     num_preemptions: int = 0
     max_output: int = 0  # output tokens that parameters and context allow
     num_foreseen: int = 0  # predicted total tokens; renewed when reached
-    added_s: float = 0.0
-    started_s: float | None = None  # when it was first admitted
     finish_reason: FinishReason | None = None
     matcher: "Matcher | None" = None  # of a constrained choice; has consumed its output
     lookup: "PromptLookup | None" = None  # from its first look at a draft on

@@ -37,7 +37,6 @@ from workers.engine_process.engine_setup import (
     ready_message,
     strategies_of,
 )
-from workers.engine_process.step_messages import step_messages
 from workers.ipc.channel import Channel, PeerGone
 from workers.ipc.messages import (
     EngineOptions,
@@ -125,7 +124,7 @@ class EngineLoop:
                 messages += self._obey(message)
             start_s = time.monotonic()
             report = self._step()
-            messages += step_messages(report, start_s, time.monotonic())
+            messages += report.messages(start_s, time.monotonic())
             self._channel.send(messages)
 
     def _step(self) -> StepReport:

@@ -240,14 +240,14 @@ class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
-class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     """The engine's state after a step, from which the supervisor sizes its next claim."""
 
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_step_tokens: int
-    step_s: float
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_step_tokens: int = 0  # without padding
+    step_s: float = 0.0
     num_padding_tokens: int = 0  # pad tokens beside the step's
     num_step_seqs: int = 0  # batch size
     num_decode_tokens: int = 0  # one for each stream, and drafted ones; the others are prefill
@@ -255,9 +255,6 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     num_recomputed_tokens: int = 0  # part of the step's, lost by an earlier preemption
     num_prefix_queries: int = 0  # tokens of admitted sequences
     num_prefix_hits: int = 0  # part of them found in the cache
-    num_finished: int = 0  # sequences that ended by a token of this step …
-    queue_s: float = 0.0  # … their total wait for admission …
-    run_s: float = 0.0  # … and total time from admission to end
     ended_s: float = 0.0  # engine's clock at the end of the step; only differences have a meaning
     waiting_lanes: tuple[str, ...] = ()  # names of lanes with waiting sequences
     num_forced_tokens: int = 0  # output that grammars forced, without a sample

@@ -28,7 +28,7 @@ _OVERCOMMIT = 2
 _MAX_CLAIM = 64  # jobs per call
 _MAX_EPOCHS = 10_000  # remembered at most
 _MAX_CANCELLED = 1024  # remembered at most
-_IDLE = EngineLoad(0, 0, 0, 0, 0.0)
+_IDLE = EngineLoad()
 
 
 @dataclass(slots=True)

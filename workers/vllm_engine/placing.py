@@ -163,7 +163,7 @@ class PlacingEngine(JobEngine):
         if sequence not in self._hosted:
             return  # another choice of its job has failed in this step
         if output.prompt_samples:
-            report.prompt_logprobs.append((sequence, PromptLogprobs(1, output.prompt_samples)))
+            report.add_scores(sequence, PromptLogprobs(1, output.prompt_samples))
         for sample in output.samples:
             try:
                 self._constraints.append(sequence, sample, report)
@@ -171,7 +171,7 @@ class PlacingEngine(JobEngine):
                 self._fail(sequence, str(failure), report, failure.code)
                 return
             if sequence.finish_reason is not None:
-                self._finish(sequence, report, self._clock_s())
+                self._remove([sequence])
                 return
         if output.end is not None:  # and no token says why
             self._fail(sequence, f"vLLM ended the request: {output.end}", report)
@@ -187,7 +187,7 @@ class PlacingEngine(JobEngine):
 
     def _enter(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
-        self._scheduler.let_in([sequence], sequence.added_s)
+        self._scheduler.let_in([sequence], self._clock_s())
 
     def _leave(self, sequences: Seq[Sequence]) -> None:
         hosted = [sequence for sequence in sequences if sequence in self._hosted]

@@ -95,9 +95,9 @@ def run(engine: Engine) -> dict[tuple[str, int], bytes]:
         engine.audit()
         assert not report.outputs
         assert not report.ended
-        for sequence, vector in report.vectors:
-            assert (sequence.job_id, sequence.choice) not in found
-            found[sequence.job_id, sequence.choice] = vector
+        for out in report.vectors:
+            assert (out.job_id, out.choice) not in found
+            found[out.job_id, out.choice] = out.vector
     assert not engine.has_work
     assert engine.step().num_free_blocks == 80
     return found
@@ -177,7 +177,7 @@ def test_a_prompt_that_fails_costs_its_job_only() -> None:
     report = engine.step()
 
     assert [(e.job_id, e.code) for e in report.failed] == [("bad", ErrorCode.ENGINE_ERROR)]
-    assert "good" in {sequence.job_id for sequence, _ in report.vectors}
+    assert "good" in {out.job_id for out in report.vectors}
     assert not engine.has_work
 
 

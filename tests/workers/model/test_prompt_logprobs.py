@@ -93,9 +93,9 @@ def test_the_engine_reports_a_prompt_before_its_first_token(load_family: LoadFam
     reported: list[Any] = []
     while engine.has_work:
         report = engine.step()
-        for sequence, found in report.prompt_logprobs:
-            assert sequence.job_id == "job"
-            reported += [(found.start + i, token.token_id) for i, token in enumerate(found.tokens)]
+        for found in report.prompt_logprobs:
+            assert found.job_id == "job"
+            reported += [(found.start + i, t.token_id) for i, t in enumerate(found.logprobs)]
         reported += [output.position for output in report.outputs]
 
     assert reported == [*list(enumerate(prompt))[1:], 0, 1, 2]
@@ -112,8 +112,8 @@ def test_a_scored_prompt_is_computed_although_it_is_cached(load_family: LoadFami
         engine.add(Request(f"{number}", 1, "t", "lane", (tuple(prompt),), params, ((),), (False,)))
         found = []
         while engine.has_work:
-            for _, part in engine.step().prompt_logprobs:
-                found += [token.token_id for token in part.tokens]
+            for part in engine.step().prompt_logprobs:
+                found += [token.token_id for token in part.logprobs]
         reported.append(found)
 
     assert reported == [prompt[1:], prompt[1:]]

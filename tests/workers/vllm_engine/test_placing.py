@@ -232,7 +232,7 @@ def test_whoever_is_displaced_has_the_same_tokens(
     placed.run()
     assert_oracle(placed, requests)
     scored = Counter(
-        sequence.job_id for report in placed.reports for sequence, _ in report.prompt_logprobs
+        scores.job_id for report in placed.reports for scores in report.prompt_logprobs
     )
     assert set(scored.values()) <= {1}
     asking = {
