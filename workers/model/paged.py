@@ -1,5 +1,5 @@
 """Builds the runner of a decoder whose sequences share a batch: checks it, replaces modules by
-faster ones, checks the result, and restores modules that differ."""
+faster ones and checks the result."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ from workers.model.loaded import Loaded
 from workers.model.memory import Card
 from workers.model.probe import check_parity, probe_layers
 from workers.model.products import Products
-from workers.model.proof import difference, find_wrong, record, streamline
+from workers.model.proof import difference, record, streamline
 from workers.model.quantization import num_weight_bytes
 from workers.model.runner import ModelRunner
 from workers.model.surgery.surgeon import ATTENTION, Operation, Surgeon
@@ -51,33 +51,28 @@ def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[Model
 
 
 def _right_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
-    """Tries replaced modules, then without those that differ, then none. Reloads the weights each
-    time, as replaced modules change their layout."""
-    wrong: set[str] = set()
-    for _ in range(2):
-        result = _exchanged_runner(loaded, wrong, progress)
-        if not isinstance(result, set):
-            return result
-        wrong = result
-        progress(f"taken back, and the weights are read again: {_listed(wrong)}")
-        loaded.renew(progress)
-    progress("no module is exchanged")
+    """Replaces modules, or none if the whole model then differs. Reads the weights again for that,
+    as replaced modules change their layout."""
+    if (found := _exchanged_runner(loaded, progress)) is not None:
+        return found
+    progress("no module is exchanged, and the weights are read again")
+    loaded.renew(progress)
     runner, backend, _ = _untouched_runner(loaded, progress)
     record(runner, loaded.decoder, loaded.config, ())
     return runner, backend
 
 
 def _exchanged_runner(
-    loaded: Loaded, stays: set[str], progress: Callable[[str], None]
-) -> tuple[ModelRunner, Backend] | set[str]:
-    """Returns a runner, or the names of modules to leave alone. Raises CannotShareBatch if even the
+    loaded: Loaded, progress: Callable[[str], None]
+) -> tuple[ModelRunner, Backend] | None:
+    """Returns None if the model with replaced modules differs. Raises CannotShareBatch if even the
     unmodified model does not run."""
     runner, backend, shapes = _untouched_runner(loaded, progress)
     decoder, config = loaded.decoder, loaded.config
     if not backend.merges:
         record(runner, decoder, config, ())
         return runner, backend
-    surgeon = Surgeon(decoder, shapes, runner.cache, backend, stays)
+    surgeon = Surgeon(decoder, shapes, runner.cache, backend)
     candidates = surgeon.candidates()
     untouched = record(runner, decoder, config, candidates)
     done = surgeon.operate(candidates, untouched.calls)
@@ -86,7 +81,7 @@ def _exchanged_runner(
         _warn_if_slower(backend.layout.products, loaded)
     if reason := difference(runner, decoder, untouched):
         progress(f"with these the whole model is not what it was: {reason}")
-        return find_wrong(runner, decoder, untouched, done.names)
+        return None
     if streamline(runner, decoder, untouched):
         progress("its layers run as one loop")
     return runner, backend

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
@@ -20,7 +20,7 @@ from workers.model.checkpoint import first_line
 from workers.model.probe import centred, probe_ids, probe_sequences
 from workers.model.runner import ModelRunner
 from workers.model.surgery.stack import stack_of
-from workers.model.surgery.trial import Calls, finding_wrong, noting_calls
+from workers.model.surgery.trial import Calls, noting_calls
 
 # Largest difference of a logit as a share of its row's largest, row mean removed. It was 0.14 for
 # 64 layers with random weights in bfloat16.
@@ -86,20 +86,6 @@ def logits_difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> st
     if share <= _TOLERANCE[dtype] and abs(growth) <= _MAX_GROWTH:
         return None
     return f"logits differ by up to {share:.2%} of the largest, and are {growth:+.2%} longer"
-
-
-@torch.inference_mode()
-def find_wrong(
-    runner: ModelRunner, decoder: nn.Module, untouched: Untouched, names: Collection[str]
-) -> set[str]:
-    """The replaced modules that cause the difference; all of them if it cannot be determined."""
-    modules = {name: decoder.get_submodule(name) for name in names}
-    try:
-        with finding_wrong(modules, untouched.calls) as wrong, Choices(untouched.choices):
-            _run(runner, untouched.steps)
-    except Exception:  # a module between them raised
-        return set(names)
-    return wrong or set(names)
 
 
 @torch.inference_mode()

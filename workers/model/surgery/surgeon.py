@@ -5,7 +5,7 @@ old module stays, so an unfamiliar architecture costs speed, never correctness. 
 the whole model.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,11 +42,6 @@ class Operation:
     exchanged: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def names(self) -> set[str]:
-        """All replaced modules."""
-        return {name for names in self.exchanged.values() for name in names}
-
 
 class Surgeon:
     """Replaces modules of one decoder by faster ones of a back end.
@@ -60,22 +55,19 @@ class Surgeon:
         shapes: Mapping[str, LayerShape],
         cache: KVCache,
         backend: Backend,
-        stays: Collection[str] = (),
     ) -> None:
-        """`shapes`: each attention layer's KV shape, by name; `stays`: modules to keep, though
-        their children may be replaced."""
+        """`shapes`: each attention layer's KV shape, by name."""
         self._decoder = decoder
         self._shapes = shapes
         self._cache = cache
         self._kernels = backend.kernels
         self._layout = backend.layout
         self._device = next(decoder.parameters()).device
-        self._stays = stays
 
     def candidates(self) -> dict[str, str]:
         """Name and kind of each replaceable module, including nested ones."""
         kinds = {name: self._kind(name, module) for name, module in self._decoder.named_modules()}
-        return {name: kind for name, kind in kinds.items() if kind and name not in self._stays}
+        return {name: kind for name, kind in kinds.items() if kind}
 
     @torch.inference_mode()
     def operate(self, candidates: Mapping[str, str], calls: Calls) -> Operation:

@@ -3,7 +3,7 @@
 The calls come from real forwards, with the shapes and arguments that the model uses.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -60,51 +60,6 @@ def agrees(module: nn.Module, calls: Seq[Call]) -> bool:
         return all(is_close(call.repeat(module), call.output) for call in calls)
     except Exception:  # whatever it raises, it does not fit
         return False
-
-
-@contextmanager
-def finding_wrong(modules: Mapping[str, nn.Module], calls: Calls) -> Iterator[set[str]]:
-    """Within this context, modules compute but return the recorded results, in the same order, so
-    that an error in one does not reach the others. Yields the names of modules that differ, modify
-    their input, or raise."""
-    wrong: set[str] = set()
-    for name, module in modules.items():
-        # An instance attribute, found before the class's method.
-        module.__dict__["forward"] = _guarded(module.forward, name, calls[name], wrong)
-    try:
-        yield wrong
-    finally:
-        for module in modules.values():
-            del module.__dict__["forward"]
-
-
-def _guarded(forward: Any, name: str, calls: Seq[Call], wrong: set[str]) -> Any:
-    remaining = iter(calls)
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        call = next(remaining)
-        given, noted = _tensors((args, kwargs)), _tensors((call.args, call.kwargs))
-        if is_close(given, noted):  # otherwise another module changed it, and is reported
-            try:
-                is_right = is_close(forward(*args, **kwargs), call.output)
-            except Exception:
-                is_right = False
-            if not is_right or not is_close(given, noted):
-                wrong.add(name)
-        return _copied(call.output)
-
-    return guarded
-
-
-def _tensors(value: Any) -> tuple[Tensor, ...]:
-    """All tensors in it."""
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, dict):
-        return _tensors(tuple(value.values()))
-    if isinstance(value, list | tuple):
-        return tuple(tensor for part in value for tensor in _tensors(part))
-    return ()
 
 
 def is_close(found: Any, expected: Any) -> bool:
