@@ -8,7 +8,7 @@ from pathlib import Path
 
 from contract.jobs import DEFAULT_LANES
 from workers.ipc.messages import EngineOptions
-from workers.lane_shares import LaneTerms, lane_terms
+from workers.lanes import Lane, lanes_to_claim
 
 LANES = DEFAULT_LANES
 VLLM_ENGINE = "workers.vllm_engine"
@@ -45,12 +45,12 @@ class WorkerSettings:
 
         return configuration.configured(self.engine, self.batching_path, self.candidate_path)
 
-    def lane_terms(self, options: EngineOptions) -> dict[str, LaneTerms]:
+    def lane_terms(self, options: EngineOptions) -> dict[str, Lane]:
         """Priorities and minimum shares of the lanes to claim from, in the order of claims.
 
         Includes the lanes that batching.yaml adds, unless the command line names lanes.
         """
-        return lane_terms(self.lanes, options.lanes, adds_given=self.lanes == LANES)
+        return lanes_to_claim(self.lanes, options.lanes, adds_given=self.lanes == LANES)
 
     @property
     def heartbeat_s(self) -> float:

@@ -1,15 +1,16 @@
 """How options become the engine's parts."""
 
 from workers.engine.strategy import ContinuousBatching, DynamicBatching, StaticBatching
-from workers.engine_process.engine_setup import lanes_of, strategies_of
+from workers.engine_process.engine_setup import strategies_of
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
+from workers.lanes import lanes_of
 
 
 def test_a_lane_keeps_the_defaults_that_its_options_leave_out() -> None:
     """A new lane has the defaults of standard; the others keep their own."""
     options = EngineOptions(model_path="m", lanes=(LaneOptions(name="night", priority=9),))
 
-    lanes = {lane.name: lane for lane in lanes_of(options)}
+    lanes = {lane.name: lane for lane in lanes_of(options.lanes)}
 
     assert (lanes["night"].priority, lanes["night"].itl_target_s) == (9, None)
     assert lanes["interactive"].itl_target_s == 0.1
@@ -23,7 +24,7 @@ def test_given_minimum_shares_replace_all_defaults() -> None:
         lanes=(LaneOptions(name="standard", min_share=0.98),),
     )
 
-    assert sum(lane.min_share for lane in lanes_of(options)) == 0.98
+    assert sum(lane.min_share for lane in lanes_of(options.lanes)) == 0.98
 
 
 def test_strategies_are_built_with_their_own_defaults() -> None:

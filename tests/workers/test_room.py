@@ -19,7 +19,7 @@ from workers.ipc.messages import (
     StrategyOptions,
     TokenOut,
 )
-from workers.lane_shares import LaneTerms
+from workers.lanes import Lane
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 
@@ -148,15 +148,15 @@ def test_nothing_is_claimed_while_a_sequence_waits_in_the_engine(holding: Holdin
 
 
 TERMS = {
-    "interactive": LaneTerms(0, 0.0),
-    "standard": LaneTerms(1, 0.0),
-    "scoring": LaneTerms(1, 0.0),
-    "batch": LaneTerms(2, 0.2),
+    "interactive": Lane("interactive", 0, min_share=0.0),
+    "standard": Lane("standard", 1, min_share=0.0),
+    "scoring": Lane("scoring", 1, min_share=0.0),
+    "batch": Lane("batch", 2, min_share=0.2),
 }
 
 
 def places_of(
-    holding: Holding, now_s: float = 0.0, terms: Mapping[str, LaneTerms] | None = None
+    holding: Holding, now_s: float = 0.0, terms: Mapping[str, Lane] | None = None
 ) -> dict[str, int]:
     """The places for jobs of any tenant."""
     rooms = holding.rooms(terms or TERMS, now_s)
@@ -188,7 +188,11 @@ def test_a_lane_at_its_share_protects_the_lane_above_it(holding: Holding) -> Non
 
 def test_lanes_of_equal_priority_are_not_displaced_if_one_has_a_share(holding: Holding) -> None:
     """The engine might take all places from the lane with the share."""
-    terms = {"interactive": LaneTerms(0, 0.0), "a": LaneTerms(1, 0.25), "b": LaneTerms(1, 0.0)}
+    terms = {
+        "interactive": Lane("interactive", 0, min_share=0.0),
+        "a": Lane("a", 1, min_share=0.25),
+        "b": Lane("b", 1, min_share=0.0),
+    }
     for lane in "aabb":
         start(holding, str(len(holding.jobs)), lane=lane)
     assert places_of(holding, terms=terms) == {}
@@ -204,14 +208,17 @@ def test_a_share_is_rounded_up_to_more_than_its_places(
     """Also if it is a whole number of places: with exactly those it could never catch up."""
     for number in range(NUM_PLACES):
         start(holding, str(number), lane="batch")
-    terms = {"interactive": LaneTerms(0, 0.0), "batch": LaneTerms(2, share)}
+    terms = {
+        "interactive": Lane("interactive", 0, min_share=0.0),
+        "batch": Lane("batch", 2, min_share=share),
+    }
     assert holding.rooms(terms, 0.0)["interactive"].max_jobs == NUM_PLACES - num_kept
 
 
 def test_owed_places_are_filled_first_if_nothing_can_be_displaced(holding: Holding) -> None:
     """Batch gets only its guaranteed places, standard gets places only while batch holds none, and
     interactive, which cannot be displaced, gets all."""
-    terms = TERMS | {"standard": LaneTerms(1, 0.4)}
+    terms = TERMS | {"standard": Lane("standard", 1, min_share=0.4)}
     start(holding, "urgent", lane="interactive")
     first = {name: room.max_owed for name, room in holding.rooms(terms, 0.0).items()}
     assert first == {"interactive": NUM_PLACES, "standard": 2, "scoring": 0, "batch": 1}

@@ -16,7 +16,6 @@ from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, Drawn, Model, Row, RowFailed, Sample, Vector
 from workers.engine.jobs import JobEngine
 from workers.engine.kv_forecast import LengthPredictor, RecentLengths
-from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.masks import StepMasks
 from workers.engine.policies import FirstComeFirstServed, Policy
@@ -26,6 +25,7 @@ from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
 from workers.ipc.messages import TokenOut, VectorOut
+from workers.lanes import DEFAULT_LANES, Lane
 
 
 class Engine(JobEngine):
@@ -71,8 +71,7 @@ class Engine(JobEngine):
         )
 
     def next_wake_s(self) -> float | None:
-        """When the next step has something to do, on the engine's clock: at once (in the past), or
-        when a strategy's wait or a job's deadline is over. None: not before something is added."""
+        """As `JobEngine.next_wake_s`; later is after a strategy's wait or a job's deadline."""
         now_s = self._clock_s()
         if self._ended_early or (self._batches.num_let_in and not self._is_idle):
             return now_s

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from contract.errors import ErrorCode
 from workers.engine.constraints import Constraints
 from workers.engine.grammar import GrammarFailed
+from workers.engine.interface import Chunk
 from workers.engine.limits import Deadlines, EngineLimits
 from workers.engine.report import StepReport, choice_ended
 from workers.engine.request import check_request, sequences_of
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
+from workers.engine.strategy import Strategies
 from workers.ipc.messages import ChoiceEnded, JobFailed, Request
+from workers.lanes import DEFAULT_LANES, Lane
 
 
 @dataclass(slots=True)
@@ -117,6 +120,21 @@ class JobEngine(ABC):
             else:
                 self._scheduler.move(sequence, lane, self._clock_s())
         self._note_deadline(job_id, epoch, deadline_s)
+
+    @abstractmethod
+    def next_wake_s(self) -> float | None:
+        """When the next step has something to do, on the engine's clock: at once (in the past), or
+        later. None: not before something is added."""
+
+    @abstractmethod
+    def reconfigure(
+        self, limits: EngineLimits, strategies: Strategies, lanes: Seq[Lane] = DEFAULT_LANES
+    ) -> None:
+        """Applies from the next step on."""
+
+    @abstractmethod
+    def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport:
+        """Runs one step; calls `announce` with its chunks before they are computed."""
 
     @abstractmethod
     def _enter(self, sequence: Sequence) -> None:

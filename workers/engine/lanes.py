@@ -1,4 +1,4 @@
-"""Service classes: priorities, latency targets, minimum shares and ageing.
+"""The service that each lane has received, by which the next is given.
 
 The policy orders sequences within a lane; the scheduler hands out tokens and blocks.
 """
@@ -6,41 +6,13 @@ The policy orders sequences within a lane; the scheduler hands out tokens and bl
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from workers.engine.interface import Chunk
 from workers.engine.sequence import Account, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """One service class. Raises ValueError for numbers out of range."""
-
-    name: str
-    priority: int  # the smallest is served first, and may preempt the others
-    itl_target_s: float | None = None  # seconds between two tokens of a stream
-    min_share: float = 0.0  # of the computed tokens, while the lane has work
-    # An unserved tenant rises by one priority for this many tokens of others.
-    ageing_tokens: int = 32_768
-
-    def __post_init__(self) -> None:
-        if self.itl_target_s is not None and self.itl_target_s <= 0:
-            raise ValueError(f"lane {self.name}: itl_target_s must be positive")
-        if not 0.0 <= self.min_share < 1.0:
-            raise ValueError(f"lane {self.name}: min_share is a share: from 0 to below 1")
-        if self.ageing_tokens < 1:
-            raise ValueError(f"lane {self.name}: ageing_tokens must be positive")
-
+from workers.lanes import STANDARD, Lane
 
 _LATELY_S = 10.0
-
-STANDARD = Lane("standard", priority=1)
-DEFAULT_LANES = (
-    Lane("interactive", priority=0, itl_target_s=0.1),
-    STANDARD,
-    Lane("batch", priority=2, min_share=0.05),
-)
 
 
 class Lanes:

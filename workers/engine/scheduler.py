@@ -14,7 +14,7 @@ from workers.engine.books import Books
 from workers.engine.cost_model import NOTHING, CostModel, added, step_features
 from workers.engine.interface import Chunk, Padding
 from workers.engine.kv_forecast import KnownOnly, LengthPredictor
-from workers.engine.lanes import DEFAULT_LANES, Lane, Lanes
+from workers.engine.lanes import Lanes
 from workers.engine.limits import EngineLimits
 from workers.engine.order import Order, WaitingQueue
 from workers.engine.policies import Key, Policy
@@ -22,6 +22,7 @@ from workers.engine.running import Running
 from workers.engine.sequence import Account, Sequence
 from workers.engine.speculation import add_drafts
 from workers.engine.step_plan import UNLIMITED, StepPlan
+from workers.lanes import DEFAULT_LANES, Lane
 
 _SMALL_SHARE = 1 / 8  # of the budget: up to here streams are served without sorting
 

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from enum import IntEnum
-from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -24,14 +23,12 @@ from msgspec.structs import replace
 from contract.model_cards import Capabilities
 from workers import logs
 from workers.engine.interface import Chunk, LoadedModel, ModelRefused
-from workers.engine.lanes import Lane
-from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
+from workers.engine.jobs import JobEngine
+from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
-from workers.engine.strategy import Strategies
 from workers.engine_process.engine_setup import (
     build_engine,
-    lanes_of,
     limits_of,
     load_grammars,
     ready_message,
@@ -53,6 +50,7 @@ from workers.ipc.messages import (
     StopChoice,
     StopJob,
 )
+from workers.lanes import lanes_of
 
 log = logging.getLogger("batchway.engine")
 
@@ -68,34 +66,9 @@ class ExitCode(IntEnum):
 Load = Callable[[EngineOptions, Callable[[str], None]], LoadedModel]
 
 
-class SteppedEngine(Protocol):
-    """What the loop calls: `workers.engine.engine.Engine`, or another engine in its place."""
-
-    @property
-    def limits(self) -> EngineLimits: ...
-
-    def next_wake_s(self) -> float | None: ...
-
-    def add(self, request: Request) -> None: ...
-
-    def stop_job(self, job_id: str, epoch: int) -> None: ...
-
-    def stop_choice(self, job_id: str, epoch: int, choice: int) -> None: ...
-
-    def reprioritise(
-        self, job_id: str, epoch: int, lane: str, deadline_s: float | None = None
-    ) -> None: ...
-
-    def reconfigure(
-        self, limits: EngineLimits, strategies: Strategies, lanes: Seq[Lane] = ...
-    ) -> None: ...
-
-    def step(self, announce: Callable[[Seq[Chunk]], None] | None = None) -> StepReport: ...
-
-
 # Loads a model and builds its engine. `Ready` says what it can; the number is the token budget of a
 # step where the options name none. Raises ModelRefused.
-Start = Callable[[EngineOptions, Callable[[str], None]], tuple[SteppedEngine, Ready, int]]
+Start = Callable[[EngineOptions, Callable[[str], None]], tuple[JobEngine, Ready, int]]
 
 
 class EngineLoop:
@@ -104,7 +77,7 @@ class EngineLoop:
     def __init__(
         self,
         channel: Channel,
-        engine: SteppedEngine,
+        engine: JobEngine,
         num_step_tokens: int = DEFAULT_STEP_TOKENS,
         max_output_tokens: int | None = None,
     ) -> None:
@@ -174,7 +147,7 @@ class EngineLoop:
             prefill_only=limits.prefill_only,
             grows_ahead=limits.grows_ahead,
         )
-        self._engine.reconfigure(limits, strategies_of(options), lanes_of(options))
+        self._engine.reconfigure(limits, strategies_of(options), lanes_of(options.lanes))
         self._max_output_tokens = options.max_output_tokens
         logs.stamp(options.batching_version)
         log.info("reconfigured")
@@ -221,7 +194,7 @@ def start_own(load: Load) -> Start:
 
     def start(
         options: EngineOptions, progress: Callable[[str], None]
-    ) -> tuple[SteppedEngine, Ready, int]:
+    ) -> tuple[JobEngine, Ready, int]:
         loaded = load(options, progress)
         grammars = load_grammars(loaded) if loaded.pooling is None else None
         engine = build_engine(

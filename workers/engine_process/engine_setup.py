@@ -1,13 +1,11 @@
 """Builds the engine and its parts from options. Starts nothing."""
 
-import dataclasses
 import logging
 
 from contract.model_cards import Capabilities
 from workers.engine.engine import Engine
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import LoadedModel, Model
-from workers.engine.lanes import DEFAULT_LANES, STANDARD, Lane
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
 from workers.engine.policies import fair_service
 from workers.engine.strategy import (
@@ -24,6 +22,7 @@ from workers.ipc.messages import (
     Ready,
     StrategyOptions,
 )
+from workers.lanes import lanes_of
 
 log = logging.getLogger("batchway.engine")
 
@@ -52,7 +51,7 @@ def build_engine(
         ),
         strategies_of(options),
         fair_service(),
-        lanes=lanes_of(options),
+        lanes=lanes_of(options.lanes),
         model_revision=weights,
         grammars=grammars,
     )
@@ -78,23 +77,6 @@ def limits_of(
         speculates=options.speculation,
         prefill_only=prefill_only,
     )
-
-
-def lanes_of(options: EngineOptions) -> list[Lane]:
-    """The default lanes, changed and extended by the options.
-
-    If any minimum share is given, the defaults are dropped: together they might exceed 1.
-    """
-    lanes = {lane.name: lane for lane in DEFAULT_LANES}
-    if any(given.min_share is not None for given in options.lanes):
-        lanes = {name: dataclasses.replace(lane, min_share=0.0) for name, lane in lanes.items()}
-    for given in options.lanes:
-        lane = lanes.get(given.name) or dataclasses.replace(STANDARD, name=given.name)
-        names = ("priority", "itl_target_s", "min_share", "ageing_tokens")
-        values = {name: getattr(given, name) for name in names}
-        changes = {name: value for name, value in values.items() if value is not None}
-        lanes[given.name] = dataclasses.replace(lane, **changes)
-    return list(lanes.values())
 
 
 def strategies_of(options: EngineOptions) -> Strategies:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from contract.function_types import FairRoom, LaneRoom
-from workers.lane_shares import UNKNOWN_LANE, LaneTerms
+from workers.lanes import STANDARD, Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Held:
 
 
 def rooms_by_lane(
-    terms: Mapping[str, LaneTerms],
+    terms: Mapping[str, Lane],
     held: Collection[Held],
     waiting_lanes: Iterable[str],
     whole: LaneRoom,
@@ -39,7 +39,7 @@ def rooms_by_lane(
     tenant. A worker therefore holds at most twice as many jobs as it has places.
     """
     held = list(held)
-    waiting = [terms.get(name, UNKNOWN_LANE).priority for name in waiting_lanes]
+    waiting = [terms.get(name, STANDARD).priority for name in waiting_lanes]
     first_waiting = min(waiting, default=math.inf)
     sums: dict[str, LaneRoom] = {}
     for job in held:
@@ -71,10 +71,10 @@ def _fair_room(asking: str, held: Iterable[Held], room: LaneRoom) -> FairRoom:
 
 
 def _room(
-    asking: str, terms: Mapping[str, LaneTerms], held: Mapping[str, LaneRoom], whole: LaneRoom
+    asking: str, terms: Mapping[str, Lane], held: Mapping[str, LaneRoom], whole: LaneRoom
 ) -> LaneRoom:
     priority = terms[asking].priority
-    lanes = {name: terms.get(name, UNKNOWN_LANE) for name in held}
+    lanes = {name: terms.get(name, STANDARD) for name in held}
     last = max((lane.priority for lane in lanes.values()), default=priority)
     shares = [lane.min_share for lane in lanes.values() if lane.priority == last]
     # If the last level has several lanes, the engine may take everything from the one with a share.
@@ -90,7 +90,7 @@ def _room(
 
 
 def _num_deficit_places(
-    asking: str, terms: Mapping[str, LaneTerms], held: Mapping[str, LaneRoom], whole: LaneRoom
+    asking: str, terms: Mapping[str, Lane], held: Mapping[str, LaneRoom], whole: LaneRoom
 ) -> int:
     """Places of the lane that may be filled out of turn because of a deficit of its share.
 
@@ -98,7 +98,7 @@ def _num_deficit_places(
     displaced before it ran.
     """
     lane = terms[asking]
-    others = [terms.get(name, UNKNOWN_LANE).priority for name in held if name != asking]
+    others = [terms.get(name, STANDARD).priority for name in held if name != asking]
     is_first = lane.priority == min(other.priority for other in terms.values())
     if is_first or max(others, default=-1) >= lane.priority:
         return whole.max_jobs

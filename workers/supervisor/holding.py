@@ -16,7 +16,7 @@ from contract.jobs import JobStatus
 from contract.telemetry.tracing import Tracing
 from workers.ipc.engine_client import EngineClient
 from workers.ipc.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
-from workers.lane_shares import LaneTerms
+from workers.lanes import Lane
 from workers.supervisor.displacing import Held, rooms_by_lane
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.job_spans import JobSpans
@@ -168,7 +168,7 @@ class Holding:
             return None
         return LaneRoom(min(max_jobs, _MAX_CLAIM), max_tokens)
 
-    def rooms(self, terms: Mapping[str, LaneTerms], now_s: float) -> dict[str, LaneRoom]:
+    def rooms(self, terms: Mapping[str, Lane], now_s: float) -> dict[str, LaneRoom]:
         """Returns `room` for each lane; lanes without room are missing."""
         room, ready = self.room(now_s), self.engine.ready
         if ready is None or not self.jobs or not self._displaces:

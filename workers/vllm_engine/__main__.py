@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from workers.engine.interface import ModelRefused
-from workers.engine_process.engine_loop import ExitCode, SteppedEngine, main
+from workers.engine.jobs import JobEngine
+from workers.engine_process.engine_loop import ExitCode, main
 from workers.ipc.messages import EngineOptions, Ready
 from workers.ipc.nodes import meet
 from workers.model.nvidia import unusable_gpu, visible_gpus
@@ -66,9 +67,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _start(
-    options: EngineOptions, progress: Callable[[str], None]
-) -> tuple[SteppedEngine, Ready, int]:
+def _start(options: EngineOptions, progress: Callable[[str], None]) -> tuple[JobEngine, Ready, int]:
     """Starts the engine. Does not return on a node other than node 0: that has ranks alone."""
     import torch
 

@@ -18,11 +18,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from contract.errors import ErrorCode
 from workers.engine.grammar import Grammars
 from workers.engine.interface import Sample
-from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
+from workers.lanes import DEFAULT_LANES, Lane
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 

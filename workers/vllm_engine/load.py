@@ -19,9 +19,10 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from contract.jobs import ResumeKind, SamplingParams, resume_kind
 from contract.model_cards import Capabilities, GenerationDefaults
 from workers.engine.interface import ModelRefused
-from workers.engine_process.engine_setup import lanes_of, limits_of
+from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions, Ready, Request
 from workers.ipc.nodes import address_of
+from workers.lanes import lanes_of
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, parse_config
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
@@ -132,7 +133,7 @@ def start_vllm(
     limits = limits_of(options, vocab_size)
     grammars = grammars_of(config) if has_plugin else None
     engine = HostedEngine(
-        llm, stats[0], limits, frozenset(eos), sampling.arguments, lanes_of(options), grammars
+        llm, stats[0], limits, frozenset(eos), sampling.arguments, lanes_of(options.lanes), grammars
     )
     try_step(engine, min(model.max_model_len, vocab_size), options.model_path)
     num_kv_tokens = engine.num_blocks * engine.block_size

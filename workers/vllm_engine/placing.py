@@ -15,7 +15,6 @@ from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, PromptLogprobs, Sample
 from workers.engine.jobs import JobEngine
-from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.policies import fair_service
 from workers.engine.report import StepReport
@@ -24,6 +23,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import UNLIMITED
 from workers.engine.strategy import Strategies
+from workers.lanes import DEFAULT_LANES, Lane
 
 
 @dataclass(frozen=True, slots=True)

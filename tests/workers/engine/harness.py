@@ -12,13 +12,13 @@ from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk
 from workers.engine.kv_forecast import LengthPredictor
-from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.policies import Policy
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import ContinuousBatching, Strategies, Strategy
 from workers.ipc.messages import Request
+from workers.lanes import DEFAULT_LANES, Lane
 
 MAX_MODEL_LEN = 40
 GRAMMAR = compile_grammar(

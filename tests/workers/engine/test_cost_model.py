@@ -10,12 +10,12 @@ from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.cost_model import CostModel, chunk_features, step_features
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, Padding, Sample
-from workers.engine.lanes import Lane
 from workers.engine.limits import EngineLimits
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import Request
+from workers.lanes import Lane
 
 TRUE = (2e-3, 3e-5, 4e-8, 5e-9)
 

@@ -35,7 +35,7 @@ def test_the_engine_imports_without_torch_and_redis() -> None:
 
 
 def test_the_engine_package_imports_no_more_than_it_may() -> None:
-    """The engine itself; of contract, what describes jobs, grammars, flows and errors."""
+    """The engine itself; of contract, what describes jobs, models, flows and errors."""
     script = (
         "import sys, workers.engine.engine\n"
         "names = {n for n in sys.modules if n.partition('.')[0] in "
@@ -51,8 +51,11 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
         "contract.events",
         "contract.flows",
         "contract.jobs",
+        "contract.model_cards",
+        "contract.output_formats",
         "workers",
         "workers.engine",
         "workers.ipc",
         "workers.ipc.messages",
+        "workers.lanes",
     ]

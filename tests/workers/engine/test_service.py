@@ -6,7 +6,6 @@ import msgspec
 
 from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
 from workers.engine.kv_forecast import KnownOnly, LengthPredictor, RecentLengths
-from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.policies import (
     Composed,
     FirstComeFirstServed,
@@ -15,6 +14,7 @@ from workers.engine.policies import (
 from workers.engine.report import StepReport
 from workers.engine.request import sequences_of
 from workers.ipc.messages import Request
+from workers.lanes import DEFAULT_LANES, Lane
 
 
 def names(report: StepReport) -> set[str]:

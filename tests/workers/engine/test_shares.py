@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.interface import Chunk
-from workers.engine.lanes import Lane
 from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
+from workers.lanes import Lane
 
 NAMES = ("first", "second", "third")
 NUM_FLOOD = 12  # prompt tokens of each job of the flood

@@ -33,7 +33,6 @@ from tests.workers.engine.harness import (
 from tests.workers.engine.test_engine_properties import cut, is_possible, request_of
 from tests.workers.engine.witness import Witness
 from tests.workers.strategies.test_strategies import all_strategies
-from workers.engine.lanes import Lane
 from workers.engine.policies import (
     Composed,
     FirstComeFirstServed,
@@ -43,6 +42,7 @@ from workers.engine.policies import (
 from workers.engine.request import RequestRefused
 from workers.engine.strategy import Strategies, Strategy
 from workers.ipc.messages import Request
+from workers.lanes import Lane
 
 LANES = ("interactive", "standard", "batch")
 POLICIES: dict[str, Callable[[], Policy]] = {

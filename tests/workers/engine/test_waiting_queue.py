@@ -6,7 +6,7 @@ import pytest
 
 from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk
-from workers.engine.lanes import DEFAULT_LANES, Lanes
+from workers.engine.lanes import Lanes
 from workers.engine.order import WaitingQueue
 from workers.engine.policies import (
     Composed,
@@ -15,6 +15,7 @@ from workers.engine.policies import (
     VirtualTokenCounters,
 )
 from workers.engine.sequence import Sequence
+from workers.lanes import DEFAULT_LANES
 
 POLICIES = {
     "first come": FirstComeFirstServed,

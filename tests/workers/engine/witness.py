@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness
 from workers.engine.interface import Chunk
-from workers.engine.lanes import STANDARD, Lane
 from workers.engine.sequence import Sequence
+from workers.lanes import STANDARD, Lane
 
 Account = tuple[str, str]  # lane and tenant
 

@@ -1,6 +1,6 @@
 """Tiny decoders whose modules are exchanged, without a loader."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,6 @@ def operated(
     device: torch.device = CPU,
     spoil: Callable[[Any], None] | None = None,
     is_int8: bool = False,
-    stays: Collection[str] = (),
     num_streams: int = 4,
     **changes: Any,
 ) -> Patient:
@@ -79,7 +78,7 @@ def operated(
         kernels=backend.kernels,
     )
     names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
-    surgeon = Surgeon(decoder, names, cache, backend, stays)
+    surgeon = Surgeon(decoder, names, cache, backend)
     candidates = surgeon.candidates()
     untouched = record(runner, decoder, decoder.config, candidates)
     done = surgeon.operate(candidates, untouched.calls)

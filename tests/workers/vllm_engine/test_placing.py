@@ -24,12 +24,12 @@ from tests.workers.engine.harness import (
     oracle,
 )
 from tests.workers.engine.test_state_machine import LANES, all_lanes
-from workers.engine.lanes import DEFAULT_LANES, Lane
 from workers.engine.policies import fair_service
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
 from workers.ipc.messages import Request, TokenOut
+from workers.lanes import DEFAULT_LANES, Lane
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 _STEP_TOKENS = 10_000

@@ -1,0 +1,63 @@
+"""Service classes: priorities, latency targets, minimum shares and ageing."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workers.ipc.messages import LaneOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One service class. Raises ValueError for numbers out of range."""
+
+    name: str
+    priority: int  # the smallest is served first, and may preempt the others
+    itl_target_s: float | None = None  # seconds between two tokens of a stream
+    min_share: float = 0.0  # of the computed tokens, while the lane has work
+    # An unserved tenant rises by one priority for this many tokens of others.
+    ageing_tokens: int = 32_768
+
+    def __post_init__(self) -> None:
+        if self.itl_target_s is not None and self.itl_target_s <= 0:
+            raise ValueError(f"lane {self.name}: itl_target_s must be positive")
+        if not 0.0 <= self.min_share < 1.0:
+            raise ValueError(f"lane {self.name}: min_share is a share: from 0 to below 1")
+        if self.ageing_tokens < 1:
+            raise ValueError(f"lane {self.name}: ageing_tokens must be positive")
+
+
+STANDARD = Lane("standard", priority=1)
+DEFAULT_LANES = (
+    Lane("interactive", priority=0, itl_target_s=0.1),
+    STANDARD,
+    Lane("batch", priority=2, min_share=0.05),
+)
+
+
+def lanes_of(options: Sequence[LaneOptions]) -> list[Lane]:
+    """The default lanes, changed and extended by the options.
+
+    If any minimum share is given, the defaults are dropped: together they might exceed 1.
+    """
+    lanes = {lane.name: lane for lane in DEFAULT_LANES}
+    if any(given.min_share is not None for given in options):
+        lanes = {name: dataclasses.replace(lane, min_share=0.0) for name, lane in lanes.items()}
+    for given in options:
+        lane = lanes.get(given.name) or dataclasses.replace(STANDARD, name=given.name)
+        names = ("priority", "itl_target_s", "min_share", "ageing_tokens")
+        values = {name: getattr(given, name) for name in names}
+        changes = {name: value for name, value in values.items() if value is not None}
+        lanes[given.name] = dataclasses.replace(lane, **changes)
+    return list(lanes.values())
+
+
+def lanes_to_claim(
+    served: Sequence[str], options: Sequence[LaneOptions], *, adds_given: bool
+) -> dict[str, Lane]:
+    """The lanes to claim from, in order; those of equal priority keep the order of `served`. Others
+    are treated as `standard`. `adds_given`: whether to claim from all that the options name."""
+    lanes = {lane.name: lane for lane in lanes_of(options)}
+    added = [lane.name for lane in options if adds_given and lane.name not in served]
+    found = {name: lanes.get(name, STANDARD) for name in (*served, *added)}
+    return dict(sorted(found.items(), key=lambda item: item[1].priority))
