@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,10 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
 
 @torch.inference_mode()
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     best = float("inf")
     work()
     for _ in range(_TIMES):
@@ -405,7 +408,7 @@ def _look_inside(
     operators = tuple(
         Operator(row.key, us, us / all_us, row.count) for us, row in rows[:_MAX_OPERATORS] if us
     )
-    spans: list[Any] = [event.time_range for event in profiler.events()]
+    spans: list[Any] = [event.time_range for event in profiler.events()]  # type: ignore[no-untyped-call]
     window_us = float(max(span.end for span in spans) - min(span.start for span in spans))
     return operators, max(0.0, 1.0 - all_us / window_us)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from workers.engine.block_manager import BlockManager
-from workers.engine.kv_forecast import KVForecast, LengthPredictor, Need
+from workers.engine.kv_forecast import KVForecast, Need, RecentLengths
 from workers.engine.lanes import Lanes
 from workers.engine.limits import EngineLimits
 from workers.engine.running import Running
@@ -42,7 +42,7 @@ class AdmissionCheck:
         blocks: BlockManager,
         limits: EngineLimits,
         lanes: Lanes,
-        lengths: LengthPredictor,
+        lengths: RecentLengths,
         running: Running,
     ) -> None:
         """`running` is the scheduler's object, which changes."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from workers.engine.interface import Chunk, Padding
-from workers.engine.policies import Key
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import Batch, Lobby, Strategies, Strategy
 
@@ -112,7 +111,7 @@ class Batches:
         if not batch.sequences:
             self._close(batch)
 
-    def let_in(self, key: Callable[[Sequence], Key], now_s: float) -> list[Sequence]:
+    def let_in(self, key: Callable[[Sequence], tuple[float, ...]], now_s: float) -> list[Sequence]:
         """Opens the batches that the strategies form now, and returns their sequences. `key` orders
         the waiting sequences. Strategies are asked only after a change or when they wake, to avoid
         sorting the lobby at every step."""

@@ -15,10 +15,9 @@ from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, Drawn, Model, Row, RowFailed, Sample, Vector
 from workers.engine.jobs import JobEngine
-from workers.engine.kv_forecast import LengthPredictor, RecentLengths
+from workers.engine.kv_forecast import RecentLengths
 from workers.engine.limits import EngineLimits
 from workers.engine.masks import StepMasks
-from workers.engine.policies import FirstComeFirstServed, Policy
 from workers.engine.report import StepReport, token_out
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
@@ -36,11 +35,10 @@ class Engine(JobEngine):
         model: Model,
         limits: EngineLimits,
         strategies: Strategy | Strategies,
-        policy: Policy | None = None,
         clock_s: Callable[[], float] = time.monotonic,
         *,
         lanes: Seq[Lane] = DEFAULT_LANES,
-        lengths: LengthPredictor | None = None,
+        lengths: RecentLengths | None = None,
         model_revision: str = "",
         grammars: Grammars | None = None,
     ) -> None:
@@ -54,7 +52,6 @@ class Engine(JobEngine):
         scheduler = Scheduler(
             self._blocks,
             limits,
-            policy or FirstComeFirstServed(),
             lanes,
             self._lengths,
         )
@@ -100,7 +97,7 @@ class Engine(JobEngine):
         """Preempts a job, as memory pressure does; it continues when there is room."""
         for sequence in self._scheduler.running:
             if sequence.job_id == job_id:
-                self._scheduler.preempt(sequence, self._clock_s())
+                self._scheduler.preempt(sequence)
 
     def evict_cache(self) -> None:
         """Empties the prefix cache of all that no running sequence holds."""
@@ -118,8 +115,8 @@ class Engine(JobEngine):
         """
         start_s = self._clock_s()
         report = self._begin_step(start_s)
-        entered = self._batches.let_in(lambda s: self._scheduler.place(s, start_s), start_s)
-        self._scheduler.let_in(entered, start_s)
+        entered = self._batches.let_in(self._scheduler.place, start_s)
+        self._scheduler.let_in(entered)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
         num_tokens = self._limits.max_num_batched_tokens - num_tokens_of(padding)
         plan = self._scheduler.plan(start_s, num_tokens)

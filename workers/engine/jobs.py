@@ -118,7 +118,7 @@ class JobEngine(ABC):
             if self._constraints.holds(job_id):
                 sequence.lane = lane
             else:
-                self._scheduler.move(sequence, lane, self._clock_s())
+                self._scheduler.move(sequence, lane)
         self._note_deadline(job_id, epoch, deadline_s)
 
     @abstractmethod

@@ -6,35 +6,13 @@ After LightLLM's Past-Future scheduler (ASPLOS 2025)."""
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from workers.engine.block_manager import BlockManager
 from workers.engine.sequence import Sequence
 
 _MAX_NUM_HISTORIES = 1024
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are evenly spread
-
-
-class LengthPredictor(Protocol):
-    """Predicts lengths of outputs, in tokens."""
-
-    def predict(self, sequence: Sequence) -> int:
-        """Total output tokens of the sequence, at least those it has."""
-        ...
-
-    def observe(self, sequence: Sequence) -> None:
-        """Learns from a sequence that ended by itself."""
-        ...
-
-
-class KnownOnly:
-    """Predicts no further output: admission counts known tokens only."""
-
-    def predict(self, sequence: Sequence) -> int:
-        return sequence.num_output
-
-    def observe(self, sequence: Sequence) -> None:
-        pass
 
 
 class RecentLengths:
@@ -55,6 +33,7 @@ class RecentLengths:
         self._telling: dict[tuple[str, ...], _History] = {}  # those with enough records
 
     def predict(self, sequence: Sequence) -> int:
+        """Total output tokens of the sequence, at least those it has."""
         num_output = len(sequence.token_ids) - sequence.num_prompt
         if expected := sequence.params.expected_tokens:
             longer = expected if expected > num_output else 2 * num_output + 1
@@ -70,6 +49,7 @@ class RecentLengths:
         return min(sequence.max_output, history.draw(place, over=num_output))
 
     def observe(self, sequence: Sequence) -> None:
+        """Learns from a sequence that ended by itself."""
         for names in ((sequence.lane, sequence.tenant), (sequence.lane,), ()):
             history = self._histories.get(names)
             if history is None:
@@ -125,7 +105,7 @@ class KVForecast:
     """
 
     def __init__(
-        self, blocks: BlockManager, lengths: LengthPredictor, running: Collection[Sequence]
+        self, blocks: BlockManager, lengths: RecentLengths, running: Collection[Sequence]
     ) -> None:
         self._blocks = blocks
         self._lengths = lengths

@@ -1,8 +1,8 @@
 """The order in which one step serves running and waiting sequences. A step's cost does not grow
 with the number of those that wait.
 
-Sequences of one lane and tenant have the same level and are kept sorted by the part of their key
-that stays constant while waiting. A step merges these queues lazily, as far as it admits.
+Sequences of one lane and tenant have the same level and are kept sorted by
+arrival. A step merges these queues lazily, as far as it admits.
 """
 
 import math
@@ -12,19 +12,19 @@ from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heapreplace
 
 from workers.engine.lanes import Lanes
-from workers.engine.policies import Key, Policy
+from workers.engine.policies import VirtualTokenCounters
 from workers.engine.sequence import Account, Sequence
 
-# Constant while a sequence waits: the policy's standing, arrival, a unique number.
-_Place = tuple[Key, int, int]
+# Constant while a sequence waits: its arrival, a unique number.
+_Place = tuple[int, int]
 # Level, is waiting, is a prompt, the policy's key, arrival, a unique number.
-Rank = tuple[int, bool, bool, Key, int, int]
+Rank = tuple[int, bool, bool, float, int, int]
 
 
 class WaitingQueue:
     """Queues by lane and tenant, each in the policy's order."""
 
-    def __init__(self, lanes: Lanes, policy: Policy) -> None:
+    def __init__(self, lanes: Lanes, policy: VirtualTokenCounters) -> None:
         self._lanes = lanes
         self._policy = policy
         self._queues: dict[Account, list[tuple[_Place, Sequence]]] = {}
@@ -67,9 +67,9 @@ class WaitingQueue:
         self._places[sequence] = None
         self._num_in[sequence.lane] += 1
 
-    def let_in(self, sequence: Sequence, now_s: float) -> None:
+    def let_in(self, sequence: Sequence) -> None:
         """Queues a sequence that its strategy has released."""
-        place = (self._policy.standing(sequence, now_s), sequence.arrival, self._next_number)
+        place = sequence.arrival, self._next_number
         self._next_number += 1
         self._places[sequence] = place
         self._num_queued_in[sequence.lane] += 1
@@ -96,7 +96,7 @@ class WaitingQueue:
         self._num_queued_in -= Counter((sequence.lane,))
 
     def ordered(
-        self, now_s: float, lane: str | None = None, until: float = math.inf
+        self, lane: str | None = None, until: float = math.inf
     ) -> Iterator[tuple[Rank, Sequence]]:
         """The queued sequences of one lane or of all, below a level, in order. Lazy: the caller
         may remove the one that was yielded last.
@@ -109,13 +109,13 @@ class WaitingQueue:
         for level in sorted(firsts):
             if level >= until:
                 return
-            yield from self._merged(level, firsts[level], now_s)
+            yield from self._merged(level, firsts[level])
 
     def _merged(
-        self, level: int, firsts: list[tuple[_Place, Sequence]], now_s: float
+        self, level: int, firsts: list[tuple[_Place, Sequence]]
     ) -> Iterator[tuple[Rank, Sequence]]:
         """Merges the queues of a level."""
-        heads = [self._ranked(level, place, sequence, now_s) for place, sequence in firsts]
+        heads = [self._ranked(level, place, sequence) for place, sequence in firsts]
         heapify(heads)
         while heads:
             rank, place, sequence = heads[0]
@@ -123,15 +123,15 @@ class WaitingQueue:
             queue = self._queues.get(sequence.account, [])
             index = bisect_right(queue, place, key=_place_of)
             if index < len(queue):
-                heapreplace(heads, self._ranked(level, *queue[index], now_s))
+                heapreplace(heads, self._ranked(level, *queue[index]))
             else:
                 heappop(heads)
 
     def _ranked(
-        self, level: int, place: _Place, sequence: Sequence, now_s: float
+        self, level: int, place: _Place, sequence: Sequence
     ) -> tuple[Rank, _Place, Sequence]:
-        key = self._policy.key(sequence, now_s)
-        return (level, True, True, key, sequence.arrival, place[2]), place, sequence
+        key = self._policy.key(sequence)
+        return (level, True, True, key, sequence.arrival, place[1]), place, sequence
 
 
 def _index(queue: list[tuple[_Place, Sequence]], place: _Place) -> int:
@@ -154,16 +154,14 @@ class Order:
         running: Collection[Sequence],
         queue: WaitingQueue,
         lanes: Lanes,
-        policy: Policy,
-        now_s: float,
+        policy: VirtualTokenCounters,
     ) -> None:
         self.includes_waiting = True  # otherwise only running ones, and those that just ran
         self._queue = queue
-        self._now_s = now_s
         self._admitted: list[tuple[Rank, Sequence]] = []
         level, key = lanes.level, policy.key
         self._running: list[tuple[Rank, Sequence]] = [
-            ((level(s), False, s.num_pending > 1, key(s, now_s), s.arrival, 0), s) for s in running
+            ((level(s), False, s.num_pending > 1, key(s), s.arrival, 0), s) for s in running
         ]
         self._running.sort(key=_rank_of)
 
@@ -171,9 +169,7 @@ class Order:
         """Yields the sequences of a lane, or of all lanes, below a level. The caller may admit a
         waiting one when it is yielded."""
         self._merge_admitted()
-        waiting = (
-            self._queue.ordered(self._now_s, lane, until) if self.includes_waiting else iter(())
-        )
+        waiting = self._queue.ordered(lane, until) if self.includes_waiting else iter(())
         head = next(waiting, None)
         for rank, sequence in self._running:
             if rank[0] >= until:

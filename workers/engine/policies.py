@@ -1,84 +1,12 @@
-"""The order of sequences within a lane: a function from a sequence and the time to a sort key.
-
-Keys are tuples, so that policies compose by concatenation (`Composed`). Lanes order sequences of
-different lanes, and strategies decide when a sequence may start.
-"""
+"""The order of sequences within a lane. Lanes order sequences of different lanes, and strategies
+decide when a sequence may start."""
 
 from collections import Counter
-from typing import Protocol
 
 from workers.engine.sequence import Account, Sequence
 
-# Only numbers, so that keys of several policies can be concatenated.
-Key = tuple[float, ...]
 
-
-class Policy(Protocol):
-    """An order of sequences: the smallest key runs first and is preempted last.
-
-    The hooks are for policies that keep accounts; their defaults do nothing.
-    """
-
-    def key(self, sequence: Sequence, now_s: float) -> Key:
-        """Returns the sort key. `now_s` is the engine's monotonic clock. Equal keys: first come,
-        first served."""
-        ...
-
-    def standing(self, sequence: Sequence, now_s: float) -> Key:
-        """The part of the key that stays constant while waiting."""
-        return self.key(sequence, now_s)
-
-    def arrive(self, sequence: Sequence) -> None:
-        """The sequence has arrived in the engine."""
-        return
-
-    def charge(self, account: Account, num_in: int, num_out: int) -> None:
-        """A step served the account; `num_in` prompt tokens were computed for the first time."""
-        return
-
-    def leave(self, sequence: Sequence) -> None:
-        """The sequence has ended or was stopped."""
-        return
-
-
-class Composed(Policy):
-    """Each policy breaks the ties of those before it."""
-
-    def __init__(self, *policies: Policy) -> None:
-        self._policies = policies
-        # Called for each account in each step, so only policies that keep accounts.
-        self._charged = [p.charge for p in policies if type(p).charge is not Policy.charge]
-
-    def key(self, sequence: Sequence, now_s: float) -> Key:
-        key: Key = ()
-        for policy in self._policies:
-            key += policy.key(sequence, now_s)
-        return key
-
-    def standing(self, sequence: Sequence, now_s: float) -> Key:
-        return tuple(p for policy in self._policies for p in policy.standing(sequence, now_s))
-
-    def arrive(self, sequence: Sequence) -> None:
-        for policy in self._policies:
-            policy.arrive(sequence)
-
-    def charge(self, account: Account, num_in: int, num_out: int) -> None:
-        for charge in self._charged:
-            charge(account, num_in, num_out)
-
-    def leave(self, sequence: Sequence) -> None:
-        for policy in self._policies:
-            policy.leave(sequence)
-
-
-class FirstComeFirstServed(Policy):
-    """Orders by arrival in this engine; a preempted sequence keeps its place."""
-
-    def key(self, sequence: Sequence, now_s: float) -> Key:
-        return (sequence.arrival,)
-
-
-class VirtualTokenCounters(Policy):
+class VirtualTokenCounters:
     """Fair service between the tenants of a lane: the tenant with the least service is first.
 
     Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Two tenants that both
@@ -94,17 +22,15 @@ class VirtualTokenCounters(Policy):
         self._counters: dict[tuple[str, str], float] = {}
         self._num_live: Counter[tuple[str, str]] = Counter()
         self._weights: dict[tuple[str, str], float] = {}  # of active tenants
-        self._floors: dict[
-            str, float
-        ] = {}  # by lane: the lowest counter when a tenant was last active
+        # By lane: the lowest counter when a tenant was last active.
+        self._floors: dict[str, float] = {}
 
-    def key(self, sequence: Sequence, now_s: float) -> Key:
-        return (self._counters[sequence.lane, sequence.tenant],)
-
-    def standing(self, sequence: Sequence, now_s: float) -> Key:
-        return ()
+    def key(self, sequence: Sequence) -> float:
+        """The smallest runs first and is preempted last; equal ones first come, first served."""
+        return self._counters[sequence.account]
 
     def arrive(self, sequence: Sequence) -> None:
+        """The sequence has arrived in the engine."""
         account = sequence.lane, sequence.tenant
         if self._num_live[account] == 0:
             floor = self._floor(sequence.lane)
@@ -113,10 +39,12 @@ class VirtualTokenCounters(Policy):
         self._weights[account] = sequence.weight
 
     def charge(self, account: Account, num_in: int, num_out: int) -> None:
+        """A step served the account; `num_in` prompt tokens were computed for the first time."""
         service = self._input_weight * num_in + self._output_weight * num_out
         self._counters[account] += service / self._weights[account]
 
     def leave(self, sequence: Sequence) -> None:
+        """The sequence has ended or was stopped."""
         account = sequence.lane, sequence.tenant
         self._num_live[account] -= 1
         if self._num_live[account] > 0:
@@ -135,8 +63,3 @@ class VirtualTokenCounters(Policy):
         for account in [a for a, counter in self._counters.items() if counter <= floor]:
             if account[0] == lane and account not in self._num_live:
                 del self._counters[account]
-
-
-def fair_service() -> Policy:
-    """A worker's order: fair between the tenants of a lane, then first come, first served."""
-    return Composed(VirtualTokenCounters(), FirstComeFirstServed())

@@ -1,8 +1,8 @@
 """Hands out a step's tokens under one budget, and blocks with them.
 
 There are no prefill and decode phases: a sequence has one or more pending tokens and gets as many
-as fit. Lanes and policy give the order, `AdmissionCheck` decides on room, and `Books` accounts for
-what was computed. Over 300 lines: dividing one step is one calculation.
+as fit. Lanes and policy give the order, and `AdmissionCheck` decides on room. Over 300 lines:
+dividing one step is one calculation.
 """
 
 from collections.abc import Collection, Iterator
@@ -10,15 +10,14 @@ from collections.abc import Sequence as Seq
 
 from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
 from workers.engine.block_manager import BlockManager
-from workers.engine.books import Books
 from workers.engine.cost_model import NOTHING, CostModel, added, step_features
 from workers.engine.interface import Chunk, Padding
-from workers.engine.kv_forecast import KnownOnly, LengthPredictor
+from workers.engine.kv_forecast import RecentLengths
 from workers.engine.lanes import Lanes
 from workers.engine.limits import EngineLimits
 from workers.engine.order import Order, WaitingQueue
-from workers.engine.policies import Key, Policy
-from workers.engine.running import Running
+from workers.engine.policies import VirtualTokenCounters
+from workers.engine.running import Running, Streams
 from workers.engine.sequence import Account, Sequence
 from workers.engine.speculation import add_drafts
 from workers.engine.step_plan import UNLIMITED, StepPlan
@@ -40,16 +39,14 @@ class Scheduler:
         self,
         blocks: BlockManager,
         limits: EngineLimits,
-        policy: Policy,
         lanes: Seq[Lane] = DEFAULT_LANES,
-        lengths: LengthPredictor | None = None,
+        lengths: RecentLengths | None = None,
     ) -> None:
         self.blocks = blocks
         self.cost = CostModel()
         self._limits = limits
-        self._policy = policy
+        self._policy = policy = VirtualTokenCounters()
         self._lanes = Lanes(lanes, limits.max_num_batched_tokens)
-        self._books = Books(self._lanes, policy, blocks)
         self._running = Running()
         self._below_share_now: Collection[Account] = ()
         self._below_share_at = (
@@ -61,7 +58,7 @@ class Scheduler:
         self._uncounted = NOTHING  # chunks of the last step, for the cost model
         self._waiting = WaitingQueue(self._lanes, policy)
         self._admission = AdmissionCheck(
-            blocks, limits, self._lanes, lengths or KnownOnly(), self._running
+            blocks, limits, self._lanes, lengths or RecentLengths(), self._running
         )
 
     @property
@@ -96,10 +93,10 @@ class Scheduler:
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
 
-    def let_in(self, sequences: Collection[Sequence], now_s: float) -> None:
+    def let_in(self, sequences: Collection[Sequence]) -> None:
         """Releases waiting sequences: they may start when there is room."""
         for sequence in sequences:
-            self._waiting.let_in(sequence, now_s)
+            self._waiting.let_in(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended or was stopped, and frees its blocks."""
@@ -110,7 +107,7 @@ class Scheduler:
         self._lanes.leave(sequence)
         self._policy.leave(sequence)
 
-    def move(self, sequence: Sequence, lane: str, now_s: float) -> None:
+    def move(self, sequence: Sequence, lane: str) -> None:
         """Moves a sequence to another lane; it keeps its blocks and tokens."""
         is_waiting, is_queued = sequence in self._waiting, self._waiting.is_queued(sequence)
         self._waiting.discard(sequence)
@@ -122,25 +119,24 @@ class Scheduler:
         if is_waiting:
             self._waiting.add(sequence)
         if is_queued:
-            self._waiting.let_in(sequence, now_s)
+            self._waiting.let_in(sequence)
 
-    def preempt(self, sequence: Sequence, now_s: float) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Frees its blocks, so its KV must be computed again; it keeps its place in the order."""
         sequence.num_preemptions += 1
         self.blocks.release(sequence)
         self._running.discard(sequence)
         self._held.discard(sequence)
         self._waiting.add(sequence)
-        self._waiting.let_in(sequence, now_s)
+        self._waiting.let_in(sequence)
 
     def priority_of(self, sequence: Sequence) -> int:
         """The priority of its lane; the smallest is served first."""
         return self._lanes.of(sequence).priority
 
-    def place(self, sequence: Sequence, now_s: float) -> Key:
+    def place(self, sequence: Sequence) -> tuple[float, ...]:
         """A waiting sequence's place in the order; the smallest comes first."""
-        key = self._policy.key(sequence, now_s)
-        return (self._lanes.level(sequence), *key, sequence.arrival)
+        return self._lanes.level(sequence), self._policy.key(sequence), sequence.arrival
 
     def plan(self, now_s: float, num_tokens: int | None = None) -> StepPlan:
         """The next step: level by level, first running, then waiting sequences, as far as they fit.
@@ -153,7 +149,7 @@ class Scheduler:
         plan = self._new_plan(num_tokens, now_s)
         plan.is_full = not self._may_enter()
         if not self._put_streams(plan):
-            self._put_in_order(plan, now_s)
+            self._put_in_order(plan)
         if self._limits.grows_ahead:
             self._grow_ahead(plan)
         elif self._limits.speculates and self.cost.is_ready and self.blocks.can_share:
@@ -173,11 +169,15 @@ class Scheduler:
             singles = [chunk for chunk in singles if chunk.samples]
         if singles or padding or others != NOTHING:
             self.cost.observe([*singles, *padding], step_s, others)
-        return self._books.settle(plan)
+        together = plan.served_together
+        self._lanes.settle(plan.served_singly, together.num_by_account)
+        self._book_streams(together)
+        return sum([self._book(chunk) for chunk in plan.served_singly])
 
     def account(self, chunks: Seq[Chunk]) -> int:
         """Does `settle` for chunks that another engine has computed."""
-        return self._books.account(chunks)
+        self._lanes.settle(chunks)
+        return sum([self._book(chunk) for chunk in chunks])
 
     def hold(self, plan: StepPlan, late: Collection[Sequence]) -> None:
         """Holds sequences for which the step drew no token, because their masks were late. They
@@ -188,10 +188,47 @@ class Scheduler:
             self.blocks.shrink(sequence)
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
-        """Accounts for the drafted tokens of a step that were right, and frees the blocks of the
-        others. Called after `settle`."""
-        self._books.keep(sequence, num_tokens)
+        """Accounts for the drafted tokens of a step that were right, as if more steps had computed
+        them, and frees the blocks of the others. Called after `settle`."""
+        end = sequence.num_computed + num_tokens
+        sequence.num_computed = end
+        sequence.num_once_computed = max(sequence.num_once_computed, end)
+        self._lanes.settle((), {sequence.account: num_tokens})
+        self._policy.charge(sequence.account, 0, num_tokens)
+        self._cache_blocks(sequence)
         self.blocks.shrink(sequence)
+
+    def _book_streams(self, streams: Streams) -> None:
+        """Accounts for streams: one token each, never computed before."""
+        for account, num in streams.num_by_account.items():
+            self._policy.charge(account, 0, num)
+        block_size = self.blocks.block_size
+        for sequence in streams.sequences:
+            end = sequence.num_computed + 1
+            sequence.num_computed = sequence.num_once_computed = end
+            if end == sequence.num_prompt:  # for example, if all tokens before it were cached
+                self._policy.charge(sequence.account, 1, 0)
+            if end % block_size == 0 and self.blocks.cache is not None:
+                self.blocks.cache.put(sequence)
+
+    def _book(self, chunk: Chunk) -> int:
+        """Returns how much of the chunk had been computed before."""
+        sequence, start = chunk.sequence, chunk.start
+        end, num_before = start + chunk.num_known, sequence.num_once_computed
+        sequence.num_computed = end
+        if end > num_before:
+            # More than the prompt of a resumed job may have been cached.
+            num_in = max(0, min(end, sequence.num_prompt) - max(start, num_before))
+            sequence.num_once_computed = end
+            self._policy.charge(sequence.account, num_in, int(chunk.samples))
+        self._cache_blocks(sequence)
+        return max(0, min(end, num_before) - start)
+
+    def _cache_blocks(self, sequence: Sequence) -> None:
+        """Puts blocks that are full now into the prefix cache."""
+        blocks, num_keyed = self.blocks, sequence.num_keyed
+        if blocks.cache and sequence.num_computed >= (num_keyed + 1) * blocks.block_size:
+            blocks.cache.put(sequence)
 
     def _grow_ahead(self, plan: StepPlan) -> None:
         """Allocates next tokens' blocks, for a model that starts the next step early."""
@@ -259,7 +296,7 @@ class Scheduler:
         plan.put_streams()
         return is_all
 
-    def _put_in_order(self, plan: StepPlan, now_s: float) -> None:
+    def _put_in_order(self, plan: StepPlan) -> None:
         """Serves overdue tenants first, then lanes below their minimum share up to their deficit,
         then all others.
         """
@@ -267,22 +304,20 @@ class Scheduler:
         if len(plan.chunks) < self.num_running:
             taken = plan.chunks.keys() | self._held
             others = [s for s in self._running.sequences if s not in taken]
-        order = Order(others, self._waiting, self._lanes, self._policy, now_s)
+        order = Order(others, self._waiting, self._lanes, self._policy)
         overdue = order.walk(until=self._lanes.first_priority)
-        plan.is_full = not self._serve(plan, order, overdue, UNLIMITED, now_s)
+        plan.is_full = not self._serve(plan, order, overdue, UNLIMITED)
         was_refused, self._was_refused = self._was_refused, False
         if not plan.is_full and (was_refused or not self._admission.has_room):
-            self._admit_below_share(plan, now_s)
+            self._admit_below_share(plan)
         for lane, deficit in self._lanes.deficits().items():
-            self._serve(plan, order, order.walk(lane), deficit, now_s)
-        self._serve(plan, order, order.walk(), UNLIMITED, now_s)
+            self._serve(plan, order, order.walk(lane), deficit)
+        self._serve(plan, order, order.walk(), UNLIMITED)
         if not plan.chunks:
             plan.lift_limits()
-            self._serve(plan, order, order.walk(), UNLIMITED, now_s)
+            self._serve(plan, order, order.walk(), UNLIMITED)
 
-    def _serve(
-        self, plan: StepPlan, order: Order, walk: Iterator[Sequence], most: int, now_s: float
-    ) -> bool:
+    def _serve(self, plan: StepPlan, order: Order, walk: Iterator[Sequence], most: int) -> bool:
         """Hands out up to `most` tokens, and admits waiting sequences up to the first without room.
 
         No sequence passes one that does not fit; otherwise a large one could wait for ever.
@@ -293,13 +328,13 @@ class Scheduler:
         for sequence in walk:
             if sequence in self._running.sequences:
                 if plan.num_on_offer > 0:
-                    self._hand_out(plan, sequence, now_s)
+                    self._hand_out(plan, sequence)
             elif order.includes_waiting:
                 is_full = sequence in plan.preempted or not self._has_tokens(plan, sequence)
-                order.includes_waiting = not is_full and self._admit(plan, sequence, now_s)
+                order.includes_waiting = not is_full and self._admit(plan, sequence)
         return order.includes_waiting
 
-    def _admit_below_share(self, plan: StepPlan, now_s: float) -> None:
+    def _admit_below_share(self, plan: StepPlan) -> None:
         """If room is short, first admits sequences of tenants with too few places in their lane: in
         the policy's order they may be behind many of the tenant with the most.
 
@@ -319,7 +354,7 @@ class Scheduler:
             )
             for sequence in firsts:
                 if sequence not in plan.preempted and self._has_tokens(plan, sequence):
-                    self._admit(plan, sequence, now_s)
+                    self._admit(plan, sequence)
                     has_admitted |= sequence in self._running.sequences
 
     def _has_tokens(self, plan: StepPlan, candidate: Sequence) -> bool:
@@ -329,12 +364,12 @@ class Scheduler:
             return not plan.chunks or candidate.num_pending <= plan.num_on_offer
         return plan.num_for_prompts(is_due=self._is_due(plan, candidate)) > 0
 
-    def _admit(self, plan: StepPlan, candidate: Sequence, now_s: float) -> bool:
+    def _admit(self, plan: StepPlan, candidate: Sequence) -> bool:
         """Admits the candidate if possible; returns whether sequences after it may be checked."""
         verdict, entry = self._admission.ask(plan, candidate)
         while entry is not None and entry.victims:
             for victim in entry.victims:
-                self._take_blocks(plan, victim, now_s)
+                self._take_blocks(plan, victim)
             # Blocks that victims shared with each other or the candidate are known only now.
             verdict, entry = self._admission.ask(plan, candidate)
         if entry is None:
@@ -344,12 +379,10 @@ class Scheduler:
         self._waiting.discard(candidate)
         self._running.add(candidate)
         copy_from = self._admission.enter(plan, candidate, entry)
-        self._hand_out(plan, candidate, now_s, copy_from)
+        self._hand_out(plan, candidate, copy_from)
         return True
 
-    def _hand_out(
-        self, plan: StepPlan, sequence: Sequence, now_s: float, copy_from: int | None = None
-    ) -> None:
+    def _hand_out(self, plan: StepPlan, sequence: Sequence, copy_from: int | None = None) -> None:
         """Gives a running sequence its pending tokens, up to the budget and the free blocks.
 
         Without room for one token, sequences of higher rank are preempted. If there are none, it
@@ -364,10 +397,10 @@ class Scheduler:
         if self._num_wanted(plan, sequence) == 0 and copy_from is None:
             return
         while not self.blocks.can_grow(sequence, num_planned + 1):
-            victim = self._worst_below(sequence, now_s)
+            victim = self._worst_below(sequence)
             if victim is None:
                 return
-            self._take_blocks(plan, victim, now_s)
+            self._take_blocks(plan, victim)
         num_room = self.blocks.num_growable(sequence) - num_planned
         num_tokens = min(self._num_wanted(plan, sequence), num_room)
         if copy_from is not None:
@@ -395,33 +428,31 @@ class Scheduler:
     def _target_s_of(self, sequence: Sequence) -> float | None:
         return self._lanes.of(sequence).itl_target_s
 
-    def _worst_below(self, sequence: Sequence, now_s: float) -> Sequence | None:
+    def _worst_below(self, sequence: Sequence) -> Sequence | None:
         """The sequence to preempt for this one: of the worst level, the least computed."""
-        own_rank = self._rank(sequence, now_s)
-        below = [
-            s for s in self._running.sequences if s.block_ids and self._rank(s, now_s) > own_rank
-        ]
+        own_rank = self._rank(sequence)
+        below = [s for s in self._running.sequences if s.block_ids and self._rank(s) > own_rank]
         return max(
             below,
             key=lambda s: (
                 not self._admission.is_pinned(s),
                 self._lanes.level(s),
                 -s.num_computed,
-                self._rank(s, now_s),
+                self._rank(s),
             ),
             default=None,
         )
 
-    def _rank(self, sequence: Sequence, now_s: float) -> Key:
+    def _rank(self, sequence: Sequence) -> tuple[float, ...]:
         """A unique rank; a sequence may take blocks from those of higher rank."""
         if self._admission.is_pinned(sequence):
             return (0.0, sequence.arrival)
-        return (1.0, *self.place(sequence, now_s))
+        return (1.0, *self.place(sequence))
 
-    def _take_blocks(self, plan: StepPlan, victim: Sequence, now_s: float) -> None:
+    def _take_blocks(self, plan: StepPlan, victim: Sequence) -> None:
         plan.take_back(victim)
         self._admission.forget(victim)
-        self.preempt(victim, now_s)
+        self.preempt(victim)
 
 
 def _is_waited_for(chunk: Chunk) -> bool:

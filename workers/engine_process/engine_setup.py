@@ -7,7 +7,6 @@ from workers.engine.engine import Engine
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import LoadedModel, Model
 from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
-from workers.engine.policies import fair_service
 from workers.engine.strategy import (
     ContinuousBatching,
     DynamicBatching,
@@ -50,7 +49,6 @@ def build_engine(
             grows_ahead=model.runs_ahead,
         ),
         strategies_of(options),
-        fair_service(),
         lanes=lanes_of(options.lanes),
         model_revision=weights,
         grammars=grammars,

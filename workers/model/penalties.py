@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from contract.jobs import SamplingParams
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.staging import to_device
@@ -61,7 +62,7 @@ def adjust_logits(
             known = _known_tokens(some, some_lengths, scores.device)
         else:
             known = find_known(some, some_lengths)
-        _penalise(scores, penalised, some, *known)
+        penalise(scores, penalised, [sequence.params for sequence in some], *known)
     banned = [(i, sequences[i].ending_ids) for i in rows if num_outputs[i] < params[i].min_tokens]
     if banned:
         at, is_inside = _places(banned, scores.shape[1])
@@ -89,12 +90,11 @@ def is_penalised(sequence: Sequence) -> bool:
     )
 
 
-def _penalise(
-    scores: Tensor, rows: Seq[int], sequences: Seq[Sequence], ids: Tensor, is_output: Tensor
+def penalise(
+    scores: Tensor, rows: Seq[int], params: Seq[SamplingParams], ids: Tensor, is_output: Tensor
 ) -> None:
-    """Changes rows of scores (num_rows, vocab_size) in place. ids int64 and is_output bool (n, L):
-    of those rows."""
-    params = [sequence.params for sequence in sequences]
+    """Applies penalties to rows of scores (num_rows, vocab_size), contiguous float32, in place. ids
+    int64 and is_output bool (n, L): of those rows, see FindKnown. Does not wait for the device."""
     fields = [
         (row, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
         for row, p in zip(rows, params, strict=True)

@@ -22,6 +22,9 @@ from workers.model.surgery.stack import Stack
 class ModelRunner:
     """A Hugging Face decoder with a paged KV cache."""
 
+    shares_blocks = True
+    runs_ahead = False
+
     def __init__(
         self,
         decoder: nn.Module,
@@ -36,7 +39,7 @@ class ModelRunner:
         self.cache = cache
         self.backend = backend
         self._decoder = decoder
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self._device = device
         self.kernels = kernels
@@ -51,18 +54,6 @@ class ModelRunner:
     @property
     def block_size(self) -> int:
         return self.cache.block_size
-
-    @property
-    def shares_blocks(self) -> bool:
-        return True
-
-    @property
-    def runs_ahead(self) -> bool:
-        return False
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._eos_token_ids
 
     @torch.inference_mode()
     def run(

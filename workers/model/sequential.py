@@ -46,6 +46,9 @@ class _State:
 class SequentialRunner:
     """A Hugging Face decoder that computes each sequence alone. Implements the engine's Model."""
 
+    shares_blocks = False
+    runs_ahead = False
+
     def __init__(
         self,
         decoder: nn.Module,
@@ -59,37 +62,13 @@ class SequentialRunner:
     ) -> None:
         self.continues = continues
         self._decoder = decoder
-        self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._eos_token_ids = eos_token_ids
-        self._max_model_len = max_model_len
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
         self._device = device
         self._argument_names = frozenset(inspect.signature(decoder.forward).parameters)
         self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def shares_blocks(self) -> bool:
-        return False
-
-    @property
-    def runs_ahead(self) -> bool:
-        return False
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._eos_token_ids
 
     @property
     def num_states(self) -> int:

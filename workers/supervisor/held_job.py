@@ -88,9 +88,6 @@ class _Scores:
 
     num_missing: int  # requested and not yet computed
     num_logged: int = 0
-    num_reasoning: int = 0  # tokens of the reasoning with its marks, logged or not
-    num_reasoning_logged: int = 0
-    num_undecided: int = 0  # tokens that may yet be of the reasoning's opening mark
     new: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:

@@ -16,7 +16,6 @@ from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, PromptLogprobs, Sample
 from workers.engine.jobs import JobEngine
 from workers.engine.limits import EngineLimits
-from workers.engine.policies import fair_service
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine.scheduler import Scheduler
@@ -85,7 +84,7 @@ class PlacingEngine(JobEngine):
             host.num_step_tokens, host.num_places, limits.vocab_size, kv_high_water=1.0
         )
         super().__init__(
-            Scheduler(places, self._place_limits, fair_service(), lanes),
+            Scheduler(places, self._place_limits, lanes),
             Constraints(grammars, host.max_model_len),
             limits,
             eos_token_ids,
@@ -187,7 +186,7 @@ class PlacingEngine(JobEngine):
 
     def _enter(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
-        self._scheduler.let_in([sequence], self._clock_s())
+        self._scheduler.let_in([sequence])
 
     def _leave(self, sequences: Seq[Sequence]) -> None:
         hosted = [sequence for sequence in sequences if sequence in self._hosted]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams as VllmParams
@@ -19,7 +20,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsProcRequestState,
 )
 
+from contract.jobs import SamplingParams
 from workers.engine.grammar import GrammarFailed, Matcher
+from workers.model.penalties import penalise
 from workers.vllm_engine.sampling import choice_of, grammars_of
 
 # Beyond them vLLM's own processors fail in a step, which ends the engine.
@@ -42,8 +45,8 @@ class CountedOutput(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         self._state = req_states
         self._grammars = grammars_of(vllm_config)
         self._constrained: dict[int, _Constrained] = {}
-        # presence and frequency penalty, tokens of the prompt
-        self._penalised: dict[int, tuple[float, float, int]] = {}
+        # parameters, and tokens of the prompt
+        self._penalised: dict[int, tuple[SamplingParams, int]] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: VllmParams) -> None:
@@ -61,8 +64,8 @@ class CountedOutput(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
             return False
         params, num_prompt = choice.params, choice.num_prompt
         if params.presence_penalty or params.frequency_penalty:
-            penalties = params.presence_penalty, params.frequency_penalty
-            self._penalised[req_idx] = (*penalties, num_prompt)
+            # The repetition penalty, which counts the prompt too, is vLLM's own.
+            self._penalised[req_idx] = replace(params, repetition_penalty=1.0), num_prompt
         if params.grammar:
             self._constrained[req_idx] = _Constrained(params.grammar, num_prompt, num_prompt)
         return True
@@ -79,29 +82,24 @@ class CountedOutput(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         return logits
 
     def _penalise(self, logits: Tensor, ctx: LogitsContext, rows: list[int]) -> None:
-        """Subtracts the penalties of the rows' output, without waiting for the device."""
+        """Applies the penalties of the rows' output, without waiting for the device."""
         slots = ctx.idx_mapping_np[rows]
-        presence, frequency, num_prompt = zip(
-            *(self._penalised[slot] for slot in slots.tolist()), strict=True
-        )
+        params, num_prompt = zip(*(self._penalised[slot] for slot in slots.tolist()), strict=True)
         num_output = int((ctx.seq_lens_upper_bound_np[rows] - np.array(num_prompt)).max())
         if num_output <= 0:
             return
-        device = logits.device
         index, slot_index, firsts = async_tensor_h2d(
-            [rows, slots.tolist(), num_prompt], dtype=torch.int64, device=device
+            [rows, slots.tolist(), num_prompt], dtype=torch.int64, device=logits.device
         ).unbind()
-        places = firsts[:, None] + torch.arange(num_output, device=device)
+        places = firsts[:, None] + torch.arange(num_output, device=logits.device)
         known = self._state.all_token_ids.gpu
-        lasts = ctx.pos[index][:, None]
-        ids = known[slot_index[:, None], places.clamp(max=known.shape[1] - 1)]
-        counts = logits.new_zeros((len(rows), logits.shape[1] + 1))
-        ids = ids.long().masked_fill(places > lasts, logits.shape[1])  # the last column: no token
-        counts.scatter_add_(1, ids, counts.new_ones(()).expand(ids.shape))
-        counts = counts[:, :-1]
-        amounts = async_tensor_h2d([presence, frequency], dtype=torch.float32, device=device)
-        amounts = amounts[:, :, None]
-        logits[index] -= amounts[0] * (counts > 0) + amounts[1] * counts
+        ids = known[slot_index[:, None], places.clamp(max=known.shape[1] - 1)].long()
+        is_output = places <= ctx.pos[index][:, None]
+        scores = logits[index]
+        penalise(
+            scores, range(len(rows)), params, torch.where(is_output, ids, ids[:, :1]), is_output
+        )
+        logits[index] = scores
 
     def _mask(self, logits: Tensor, ctx: LogitsContext, rows: list[int]) -> None:
         """Forbids the tokens that the rows' grammars do. Waits for the tokens of the last step."""

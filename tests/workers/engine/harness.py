@@ -11,9 +11,8 @@ from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk
-from workers.engine.kv_forecast import LengthPredictor
+from workers.engine.kv_forecast import RecentLengths
 from workers.engine.limits import EngineLimits
-from workers.engine.policies import Policy
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import ContinuousBatching, Strategies, Strategy
@@ -38,7 +37,7 @@ Choice = tuple[str, int]  # job id and index
 Prompts = tuple[tuple[int, ...], ...]
 
 
-class CallersCap:
+class CallersCap(RecentLengths):
     """Predicts that each output reaches its maximum."""
 
     def predict(self, sequence: Sequence) -> int:
@@ -87,9 +86,8 @@ class Harness:
     sizes: Sizes
     strategy: Strategy = field(default_factory=ContinuousBatching)
     model_options: HashModelOptions = field(default_factory=HashModelOptions)
-    policy: Policy | None = None
     lanes: Seq[Lane] = DEFAULT_LANES
-    lengths: LengthPredictor | None = None
+    lengths: RecentLengths | None = None
     output_ids: dict[Choice, list[int]] = field(default_factory=dict)
     reasons: dict[Choice, FinishReason] = field(default_factory=dict)
     num_preemptions: int = 0
@@ -115,7 +113,6 @@ class Harness:
             self.model,
             self.sizes.limits,
             self.strategy,
-            self.policy,
             clock_s=self.clock_s,
             lanes=self.lanes,
             lengths=self.lengths,

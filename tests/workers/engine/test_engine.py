@@ -6,7 +6,7 @@ import pytest
 from contract.jobs import FinishReason
 from tests.fakes import EOS_ID, HashModelOptions
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job, oracle
-from workers.engine.kv_forecast import KnownOnly
+from workers.engine.kv_forecast import RecentLengths
 
 BAD_ROW = HashModelOptions(bad_row_id=33)
 LOST_DEVICE = HashModelOptions(crash_id=33)
@@ -164,7 +164,9 @@ def test_an_idle_engine_reports_an_empty_step() -> None:
 
 def test_little_memory_preempts_and_keeps_every_token() -> None:
     """Four long sequences with memory for two: preempted and resumed, with the oracle's tokens."""
-    harness = Harness(Sizes(num_blocks=15, kv_high_water=1.0), lengths=KnownOnly())
+    harness = Harness(
+        Sizes(num_blocks=15, kv_high_water=1.0), lengths=RecentLengths(num_needed=10**9)
+    )
     requests = [
         job(f"job-{i}", prompt_ids=[i, 1], max_tokens=30, ignore_eos=True) for i in range(4)
     ]

@@ -6,15 +6,13 @@ from collections import Counter
 import msgspec
 
 from tests.workers.engine.harness import Harness, Sizes, job, oracle
-from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 from workers.ipc.messages import Request
 
 _NUM_PLACES = 6
 
 
 def harness_of(num_blocks: int = 400) -> Harness:
-    policy = Composed(VirtualTokenCounters(), FirstComeFirstServed())
-    return Harness(Sizes(num_blocks=num_blocks, max_num_seqs=_NUM_PLACES), policy=policy)
+    return Harness(Sizes(num_blocks=num_blocks, max_num_seqs=_NUM_PLACES))
 
 
 def flood(
@@ -104,8 +102,7 @@ def test_places_are_shared_by_weight_and_then_nobody_is_displaced() -> None:
 
 def test_tokens_are_shared_by_weight() -> None:
     """Two tenants with long queues share one place; one has three times the weight of the other."""
-    policy = Composed(VirtualTokenCounters(), FirstComeFirstServed())
-    harness = Harness(Sizes(max_num_seqs=1), policy=policy)
+    harness = Harness(Sizes(max_num_seqs=1))
     flood(harness, "a", 40, max_tokens=4)
     flood(harness, "b", 40, max_tokens=4, weight=3.0)
     num_tokens: Counter[str] = Counter()

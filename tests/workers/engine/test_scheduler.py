@@ -2,18 +2,11 @@
 
 from contract.jobs import SamplingParams
 from workers.engine.block_manager import BlockManager
+from workers.engine.interface import Chunk
 from workers.engine.limits import EngineLimits
-from workers.engine.policies import FirstComeFirstServed, Key, Policy
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
-
-
-class SmallestFirst(Policy):
-    """A policy by prompt length, so that a late sequence can have a high priority."""
-
-    def key(self, sequence: Sequence, now_s: float) -> Key:
-        return (sequence.num_prompt, sequence.arrival)
 
 
 def scheduler_of(
@@ -22,21 +15,20 @@ def scheduler_of(
     budget: int = 100,
     max_num_seqs: int = 10,
     high_water: float = 1.0,
-    policy: Policy | None = None,
 ) -> Scheduler:
     limits = EngineLimits(budget, max_num_seqs, vocab_size=1000, kv_high_water=high_water)
     blocks = BlockManager(num_blocks, block_size)
-    return Scheduler(blocks, limits, policy or FirstComeFirstServed())
+    return Scheduler(blocks, limits)
 
 
-def add(scheduler: Scheduler, arrival: int, num_prompt: int) -> Sequence:
+def add(scheduler: Scheduler, arrival: int, num_prompt: int, tenant: str = "t") -> Sequence:
     """A waiting sequence, identified by its arrival."""
     params = SamplingParams(max_tokens=1000, seed=0)
     prompt_ids = [0] * num_prompt
-    sequence = Sequence(f"job-{arrival}", 1, 0, "t", "lane", prompt_ids, num_prompt, params)
+    sequence = Sequence(f"job-{arrival}", 1, 0, tenant, "lane", prompt_ids, num_prompt, params)
     sequence.arrival = arrival
     scheduler.add(sequence)
-    scheduler.let_in([sequence], 0.0)
+    scheduler.let_in([sequence])
     return sequence
 
 
@@ -165,11 +157,12 @@ def test_without_blocks_the_worst_key_is_preempted_and_keeps_its_place() -> None
 
 def test_tokens_of_a_preempted_sequence_go_back_to_the_budget() -> None:
     """It had its token of this step already when a more important one took its block."""
-    scheduler = scheduler_of(num_blocks=7, budget=3, policy=SmallestFirst())
+    scheduler = scheduler_of(num_blocks=7, budget=3)
     large = add(scheduler, arrival=0, num_prompt=3)
     step(scheduler)
-    small = add(scheduler, arrival=1, num_prompt=2)
+    small = add(scheduler, arrival=1, num_prompt=2, tenant="u")
     step(scheduler)
+    scheduler.account([Chunk(large, 3, 1, samples=True)])  # its tenant has got more
     small.token_ids += [0] * 5
 
     plan = scheduler.plan(0.0)

@@ -5,12 +5,7 @@ import random
 import msgspec
 
 from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
-from workers.engine.kv_forecast import KnownOnly, LengthPredictor, RecentLengths
-from workers.engine.policies import (
-    Composed,
-    FirstComeFirstServed,
-    VirtualTokenCounters,
-)
+from workers.engine.kv_forecast import RecentLengths
 from workers.engine.report import StepReport
 from workers.engine.request import sequences_of
 from workers.ipc.messages import Request
@@ -96,8 +91,7 @@ def test_a_flooding_tenant_costs_a_light_one_no_more_than_the_bound() -> None:
     """
     sizes = Sizes(num_blocks=40, max_num_batched_tokens=24, max_num_seqs=6, prefix_caching=False)
     bound = 2 * max(1.0 * 12, 2.0 * sizes.num_kv_tokens) + 24
-    policy = Composed(VirtualTokenCounters(1.0, 2.0), FirstComeFirstServed())
-    harness = Harness(sizes, policy=policy)
+    harness = Harness(sizes)
     for i in range(80):
         harness.add(job(f"flood-{i}", range(i, i + 12), tenant="flood", ignore_eos=True))
     for _ in range(20):
@@ -120,7 +114,7 @@ def test_a_flooding_tenant_costs_a_light_one_no_more_than_the_bound() -> None:
     assert worst <= 100
 
 
-def preemptions_of(lengths: LengthPredictor, *, callers_know: bool = False) -> tuple[int, float]:
+def preemptions_of(lengths: RecentLengths, *, callers_know: bool = False) -> tuple[int, float]:
     """The number of preemptions and the mean KV occupancy of 150 jobs with maxima far above
     their lengths, which their callers may know."""
     draw = random.Random(5)
@@ -170,7 +164,7 @@ def test_past_future_preempts_less_than_naive_and_fills_more_than_the_cap() -> N
     """150 jobs of about 8 tokens with a cap of 30, in 30 blocks of 4: preemptions and occupancy
     are 36 and 74% by known tokens, 9 and 68% as predicted, 0 and 27% by the caps.
     """
-    naive, naive_use = preemptions_of(KnownOnly())
+    naive, naive_use = preemptions_of(RecentLengths(num_needed=10**9))
     predicted, predicted_use = preemptions_of(RecentLengths())
     capped, capped_use = preemptions_of(CallersCap())
 

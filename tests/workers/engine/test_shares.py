@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.interface import Chunk
-from workers.engine.policies import Composed, FirstComeFirstServed, VirtualTokenCounters
 from workers.lanes import Lane
 
 NAMES = ("first", "second", "third")
@@ -74,10 +73,8 @@ def test_a_light_tenant_stays_within_the_bound_however_it_comes(
     """In any window in which both have work, the light tenant has at most 2 * max(w_in * longest
     input, w_out * tokens of KV) and one budget less than the flood, which is older than any age.
     """
-    policy = Composed(VirtualTokenCounters(1.0, 2.0), FirstComeFirstServed())
     harness = Harness(
         Sizes(num_blocks, 4, budget, max_num_seqs=8, prefix_caching=False),
-        policy=policy,
         lanes=[Lane("lane", 1, ageing_tokens=ageing_tokens)],
     )
     bound = 2 * max(1.0 * NUM_FLOOD, 2.0 * harness.sizes.num_kv_tokens) + budget

@@ -2,7 +2,6 @@
 holds."""
 
 import dataclasses
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -33,23 +32,12 @@ from tests.workers.engine.harness import (
 from tests.workers.engine.test_engine_properties import cut, is_possible, request_of
 from tests.workers.engine.witness import Witness
 from tests.workers.strategies.test_strategies import all_strategies
-from workers.engine.policies import (
-    Composed,
-    FirstComeFirstServed,
-    Policy,
-    VirtualTokenCounters,
-)
 from workers.engine.request import RequestRefused
 from workers.engine.strategy import Strategies, Strategy
 from workers.ipc.messages import Request
 from workers.lanes import Lane
 
 LANES = ("interactive", "standard", "batch")
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "vtc": VirtualTokenCounters,
-    "fcfs": FirstComeFirstServed,
-}
-KEEP_ORDER = {"vtc", "fcfs"}  # of arrival, within a tenant
 
 
 def all_lanes() -> st.SearchStrategy[list[Lane]]:
@@ -73,7 +61,6 @@ class SupervisorAndEngine(RuleBasedStateMachine):
 
     @initialize(
         sizes=all_sizes(),
-        policies=st.lists(st.sampled_from(sorted(POLICIES)), max_size=3, unique=True),
         strategy=all_strategies(),
         lanes=all_lanes(),
         token_s=st.sampled_from((0.0, 0.001)),
@@ -81,14 +68,12 @@ class SupervisorAndEngine(RuleBasedStateMachine):
     def build(
         self,
         sizes: Sizes,
-        policies: list[str],
         strategy: Strategy,
         lanes: list[Lane],
         token_s: float,
     ) -> None:
-        policy = Composed(*(POLICIES[name]() for name in policies))
-        self.harness = Harness(sizes, strategy, policy=policy, lanes=lanes, token_s=token_s)
-        self.witness = Witness(self.harness, is_in_order=set(policies) <= KEEP_ORDER)
+        self.harness = Harness(sizes, strategy, lanes=lanes, token_s=token_s)
+        self.witness = Witness(self.harness)
         self.harness.watch = self.witness.watch
         self.num_jobs = 0
         self.due: dict[str, Request] = {}

@@ -8,19 +8,9 @@ from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk
 from workers.engine.lanes import Lanes
 from workers.engine.order import WaitingQueue
-from workers.engine.policies import (
-    Composed,
-    FirstComeFirstServed,
-    Policy,
-    VirtualTokenCounters,
-)
+from workers.engine.policies import VirtualTokenCounters
 from workers.engine.sequence import Sequence
 from workers.lanes import DEFAULT_LANES
-
-POLICIES = {
-    "first come": FirstComeFirstServed,
-    "fair": lambda: Composed(VirtualTokenCounters(), FirstComeFirstServed()),
-}
 
 
 def waiting(arrival: int, draw: random.Random) -> Sequence:
@@ -32,12 +22,11 @@ def waiting(arrival: int, draw: random.Random) -> Sequence:
     return sequence
 
 
-@pytest.mark.parametrize("make_policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("lane", [None, "standard"])
-def test_the_waiting_queue_is_sorted(make_policy: type[Policy], lane: str | None) -> None:
+def test_the_waiting_queue_is_sorted(lane: str | None) -> None:
     """While sequences return and leave and tenants are served: by level, then key, then arrival."""
     draw = random.Random(3)
-    lanes, policy = Lanes(DEFAULT_LANES, 100), make_policy()
+    lanes, policy = Lanes(DEFAULT_LANES, 100), VirtualTokenCounters()
     line = WaitingQueue(lanes, policy)
     present: list[Sequence] = []
     for arrival in draw.sample(range(200), 200):  # those preempted come with an early arrival
@@ -45,7 +34,7 @@ def test_the_waiting_queue_is_sorted(make_policy: type[Policy], lane: str | None
         lanes.arrive(sequence)
         policy.arrive(sequence)
         line.add(sequence)
-        line.let_in(sequence, now_s=float(arrival))
+        line.let_in(sequence)
         present.append(sequence)
         served = draw.choice(present)
         policy.charge(served.account, 10, 3)
@@ -54,40 +43,41 @@ def test_the_waiting_queue_is_sorted(make_policy: type[Policy], lane: str | None
             line.discard(present.pop(draw.randrange(len(present))))
     expected = sorted(
         (s for s in present if lane in (None, s.lane)),
-        key=lambda s: (lanes.level(s), policy.key(s, 300.0), s.arrival),
+        key=lambda s: (lanes.level(s), policy.key(s), s.arrival),
     )
-    assert [sequence for _, sequence in line.ordered(300.0, lane)] == expected
+    assert [sequence for _, sequence in line.ordered(lane)] == expected
     assert line.first_priority == min(lanes.of(s).priority for s in present)
 
 
 def test_admitting_each_head_empties_the_queue() -> None:
     """Admitting each head in turn skips none and empties the queue."""
     draw = random.Random(4)
-    lanes, policy = Lanes(DEFAULT_LANES, 100), FirstComeFirstServed()
+    lanes, policy = Lanes(DEFAULT_LANES, 100), VirtualTokenCounters()
     line = WaitingQueue(lanes, policy)
     for arrival in range(50):
         sequence = waiting(arrival, draw)
         lanes.arrive(sequence)
+        policy.arrive(sequence)
         line.add(sequence)
-        line.let_in(sequence, 0.0)
+        line.let_in(sequence)
     named = []
-    for _, sequence in line.ordered(0.0):
+    for _, sequence in line.ordered():
         line.discard(sequence)
         named.append(sequence.arrival)
     assert sorted(named) == list(range(50))
     assert line.first_priority is None
-    assert not any(line.ordered(0.0))
+    assert not any(line.ordered())
 
 
 def test_a_sequence_held_back_by_its_strategy_is_never_the_head() -> None:
     """Its strategy holds it back: its lane shows, but it is never the head."""
     draw = random.Random(5)
     lanes = Lanes(DEFAULT_LANES, 100)
-    line = WaitingQueue(lanes, FirstComeFirstServed())
+    line = WaitingQueue(lanes, VirtualTokenCounters())
     sequence = waiting(0, draw)
     lanes.arrive(sequence)
     line.add(sequence)
     assert (len(line), line.lanes, line.first_priority) == (1, (sequence.lane,), None)
-    assert not any(line.ordered(0.0))
+    assert not any(line.ordered())
     line.discard(sequence)
     assert (len(line), line.lanes) == (0, ())

@@ -26,10 +26,8 @@ class Overdue:
 class Witness:
     """Examines each step before the model runs it: `harness.watch`."""
 
-    def __init__(self, harness: Harness, *, is_in_order: bool) -> None:
-        """`is_in_order`: the policy keeps the order of arrival within a tenant."""
+    def __init__(self, harness: Harness) -> None:
         self._harness = harness
-        self._is_in_order = is_in_order
         self._num_computed = 0
         self._served_at: dict[Account, int] = {}
         self._overdue: dict[Account, Overdue] = {}
@@ -69,7 +67,7 @@ class Witness:
     def _hold_order(self, admitted: list[Sequence]) -> None:
         """Within a tenant, no sequence passes one that arrived earlier. Checked only if blocks
         are not shared: a sequence that waits for another's block is passed."""
-        if not self._is_in_order or self._harness.sizes.prefix_caching:
+        if self._harness.sizes.prefix_caching:
             return
         for sequence in self._waiting():
             if sequence.params.n > 1 or sequence in self._held:

@@ -24,7 +24,6 @@ from tests.workers.engine.harness import (
     oracle,
 )
 from tests.workers.engine.test_state_machine import LANES, all_lanes
-from workers.engine.policies import fair_service
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence
@@ -142,7 +141,7 @@ def test_places_are_handed_out_as_on_our_own_engine(
         kv_high_water=1.0,
         prefix_caching=False,
     )
-    own = Harness(sizes, policy=fair_service(), lanes=lanes)
+    own = Harness(sizes, lanes=lanes)
     placed = Placed(host_of(num_places), lanes)
     num_jobs = 0
     for arriving, stopped, moved in [*script, *[([], None, None)] * _MOST_STEPS]:
@@ -283,10 +282,11 @@ def test_an_urgent_job_takes_the_place_of_the_least_computed_batch_job() -> None
     placed.run()
     assert [s.job_id for s in placed.host.started] == ["old", "new", "urgent", "new"]
     assert_oracle(placed, [old, new, urgent])
-    scored = [s.job_id for each in placed.reports for s, _ in each.prompt_logprobs]
+    scored = [s.job_id for each in placed.reports for s in each.prompt_logprobs]
     assert sorted(scored) == ["new", "old"]
-    [(_, found)] = placed.reports[0].prompt_logprobs[:1]
-    assert list(found.tokens) == expected_prompt_logprobs(range(9), 0)
+    [found] = placed.reports[0].prompt_logprobs[:1]
+    expected = [(s.token_id, s.logprob) for s in expected_prompt_logprobs(range(9), 0)]
+    assert [(s.token_id, s.logprob) for s in found.logprobs] == expected
 
 
 def test_whoever_waits_is_stopped_moved_and_ended_by_its_deadline_without_the_host() -> None:

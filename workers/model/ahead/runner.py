@@ -42,6 +42,9 @@ class _Started:
 class AheadRunner:
     """A ModelRunner with one step in flight."""
 
+    shares_blocks = True
+    runs_ahead = True
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -52,6 +55,8 @@ class AheadRunner:
     ) -> None:
         self._runner = runner
         self._device = device
+        self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
+        self.max_model_len, self.eos_token_ids = runner.max_model_len, runner.eos_token_ids
         max_blocks = -(-runner.max_model_len // runner.block_size)
         self.state = RequestState(
             max_num_seqs,
@@ -65,30 +70,6 @@ class AheadRunner:
         self._flight: _Draw | None = None
         self.num_rows_started = 0
         self.num_rows_used = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return self._runner.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._runner.block_size
-
-    @property
-    def shares_blocks(self) -> bool:
-        return self._runner.shares_blocks
-
-    @property
-    def runs_ahead(self) -> bool:
-        return True
-
-    @property
-    def max_model_len(self) -> int:
-        return self._runner.max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._runner.eos_token_ids
 
     @torch.inference_mode()
     def run(
