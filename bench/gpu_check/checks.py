@@ -14,7 +14,7 @@ from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import SPLIT_TOKENS, ReferenceAttention, RowsStep
 from workers.model.attention.triton_attention import TritonAttention
 from workers.model.gpu.draw_check import wrong_draws
-from workers.model.gpu.drawing import draw_by_triton
+from workers.model.gpu.drawing import draw
 from workers.model.gpu.kernels import TritonKernels
 from workers.model.gpu.request_state import RequestState
 from workers.model.staging import to_device
@@ -105,7 +105,7 @@ def _on_the_device(spans: list[Span], device: torch.device) -> RowsStep:
 def _check_draws(machine: Machine, vocab_size: int) -> Finding:
     """Compares the kernels that draw tokens, with limits and without, with the sampler."""
     state = RequestState(8, 8, 4, 0, machine.device)
-    wrong = wrong_draws(state, vocab_size, machine.dtype, draw_by_triton)
+    wrong = wrong_draws(state, vocab_size, machine.dtype, partial(draw, by_triton=True))
     return Finding(wrong is None, wrong or "every token is the sampler's")
 
 

@@ -155,13 +155,13 @@ def test_a_wrong_kernel_fails_its_checks(
 def test_a_wrong_draw_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """And rows whose tables are on the device fail the check of their attention."""
 
-    def wrong(*arguments: Any) -> torch.Tensor:
-        return drawing.draw_by_triton(*arguments) + 1
+    def wrong(*arguments: Any, **way: Any) -> torch.Tensor:
+        return drawing.draw(*arguments, **way) + 1
 
     def beside(self: TritonAttention, step: RowsStep) -> PreparedRows:
         return PreparedRows(dataclasses.replace(step, rows=step.rows * 0, longest=600))
 
-    monkeypatch.setattr(checks, "draw_by_triton", wrong)
+    monkeypatch.setattr(checks, "draw", wrong)
     monkeypatch.setattr(TritonAttention, "prepare_rows", beside)
 
     found = {name: check() for name, check in checks.kernel_checks(CPU) if "mixed" not in name}

@@ -18,6 +18,7 @@ from workers.engine.interface import ModelRefused
 from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.ipc.messages import EngineOptions
 from workers.model.ahead.runner import AheadRunner
+from workers.model.ahead.self_test import choose_steps
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
@@ -45,7 +46,6 @@ from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
 from workers.model.sequential import Continues, SequentialRunner
 from workers.model.sequential_probe import StateShape, choose_continuation, measure_state
-from workers.model.steps import choose_steps
 from workers.model.tokenizer import read_tokenizer
 from workers.model.weights import load_decoder, use_own_attention
 

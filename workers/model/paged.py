@@ -1,13 +1,15 @@
 """Builds the runner of a decoder whose sequences share a batch: checks it, replaces modules by
-faster ones and checks the result."""
+faster ones and checks the result, and runs the largest step, whose memory is measured."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from msgspec.structs import replace
 from torch import nn
 
-from workers.engine.interface import ModelRefused
+from workers.engine.interface import ModelRefused, Padding
 from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.model.ahead.self_test import SelfTestFailed, check_attention, leave_prompts
 from workers.model.attention.interface import CannotShareBatch
@@ -16,13 +18,33 @@ from workers.model.huge_pages import touch, use_huge_pages
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.loaded import Loaded
 from workers.model.memory import Card
-from workers.model.probe import check_parity, probe_layers
+from workers.model.probe import check_parity, probe_layers, probe_sequence
 from workers.model.products import Products
 from workers.model.proof import difference, record, streamline
 from workers.model.quantization import num_weight_bytes
 from workers.model.runner import ModelRunner
+from workers.model.sampler import sample
 from workers.model.surgery.surgeon import ATTENTION, Operation, Surgeon
-from workers.model.warming import warm_up
+
+_DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9, "logprobs": 20},
+)
+
+
+@torch.inference_mode()
+def warm_up(runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
+    """Computes `num_tokens` of padding with all their logits, as if log probabilities of a prompt
+    were asked for, and samples `num_rows` of them in every way. Writes only the scratch block."""
+    longest = min(num_tokens, runner.max_model_len)
+    starts = range(0, num_tokens, longest)
+    padding = [Padding(0, min(longest, num_tokens - start)) for start in starts]
+    logits = runner.padding_logits(padding)
+    sample(
+        logits[:num_rows],
+        [probe_sequence([0], 1, **_DRAWS[number % 2]) for number in range(num_rows)],
+    )
+
 
 log = logging.getLogger(__name__)
 

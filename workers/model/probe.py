@@ -223,20 +223,17 @@ def probe_sequences(prompts: list[Tensor], block_size: int) -> list[Sequence]:
     for prompt in reversed(prompts):
         token_ids = prompt[0].tolist()
         num_blocks = -(-len(token_ids) // block_size)
-        sequence = Sequence(
-            job_id="probe",
-            epoch=0,
-            choice=0,
-            tenant="",
-            lane="",
-            token_ids=token_ids,
-            num_prompt=len(token_ids),
-            params=SamplingParams(max_tokens=1, seed=0),
-            block_ids=list(reversed(range(next_block, next_block + num_blocks))),
-        )
+        sequence = probe_sequence(token_ids, len(token_ids))
+        sequence.block_ids += reversed(range(next_block, next_block + num_blocks))
         next_block += num_blocks
         sequences.append(sequence)
     return sequences[::-1]
+
+
+def probe_sequence(token_ids: list[int], num_prompt: int, **params: Any) -> Sequence:
+    """A sequence of no job, with these sampling parameters."""
+    sampling = SamplingParams(**({"max_tokens": 1, "seed": 0} | params))
+    return Sequence("probe", 0, 0, "", "", token_ids, num_prompt, sampling)
 
 
 def relay_step(decoder: nn.Module) -> None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk, ModelRefused
 from workers.engine.sequence import Sequence
 from workers.model.checkpoint import first_line
-from workers.model.probe import LOWEST_COSINE, centred, probe_ids
+from workers.model.probe import LOWEST_COSINE, centred, probe_ids, probe_sequence
 from workers.model.sequential import Continues, SequentialRunner, kept_state, state_bytes
 
 _PROBE_LENGTHS = (19, 13)
@@ -86,7 +85,7 @@ def _error(
         max_model_len=max(_PROBE_LENGTHS),
         device=device,
     )
-    sequences = [_sequence(prompt) for prompt in prompts]
+    sequences = [probe_sequence([], prompt.shape[1]) for prompt in prompts]
     worst = 0.0
     try:
         for end in range(max(_PROBE_LENGTHS) + 1):
@@ -115,16 +114,3 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     cosine = torch.cosine_similarity(centred(found.double()), centred(expected.double()), dim=-1)
     distance = 1.0 - float(cosine)
     return distance if math.isfinite(distance) else float("inf")
-
-
-def _sequence(prompt: Tensor) -> Sequence:
-    return Sequence(
-        job_id="probe",
-        epoch=0,
-        choice=0,
-        tenant="",
-        lane="",
-        token_ids=[],
-        num_prompt=prompt.shape[1],
-        params=SamplingParams(max_tokens=1, seed=0),
-    )

@@ -15,7 +15,7 @@ from workers.engine.grammar import Mask
 from workers.engine.interface import Sample
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
-from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
+from workers.model.gpu.drawing import draw
 from workers.model.gpu.request_state import RequestState
 from workers.model.logprobs import rank_chosen
 from workers.model.penalties import adjust_logits
@@ -62,9 +62,10 @@ def draw_on_device(logits: Tensor, sequences: list[Sequence], way: str) -> list[
     rows = torch.tensor([state.row_of(sequence) for sequence in sequences], device=device)
     if way == "triton":
         pytest.importorskip("triton")
-    draw = draw_by_torch if way == "torch" else draw_by_triton
     lengths = [sequence.num_known for sequence in sequences]
-    token_ids: list[int] = draw(logits.to(device), state, rows, sequences, lengths).tolist()
+    token_ids: list[int] = draw(
+        logits.to(device), state, rows, sequences, lengths, by_triton=way != "torch"
+    ).tolist()
     return token_ids
 
 

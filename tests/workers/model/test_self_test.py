@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from workers.model.attention.packed import PackedAttention
 from workers.model.attention.reference import PreparedRows, ReferenceAttention, RowsStep
 from workers.model.backend import choose_backend, has_fast_gpu
 from workers.model.gpu import graphs
-from workers.model.gpu.draw_check import Draw, wrong_draws
-from workers.model.gpu.drawing import draw_by_torch, draw_by_triton
+from workers.model.gpu.draw_check import wrong_draws
+from workers.model.gpu.drawing import draw
 from workers.model.gpu.graphs import Compute, CudaRecorder
 from workers.model.gpu.request_state import OWN, RequestState
 from workers.model.kv_cache import KVCache, PagedStep
@@ -173,7 +174,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_STREAM_TOKENS", (12, 5))  # two streams: the interpreter is slow
     monkeypatch.setattr("workers.model.backend.has_fast_gpu", lambda device: True)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr("workers.model.steps.recorder", lambda device: _Replayed)
+        monkeypatch.setattr("workers.model.ahead.self_test.recorder", lambda device: _Replayed)
 
 
 def load(folder: Path, **options: Any) -> tuple[Any, list[str]]:
@@ -232,7 +233,7 @@ def test_a_replay_that_repeats_itself_costs_the_graphs(
     llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps ahead remain."""
-    monkeypatch.setattr("workers.model.steps.recorder", lambda device: _Stale)
+    monkeypatch.setattr("workers.model.ahead.self_test.recorder", lambda device: _Stale)
 
     model, _ = load(llama)
 
@@ -257,7 +258,7 @@ def test_a_model_that_cannot_be_recorded_is_served_without_graphs(
     llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log gives the reason."""
-    monkeypatch.setattr("workers.model.steps.recorder", lambda device: _Refused)
+    monkeypatch.setattr("workers.model.ahead.self_test.recorder", lambda device: _Refused)
     reason = (
         "the self-test fails at graphs: it raises RuntimeError: "
         "operation not permitted when stream is capturing"
@@ -275,7 +276,7 @@ def test_torch_s_attention_is_not_recorded(
     llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of a graph would read as much as the longest possible context."""
-    monkeypatch.setattr("workers.model.steps.recorder", lambda device: _Replayed)
+    monkeypatch.setattr("workers.model.ahead.self_test.recorder", lambda device: _Replayed)
 
     load(llama, attention="torch", ahead=True)
 
@@ -322,7 +323,7 @@ def test_wrong_draws_cost_the_steps_ahead(llama: Path, monkeypatch: pytest.Monke
     """One token beside the sampler's in a row with limits. Asked for, such steps are refused."""
 
     def wrong(*arguments: Any) -> torch.Tensor:
-        return draw_by_torch(*arguments) + int(any(s.params.top_k for s in arguments[3]))
+        return draw(*arguments) + int(any(s.params.top_k for s in arguments[3]))
 
     monkeypatch.setattr("workers.model.gpu.draw_check.wrong_draws.__defaults__", (wrong,))
 
@@ -330,17 +331,17 @@ def test_wrong_draws_cost_the_steps_ahead(llama: Path, monkeypatch: pytest.Monke
         load(llama, ahead=True)
 
 
-@pytest.mark.parametrize("way", [draw_by_torch, draw_by_triton])
+@pytest.mark.parametrize("by_triton", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_right_draws_pass(dtype: torch.dtype, num_rows: int, way: Draw) -> None:
+def test_right_draws_pass(dtype: torch.dtype, num_rows: int, by_triton: bool) -> None:
     """With fewer rows than are compared, and with more; in one tile of the vocabulary, and in
     several."""
-    device = DEVICE if way is draw_by_triton else torch.device("cpu")
+    device = DEVICE if by_triton else torch.device("cpu")
     for vocab_size in (60, 9000):
         state = RequestState(num_rows, 8, 4, 99, device)
 
-        assert wrong_draws(state, vocab_size, dtype, way) is None
+        assert wrong_draws(state, vocab_size, dtype, partial(draw, by_triton=by_triton)) is None
 
 
 def unsteady(seed: Callable[[int], int]) -> Callable[..., tuple[torch.Tensor, ...]]:

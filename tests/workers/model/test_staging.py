@@ -20,10 +20,10 @@ from workers.model.loader import load_model
 FOLDER = Path(workers.model.__file__).parent
 # What runs in each step on a GPU. At load and on a CPU a copy may wait.
 STEP_MODULES = [
-    "answers", "attention/packed", "attention/rows", "attention/triton_attention",
+    "answers", "attention/packed", "attention/reference", "attention/triton_attention",
     "attention/triton_plan", "attention/varlen", "batch", "ahead/runner", "ahead/decode",
-    "gpu/drawing", "gpu/histories", "gpu/kernels", "gpu/request_state", "kv_cache", "logprobs",
-    "noise", "penalties", "runner", "sampler", "surgery/stack", "thresholds",
+    "gpu/drawing", "gpu/kernels", "gpu/request_state", "kv_cache", "logprobs",
+    "noise", "penalties", "runner", "sampler", "surgery/stack",
 ]  # fmt: skip
 _COPYING = {"as_tensor", "cpu", "cuda", "from_numpy", "item", "new_tensor", "pin_memory", "tensor"}
 

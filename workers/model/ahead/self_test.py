@@ -2,6 +2,9 @@
 sampled, then graphs.
 
 Each stage also compiles the kernels that it needs. A stage that raises has failed.
+How steps follow each other is chosen by what passes.
+
+Over 300 lines: one comparison for each stage.
 """
 
 import logging
@@ -25,6 +28,7 @@ from workers.model.backend import Backend
 from workers.model.batch import block_slots
 from workers.model.checkpoint import first_line
 from workers.model.gpu.draw_check import wrong_draws
+from workers.model.gpu.graphs import Record, recorder
 from workers.model.loaded import Loaded
 from workers.model.probe import AttentionShape, probe_ids, probe_sequences
 from workers.model.proof import Choices, logits_difference
@@ -289,3 +293,35 @@ class _Stage:
         if isinstance(exc, Exception) and not isinstance(exc, SelfTestFailed):
             reason = f"it raises {type(exc).__name__}: {first_line(exc)}"
             raise SelfTestFailed(self._name, reason) from exc
+
+
+def choose_steps(
+    paged: ModelRunner, backend: Backend, loaded: Loaded, progress: Callable[[str], None]
+) -> ModelRunner | AheadRunner:
+    """Returns a runner that passed its self-test. What fails is left out, with a line in the log.
+    Raises SelfTestFailed if steps ahead were asked for and fail."""
+    asked = loaded.options.ahead
+    if not (backend.for_gpu if asked is None else asked):
+        return paged
+
+    def ahead(record: Record | None = None) -> AheadRunner:
+        max_num_seqs = loaded.options.max_num_seqs
+        return AheadRunner(paged, backend.prepare_rows, max_num_seqs, loaded.device, record)
+
+    try:
+        check_rows(ahead(), paged, loaded.config)
+    except SelfTestFailed as exc:
+        if asked:
+            raise
+        log.warning("no step runs ahead: %s", exc)
+        return paged
+    record = recorder(loaded.device)
+    if record is None:
+        return ahead()
+    model = ahead(record)
+    try:
+        progress(f"{check_graphs(model, paged, loaded.config)} CUDA graphs are recorded")
+    except SelfTestFailed as exc:
+        log.warning("steps are ahead without graphs: %s", exc)
+        return ahead()
+    return model

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags, Span
+from workers.model.staging import to_device
 
 
 class ReferenceAttention:
@@ -27,7 +28,7 @@ class _PreparedReference:
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
         for span in self._spans:
             rows = slice(span.first, span.first + span.num_tokens)
-            slots = torch.from_numpy(span.slots).to(query.device)
+            slots = to_device(span.slots, query.device)
             out[rows] = attend_dense(
                 query[rows].transpose(0, 1)[None],
                 keys[slots].transpose(0, 1)[None],

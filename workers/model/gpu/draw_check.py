@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contract.jobs import SamplingParams
 from workers.engine.interface import Sample
 from workers.engine.sequence import Sequence
 from workers.model.gpu.drawing import draw
 from workers.model.gpu.request_state import RequestState
+from workers.model.probe import probe_sequence
 from workers.model.sampler import sample
 from workers.model.staging import to_device
 
@@ -68,17 +68,11 @@ def _groups(batch: Seq[dict[str, Any]], num_rows: int, last_id: int) -> Iterator
 
 def _sequence(number: int, params: dict[str, Any], last_id: int) -> Sequence:
     num_prompt = 1 + number % 2
-    return Sequence(
-        job_id="check",
-        epoch=0,
-        choice=0,
-        tenant="",
-        lane="",
-        token_ids=[0] * num_prompt + [last_id] * (1 + number),
-        num_prompt=num_prompt,
-        params=SamplingParams(**({"max_tokens": 99, "seed": number, "temperature": 0.0} | params)),
-        ending_ids=frozenset({0, last_id}),
-    )
+    token_ids = [0] * num_prompt + [last_id] * (1 + number)
+    given = {"max_tokens": 99, "seed": number, "temperature": 0.0} | params
+    sequence = probe_sequence(token_ids, num_prompt, **given)
+    sequence.ending_ids = frozenset({0, last_id})
+    return sequence
 
 
 def _lined_up(state: RequestState, sequences: Seq[Sequence]) -> list[int]:

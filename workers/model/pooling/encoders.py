@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,14 +32,6 @@ class Text:
         return [0] * (len(self.token_ids) - num_second) + [1] * num_second
 
 
-class Encoder(Protocol):
-    """A model without its head."""
-
-    def encode(self, texts: Seq[Text]) -> Tensor:
-        """Texts in order of length -> (T, H): the rows of all T tokens, text by text."""
-        ...
-
-
 def runs_of_equal_length(lengths: Seq[int]) -> Iterator[tuple[int, int, int]]:
     """Each run of equal lengths: its first row, its number of texts, their length."""
     first = 0
@@ -60,6 +52,7 @@ class FlatEncoder:
         self._fixed = fixed_arguments(model)
 
     def encode(self, texts: Seq[Text]) -> Tensor:
+        """Texts in order of length -> (T, H): the rows of all T tokens, text by text."""
         lengths = [len(text.token_ids) for text in texts]
         first = self._first_position
         positions = chain.from_iterable(range(first, first + length) for length in lengths)
@@ -137,6 +130,7 @@ class PaddedEncoder:
         self._fixed = fixed_arguments(model)
 
     def encode(self, texts: Seq[Text]) -> Tensor:
+        """As `FlatEncoder.encode`."""
         parts, batch = [], list(texts[:1])
         for text in texts[1:]:
             if len(text.token_ids) > _MAX_PADDING * len(batch[0].token_ids):
@@ -161,6 +155,9 @@ class PaddedEncoder:
             arguments["token_type_ids"] = rectangle([text.type_ids for text in texts], 0)
         hidden: Tensor = self._model(**arguments).last_hidden_state
         return hidden[mask.bool()]
+
+
+Encoder = FlatEncoder | PaddedEncoder
 
 
 def first_position(model: nn.Module) -> int:

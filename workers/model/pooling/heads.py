@@ -1,7 +1,7 @@
 """The steps from the vectors of a text's tokens to its one vector."""
 
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,6 @@ from workers.model.transformers_compat import EncoderOutput
 
 # Largest error of a logit in a half type, as a share of the largest logit.
 _MAX_LOGIT_ERROR = 0.02
-
-
-class Head(Protocol):
-    """What follows the encoder."""
-
-    def __call__(self, rows: Tensor, texts: Seq[Text]) -> Tensor:
-        """(T, H), the rows of all tokens of texts in order of length -> (number of texts, H')."""
-        ...
 
 
 class PoolHead:
@@ -183,12 +175,13 @@ class DenseLayer(nn.Module):
 
 
 class Heads:
-    """All steps of a folder, in order."""
+    """All steps of a folder, in order. They make (number of texts, H') of (T, H), the rows of all
+    tokens of texts in order of length."""
 
     def __init__(self, found: folder.PoolingFolder, model: Any, encoder: nn.Module) -> None:
         """`encoder` is a part of `model`, or the model. Raises ModelRefused."""
         first, *others = found.steps
-        self._first: Head
+        self._first: PoolHead | ModelHead | LogitHead
         match first:
             case folder.Pool(modes):
                 self._first = PoolHead(modes)

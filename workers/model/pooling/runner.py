@@ -11,7 +11,7 @@ from workers.engine.interface import Chunk, Padding, Row, RowFailed, Vector
 from workers.engine.masks import StepMasks
 from workers.model.pooling.encoders import Encoder, Text
 from workers.model.pooling.folder import Activation
-from workers.model.pooling.heads import Head
+from workers.model.pooling.heads import Heads
 
 # The largest part of the tokens that a worker holds is one step's, the rest waits for the next.
 _NUM_STEPS_HELD = 4
@@ -23,7 +23,7 @@ class PoolingRunner:
     def __init__(
         self,
         encoder: Encoder,
-        head: Head,
+        head: Heads,
         *,
         activation: Activation,
         is_normalized: bool,

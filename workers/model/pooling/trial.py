@@ -18,7 +18,7 @@ from workers.model.pooling.encoders import (
     Text,
     fixed_arguments,
 )
-from workers.model.pooling.heads import Head
+from workers.model.pooling.heads import Heads
 from workers.model.weights import share_attention, use_own_attention
 
 _LENGTHS = (1, 2, 7, 7, 19, 40)  # tokens
@@ -92,7 +92,7 @@ class Trial:
         return encoder
 
     @torch.inference_mode()
-    def check_head(self, head: Head, encoder: Encoder, expected: Tensor, path: str) -> None:
+    def check_head(self, head: Heads, encoder: Encoder, expected: Tensor, path: str) -> None:
         """Raises ModelRefused unless the classifier behind the encoder is the model's own."""
         error = self._error(head(encoder.encode(self.texts), self.texts), expected)
         if not error <= self._max_error:
