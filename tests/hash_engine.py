@@ -10,15 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import msgspec
 
-from contract.jobs import ResumeKind
-from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
-from workers.engine.interface import Chunk, ModelRefused, Padding, Row
-from workers.engine.limits import DEFAULT_STEP_TOKENS
+from workers.engine.interface import Chunk, LoadedModel, ModelRefused, Padding, Row
 from workers.engine.masks import StepMasks
 from workers.engine_process import engine_loop as engine_process
 from workers.ipc.messages import EngineOptions
@@ -38,21 +34,7 @@ class SlowHashModel(HashModel):
         return super().run(chunks, padding, masks)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedHashModel:
-    model: HashModel
-    context_length: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    tokenizer: TokenizerFiles
-    num_step_tokens: int = DEFAULT_STEP_TOKENS
-    tokens_per_s: float = 0.0
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    pooling: PoolingCard | None = None
-    resume: ResumeKind = "exact"
-
-
-def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedHashModel:
+def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
     """Raises ModelRefused if the hash model's options say so."""
     model_options = msgspec.json.decode(
         os.environ.get(HASH_MODEL_VARIABLE, "{}"), type=HashModelOptions
@@ -64,8 +46,13 @@ def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> 
         with open(model_options.load_fifo):
             pass
     model = SlowHashModel(model_options)
-    return LoadedHashModel(
-        model, model.max_model_len, VOCAB_SIZE, tuple(model.eos_token_ids), hash_tokenizer()
+    return LoadedModel(
+        model,
+        model.max_model_len,
+        VOCAB_SIZE,
+        tuple(model.eos_token_ids),
+        hash_tokenizer(),
+        resume="exact",
     )
 
 

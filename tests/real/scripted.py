@@ -13,7 +13,7 @@ import re
 import signal
 import weakref
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -21,10 +21,8 @@ import numpy as np
 from msgspec import to_builtins
 from tokenizers import Tokenizer
 
-from contract.jobs import ResumeKind, SamplingParams
-from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
+from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk, Padding, PromptLogprobs, Row, Sample
-from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 
@@ -227,22 +225,6 @@ class _Told:
             if num_output >= number and not killed.exists():
                 killed.touch()
                 os.kill(os.getppid(), signal.SIGKILL)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedScriptedModel:
-    """A LoadedModel without a folder of its own."""
-
-    model: ScriptedModel
-    context_length: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    tokenizer: TokenizerFiles
-    num_step_tokens: int = DEFAULT_STEP_TOKENS
-    tokens_per_s: float = 0.0
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    pooling: PoolingCard | None = None
-    resume: ResumeKind = "exact"
 
 
 def _scored(chunk: Chunk) -> PromptLogprobs | None:

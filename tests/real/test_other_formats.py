@@ -20,12 +20,13 @@ from tests.real.conversations import HARD, WEATHER, answer, call, user
 from tests.real.made_up import MARK, Marks, write_made_up_folder
 from tests.real.model_folder import say
 from tests.real.parts import needs_parts
-from tests.real.scripted import LoadedScriptedModel, ScriptedModel, Vocabulary
+from tests.real.scripted import ScriptedModel, Vocabulary
 from tests.real.test_templates import FORMATS
 from tests.resume.interruptions import Workers
 from tests.resume.local_worker import tokenizer_of
 from tests.resume.logged_job import LoggedJob, new_job
 from workers.engine.grammar import Grammars
+from workers.engine.interface import LoadedModel
 from workers.ipc.messages import EngineOptions
 from workers.model.tokenizer import read_tokenizer
 
@@ -69,7 +70,9 @@ class MadeUpModel:
         size = self._tokenizer.get_vocab_size()
         vocabulary = Vocabulary(self._tokenizer, ending_id)
         model = ScriptedModel(self._folder, vocabulary, frozenset({ending_id}), 32_768)
-        loaded = LoadedScriptedModel(model, model.max_model_len, size, (ending_id,), self.files)
+        loaded = LoadedModel(
+            model, model.max_model_len, size, (ending_id,), self.files, resume="exact"
+        )
         grammars = Grammars(self.files.tokenizer_json, size, {ending_id}, *INLINE)
         options = EngineOptions(model_path="made-up", max_num_batched_tokens=8192)
         return Workers(loaded, options, grammars=grammars)

@@ -19,10 +19,10 @@ from tests.fakes import (
     hash_grammars,
     hash_tokenizer,
 )
-from tests.hash_engine import LoadedHashModel
 from tests.marked_tokenizer import MarkedModel
 from tests.resume.interruptions import Workers
 from tests.resume.logged_job import LoggedJob, new_job
+from workers.engine.interface import LoadedModel
 from workers.ipc.messages import EngineOptions
 
 PROMPT = encode_text("user: x\nassistant: ")
@@ -40,7 +40,9 @@ ITEM: dict[str, Any] = {
 
 def workers() -> Workers:
     model = HashModel(HashModelOptions(num_blocks=4096, max_model_len=1024))
-    loaded = LoadedHashModel(model, model.max_model_len, VOCAB_SIZE, (), hash_tokenizer())
+    loaded = LoadedModel(
+        model, model.max_model_len, VOCAB_SIZE, (), hash_tokenizer(), resume="exact"
+    )
     return Workers(loaded, EngineOptions(model_path="hash"), grammars=hash_grammars())
 
 
@@ -136,7 +138,9 @@ BUDGET = 12
 
 def thinking_workers() -> Workers:
     model = HashModel(HashModelOptions(num_blocks=4096, max_model_len=1024))
-    loaded = LoadedHashModel(model, model.max_model_len, THINKER.vocab_size, (), THINKER.files)
+    loaded = LoadedModel(
+        model, model.max_model_len, THINKER.vocab_size, (), THINKER.files, resume="exact"
+    )
     options = EngineOptions(model_path="hash")
     return Workers(loaded, options, grammars=THINKER.grammars)
 

@@ -17,9 +17,9 @@ from tests.fakes import (
     hash_tokenizer,
     output_text,
 )
-from tests.hash_engine import LoadedHashModel
 from tests.resume.interruptions import Workers
 from tests.resume.logged_job import LoggedJob, new_job
+from workers.engine.interface import LoadedModel
 from workers.ipc.messages import EngineOptions, Request
 from workers.supervisor.held_job import HeldJob
 
@@ -63,7 +63,9 @@ def workers_of(case: Case, held_type: type[HeldJob] = HeldJob) -> Workers:
         num_blocks=1024, max_model_len=case.max_model_len, eos_rate=case.eos_rate
     )
     model = HashModel(options)
-    loaded = LoadedHashModel(model, model.max_model_len, VOCAB_SIZE, (), hash_tokenizer())
+    loaded = LoadedModel(
+        model, model.max_model_len, VOCAB_SIZE, (), hash_tokenizer(), resume="exact"
+    )
     return Workers(loaded, OPTIONS, held_type)
 
 

@@ -1,17 +1,17 @@
 """The engine's interface to a model. Uses no tensors, so a mock model fits as well."""
 
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
+from contract.jobs import ResumeKind
+from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
+from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.sequence import Sequence
 
 if TYPE_CHECKING:  # who only names an error of this module loads no numpy
-    from contract.jobs import ResumeKind
-    from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
     from workers.engine.masks import StepMasks
 
 
@@ -167,45 +167,17 @@ class Model(Protocol):
         ...
 
 
-class LoadedModel(Protocol):
-    """What a loader returns: the model, and what gateways need to know."""
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What a loader returns: the model, and what gateways need to know about it."""
 
-    @property
-    def model(self) -> Model: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eos_token_ids(self) -> Collection[int]: ...
-
-    @property
-    def tokenizer(self) -> "TokenizerFiles": ...
-
-    @property
-    def num_step_tokens(self) -> int:
-        """Token budget of a step for the device."""
-        ...
-
-    @property
-    def generation(self) -> "GenerationDefaults":
-        """The sampling settings for calls that do not set them."""
-        ...
-
-    @property
-    def pooling(self) -> "PoolingCard | None":
-        """What a prefill-only model computes; None for other models."""
-        ...
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The speed of a full step of a prefill-only model; 0: not measured."""
-        ...
-
-    @property
-    def resume(self) -> "ResumeKind":
-        """How its jobs go on after their worker's death."""
-        ...
+    model: Any  # a Model
+    context_length: int  # prompt + output, in tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: TokenizerFiles
+    num_step_tokens: int = DEFAULT_STEP_TOKENS  # token budget of a step for this device
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    pooling: PoolingCard | None = None  # of a prefill-only model
+    tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
+    resume: ResumeKind = "same-noise"  # how its jobs go on after their worker's death

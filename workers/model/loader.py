@@ -6,15 +6,14 @@ vectors, as those of `pooling` do.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from contract.jobs import ResumeKind, resume_kind
-from contract.model_cards import GenerationDefaults, PoolingCard, TokenizerFiles
-from workers.engine.interface import ModelRefused
+from contract.jobs import resume_kind
+from contract.model_cards import GenerationDefaults
+from workers.engine.interface import LoadedModel, ModelRefused
 from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.ipc.messages import EngineOptions
 from workers.model.ahead.runner import AheadRunner
@@ -39,7 +38,6 @@ from workers.model.paged import paged_runner
 from workers.model.place import least_weight_bytes
 from workers.model.pooling.folder import PoolingFolder, read_folder
 from workers.model.pooling.loading import Place, default_step_tokens, load_runner
-from workers.model.pooling.runner import PoolingRunner
 from workers.model.products import Processor
 from workers.model.quantization import check_quantization
 from workers.model.rope import fix_rope
@@ -56,22 +54,6 @@ __all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]
 _CPU_STEP_TOKENS = 256
 # If neither the model nor the operator sets a limit.
 DEFAULT_CONTEXT_LENGTH = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """The model, and what gateways need to know about it."""
-
-    model: ModelRunner | AheadRunner | SequentialRunner | PoolingRunner
-    context_length: int  # prompt + output, in tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    tokenizer: TokenizerFiles
-    num_step_tokens: int = DEFAULT_STEP_TOKENS  # token budget of a step for this device
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
-    pooling: PoolingCard | None = None  # of a prefill-only model
-    tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
-    resume: ResumeKind = "same-noise"
 
 
 def load_model(
