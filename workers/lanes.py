@@ -9,7 +9,7 @@ from workers.ipc.messages import LaneOptions
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One service class. Raises ValueError for numbers out of range."""
+    """One service class. `workers.configuration` checks its numbers."""
 
     name: str
     priority: int  # the smallest is served first, and may preempt the others
@@ -17,14 +17,6 @@ class Lane:
     min_share: float = 0.0  # of the computed tokens, while the lane has work
     # An unserved tenant rises by one priority for this many tokens of others.
     ageing_tokens: int = 32_768
-
-    def __post_init__(self) -> None:
-        if self.itl_target_s is not None and self.itl_target_s <= 0:
-            raise ValueError(f"lane {self.name}: itl_target_s must be positive")
-        if not 0.0 <= self.min_share < 1.0:
-            raise ValueError(f"lane {self.name}: min_share is a share: from 0 to below 1")
-        if self.ageing_tokens < 1:
-            raise ValueError(f"lane {self.name}: ageing_tokens must be positive")
 
 
 STANDARD = Lane("standard", priority=1)

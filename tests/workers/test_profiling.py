@@ -78,7 +78,7 @@ def test_the_demo_model_s_weights_are_counted_in_any_layout(
     options = EngineOptions(
         model_path=str(demo_model_path()), num_threads=1, fused=fused, quantization=quantization
     )
-    shape = shape_of(load_model(options, lambda _: None).model)  # type: ignore[arg-type]
+    shape = shape_of(load_model(options, lambda _: None).model)
     config = json.loads((demo_model_path() / "config.json").read_text())
     hidden, inner, layers = (
         config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")

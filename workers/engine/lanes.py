@@ -39,9 +39,7 @@ class Lanes:
         self.replace(table, max_credit)
 
     def replace(self, table: Seq[Lane], max_credit: int) -> None:
-        """Applies a new table; deficits are kept. Raises ValueError."""
-        if sum(lane.min_share for lane in table) > 1.0:
-            raise ValueError("the minimum shares of all lanes exceed the whole")
+        """Applies a new table; deficits are kept."""
         self._table = {lane.name: lane for lane in table}
         self.first_priority = min(lane.priority for lane in (*table, STANDARD))
         self._max_credit = max_credit

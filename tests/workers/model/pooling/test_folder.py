@@ -186,7 +186,7 @@ def test_a_vector_that_is_not_finite_fails_its_own_row(saved: Path) -> None:
     loaded = load(saved)
     runner = loaded.model
     assert isinstance(runner, PoolingRunner)
-    embeddings = runner.encoder._model.get_input_embeddings()  # type: ignore[attr-defined]
+    embeddings = runner.encoder._model.get_input_embeddings()
     embeddings.weight[99] = float("nan")
 
     rows = runner.run([sequence_of([1, 99, 2]), sequence_of([1, 98, 2])])
