@@ -10,10 +10,10 @@ from torch import Tensor
 
 from bench.gpu_check.machine import Machine
 from bench.gpu_check.record import Finding
+from workers.model.ahead.draw_check import wrong_draws
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import SPLIT_TOKENS, ReferenceAttention, RowsStep
 from workers.model.attention.triton_attention import TritonAttention
-from workers.model.gpu.draw_check import wrong_draws
 from workers.model.gpu.drawing import draw
 from workers.model.gpu.kernels import TritonKernels
 from workers.model.gpu.request_state import RequestState

@@ -23,6 +23,7 @@ from workers.ipc.messages import EngineOptions
 from workers.model import proof
 from workers.model.ahead import decode, self_test
 from workers.model.ahead.decode import RowsDecoder
+from workers.model.ahead.draw_check import wrong_draws
 from workers.model.ahead.runner import AheadRunner
 from workers.model.ahead.self_test import (
     SelfTestFailed,
@@ -35,7 +36,6 @@ from workers.model.attention.packed import PackedAttention
 from workers.model.attention.reference import PreparedRows, ReferenceAttention, RowsStep
 from workers.model.backend import choose_backend, has_fast_gpu
 from workers.model.gpu import graphs
-from workers.model.gpu.draw_check import wrong_draws
 from workers.model.gpu.drawing import draw
 from workers.model.gpu.graphs import Compute, CudaRecorder
 from workers.model.gpu.request_state import OWN, RequestState
@@ -325,7 +325,7 @@ def test_wrong_draws_cost_the_steps_ahead(llama: Path, monkeypatch: pytest.Monke
     def wrong(*arguments: Any) -> torch.Tensor:
         return draw(*arguments) + int(any(s.params.top_k for s in arguments[3]))
 
-    monkeypatch.setattr("workers.model.gpu.draw_check.wrong_draws.__defaults__", (wrong,))
+    monkeypatch.setattr("workers.model.ahead.draw_check.wrong_draws.__defaults__", (wrong,))
 
     with pytest.raises(ModelRefused, match=r"fails at sampling: tokens \[.* in place of \["):
         load(llama, ahead=True)

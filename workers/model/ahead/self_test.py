@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from workers.engine.interface import Chunk, ModelRefused
+from workers.model.ahead.draw_check import wrong_draws
 from workers.model.ahead.runner import AheadRunner
 from workers.model.attention.interface import (
     PreparedAttention,
@@ -27,7 +28,6 @@ from workers.model.attention.reference import SPLIT_TOKENS, ReferenceAttention, 
 from workers.model.backend import Backend
 from workers.model.batch import block_slots
 from workers.model.checkpoint import first_line
-from workers.model.gpu.draw_check import wrong_draws
 from workers.model.gpu.graphs import Record, recorder
 from workers.model.loaded import Loaded
 from workers.model.probe import AttentionShape, probe_ids, probe_sequences
