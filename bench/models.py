@@ -1,12 +1,21 @@
-"""Random models for measurements: Llama's architecture, saved as checkpoints."""
+"""Random models for measurements, saved as checkpoints: small Llamas, and Qwen3 in real sizes."""
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from workers.model.attention.interface import ATTENTION_NAME, register_attention
 
 # About 5 M and 124 M parameters; embeddings are not tied.
 SIZES: Mapping[str, Mapping[str, int]] = {
@@ -31,6 +40,47 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 }
 CONTEXT_LENGTH = 8448  # 8,192 tokens of context and some to generate
 _SPECIAL = ("<s>", "</s>", "<pad>", "<unk>")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Numbers of a model. Embeddings are not tied: with random weights a tied model repeats its
+    input, and a token that is lost or repeated would not show."""
+
+    name: str
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int = 151_936
+    max_position_embeddings: int = 40_960
+
+    def config(self, **changed: int) -> Qwen3Config:
+        numbers = asdict(self) | changed
+        del numbers["name"]
+        return Qwen3Config(**numbers, tie_word_embeddings=False)
+
+    def num_weights(self) -> int:
+        """The parameters, without the small ones of the norms."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.num_hidden_layers * layer + 2 * self.vocab_size * self.hidden_size
+
+    def num_kv(self) -> int:
+        """Elements of the KV cache for each token."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+
+TINY = Shape("tiny Qwen3", 2, 64, 2, 1, 32, 96, 300, 4096)
+SHAPES = (
+    Shape("Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072),
+    Shape("Qwen3-1.7B", 28, 2048, 16, 8, 128, 6144),
+    Shape("Qwen3-4B", 36, 2560, 32, 8, 128, 9728),
+    Shape("Qwen3-8B", 36, 4096, 32, 8, 128, 12_288),
+    Shape("Qwen3-14B", 40, 5120, 40, 8, 128, 17_408),
+)
 
 
 def make_model(size: str, folder: Path, *, seed: int = 0) -> Path:
@@ -82,3 +132,29 @@ def save_tokenizer(folder: Path, vocab_size: int, *, has_pairs: bool = False) ->
         **dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), _SPECIAL, strict=True)),
     )
     saved.save_pretrained(folder)
+
+
+def random_decoder(
+    config: Qwen3Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = ATTENTION_NAME,
+) -> Any:
+    """Creates a PreTrainedModel on the device, the same at each call. Matrices are scaled so that
+    activations keep their size through the layers, and logits have a deviation of 1."""
+    register_attention()
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    with device:
+        decoder = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=1.0 if "embed" in name else parameter.shape[1] ** -0.5)
+    return decoder.eval().requires_grad_(False)
+
+
+def save_model(shape: Shape, device: torch.device, dtype: torch.dtype, folder: Path) -> None:
+    """Writes a checkpoint in safetensors with a tokenizer of bytes."""
+    random_decoder(shape.config(), device, dtype).save_pretrained(folder, max_shard_size="4GB")
+    save_tokenizer(folder, shape.vocab_size)

@@ -4,26 +4,26 @@ import asyncio
 import contextlib
 import multiprocessing
 import random
-import subprocess
+import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import datetime
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from bench.gpu_check.record import Finding
-from bench.processes import Server, below, end_with_parent, kill_all, part_of
-from infra.measure.http_calls import Call, Caller, Outcome
+from bench.processes import Server, below, end_with_parent, kill_all, part_of, started
+from infra.measure.http_calls import Caller, Outcome
 from infra.measure.load import Load, LoadRun, run_load
-from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workload
+from infra.measure.workloads import Workload, WorkloadRequest
 from infra.tables import percentile
 
 MODEL = "m"
-_SAMPLE_MS, _LOOK_S = 200, 0.005
+_SAMPLE_MS = 200
 _STREAMS_EACH, _SPAWN_S = 64, 60.0  # of each process that calls
 _NUM_JUDGED, _JUDGE_S = 4, 60.0  # streams, seconds of each
 # A token that the model did not choose is behind by some deviations, each 1 in a model of ours.
@@ -31,30 +31,14 @@ _NUM_JUDGED, _JUDGE_S = 4, 60.0  # streams, seconds of each
 MOST_BEHIND = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """Greedy requests of one length, drawn by a seed: every server gets the same."""
-
-    vocab_size: int
-    num_in: int
-    num_out: int
-
-    def drawn(self, num_streams: int, seed: object) -> Workload:
-        lengths = {"prompt_tokens": (self.num_in,) * 2, "output_tokens": (self.num_out,) * 2}
-        seed = f"{seed} {num_streams}"
-        return log_uniform_workload(num_streams, self.vocab_size, seed=seed, **lengths)
-
-
 def measure(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, dict[str, Any]]:
     """Sends all requests at once. `utilisation`: the GPU's in percent while all streams decode.
     Raises RuntimeError if a call fails, TimeoutError."""
-    began_s: list[float] = []
     with utilisation() as samples:
-        run = _send(server, workload, limit_s, lambda: began_s.append(time.time()))
-    if any(call.outcome is not Outcome.SUCCEEDED for call in run.calls):
-        raise RuntimeError(f"a call failed{_reasons(run)}")
-    first_s = began_s[0] + max(call.chunk_times_s[0] for call in run.calls)
-    last_s = began_s[0] + min(call.chunk_times_s[-1] for call in run.calls)
+        run, began_s = _send(server, workload, limit_s)
+    run.raise_failures()
+    first_s = began_s + max(call.chunk_times_s[0] for call in run.calls)
+    last_s = began_s + min(call.chunk_times_s[-1] for call in run.calls)
     found = {
         "tokens_per_s": sum(call.num_output_tokens for call in run.calls) / run.wall_s,
         "wall_s": run.wall_s,
@@ -65,14 +49,45 @@ def measure(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun
     return run, found
 
 
+def _send(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, float]:
+    """Sends all requests at once; returns also when, as Unix time. Many streams go by several
+    processes: one does not read tokens as fast as a GPU makes them. Raises TimeoutError."""
+    requests, context = workload.requests, multiprocessing.get_context("spawn")
+    parts = [requests[i : i + _STREAMS_EACH] for i in range(0, len(requests), _STREAMS_EACH)]
+    together = context.Barrier(len(parts), timeout=_SPAWN_S)
+    with context.Pool(len(parts), _meet, (together,)) as pool:
+        sent = pool.starmap_async(
+            _send_part, [(server, Workload(part), limit_s) for part in parts], chunksize=1
+        )
+        runs, began_s = zip(*sent.get(limit_s + _SPAWN_S), strict=True)
+    load = Load(workload, False, max_concurrency=len(requests))
+    calls = tuple(call for run in runs for call in run.calls)
+    return LoadRun(load, calls, max(run.wall_s for run in runs)), min(began_s)
+
+
+def _meet(together: threading.Barrier) -> None:
+    """Starts a process that calls: waits until all of them have started."""
+    end_with_parent()
+    together.wait()
+
+
+def _send_part(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, float]:
+    async def send() -> LoadRun:
+        load = Load(workload, False, max_concurrency=len(workload.requests))
+        async with asyncio.timeout(limit_s), server.client(limit_s + 60.0) as client:
+            return await run_load(Caller(client, MODEL), load)
+
+    began_s = time.time()
+    return asyncio.run(send()), began_s
+
+
 def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding, dict[str, Any]]:
     """Sends the requests of `calm` again, and kills the worker with its engine while they stream;
-    another worker goes on with them. `at`: the tokens that each caller had then. Raises
-    TimeoutError."""
-    workload, share = calm.load.workload, random.Random(7).uniform(0.1, 0.4)
-    at, run = asyncio.run(_send_and_kill(server, calm, share, limit_s))
+    another worker goes on with them. Raises TimeoutError."""
+    killed_s = random.Random(7).uniform(0.1, 0.4) * calm.wall_s
+    run = asyncio.run(_send_and_kill(server, calm.load, killed_s, limit_s))
     answers = [call.token_ids for call in run.calls]
-    asked = list(zip(workload.requests, answers, strict=True))
+    asked = list(zip(calm.load.workload.requests, answers, strict=True))
     most, judged = 0.0, "not compared with the model's own choices: "
     try:
         most = max(behind(server, *pair) for pair in asked[:_NUM_JUDGED])
@@ -81,8 +96,8 @@ def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding,
         judged += repr(exc)
     found: dict[str, Any] = {
         "streams": len(answers),
-        "at": at,
-        "running": sum(n < request.max_tokens for n, (request, _) in zip(at, asked, strict=False)),
+        "killed_s": killed_s,
+        "running": sum(call.end_s > killed_s for call in run.calls),
         "ended": sum(call.outcome is Outcome.SUCCEEDED for call in run.calls),
         "whole": sum(len(answer) == request.max_tokens for request, answer in asked),
         "same": sum(a.token_ids == b for a, b in zip(calm.calls, answers, strict=True)),
@@ -91,128 +106,22 @@ def kill_worker(server: Server, calm: LoadRun, limit_s: float) -> tuple[Finding,
     is_whole = found["ended"] == found["whole"] == found["streams"] and found["running"] > 0
     detail = (
         "{ended} of {streams} streams ended, {whole} with as many tokens as asked for, {same} with "
-        "those of an undisturbed run; {running} were running; longest gap {longest_gap_s:.1f} s"
+        "those of an undisturbed run; {running} were running at the kill after {killed_s:.1f} s; "
+        "longest gap {longest_gap_s:.1f} s"
     ).format(**found)
-    judged = f"killed after {sum(at)} tokens; {judged}{_reasons(run)}"
-    return Finding(is_whole and most <= MOST_BEHIND, f"{detail}; {judged}"), found
+    reasons = ", ".join(sorted({call.reason for call in run.calls if call.reason}))
+    detail = "; ".join(filter(None, [detail, judged, reasons]))
+    return Finding(is_whole and most <= MOST_BEHIND, detail), found
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched(Caller):
-    """A caller whose calls can be seen while they run."""
+async def _send_and_kill(server: Server, load: Load, killed_s: float, limit_s: float) -> LoadRun:
+    async def kill() -> None:
+        await asyncio.sleep(killed_s)
+        await asyncio.to_thread(_kill, server.pid)
 
-    calls: list[Call] = field(default_factory=list)
-
-    async def call(
-        self,
-        call: Call,
-        request: WorkloadRequest,
-        now_s: Callable[[], float],
-        hang_up_after: int | None = None,
-    ) -> None:
-        self.calls.append(call)
-        await Caller.call(self, call, request, now_s, hang_up_after)
-
-
-async def _send_and_kill(
-    server: Server, calm: LoadRun, share: float, limit_s: float
-) -> tuple[list[int], LoadRun]:
-    """Kills the worker after this share of the tokens, or of the time of `calm` where tokens come
-    late. Returns how many tokens each caller had then."""
-    num_wanted = share * calm.load.workload.num_output_tokens
-    end_s = time.monotonic() + share * calm.wall_s
-    async with asyncio.timeout(limit_s), _client(server, limit_s) as client:
-        caller = _Watched(client, MODEL)
-
-        async def kill() -> list[int]:
-            at = [0]
-            while sum(at) < num_wanted and time.monotonic() < end_s:
-                await asyncio.sleep(_LOOK_S)
-                at = [call.num_output_tokens for call in caller.calls]
-            await asyncio.to_thread(_kill, server.pid)
-            return at
-
-        killing = asyncio.create_task(kill())
-        run = await run_load(caller, calm.load)
-        return await killing, run
-
-
-def _send(
-    server: Server, workload: Workload, limit_s: float, begin: Callable[[], object]
-) -> LoadRun:
-    """Sends all requests at once, and calls `begin` then. Many streams go by several processes: one
-    does not read tokens as fast as a GPU makes them. Raises TimeoutError, RuntimeError."""
-    requests, context = workload.requests, multiprocessing.get_context("spawn")
-    parts = [requests[i : i + _STREAMS_EACH] for i in range(0, len(requests), _STREAMS_EACH)]
-    together = context.Barrier(len(parts) + 1, timeout=_SPAWN_S)
-    with contextlib.ExitStack() as stack:
-        receivers = []
-        for part in parts:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_send_part, args=(server, part, limit_s, together, sender), daemon=True
-            )
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.kill)
-            sender.close()
-            receivers.append(stack.enter_context(receiver))
-        try:
-            together.wait()
-            begin()
-            runs = [receiver.recv() for receiver in receivers]
-        except (EOFError, threading.BrokenBarrierError) as exc:
-            raise RuntimeError("a process that calls has ended") from exc
-    for run in runs:
-        if isinstance(run, BaseException):
-            raise run
-    calls = tuple(call for run in runs for call in run.calls)
-    load = Load(workload, False, max_concurrency=len(requests))
-    return LoadRun(load, calls, max(run.wall_s for run in runs))
-
-
-def _send_part(
-    server: Server,
-    requests: tuple[WorkloadRequest, ...],
-    limit_s: float,
-    together: threading.Barrier,
-    sender: Connection,
-) -> None:
-    """In a process of its own: sends back a LoadRun, or what was raised."""
-    end_with_parent()
-
-    async def send() -> LoadRun:
-        load = Load(Workload(requests), False, max_concurrency=len(requests))
-        async with asyncio.timeout(limit_s), _client(server, limit_s) as client:
-            return await run_load(Caller(client, MODEL), load)
-
-    try:
-        together.wait()
-        sender.send(asyncio.run(send()))
-    except Exception as exc:
-        sender.send(exc)
-
-
-def _client(server: Server, limit_s: float) -> httpx.AsyncClient:
-    """With as many connections as calls; the limit of all calls comes before its own."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    wait_s = limit_s + 60.0
-    return httpx.AsyncClient(base_url=server.url, timeout=wait_s, limits=limits, trust_env=False)
-
-
-def behind(server: Server, request: WorkloadRequest, answer: list[int]) -> float:
-    """Returns how far the log probability of a token of the answer is behind the best one's at
-    most, where the server computes the whole text at once. A lost or repeated token is far
-    behind. Raises httpx.HTTPError."""
-    prompt = request.prompt_token_ids
-    body = {"model": MODEL, "prompt": [*prompt, *answer], "max_tokens": 1, "prompt_logprobs": 1}
-    url = f"{server.url}/completions"
-    answered = httpx.post(url, json=body, timeout=_JUDGE_S, trust_env=False).raise_for_status()
-    most, entries = 0.0, answered.json()["choices"][0]["prompt_logprobs"]
-    for token_id, found in zip(answer, entries[len(prompt) :], strict=True):
-        best = max(entry["logprob"] for entry in found.values())
-        most = max(most, best - found[str(token_id)]["logprob"])
-    return most
+    async with asyncio.timeout(limit_s), server.client(limit_s + 60.0) as client:
+        run, _ = await asyncio.gather(run_load(Caller(client, MODEL), load), kill())
+    return run
 
 
 def _kill(pid: int) -> None:
@@ -227,38 +136,34 @@ def _kill(pid: int) -> None:
     kill_all(found)
 
 
-def _reasons(run: LoadRun) -> str:
-    found = sorted({call.reason for call in run.calls if call.reason})
-    return f" ({', '.join(found)})" if found else ""
+def behind(server: Server, request: WorkloadRequest, answer: list[int]) -> float:
+    """Returns how far the log probability of a token of the answer is behind the best one's at
+    most, where the server computes the whole text at once. A lost or repeated token is far
+    behind. Raises httpx.HTTPError."""
+    prompt = request.prompt_token_ids
+    body = {"model": MODEL, "prompt": [*prompt, *answer], "max_tokens": 1, "prompt_logprobs": 1}
+    url = f"{server.url}/v1/completions"
+    answered = httpx.post(url, json=body, timeout=_JUDGE_S, trust_env=False).raise_for_status()
+    most, entries = 0.0, answered.json()["choices"][0]["prompt_logprobs"]
+    for token_id, found in zip(answer, entries[len(prompt) :], strict=True):
+        best = max(entry["logprob"] for entry in found.values())
+        most = max(most, best - found[str(token_id)]["logprob"])
+    return most
 
 
 @contextlib.contextmanager
 def utilisation() -> Iterator[list[tuple[float, float]]]:
     """Samples Unix time and percent by nvidia-smi; empty without it. Complete at exit."""
     samples: list[tuple[float, float]] = []
-    query = [
-        "nvidia-smi",
-        "--query-gpu=timestamp,utilization.gpu",
-        "--format=csv,noheader,nounits",
-        "--id=0",
-    ]
-    try:
-        process = subprocess.Popen(  # noqa: S603  # our own arguments
-            [*query, f"--loop-ms={_SAMPLE_MS}"], stdout=subprocess.PIPE, text=True
-        )
-    except OSError:
+    if (program := shutil.which("nvidia-smi")) is None:
         yield samples
         return
-    try:
-        yield samples
-    finally:
-        process.terminate()
-        try:
-            output, _ = process.communicate(timeout=_SPAWN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-        for line in output.splitlines():
+    query = ["--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "--id=0"]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "samples"
+        with started([program, *query, f"--loop-ms={_SAMPLE_MS}"], log):
+            yield samples
+        for line in log.read_text().splitlines():
             with contextlib.suppress(ValueError):  # half a line, or [N/A]
                 at, _, used = line.partition(",")
                 when = datetime.strptime(at.strip(), "%Y/%m/%d %H:%M:%S.%f")

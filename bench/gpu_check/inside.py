@@ -6,41 +6,36 @@ Writes figures to standard output as they come, a JSON object a line, for `Recor
 """
 
 import argparse
-import dataclasses
 import faulthandler
 import json
 import logging
+import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
+import transformers
+import triton
 
-from bench.gpu_check.checks import kernel_checks
-from bench.gpu_check.machine import Machine
-from bench.gpu_check.model import TINY, output_tokens, save_model, shape_for
-from bench.gpu_check.record import Finding
-from bench.gpu_check.reference import check_engine
-from infra.measure.engine import EngineRun, run_workload
-from infra.measure.workloads import log_uniform_workload
-from infra.tables import percentile
-from workers.engine_process.engine_setup import build_engine
-from workers.ipc.messages import EngineOptions, StrategyName, StrategyOptions
-from workers.model.loader import load_model
+from bench.gpu_check.checks import Machine, engine_checks, kernel_checks
+from bench.gpu_check.record import NO_GPU, Finding
+from bench.models import SHAPES, TINY, Shape, save_model
+from workers.profiling.machine import measure
 
-NO_GPU = 2
-_STRATEGIES: tuple[StrategyName, ...] = ("continuous", "dynamic", "static")
+_WEIGHT_SHARE = 0.3  # of the free memory at most: many streams' KV takes more than the weights
+_USED_SHARE = 0.85  # of the free memory, by weights and the KV of the most streams
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stage", choices=_STAGES)
     parser.add_argument("--folder", type=Path, help="of the model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -54,15 +49,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _machine(machine: Machine, folder: Path) -> None:
     """Measures the device, chooses the sizes of all stages, and makes the model."""
-    _emit(about=machine.about())
-    free_bytes = machine.free_bytes()
+    device, free_bytes = platform.machine(), 0
     streams, num_in, num_out, shape = (1, 4, 8), 6, 3000, TINY
+    if machine.is_cuda:
+        device, free_bytes = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
+    versions = {module.__name__: module.__version__ for module in (torch, triton, transformers)}
+    _emit(about={"device": device, "cuda": str(torch.version.cuda), **versions})
     if not machine.is_tiny:
         streams, num_in, shape = (1, 32, 256), 128, shape_for(free_bytes)
         num_out = output_tokens(shape, free_bytes, max(streams), num_in)
-    _emit(roofs=machine.roofs())
-    save_model(shape, machine, folder)
-    _emit(model=dataclasses.asdict(shape), streams=streams, num_in=num_in, num_out=num_out)
+    _emit(roofs=asdict(measure(machine.device, machine.dtype)))
+    save_model(shape, machine.device, machine.dtype, folder)
+    _emit(model=asdict(shape), streams=streams, num_in=num_in, num_out=num_out)
+
+
+def shape_for(free_bytes: int, itemsize: int = 2) -> Shape:
+    """Returns the largest shape whose weights take no more than their share, else the smallest."""
+    fit = [s for s in SHAPES if s.num_weights() * itemsize <= _WEIGHT_SHARE * free_bytes]
+    return fit[-1] if fit else SHAPES[0]
+
+
+def output_tokens(shape: Shape, free_bytes: int, num_streams: int, num_in: int) -> int:
+    """Returns the output tokens of each stream, 256 to 1024, with which the KV of all streams
+    fits."""
+    left = _USED_SHARE * free_bytes - 2 * shape.num_weights()
+    num_tokens = int(left / (num_streams * 2 * shape.num_kv())) - num_in
+    return max(256, min(1024, num_tokens // 128 * 128))
 
 
 def check_kernels(machine: Machine, folder: Path | None = None) -> None:
@@ -72,61 +84,23 @@ def check_kernels(machine: Machine, folder: Path | None = None) -> None:
             finding = compare()
         except Exception as exc:  # a kernel's compiler may raise anything
             finding = Finding(False, f"{type(exc).__name__}: {exc}".partition("\n")[0])
-        _check(name, finding)
+        _emit(checks=[{"name": name, **asdict(finding)}])
 
 
 def _self_test(machine: Machine, folder: Path) -> None:
     check_kernels(machine)
-    check_engine(machine, _say, _check)
-
-
-def _strategies(machine: Machine, folder: Path) -> None:
-    """Times the strategies on one workload, all requests at once. Static and dynamic batches are
-    padded, as is common."""
-    num_requests, batch_size, lengths = (6, 2, (2, 8)) if machine.is_tiny else (128, 32, (16, 512))
-    options = EngineOptions(
-        model_path=str(folder),
-        device=machine.device.type,
-        kv_memory_bytes=None if machine.is_cuda else 2**22,
-        max_model_len=1024,
-    )
-    loaded = load_model(options, _say)
-
-    def run(name: StrategyName, num: int) -> EngineRun:
-        padded = name != "continuous"
-        strategy = StrategyOptions(name=name, batch_size=batch_size, padded=padded)
-        chosen = msgspec.structs.replace(options, strategy=strategy)
-        engine = build_engine(loaded.model, loaded.vocab_size, chosen, loaded.num_step_tokens)
-        workload = log_uniform_workload(
-            num, loaded.vocab_size, prompt_tokens=lengths, output_tokens=lengths, seed=num
-        )
-        return run_workload(engine, workload)
-
-    run("continuous", batch_size)  # not counted: it compiles
-    for name in _STRATEGIES:
-        found = run(name, num_requests)
-        rate, e2e_s = found.output_tokens_per_s, [t.e2e_s for t in found.timelines]
-        shown = {"tokens_per_s": rate, "steps": found.num_steps, "p99_s": percentile(e2e_s, 0.99)}
-        _emit(strategies={name: shown})
-
-
-def _check(name: str, finding: Finding) -> None:
-    _emit(checks=[{"name": name, **dataclasses.asdict(finding)}])
+    for name, finding in engine_checks(machine):
+        _emit(checks=[{"name": name, **asdict(finding)}])
 
 
 def _emit(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 _STAGES: dict[str, Callable[[Machine, Path], None]] = {
     "machine": _machine,
     "kernels": check_kernels,
     "self-test": _self_test,
-    "strategies": _strategies,
 }
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""What was found, in one JSON file and one page of tables that are written again after each figure.
-
-Uses only the standard library.
-"""
+"""What was found, in one JSON file and one page of tables, written again after each figure."""
 
 import json
+import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_check.report import report
+from infra.tables import markdown_table
+
+NO_GPU = 2  # an exit status
+Figures = Mapping[str, Any]  # of a stage
+_VERSIONS = ("torch", "cuda", "triton", "transformers", "vllm")
+# Checks whose details matter where they pass, too.
+_TOLD = ("CUDA graphs", "engine's tokens", "killed worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +24,6 @@ class Finding:
 
     passed: bool
     detail: str
-
-
-class Unfinished(Exception):
-    """A stage ends without a failure of ours: `state` in a word or two, and the reason."""
-
-    def __init__(self, state: str, reason: str) -> None:
-        super().__init__(reason)
-        self.state = state
 
 
 class Record:
@@ -48,12 +44,11 @@ class Record:
     def put(self, stage: str, **figures: Any) -> None:
         """Adds to a stage: dicts are merged, lists continued, other values replaced."""
         _merge(self.stages.setdefault(stage, {}), figures)
-        _replace(self._folder / "gpu-check.json", json.dumps(self.stages, indent=1) + "\n")
-        _replace(self._folder / "gpu-check.md", report(self.stages))
+        (self._folder / "gpu-check.json").write_text(json.dumps(self.stages, indent=1) + "\n")
+        (self._folder / "gpu-check.md").write_text(report(self.stages))
 
     def check(self, stage: str, name: str, finding: Finding) -> None:
-        shown = {"name": name, "passed": finding.passed, "detail": finding.detail}
-        self.put(stage, checks=[shown])
+        self.put(stage, checks=[{"name": name, **asdict(finding)}])
 
     def run(
         self, stage: str, needs_s: float, work: Callable[[], None], *, later_s: float = 0.0
@@ -72,8 +67,6 @@ class Record:
         state, reason = "done", ""
         try:
             work()
-        except Unfinished as exc:
-            state, reason = exc.state, str(exc)
         except TimeoutError:
             state, reason = "cut short", "the time was over"
         except Exception as exc:  # the other stages go on
@@ -88,7 +81,7 @@ class Record:
         )
 
 
-def _merge(into: dict[str, Any], figures: dict[str, Any]) -> None:
+def _merge(into: dict[str, Any], figures: Figures) -> None:
     for name, value in figures.items():
         if isinstance(value, dict):
             _merge(into.setdefault(name, {}), value)
@@ -98,8 +91,48 @@ def _merge(into: dict[str, Any], figures: dict[str, Any]) -> None:
             into[name] = value
 
 
-def _replace(path: Path, text: str) -> None:
-    """A reader never sees half a file."""
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
+def report(stages: Mapping[str, Figures]) -> str:
+    """Returns the figures as Markdown. What has not run yet is left out."""
+    checks = [check for found in stages.values() for check in found.get("checks", ())]
+    failed = [f"- {c['name']} FAILED: {c['detail']}" for c in checks if not c["passed"]]
+    told = [c for c in checks if c["passed"] and c["name"].startswith(_TOLD)]
+    counted = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
+    loads = [["engine, over HTTP", "streams", "output tokens/s", "first token, ms, p50"]]
+    loads[0] += ["time per output token, ms, p50", "GPU's utilisation, %, median"]
+    ends = [["stage", "ended", "seconds", "start, s", "reason"]]
+    for name, figures in stages.items():
+        loads += [[name, *_load(*each)] for each in figures.get("loads", {}).items()]
+        reason = figures.get("reason", "").replace("|", " ").replace("\n", " ")
+        end = [figures.get(key, "") for key in ("state", "seconds", "start_s")]
+        ends.append([name, *map(str, end), reason])
+    parts = [
+        _about(stages.get("machine", {})),
+        *([markdown_table(loads)] if len(loads) > 1 else []),
+        "\n".join([counted, *failed, *(f"- {c['name']}: {c['detail']}" for c in told)]),
+        markdown_table(ends),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _about(machine: Figures) -> str:
+    about = machine.get("about", {})
+    line = f"{about.get('device', 'no device')}: "
+    line += ", ".join(f"{name} {about[name]}" for name in _VERSIONS if name in about)
+    if roofs := machine.get("roofs"):
+        copy, product = roofs["bytes_per_s"] / 1e12, roofs["flops_per_s"] / 1e12
+        line += f". Memory {copy:.2f} TB/s, matrix product {product:.0f} TFLOP/s"
+    if model := machine.get("model"):
+        line += f". {model['name']}, random weights, untied, {machine['num_in']} tokens in, "
+        line += f"{machine['num_out']} out"
+    return f"{line}."
+
+
+def _load(streams: str, load: Figures) -> list[str]:
+    used = load["utilisation"]
+    return [
+        streams,
+        f"{load['tokens_per_s']:,.0f}",
+        f"{1000 * load['first_token_s']:,.1f}",
+        f"{1000 * load['per_token_s']:,.2f}",
+        f"{statistics.median(used):.0f}" if used else "not known",
+    ]
