@@ -22,10 +22,8 @@ from typing import Any
 import httpx
 
 from bench.processes import Server, below, part_of, processor_s, running_batchway
-from infra.measure.arrivals import draw_arrivals
-from infra.measure.http_calls import Caller
-from infra.measure.load import Load, run_load
-from infra.measure.workloads import WorkloadRequest, arriving, log_uniform_workload
+from infra.measure.load import Caller, Load, run_load
+from infra.measure.workloads import WorkloadRequest, arriving, draw_arrivals, log_uniform_workload
 from infra.tables import markdown_table, percentile, write
 
 _MODEL = "m"

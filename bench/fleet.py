@@ -15,8 +15,7 @@ import httpx
 
 from bench.models import SIZES, make_model
 from bench.processes import Server, running_batchway
-from infra.measure.http_calls import Caller
-from infra.measure.load import Load, run_load
+from infra.measure.load import Caller, Load, run_load
 from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workload
 from infra.tables import markdown_table
 

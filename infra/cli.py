@@ -25,9 +25,7 @@ from infra.engine_choice import choose_engine, engine_python
 from infra.fleet import fleet_of, share_threads, worker_arguments, worker_names
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
-from infra.measure.bench_options import run_bench
-from infra.measure.cascade_options import run_cascade
-from infra.measure.compare_options import run_compare
+from infra.measure.options import run_command
 from infra.parser import build_parser
 from infra.preconditions import (
     UsageError,
@@ -269,20 +267,20 @@ def _keys(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     check_extra("bench" if options.bench == "serve" else "worker")
-    return run_bench(options)
+    return run_command(options.bench, options)
 
 
 def _compare(options: argparse.Namespace) -> int:
     check_extra("worker")
     if options.png is not None:
         check_extra("bench")
-    return run_compare(options)
+    return run_command("compare", options)
 
 
 def _cascade(options: argparse.Namespace) -> int:
     check_extra("gateway")  # it reads models.yaml
     check_extra("bench")
-    return run_cascade(options)
+    return run_command("cascade", options)
 
 
 def _profile(options: argparse.Namespace) -> int:

@@ -17,9 +17,7 @@ from infra.check_command import add_check_options
 from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
-from infra.measure.bench_options import add_bench_options
-from infra.measure.cascade_options import add_cascade_options
-from infra.measure.compare_options import add_compare_options
+from infra.measure.options import add_bench_options, add_cascade_options, add_compare_options
 from infra.profile_command import add_profile_options
 from infra.redis_roles import add_redis_roles_options
 from infra.top_command import add_top_options

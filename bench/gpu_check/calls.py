@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ import httpx
 
 from bench.gpu_check.record import Finding
 from bench.processes import Server, below, end_with_parent, kill_all, part_of, started
-from infra.measure.http_calls import Caller, Outcome
-from infra.measure.load import Load, LoadRun, run_load
+from infra.measure.load import Caller, Load, LoadRun, Outcome, run_load
 from infra.measure.workloads import Workload, WorkloadRequest
 from infra.tables import percentile
 
@@ -51,15 +51,19 @@ def measure(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun
 
 def _send(server: Server, workload: Workload, limit_s: float) -> tuple[LoadRun, float]:
     """Sends all requests at once; returns also when, as Unix time. Many streams go by several
-    processes: one does not read tokens as fast as a GPU makes them. Raises TimeoutError."""
+    processes: one does not read tokens as fast as a GPU makes them. Raises TimeoutError,
+    RuntimeError."""
     requests, context = workload.requests, multiprocessing.get_context("spawn")
     parts = [requests[i : i + _STREAMS_EACH] for i in range(0, len(requests), _STREAMS_EACH)]
     together = context.Barrier(len(parts), timeout=_SPAWN_S)
-    with context.Pool(len(parts), _meet, (together,)) as pool:
-        sent = pool.starmap_async(
-            _send_part, [(server, Workload(part), limit_s) for part in parts], chunksize=1
-        )
-        runs, began_s = zip(*sent.get(limit_s + _SPAWN_S), strict=True)
+    with ProcessPoolExecutor(len(parts), context, _meet, (together,)) as pool:
+        sent = [pool.submit(_send_part, server, Workload(part), limit_s) for part in parts]
+        try:
+            runs, began_s = zip(*(each.result() for each in sent), strict=True)
+        except BaseException:  # also SystemExit: nobody waits for the other calls
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
     load = Load(workload, False, max_concurrency=len(requests))
     calls = tuple(call for run in runs for call in run.calls)
     return LoadRun(load, calls, max(run.wall_s for run in runs)), min(began_s)

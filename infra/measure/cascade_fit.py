@@ -40,7 +40,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class CannotFit(ValueError):
-    """The data do not determine a threshold. The message is one sentence."""
+    """No threshold can be determined: by the data, the cascade, or an answer. The message is one
+    sentence, without a prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,16 @@ A file is JSON: {"requests": [{"prompt_token_ids": […], "max_tokens": N, "arri
 requests are greedy and ignore the end token, so each output has N tokens.
 """
 
+import csv
 import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
+
+ArrivalProcess = Literal["poisson", "gamma", "constant"]
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,9 +99,62 @@ def log_uniform_workload(
 
 
 def arriving(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
+    """Returns the same requests at these times."""
+    pairs = zip(workload.requests, arrivals_s, strict=True)
+    return Workload(
+        tuple(msgspec.structs.replace(request, arrival_s=at_s) for request, at_s in pairs)
+    )
+
+
+def draw_arrivals(
+    num_requests: int, rate_per_s: float, process: ArrivalProcess, burstiness: float, seed: str
+) -> list[float]:
+    """Draws the arrivals of an open loop; a gap precedes the first.
+
+    `burstiness` is the shape of the gaps' gamma distribution: 1 is Poisson, less is burstier, more
+    is smoother.
+    """
+    rng = random.Random(seed)
+    shape = 1.0 if process == "poisson" else burstiness
+    arrivals, now_s = [], 0.0
+    for _ in range(num_requests):
+        is_even = process == "constant"
+        now_s += 1 / rate_per_s if is_even else rng.gammavariate(shape, 1 / (rate_per_s * shape))
+        arrivals.append(now_s)
+    return arrivals
+
+
+def read_trace(path: Path, vocab_size: int, seed: str) -> Workload:
+    """Reads arrivals and lengths from CSV with the heading arrival_s,prompt_tokens,max_tokens, and
+    draws prompts. Raises BadWorkload with the line."""
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as exc:
+        raise BadWorkload(f"{path} cannot be read: {exc}") from exc
+    if not rows:
+        raise BadWorkload(f"{path} has no requests")
+    lines = sorted(_trace_line(path, number, row) for number, row in enumerate(rows, 2))
+    rng = random.Random(seed)
     return Workload(
         tuple(
-            WorkloadRequest(request.prompt_token_ids, request.max_tokens, arrival_s)
-            for request, arrival_s in zip(workload.requests, arrivals_s, strict=True)
+            draw_request(rng, vocab_size, num_prompt, max_tokens, arrival_s)
+            for arrival_s, num_prompt, max_tokens in lines
         )
     )
+
+
+def _trace_line(path: Path, line: int, row: dict[str, str]) -> tuple[float, int, int]:
+    """Returns the time in seconds, the tokens of the prompt and of the output."""
+    try:
+        arrival_s = float(row["arrival_s"])
+        num_prompt, max_tokens = int(row["prompt_tokens"]), int(row["max_tokens"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise BadWorkload(
+            f"{path}, line {line}: wants the columns arrival_s, prompt_tokens and max_tokens, "
+            "all numbers"
+        ) from exc
+    if not 0 <= arrival_s < float("inf") or num_prompt < 1 or max_tokens < 1:
+        least = "at least 0 seconds, 1 token of prompt, 1 of output"
+        raise BadWorkload(f"{path}, line {line}: {least}")
+    return arrival_s, num_prompt, max_tokens

@@ -3,6 +3,7 @@
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,16 @@ import pytest
 
 from contract.jobs import SamplingParams
 from infra.cli import main
-from infra.measure.compare import Candidate, Trial, compare, count_different
-from infra.measure.compare_command import report
-from infra.measure.compare_plot import draw_comparison
-from infra.measure.compare_report import comparison_tables, summarise_trials
+from infra.measure.compare import (
+    Trial,
+    compare,
+    comparison_tables,
+    count_different,
+    report,
+    summarise_trials,
+)
 from infra.measure.engine import EngineRun, Timeline
+from infra.measure.plots import draw_comparison
 from infra.measure.workloads import Workload, WorkloadRequest, log_uniform_workload
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
 from tests.tiny_models import save_tiny_model
@@ -35,15 +41,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-def candidate(name: str, strategy: Strategy) -> Candidate:
+def engine_of(strategy: Strategy) -> Engine:
     limits = limits_of(EngineOptions(model_path="hash", max_num_seqs=4), VOCAB_SIZE)
-    return Candidate(name, lambda: Engine(HashModel(HashModelOptions()), limits, strategy))
+    return Engine(HashModel(HashModelOptions()), limits, strategy)
+
+
+CANDIDATES = {name: partial(engine_of, strategy) for name, strategy in STRATEGIES.items()}
 
 
 def trials(num_rounds: int = 2) -> tuple[Workload, list[Trial]]:
     workload = log_uniform_workload(12, 256, prompt_tokens=(3, 12), output_tokens=(2, 20), seed=4)
-    candidates = [candidate(*pair) for pair in STRATEGIES.items()]
-    done = compare(candidates, workload, 256, loads=[4.0], num_rounds=num_rounds, seed=1)
+    done = compare(CANDIDATES, workload, 256, loads=[4.0], num_rounds=num_rounds, seed=1)
     return workload, done
 
 
@@ -85,9 +93,8 @@ def test_static_batches_take_more_steps_than_continuous_ones() -> None:
     """With known lengths the number of steps is exact, so no time is measured."""
     lengths = (2, 20, 2, 2, 20, 2, 2, 2)
     workload = Workload(tuple(WorkloadRequest((9, 9, i + 5), n) for i, n in enumerate(lengths)))
-    candidates = [candidate(*pair) for pair in STRATEGIES.items()]
 
-    done = compare(candidates, workload, 256, loads=[], num_rounds=1, seed=1)
+    done = compare(CANDIDATES, workload, 256, loads=[], num_rounds=1, seed=1)
 
     steps = {trial.candidate: trial.run.num_steps for trial in done}
     assert steps["static"] >= 40 > 25 > steps["continuous"]

@@ -9,11 +9,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from infra.measure.cascade_fit import FirstAnswer, LastAnswer, Measured, fit_threshold
-from infra.measure.cascade_plot import draw_fit
-from infra.measure.http_calls import Call, Outcome
-from infra.measure.load import Load, LoadRun
-from infra.measure.serve_plot import draw_runs
-from infra.measure.serve_report import Slo, summarise_load
+from infra.measure.load import Call, Load, LoadRun, Outcome
+from infra.measure.plots import draw_fit, draw_runs
+from infra.measure.serve import Slo, summarise_load
 from infra.measure.workloads import Workload
 
 

@@ -10,13 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.measure.arrivals import draw_arrivals, read_trace
-from infra.measure.http_calls import Call, Caller, Outcome
-from infra.measure.load import Load, LoadRun, run_load
-from infra.measure.serve_command import make_loads
-from infra.measure.serve_plot import draw_runs
-from infra.measure.serve_report import Slo, load_tables, summarise_load, write_csv
-from infra.measure.workloads import BadWorkload, Workload, WorkloadRequest
+from infra.measure.load import Call, Caller, Load, LoadRun, Outcome, run_load
+from infra.measure.plots import draw_runs
+from infra.measure.serve import Slo, load_tables, make_loads, summarise_load, write_csv
+from infra.measure.workloads import (
+    BadWorkload,
+    Workload,
+    WorkloadRequest,
+    draw_arrivals,
+    read_trace,
+)
 from infra.parser import build_parser
 from infra.tables import progress_line
 from tests.bench import scripted_server as script
@@ -249,7 +252,7 @@ def test_errors_name_the_wrong_line_of_a_trace(text: str, reason: str, tmp_path:
     trace = tmp_path / "trace.csv"
     trace.write_text(text)
     with pytest.raises(BadWorkload, match=reason):
-        read_trace(trace)
+        read_trace(trace, 256, "s")
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.jobs import Endpoint
 from infra.cli import main
-from infra.measure.cascade_calls import Question
-from infra.measure.cascade_command import read
+from infra.measure.cascade import Question, read
 from infra.measure.cascade_fit import (
     MIN_QUESTIONS,
     CannotFit,
@@ -348,4 +348,4 @@ def test_the_demo_models_held_out_questions_are_data(
     (tmp_path / "data.jsonl").write_text(capsys.readouterr().out)
     rows = [row for row in read(tmp_path / "data.jsonl") if isinstance(row, Question)]
     assert len(rows) > 20
-    assert all(row.path == "chat/completions" and isinstance(row.answer, str) for row in rows)
+    assert all(row.endpoint is Endpoint.CHAT and isinstance(row.answer, str) for row in rows)

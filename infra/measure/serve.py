@@ -1,15 +1,42 @@
-"""Summarises runs under load as JSON, tables and CSV: counts, throughput and latencies."""
+"""`batchway bench serve`: sends load to a server over HTTP and reports the results."""
 
+import argparse
+import asyncio
 import csv
+import logging
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.measure.http_calls import Call, Outcome
-from infra.measure.load import LoadRun
-from infra.tables import spread, table
+import httpx
+
+from infra.measure.load import (
+    KEY_VARIABLES,
+    Call,
+    Caller,
+    Load,
+    LoadRun,
+    Outcome,
+    authorization,
+    run_load,
+)
+from infra.measure.plots import draw_runs
+from infra.measure.workloads import (
+    BadWorkload,
+    Workload,
+    arriving,
+    draw_arrivals,
+    log_uniform_workload,
+    read_trace,
+    read_workload,
+)
+from infra.tables import progress_line, spread, table, write
+
+_CONNECT_S = 10.0
+_CALLERS = 16  # of a closed loop, by default
 
 _RATES = (
     *("wall s", "requests/s", "output tokens/s", "prompt tokens/s"),
@@ -22,6 +49,127 @@ _LATENCIES = {
     "itl_s": "between tokens",
     "e2e_s": "whole answer, from arrival",
 }
+
+
+class ServerRefuses(RuntimeError):
+    """The server lists no model. The message is one sentence."""
+
+
+def run(options: argparse.Namespace) -> int:
+    logging.getLogger("httpx").setLevel("WARNING")  # it would log every request
+    try:
+        loads = make_loads(options)
+        model, runs = asyncio.run(_measure(options, loads))
+    except (BadWorkload, ServerRefuses) as exc:
+        print(f"batchway bench serve: {exc}", file=sys.stderr)
+        return 1
+    slo = Slo(_seconds(options.slo_ttft_ms), _seconds(options.slo_itl_ms))
+    summaries = [summarise_load(run, slo) for run in runs]
+    result = {"base_url": options.base_url, "model": model, "seed": options.seed, "runs": summaries}
+    write(result, load_tables(summaries), options.json)
+    if options.csv is not None:
+        write_csv(runs, options.csv)
+    if options.png is not None:
+        draw_runs(runs, summaries, options.png)
+    return 0 if any(found["num_succeeded"] for found in summaries) else 1
+
+
+def make_loads(options: argparse.Namespace) -> list[Load]:
+    """Returns one load per rate, or one closed loop, or a trace. Raises BadWorkload.
+
+    Each rate has its own prompts, so that no prefix cache has them; those of a workload file are
+    the same every time.
+    """
+    common = {"hang_up_share": options.cancel_share, "seed": options.seed}
+    limit = options.max_concurrency
+    if options.rate is None:
+        workload = _workload(options, f"{options.seed}")
+        is_open = options.trace is not None or any(r.arrival_s > 0 for r in workload.requests)
+        if not is_open and limit is None:
+            limit = _CALLERS
+        return [Load(workload, is_open, limit, **common)]
+    loads = []
+    for rate_per_s in options.rate:
+        seed = f"{options.seed} {rate_per_s:g}"
+        workload = _workload(options, seed)
+        arrivals = draw_arrivals(
+            len(workload.requests), rate_per_s, options.arrivals, options.burstiness, seed
+        )
+        loads.append(Load(arriving(workload, arrivals), True, limit, rate_per_s, **common))
+    return loads
+
+
+def _workload(options: argparse.Namespace, seed: str) -> Workload:
+    if options.workload is not None:
+        return read_workload(options.workload)
+    if options.trace is not None:
+        return read_trace(options.trace, options.vocab_size, seed)
+    return log_uniform_workload(
+        options.requests,
+        options.vocab_size,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        seed=seed,
+    )
+
+
+async def _measure(options: argparse.Namespace, loads: list[Load]) -> tuple[str, list[LoadRun]]:
+    client = httpx.AsyncClient(
+        base_url=options.base_url,
+        headers=authorization(),
+        timeout=httpx.Timeout(options.timeout_s, connect=_CONNECT_S),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+    )
+    async with client:
+        model = options.model or await _first_model(client)
+        caller = Caller(client, model, options.prompt, options.plain)
+        if options.warm_up:
+            await run_load(caller, _warm_up_load(options))
+        runs = [await run_load(caller, load, progress=_progress(load)) for load in loads]
+    return model, runs
+
+
+def _warm_up_load(options: argparse.Namespace) -> Load:
+    """A load that is not counted, of prompts that share no prefix with measured requests."""
+    workload = log_uniform_workload(
+        options.warm_up,
+        options.vocab_size,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=(1, 8),
+        seed=f"{options.seed} warm-up",
+    )
+    return Load(workload, is_open=False, max_concurrency=options.warm_up)
+
+
+async def _first_model(client: httpx.AsyncClient) -> str:
+    try:
+        answer = await client.get("models")
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as exc:
+        hint = f": set {KEY_VARIABLES[0]}" if exc.response.status_code == 401 else ""
+        status = exc.response.status_code
+        raise ServerRefuses(f"{client.base_url}models answers {status}{hint}") from exc
+    except httpx.HTTPError as exc:
+        raise ServerRefuses(f"{client.base_url} does not answer: {type(exc).__name__}") from exc
+    except (ValueError, KeyError, IndexError, TypeError) as exc:
+        raise ServerRefuses(f"{client.base_url}models lists no model: give --model") from exc
+
+
+def _progress(load: Load) -> Callable[[Call], None]:
+    name = "" if load.rate_per_s is None else f" at {load.rate_per_s:g}/s"
+    show, num_done = progress_line(f"requests{name}"), 0
+
+    def note(call: Call) -> None:
+        nonlocal num_done
+        num_done += 1
+        show(num_done, len(load.workload.requests))
+
+    return note
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +200,7 @@ def summarise_load(run: LoadRun, slo: Slo) -> dict[str, Any]:
     outcomes = Counter(call.outcome for call in calls)
     reasons = Counter(f"{c.outcome}: {c.reason}" for c in calls if c.reason)
     return {
+        "load": run.load.name,
         "rate_per_s": run.load.rate_per_s,
         "max_concurrency": run.load.max_concurrency,
         "is_open": run.load.is_open,
@@ -78,7 +227,7 @@ def summarise_load(run: LoadRun, slo: Slo) -> dict[str, Any]:
 
 def load_tables(summaries: Sequence[dict[str, Any]]) -> str:
     """Returns separate tables of outcomes, throughput and latencies."""
-    names = [load_name(found) for found in summaries]
+    names = [found["load"] for found in summaries]
     heads = ("load", "requests", *(str(o) for o in Outcome))
     counts: list[Sequence[str]] = [heads]
     counts += [
@@ -98,13 +247,6 @@ def load_tables(summaries: Sequence[dict[str, Any]]) -> str:
             shown = [(reason, str(num)) for reason, num in found["reasons"].items()]
             parts.append(table([(f"{name}: not answered because", "requests"), *shown]))
     return "\n\n".join(parts)
-
-
-def load_name(found: dict[str, Any]) -> str:
-    """A load's name in tables and plots."""
-    if found["rate_per_s"] is not None:
-        return f"{found['rate_per_s']:g}/s"
-    return "as traced" if found["is_open"] else f"{found['max_concurrency']} callers"
 
 
 def write_csv(runs: Sequence[LoadRun], path: Path) -> None:
