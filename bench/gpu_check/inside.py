@@ -58,7 +58,7 @@ def _machine(machine: Machine, folder: Path) -> None:
     if not machine.is_tiny:
         streams, num_in, shape = (1, 32, 256), 128, shape_for(free_bytes)
         num_out = output_tokens(shape, free_bytes, max(streams), num_in)
-    _emit(roofs=asdict(measure(machine.device, machine.dtype)))
+        _emit(roofs=asdict(measure(machine.device, machine.dtype)))
     save_model(shape, machine.device, machine.dtype, folder)
     _emit(model=asdict(shape), streams=streams, num_in=num_in, num_out=num_out)
 
