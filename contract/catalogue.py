@@ -27,6 +27,7 @@ class Catalogue:
         self._keys = keys
         self.starts = Starts(client, keys)
         self.unreadable: frozenset[str] = frozenset()  # models that `models` last left out
+        self._has_list = True
 
     async def publish(self, card: ModelCard, files: TokenizerFiles) -> None:
         """Publishes a model or replaces it. Raises WireError."""
@@ -50,12 +51,10 @@ class Catalogue:
 
     async def models(self) -> list[ModelCard]:
         """All models ever published, by name. Omits models with unreadable cards and logs each
-        when it becomes unreadable. Raises WireError.
+        when it becomes unreadable.
         """
-        with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS"):
-            names: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
         cards, unreadable = [], set()
-        for raw_name in sorted(names):
+        for raw_name in sorted(await self._names()):
             name = raw_name.decode(errors="backslashreplace")
             try:
                 card = await self.model(name)
@@ -67,6 +66,19 @@ class Catalogue:
                 cards += [] if card is None else [card]
         self.unreadable = frozenset(unreadable)
         return cards
+
+    async def _names(self) -> set[bytes]:
+        """The names of all models; empty if another program has overwritten the list."""
+        try:
+            with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS"):
+                names: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
+        except WireError as exc:
+            if self._has_list:
+                log.error("%s", exc)
+            self._has_list, names = False, ()
+        else:
+            self._has_list = True
+        return set(names)
 
     async def model(self, name: str) -> ModelCard | None:
         """Returns a model's card; None if no such model was published. Raises WireError."""

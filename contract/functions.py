@@ -61,7 +61,6 @@ log = logging.getLogger("batchway.redis")
 
 MAX_LOOKS = 500  # records that one call of `list` reads
 _Word = str | bytes | int | float  # of a command
-Verdicts = list[tuple[Verdict | JobStatus, int]]
 BOOT_GRACE_S = 10.0  # for leases and attendance after a restart of Redis
 IDEMPOTENCY_TTL_S = 24 * 3600
 # Bytes that a finished job takes in Redis beside its arguments, as measured.
@@ -196,7 +195,7 @@ class Functions(Partition):
 
     async def append(
         self, incarnation: str, items: Sequence[Append], *, lease_s: float
-    ) -> Verdicts:
+    ) -> list[tuple[Verdict | JobStatus, int]]:
         """Appends a step's output. Returns for each item a verdict and its number, or 0.
 
         `lease_s`: the leases' new duration; 0 leaves them unchanged.
@@ -204,7 +203,8 @@ class Functions(Partition):
         ids = [item.job_id for item in items]
         packed = _append_items(items)
         reply = await self._call("append", incarnation, int(lease_s * 1000), packed, *ids)
-        verdicts: Verdicts = [(Verdict.OK, item.number + 1) for item in items]
+        verdicts: list[tuple[Verdict | JobStatus, int]]
+        verdicts = [(Verdict.OK, item.number + 1) for item in items]
         for place, *part in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
             verdicts[place - 1] = _verdict(part)
         return verdicts
@@ -255,7 +255,9 @@ class Functions(Partition):
         """Orders workers to drain. Returns for each whether it has a record."""
         return [verdict == b"OK" for verdict in await self._call("drain", *incarnations)]
 
-    async def release(self, incarnation: str, items: Sequence[Release]) -> Verdicts:
+    async def release(
+        self, incarnation: str, items: Sequence[Release]
+    ) -> list[tuple[Verdict | JobStatus, int]]:
         """Returns jobs to their lanes, and a verdict for each."""
         args: list[str | int] = []
         for item in items:
@@ -264,7 +266,7 @@ class Functions(Partition):
 
     async def blame(
         self, incarnation: str, items: Sequence[Blame], *, max_crashes: int
-    ) -> Verdicts:
+    ) -> list[tuple[Verdict | JobStatus, int]]:
         """Reports jobs in whose step the engine process died; they run alone or fail as poison."""
         args: list[str | int] = []
         for item in items:

@@ -50,7 +50,7 @@ async def ensure_library(client: redis.asyncio.Redis) -> None:
     try:
         with broker_errors(client, "FUNCTION"):
             loaded: Any = await client.function_list(library=LIBRARY, withcode=True)
-            if not any(source.encode() in library for library in loaded):
+            if source.encode() not in _flatten(loaded):
                 await client.function_load(source, replace=True)
     except CommandDenied:
         log.info("FUNCTION is not allowed here: the library is left to the deploy step")
@@ -89,3 +89,9 @@ class Partition:
             raise WireError(
                 f"function {name}: a key holds {kind} than the functions write"
             ) from exc
+
+
+def _flatten(reply: Any) -> list[Any]:
+    if not isinstance(reply, list):
+        return [reply]
+    return [leaf for item in reply for leaf in _flatten(item)]

@@ -102,6 +102,9 @@ end
 
 -- Claims a job that was found; nil where it has expired or cannot be read.
 local function claim_job(tag, found, incarnation, lease_ms, now, config)
+  if #redis.call('XINFO', 'GROUPS', found.key) == 0 then
+    redis.call('XGROUP', 'CREATE', found.key, GROUP, '0')
+  end
   mark_pending(found)
   local job = load_job(tag, found.id)
   if not job or job.stream ~= string.sub(found.key, #tag + 2) then

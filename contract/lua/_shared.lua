@@ -5,7 +5,8 @@
 -- raise after its first write; every function may be repeated.
 
 -- redis.call that repairs keys which other programs overwrote: deletes a key of the wrong type or a
--- field that is not a number, counts a correction of kind `type`, and repeats the command.
+-- field that is not a number, counts a correction of kind `type`, and repeats the command. Sweeps
+-- restore the content.
 local function server() return redis end  -- `redis` is another table while the library is loaded
 local redis = {register_function = redis.register_function}
 
@@ -213,11 +214,14 @@ local PACK = 64
 local function compact(tag, job)
   local key, bytes = tag .. ':log:' .. job.id, 0
   local entries, events = redis.call('XRANGE', key, '-', '+'), {}
+  local is_whole = true
   for i, entry in ipairs(entries) do
     bytes = bytes + memory.of_event(entry[2][2] or '')
-    events[i] = events_of(entry)[1]
+    local is_readable, found = pcall(events_of, entry)
+    is_whole = is_whole and is_readable
+    events[i] = is_readable and found[1]
   end
-  if job.next <= 4 then return bytes end
+  if job.next <= 4 or not is_whole then return bytes end
   redis.call('DEL', key)
   local pack = {}
   for i, event in ipairs(events) do

@@ -8,6 +8,7 @@
 --                                 the new one; nothing was recorded
 --       {'FENCED'}                another feeder's, or no such batch
 local PART_DELAY_MS = 60000  -- parts outlive the batch's end, in case Redis loses its last second
+local DEFAULT_KEEP_MS = 30 * 86400 * 1000  -- of a record without a number
 -- The final statuses, as messages of the outbox name them.
 local DONE = {completed = 'succeeded', failed = 'failed', expired = 'expired', cancelled = 'cancelled'}
 
@@ -42,6 +43,7 @@ local function batch_save(keys, argv)
     redis.call('HSET', key, 'status', status, status .. '_at', now)
   end
   if DONE[status] then
+    keep = whole_number(keep) or DEFAULT_KEEP_MS
     tell(tag, id, key, DONE[status], now)
     redis.call('ZREM', tag .. ':batches_open', id)
     redis.call('ZADD', tag .. ':objects_due', now + PART_DELAY_MS, id)

@@ -25,12 +25,14 @@ local function due(tag, set, now, limit)
   return redis.call('ZRANGE', tag .. set, '-inf', now, 'BYSCORE', 'LIMIT', 0, limit)
 end
 
--- Calls `act` for each due job in a set. `act` returns whether the job has left the set. Returns the
--- number of due jobs.
+-- Calls `act` for each due job in a set; a job on which it raises is forgotten. `act` returns whether
+-- the job has left the set. Returns the number of due jobs.
 local function each_due(tag, set, now, limit, act)
   local ids = due(tag, set, now, limit)
   for _, id in ipairs(ids) do
-    if not act(id) then redis.call('ZREM', tag .. set, id) end
+    local has_left, is_done = try(act, id)
+    if not is_done then forget_unreadable(tag, id) end
+    if not has_left then redis.call('ZREM', tag .. set, id) end
   end
   return #ids
 end

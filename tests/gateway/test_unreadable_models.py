@@ -99,6 +99,17 @@ async def test_a_repaired_card_is_listed_again(
     assert catalogue.unreadable == frozenset()
 
 
+async def test_a_malformed_list_of_models_counts_as_empty(
+    redis_client: redis.asyncio.Redis, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker can write that key too."""
+    await redis_client.set(keys.of("models"), "x")
+    catalogue = Catalogue(redis_client, keys)
+
+    assert [await catalogue.models() for _ in range(2)] == [[], []]
+    assert len(caplog.records) == 1
+
+
 async def test_a_damaged_model_affects_no_other(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
