@@ -14,7 +14,7 @@ import msgspec
 import yaml  # type: ignore[import-untyped]  # types are a separate package
 
 from contract.jobs import DEFAULT_LANES
-from contract.yaml_files import PlainLoader, YamlFault, opened
+from contract.yaml_files import PlainLoader, YamlFault, opened, read_text
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyName, StrategyOptions
 
 FILE_NAME = "batching.yaml"
@@ -48,9 +48,11 @@ def find(model_path: str) -> Path | None:
 def load(path: Path) -> BatchingConfig:
     """Reads and checks the file. Raises ConfigurationError."""
     try:
-        text = path.read_text("utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigurationError(f"{path}: cannot be read: {exc}") from exc
+    except YamlFault as exc:
+        raise ConfigurationError(f"{path}:{exc.line}: {exc}") from exc
     return parse(text, path.name)
 
 

@@ -99,6 +99,23 @@ async def test_a_wrong_file_changes_nothing(
     assert "bad" not in listed
 
 
+async def test_a_hostile_file_changes_nothing(
+    flows: httpx.AsyncClient, models_yaml: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nine nested aliases would be gigabytes: the gateway says the line, and serves on."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    with caplog.at_level(logging.WARNING, "batchway.flows"):
+        write(models_yaml, "\n".join([*lines, "models: *a8"]))
+
+        async def is_told() -> bool:
+            return "line 1: anchors and aliases" in caplog.text
+
+        await until(is_told, 20)
+    answer = await flows.post(CHAT, json=chat("vote"))
+    assert answer.status_code == 200
+
+
 async def test_tokens_are_refused_where_the_members_read_them_otherwise(
     flows: httpx.AsyncClient, fleet: Fleet, models_yaml: Path
 ) -> None:
