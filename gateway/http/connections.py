@@ -24,6 +24,7 @@ log = logging.getLogger("batchway.gateway")
 _STATE_KEY = "connection"  # key in the ASGI state of a request
 _LINGER_S = 1.0  # time for a refused client to read the refusal
 _REST_S = 10.0  # time for a client to send the rest of a body that nobody reads
+_REST_BYTES_PER_S = 100_000_000  # of all such bodies; beyond it clients are cut off
 _SHORT_BYTES = 64 * 1024  # a body whose rest is read, so that the connection can be used again
 _IPV6_PREFIX_BITS = 64  # providers give each customer a network of this size
 
@@ -54,6 +55,15 @@ class ConnectionConfig(uvicorn.Config):
         self.idle_s = idle_s
         self.head_s = head_s
         self.addresses = ConcurrencyCap(max_per_address)
+        self._num_dropped, self._dropped_at = 0.0, 0.0
+
+    def can_drop(self, num_bytes: int) -> bool:
+        """Whether clients whose answers are sent may send this much more now. Counts it."""
+        now = asyncio.get_running_loop().time()
+        freed = (now - self._dropped_at) * _REST_BYTES_PER_S
+        self._num_dropped = max(0.0, self._num_dropped - freed) + num_bytes
+        self._dropped_at = now
+        return self._num_dropped <= _REST_BYTES_PER_S
 
 
 class Connection(HttpProtocol):
@@ -90,7 +100,11 @@ class Connection(HttpProtocol):
             super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused or self._is_dropping:
+        if self._is_refused:
+            return
+        if self._is_dropping:
+            if not self._bounds.can_drop(len(data)):
+                self._transport.abort()
             return
         if self.awaits_request:
             data = data.lstrip(b"\r\n")  # RFC 9112, section 2.2

@@ -6,6 +6,7 @@ import logging
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from gateway.http import connections
 from gateway.http.limits import MAX_HEADER_BYTES
 from tests.gateway.bare_connection import LAST, REFUSED, answer, bodies, connected, echo, streaming
 
@@ -149,6 +150,22 @@ async def test_the_rest_of_a_long_body_that_nobody_reads_is_dropped(head: bytes)
         for _ in range(90):
             await client.send(b"y" * 100_000)  # would be no chunk, if it were read
         assert bodies(await client.rest()) == [b"no"]
+
+
+async def test_more_than_so_many_bytes_a_second_are_not_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that sends on is cut off, because reading takes time from others."""
+    monkeypatch.setattr(connections, "_REST_BYTES_PER_S", 1_000_000)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, b"no", [(b"content-length", b"2")])
+
+    async with connected(app) as client:
+        await client.send(POST + b"content-length: 9000000\r\n\r\n")
+        assert bodies(await client.part()) == [b"no"]
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            await client.send(b"y" * 9_000_000)
 
 
 async def test_after_a_short_body_that_nobody_reads_comes_the_next_request() -> None:
