@@ -157,6 +157,7 @@ def _entry(where: str, row: Any, given: argparse.Namespace) -> FleetEntry:
     try:
         choose_engine(options)
         served_name = opts.served_name(options)
+        candidate = entry_candidate(options)
     except (UsageError, argparse.ArgumentTypeError) as exc:
         raise UsageError(f"{where}: {exc}") from exc
     return FleetEntry(
@@ -164,15 +165,8 @@ def _entry(where: str, row: Any, given: argparse.Namespace) -> FleetEntry:
         served_model_name=served_name,
         count=options.count,
         options=options,
-        candidate=_candidate(where, options),
+        candidate=candidate,
     )
-
-
-def _candidate(where: str, options: argparse.Namespace) -> tuple[str, ...]:
-    try:
-        return entry_candidate(options)
-    except UsageError as exc:
-        raise UsageError(f"{where}: {exc}") from exc
 
 
 class _EntryParser(argparse.ArgumentParser):
