@@ -19,9 +19,8 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from contract.starts import Starts
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
-from infra.child import Child, Console
+from infra.child import Child, Console, PartLost, Restarts, keep_running
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
-from infra.keeper import PartLost, Restarts, keep_running
 from infra.lifeline import LIFELINE_VARIABLE
 from infra.options import OBJECT_STORE_VARIABLE
 from infra.readiness import card_of, in_url, reachable_host, until_ready, welcome

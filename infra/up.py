@@ -5,8 +5,7 @@ import contextlib
 import signal
 import sys
 
-from infra.child import Console
-from infra.keeper import PartLost
+from infra.child import Console, PartLost
 from infra.lifeline import lifeline
 from infra.local_stack import LocalStack, StackOptions
 

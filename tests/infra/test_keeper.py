@@ -11,8 +11,7 @@ from typing import TextIO
 
 import pytest
 
-from infra.child import Child, Console
-from infra.keeper import PartLost, Restarts, describe_status, keep_running
+from infra.child import Child, Console, PartLost, Restarts, describe_status, keep_running
 from infra.lifeline import LIFELINE_VARIABLE, lifeline
 
 pytestmark = pytest.mark.anyio
