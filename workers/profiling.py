@@ -66,15 +66,15 @@ class Machine:
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measures for some seconds. Bytes are those of the faster of a matrix-vector product and a
     copy, as products are slow on some processors; on a CPU in float32, as half precision is bound
-    by compute."""
+    by compute. Numbers are random: a GPU is faster on equal ones than on weights."""
     read_dtype = torch.float32 if device.type == "cpu" else dtype
     num_rows = _READ_BYTES[device.type] // (_COLUMNS * read_dtype.itemsize)
-    matrix = torch.ones(num_rows, _COLUMNS, device=device, dtype=read_dtype)
-    vector = torch.ones(_COLUMNS, device=device, dtype=read_dtype)
+    matrix = torch.randn(num_rows, _COLUMNS, device=device, dtype=read_dtype)
+    vector = torch.randn(_COLUMNS, device=device, dtype=read_dtype)
     read_s = _best_s(lambda: torch.mv(matrix, vector), device)
     copy_s = _best_s(matrix.clone, device)
     size = _GEMM_SIZE[device.type]
-    square = torch.ones(size, size, device=device, dtype=dtype)
+    square = torch.randn(size, size, device=device, dtype=dtype)
     return Machine(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         str(dtype).removeprefix("torch."),

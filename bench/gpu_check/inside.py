@@ -23,7 +23,7 @@ import triton
 from bench.gpu_check.checks import Machine, engine_checks, kernel_checks
 from bench.gpu_check.record import NO_GPU, Finding
 from bench.models import SHAPES, TINY, Shape, save_model
-from workers.profiling.machine import measure
+from workers.profiling import measure
 
 _WEIGHT_SHARE = 0.3  # of the free memory at most: many streams' KV takes more than the weights
 _USED_SHARE = 0.85  # of the free memory, by weights and the KV of the most streams
