@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from contract.connection import Listener, connect
+from contract.connection import Listener, broker_errors, connect
 from contract.errors import BrokerFull, ErrorCode
 from contract.functions import Functions
 from contract.jobs import JobStatus
@@ -45,7 +45,8 @@ class Disk:
 
         async def is_refused() -> bool:
             try:
-                await Functions(client, Keys("other")).sweep()
+                with broker_errors(client, "SET"):
+                    await client.set("probe", b"x")
             except BrokerFull as full:
                 return full.code is ErrorCode.DISK_FULL
             return False

@@ -95,7 +95,7 @@ async def test_a_flow_whose_template_takes_too_long_is_refused(
     answer = await flows.post(
         "/v1/chat/completions", json=chat("slow") | {"documents": ["what a long text"] * 2_048}
     )
-    assert answer.status_code == 400
+    assert answer.status_code == 400, answer.text
     message = answer.json()["error"]["message"]
     assert message == "small: step draft: its templates failed: it takes too long"
     assert (await flows.post("/v1/chat/completions", json=chat("pipe"))).status_code == 200
