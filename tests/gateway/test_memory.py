@@ -118,11 +118,11 @@ async def test_calls_of_megabytes_give_their_memory_back(
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
 async def test_free_memory_below_what_is_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """malloc by itself keeps it, because a block above is in use."""
+    """malloc by itself keeps it where a block above is in use."""
     monkeypatch.setattr(memory, "_TRIM_S", 0.0)
     blocks = [bytes(60_000) for _ in range(2_000)]
-    blocks = blocks[-1:]
     before_mb = memory_mb(os.getpid(), "VmRSS")
+    blocks = blocks[-1:]
     trimming = asyncio.create_task(memory.keep_trimmed())
     try:
         async with asyncio.timeout(30):
