@@ -60,6 +60,17 @@ function ledger.reserved(job)
   return ledger.is_call(job) and 0 or job.cost
 end
 
+-- Moves a job from the queued counters to the running ones.
+function ledger.start(tag, job)
+  local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
+  local names = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens'}
+  local counts = redis.call('HMGET', key, unpack(names))
+  redis.call('HSET', key, names[1], (counts[1] or 0) - 1, names[2], (counts[2] or 0) - job.cost,
+    names[3], (counts[3] or 0) + 1, names[4], (counts[4] or 0) + job.cost)
+  ledger.progress(tag, job, ledger.done(job))
+  if is_in_tenant_queue(job) then count_in_tenant_queue(tag, job, -1) end
+end
+
 -- Adds a job to (1) or removes it from (-1) the 'queued' or 'running' counters.
 function ledger.count(tag, job, what, sign)
   local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
@@ -172,7 +183,8 @@ end
 local function noted_bytes(tag, id)
   local noted = redis.call('HGET', tag .. ':stored:jobs', id) or ''
   local stored, bytes, lane, tenant = string.match(noted, '^(%d+) (%d+) (%S+) (%S+)$')
-  return stored and {stored = stored, bytes = tonumber(bytes), lane = lane, tenant = tenant}
+  if not stored or #stored > 15 or #bytes > 15 then return nil end
+  return {stored = stored, bytes = tonumber(bytes), lane = lane, tenant = tenant}
 end
 
 local function note_bytes(tag, id, stored, bytes, lane, tenant)

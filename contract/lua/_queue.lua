@@ -117,8 +117,7 @@ local function claim_job(tag, found, incarnation, lease_ms, now, config)
     return nil
   end
   if is_in_tenant_queue(job) then fairness.charge(tag, job) end
-  ledger.count(tag, job, 'queued', -1)
-  ledger.count(tag, job, 'running', 1)
+  ledger.start(tag, job)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   local is_first = not job.claimed
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,

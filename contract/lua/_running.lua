@@ -21,9 +21,16 @@ function running.pack(epoch, next_number, tokens, hash, deadline, max_tokens, re
     model_lane)
 end
 
--- The packed values in that order.
+-- The packed values in that order; nothing where the value is malformed.
 function running.unpack(packed)
-  return struct.unpack(PACKED, packed)
+  if string.byte(packed) ~= 0 then return end
+  local is_readable, epoch, next_number, tokens, hash, deadline, max_tokens, remaining, model_lane =
+    pcall(struct.unpack, PACKED, packed)
+  if not is_readable then return end
+  local sum = tokens + deadline + max_tokens + remaining  -- NaN and inf fail the bounds
+  if sum >= -2 ^ 53 and sum <= 2 ^ 53 and string.find(model_lane, '^%S+ ') then
+    return epoch, next_number, tokens, hash, deadline, max_tokens, remaining, model_lane
+  end
 end
 
 -- Adds a job to the hash, unless its progress callbacks need the record at each event.
@@ -39,7 +46,8 @@ function running.progress(tag, owner, id, packed)
   if not owner or owner == '' then return nil end
   if packed == nil then packed = redis.call('HGET', running.key(tag, owner), id) end
   if not packed then return nil end
-  local _, next_number, tokens, hash = struct.unpack(PROGRESS, packed)
+  local is_readable, _, next_number, tokens, hash = pcall(struct.unpack, PROGRESS, packed)
+  if not is_readable or not whole_number(next_number) or not whole_number(tokens) then return nil end
   return {next = next_number, tokens = tokens, hash = hash}
 end
 

@@ -12,16 +12,27 @@ function totals.add(tag, model, field, value)
   redis.call('HINCRBY', tag .. ':totals:' .. model, field, string.format('%.0f', value))
 end
 
--- Adds an observation to a latency histogram.
-function totals.observe(tag, model, series, ms)
-  local bucket = 1
-  while LATENCY_BOUNDS_MS[bucket] and ms > LATENCY_BOUNDS_MS[bucket] do bucket = bucket + 1 end
-  totals.add(tag, model, series .. ':' .. bucket, 1)
-  totals.add(tag, model, series .. ':sum', ms * 1000)
+-- Adds to several fields: {field, value, …}.
+local function add_all(tag, model, gains)
+  local key, fields = tag .. ':totals:' .. model, {}
+  for i = 1, #gains, 2 do table.insert(fields, gains[i]) end
+  for i, value in ipairs(redis.call('HMGET', key, unpack(fields))) do
+    gains[2 * i] = string.format('%.0f', (value or 0) + gains[2 * i])
+  end
+  redis.call('HSET', key, unpack(gains))
 end
 
-local function observe_age(tag, job, metric, now)
-  totals.observe(tag, job.model, metric .. ':' .. job.lane, totals.age(job, now))
+-- Adds an observation to a latency histogram, and with `field` a value to another field.
+function totals.observe(tag, model, series, ms, field, value)
+  local bucket = 1
+  while LATENCY_BOUNDS_MS[bucket] and ms > LATENCY_BOUNDS_MS[bucket] do bucket = bucket + 1 end
+  local gains = {series .. ':' .. bucket, 1, series .. ':sum', ms * 1000}
+  if field then gains[5], gains[6] = field, value end
+  add_all(tag, model, gains)
+end
+
+local function observe(tag, job, metric, ms, field, value)
+  totals.observe(tag, job.model, metric .. ':' .. job.lane, ms, field, value)
 end
 
 function totals.age(job, now)
@@ -30,19 +41,27 @@ end
 
 -- Counts a claim.
 function totals.claimed(tag, job, now, is_first)
-  totals.add(tag, job.model, 'attempts_total:' .. job.lane, 1)
-  if is_first then observe_age(tag, job, 'request_queue_time_seconds', now) end
+  local attempts = 'attempts_total:' .. job.lane
+  if is_first then
+    observe(tag, job, 'request_queue_time_seconds', totals.age(job, now), attempts, 1)
+  else
+    totals.add(tag, job.model, attempts, 1)
+  end
 end
 
 -- Counts a job's first output.
 function totals.first_output(tag, job, now)
-  observe_age(tag, job, 'time_to_first_token_seconds', now)
-  totals.add(tag, job.model, 'prompt_tokens_total:' .. job.lane, job.prompt_tokens)
+  observe(tag, job, 'time_to_first_token_seconds', totals.age(job, now),
+    'prompt_tokens_total:' .. job.lane, job.prompt_tokens)
 end
 
 function totals.ended(tag, job, status, now)
-  totals.add(tag, job.model, 'requests_total:' .. job.lane .. ':' .. status, 1)
-  if status == 'succeeded' then observe_age(tag, job, 'e2e_request_latency_seconds', now) end
+  local requests = 'requests_total:' .. job.lane .. ':' .. status
+  if status == 'succeeded' then
+    observe(tag, job, 'e2e_request_latency_seconds', totals.age(job, now), requests, 1)
+  else
+    totals.add(tag, job.model, requests, 1)
+  end
 end
 
 -- Adds the growth of a worker's own totals, {field: total}, since its last report. A repeated or late

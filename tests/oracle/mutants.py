@@ -22,8 +22,8 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "every claim is a first wait in the totals",
-        "if is_first then observe",
-        "if true then observe",
+        "  if is_first then\n    observe",
+        "  if true then\n    observe",
     ),
     Mutant(
         "a prompt counts with every output",
@@ -33,8 +33,8 @@ MUTANTS = [
     ),
     Mutant(
         "what fails took its time too",
-        "if status == 'succeeded' then observe",
-        "if true then observe",
+        "  if status == 'succeeded' then\n    observe",
+        "  if true then\n    observe",
     ),
     Mutant(
         "the first claim is forgotten for the next",
@@ -43,8 +43,8 @@ MUTANTS = [
     ),
     Mutant(
         "who runs still counts among those who wait",
-        "  ledger.count(tag, job, 'queued', -1)\n",
-        "",
+        "names[1], (counts[1] or 0) - 1,",
+        "names[1], (counts[1] or 0),",
     ),
     Mutant(
         "how far a job is that waited for its worker is not looked at",
