@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from typing import Any, Generic, Self, TypeVar
 
@@ -23,7 +24,7 @@ ContentT = TypeVar("ContentT")
 NothingT = TypeVar("NothingT")
 
 
-class _Calls(Generic[JobT, JobsT, EventsT, ContentT, NothingT]):
+class _Calls(ABC, Generic[JobT, JobsT, EventsT, ContentT, NothingT]):
     """The calls of both clients."""
 
     _headers: dict[str, str]
@@ -110,23 +111,29 @@ class _Calls(Generic[JobT, JobsT, EventsT, ContentT, NothingT]):
         job = {"endpoint": endpoint, "body": body, **_given(lane=lane)}
         return self._content(Call("POST", "/v1/quote", job))
 
+    @abstractmethod
     def _job(self, call: Call) -> JobT:
-        raise NotImplementedError
+        """Sends a call whose answer is a job."""
 
+    @abstractmethod
     def _nothing(self, call: Call) -> NothingT:
-        raise NotImplementedError
+        """Sends a call whose answer says nothing."""
 
+    @abstractmethod
     def _content(self, call: Call) -> ContentT:
-        raise NotImplementedError
+        """Sends a call and returns the answer."""
 
+    @abstractmethod
     def _pages(self, params: Mapping[str, str]) -> JobsT:
-        raise NotImplementedError
+        """Yields the jobs of all pages of a list."""
 
+    @abstractmethod
     def _follow(self, path: str, position: Position) -> EventsT:
-        raise NotImplementedError
+        """Yields events until the last, over as many connections as it takes."""
 
+    @abstractmethod
     def _wait(self, job_id: str, polls: Polls) -> JobT:
-        raise NotImplementedError
+        """Looks at the job until it has ended."""
 
 
 class Client(_Calls[Job, Iterator[Job], Iterator[Event], Mapping[str, Any], None]):
