@@ -112,9 +112,8 @@ class Constraints:
         sequence.token_ids.append(sample.token_id)
         end = sequence.finish_reason = sequence.end_reason(self._max_model_len)
         if end is FinishReason.STOP and sample.token_id not in sequence.ending_ids:
-            report.ended.append(
-                choice_ended(sequence)
-            )  # the token is part of the output, unlike an ending token
+            # The token is part of the output, unlike an ending token.
+            report.ended.append(choice_ended(sequence))
             end = None
         report.outputs.append(
             token_out(sequence, position, sample.token_id, end, sample.logprob, sample.top_logprobs)
