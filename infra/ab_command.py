@@ -3,16 +3,15 @@
 import argparse
 import asyncio
 import sys
-from pathlib import Path
 
 from contract.ab import ARMS, AbJob, AbRecord, read_ab
 from contract.catalogue import Catalogue
 from contract.connection import connect, now_ms
 from contract.keys import Keys
-from infra import option_values
 from infra import options as opts
 from infra.ab_report import TOO_FEW, WORSE, Terms, compare_arms, report_text
-from infra.option_values import integer, number
+from infra.option_values import model_name, number
+from infra.options import Option, Value
 from infra.preconditions import UsageError
 from infra.tables import write
 
@@ -30,19 +29,17 @@ class NoAb(Exception):
 
 def add_candidate_options(parser: argparse.ArgumentParser, *, share_default: str) -> None:
     group = parser.add_argument_group("two batching configurations on the same jobs")
-    group.add_argument(
-        "--candidate",
-        type=Path,
-        metavar="FILE",
-        help="a second batching.yaml to compare with the first: see `batchway ab report` "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--candidate-share",
-        type=number(may_be_zero=False, most=0.99),
-        metavar="SHARE",
-        help=f"share of the jobs for the candidate (default: {share_default})",
-    )
+    table = {
+        "candidate": Option(
+            "a second batching.yaml to compare with the first: see `batchway ab report`", opts.FILE
+        ),
+        "candidate_share": Option(
+            "share of the jobs for the candidate",
+            Value(number(may_be_zero=False, most=0.99), "SHARE"),
+            shown=share_default,
+        ),
+    }
+    opts.add_options(group, table)
 
 
 def check_candidate(options: argparse.Namespace) -> int:
@@ -106,47 +103,34 @@ def add_ab_options(parser: argparse.ArgumentParser) -> None:
         "report",
         "compare throughput, goodput and latencies; exit status 1: worse, 2: no verdict",
     )
-    report.add_argument(
-        "--served-model-name",
-        type=option_values.model_name,
-        metavar="NAME",
-        help="the model (default: the only one with a candidate)",
-    )
-    report.add_argument("--lane", metavar="LANE", help="only jobs of this lane (default: any)")
-    report.add_argument(
-        "--last-s",
-        type=number(may_be_zero=False),
-        metavar="SECONDS",
-        help="only jobs that were submitted in this time (default: the last 20,000 jobs)",
-    )
-    report.add_argument(
-        "--margin",
-        type=number(may_be_zero=True, most=1.0),
-        default=Terms.margin,
-        metavar="SHARE",
-        help=f"relative change for the worse that is tolerated (default: {Terms.margin:g})",
-    )
-    report.add_argument(
-        "--min-jobs",
-        type=integer(1),
-        default=Terms.min_jobs,
-        metavar="N",
-        help=f"ended jobs that each version needs for a verdict (default: {Terms.min_jobs})",
-    )
-    for name, what in (("ttft", "time to first token"), ("itl", "mean time between tokens")):
-        report.add_argument(
-            f"--slo-{name}-ms",
-            type=number(may_be_zero=False),
-            metavar="MS",
-            help=f"goodput counts jobs whose {what} is within this (default: no bound)",
-        )
-    report.add_argument(
-        "--seed",
-        type=int,
-        default=Terms.seed,
-        metavar="N",
-        help=f"seed of the bootstrap (default: {Terms.seed})",
-    )
+    bound = Value(number(may_be_zero=False), "MS")
+    table = {
+        "served_model_name": Option(
+            "the model", Value(model_name, "NAME"), shown="the only one with a candidate"
+        ),
+        "lane": Option("only jobs of this lane", Value(str, "LANE"), shown="any"),
+        "last_s": Option(
+            "only jobs that were submitted in this time", opts.SECONDS, shown="the last 20,000 jobs"
+        ),
+        "margin": Option(
+            "relative change for the worse that is tolerated",
+            Value(number(may_be_zero=True, most=1.0), "SHARE"),
+            Terms.margin,
+        ),
+        "min_jobs": Option(
+            "ended jobs that each version needs for a verdict", opts.COUNT, Terms.min_jobs
+        ),
+        "slo_ttft_ms": Option(
+            "goodput counts jobs whose time to first token is within this", bound, shown="no bound"
+        ),
+        "slo_itl_ms": Option(
+            "goodput counts jobs whose mean time between tokens is within this",
+            bound,
+            shown="no bound",
+        ),
+        "seed": Option("seed of the bootstrap", Value(int, "N"), Terms.seed),
+    }
+    opts.add_options(report, table)
 
 
 def run_ab(options: argparse.Namespace, redis_url: str) -> int:

@@ -11,8 +11,9 @@ from contract.callbacks import Secrets
 from contract.connection import connect
 from contract.keys import Keys
 from contract.outbox import DeadLetter, Outbox
-from infra import option_values
 from infra import options as opts
+from infra.option_values import checked, integer
+from infra.options import Option, Value
 from infra.tables import date, table, write
 from infra.tenant_jobs import add_tenant_option
 
@@ -38,20 +39,14 @@ def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
     opts.add_object_store_option(parser, "they stay in Redis")
     opts.add_drain_option(parser, DRAIN_S, "on SIGTERM, how long deliveries may continue")
     add_allow_option(parser)
-    parser.add_argument(
-        "--max-concurrent",
-        type=option_values.integer(1, 512),
-        default=32,
-        metavar="N",
-        help="deliveries at a time (default: 32)",
-    )
-    parser.add_argument(
-        "--max-per-target",
-        type=option_values.integer(1, 512),
-        default=8,
-        metavar="N",
-        help="deliveries at a time to one destination of one tenant (default: 8)",
-    )
+    number = Value(integer(1, 512), "N")
+    limits = {
+        "max_concurrent": Option("deliveries at a time", number, 32),
+        "max_per_target": Option(
+            "deliveries at a time to one destination of one tenant", number, 8
+        ),
+    }
+    opts.add_options(parser, limits)
     words = parser.add_subparsers(dest="callbacks", metavar="dead")
     actions = words.add_parser(
         "dead", help="callbacks that were given up", description="Callbacks that were given up."
@@ -68,14 +63,14 @@ def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_allow_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--callback-allow",
-        type=option_values.checked(lambda raw: AllowList.parse(_parts(raw))),
-        default=os.environ.get(ALLOW_VARIABLE) or "",
-        metavar="ADDRESSES",
-        help="for development: addresses, networks and host names that callbacks may reach though "
-        f"they are private, also without TLS (default: the variable {ALLOW_VARIABLE}, else none)",
+    allow = Option(
+        "for development: addresses, networks and host names that callbacks may reach though they "
+        "are private, also without TLS",
+        Value(checked(lambda raw: AllowList.parse(_parts(raw))), "ADDRESSES"),
+        "",
+        variable=ALLOW_VARIABLE,
     )
+    opts.add_options(parser, {"callback_allow": allow})
 
 
 def run_callbacks_command(options: argparse.Namespace, url: str) -> int:

@@ -67,11 +67,10 @@ def expected(jobs: Mapping[str, Mapping[str, str]]) -> Contents:
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--repair",
-        action="store_true",
-        help="set what differs as the records say, but for queue entries (default: only show it)",
+    repair = opts.Option(
+        "set what differs as the records say, but for queue entries", None, shown="only show it"
     )
+    opts.add_options(parser, {"repair": repair})
     opts.add_shared_options(parser, redis_default=opts.OF_RUNNING_UP)
 
 

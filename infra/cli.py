@@ -95,9 +95,8 @@ def _up(options: argparse.Namespace) -> int:
     shared = (f"--namespace={options.namespace}", f"--log-level={options.log_level}")
     drain = f"--drain-s={options.drain_s}"
 
-    from infra.fleet_memory import share_memory
-    from infra.local_stack import StackOptions, WorkerPlan
-    from infra.up import run_up
+    from infra.fleet import share_memory
+    from infra.local_stack import StackOptions, WorkerPlan, run_up
 
     share_memory(entries)
     share_threads(entries)

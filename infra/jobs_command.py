@@ -19,8 +19,8 @@ from contract.errors import JobRefused, wire_errors
 from contract.function_types import Submission, Submitted
 from contract.functions import Functions
 from contract.keys import Keys
-from infra import option_values
 from infra import options as opts
+from infra.option_values import model_name
 from infra.tables import date, percentile, table, write
 from infra.tenant_jobs import JobRefusal, add_list_options, add_tenant_option, run_tenant_jobs
 
@@ -124,12 +124,8 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
     _add_job(_add_kind(kinds, "cancel", "cancel a waiting or running job"))
     _add_job(_add_kind(kinds, "delete", "delete an ended job: prompt, output, log"))
     calibration = opts.add_action(kinds, "calibration", "compare predicted waits with actual ones")
-    calibration.add_argument(
-        "--model",
-        type=option_values.model_name,
-        metavar="NAME",
-        help="only this model (default: every model)",
-    )
+    model = opts.Option("only this model", opts.Value(model_name, "NAME"), shown="every model")
+    opts.add_options(calibration, {"model": model})
     summary = "jobs that crashed engines"
     quarantine = kinds.add_parser("quarantine", help=summary, description=summary)
     actions = quarantine.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -137,12 +133,10 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
     _add_job(opts.add_action(actions, "show", "show one: sizes and hashes, never text"))
     requeue = opts.add_action(actions, "requeue", "run one again as a new job; idempotent")
     _add_job(requeue)
-    requeue.add_argument(
-        "--deadline-s",
-        type=option_values.number(may_be_zero=False),
-        metavar="SECONDS",
-        help="deadline of the new job, from now (default: as long as the old one had)",
+    deadline = opts.Option(
+        "deadline of the new job, from now", opts.SECONDS, shown="as long as the old one had"
     )
+    opts.add_options(requeue, {"deadline_s": deadline})
 
 
 def run_jobs(options: argparse.Namespace, redis_url: str) -> int:

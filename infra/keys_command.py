@@ -23,15 +23,60 @@ from contract.api_keys import (
 from contract.connection import connect
 from contract.jobs import MAX_WEIGHT, MIN_WEIGHT
 from contract.keys import Keys
-from infra import option_values
 from infra import options as opts
+from infra.option_values import lanes, names_of, number
+from infra.options import Option, Value
 from infra.tables import date, table, write
 
 PEPPER_VARIABLE = "BATCHWAY_KEY_PEPPER"
 ACTIONS = ("create", "list", "revoke", "rotate")
 EXIT_UNKNOWN = 1
-OVERLAP_S = 86_400.0
 _COLUMNS = ("prefix", "state", "tenant", "scopes", "lanes", "limits", "created", "expires")
+
+_NO_LIMIT = "no limit"
+_EXPIRES = Option(
+    "days until the new key ends by itself",
+    Value(number(may_be_zero=False), "DAYS"),
+    shown="never",
+)
+_OVERLAP = Option(
+    "how long the old key still works", opts.SECONDS_OR_ZERO, 86_400.0, "86400 s, a day"
+)
+_TERMS = {
+    "scopes": Option(
+        f"what it permits, out of {','.join(Scope)}",
+        Value(names_of(tuple(Scope)), "NAMES"),
+        DEFAULT_SCOPES,
+    ),
+    "lanes": Option("lanes it may use", Value(lanes, "NAMES"), (), "all"),
+    "requests_per_minute": Option("requests a minute, of the tenant", opts.COUNT, 0, _NO_LIMIT),
+    "tokens_per_minute": Option(
+        "tokens a minute (prompts and output), of the tenant", opts.COUNT, 0, _NO_LIMIT
+    ),
+    "concurrent_tokens": Option(
+        "tokens of unfinished jobs at a time, of the tenant", opts.COUNT, 0, _NO_LIMIT
+    ),
+    "lane_share": Option(
+        "the largest share of a lane's waiting tokens that the tenant may have, over 0 to 1",
+        Value(number(may_be_zero=False, most=1), "SHARE"),
+        0,
+        _NO_LIMIT,
+    ),
+    "weight": Option(
+        "the tenant's share of a lane's tokens and places, relative to the weights of other "
+        "tenants, 0.01 to 100",
+        Value(number(may_be_zero=False, least=MIN_WEIGHT, most=MAX_WEIGHT), "NUMBER"),
+        1.0,
+    ),
+    "retention_s": Option(
+        "how long the tenant's jobs are kept after their end, unless a job sets its own time; "
+        "within the gateway's bound",
+        Value(number(may_be_zero=False, least=MIN_RETENTION_S), "SECONDS"),
+        0,
+        "the gateway's",
+    ),
+    "expires": _EXPIRES,
+}
 
 
 class KeyUnknown(Exception):
@@ -44,8 +89,13 @@ class KeyUnknown(Exception):
 def add_keys_options(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     create = opts.add_action(actions, "create", "create a key and print it, this once")
-    _add_terms(create)
-    _add_lifetime(create)
+    create.add_argument(
+        "--tenant",
+        required=True,
+        metavar="NAME",
+        help="the key's tenant, which owns jobs, quotas and a fair share (default: refused)",
+    )
+    opts.add_options(create, _TERMS)
     opts.add_action(actions, "list", "list all keys, without the keys themselves")
     revoke = opts.add_action(actions, "revoke", "end a key; every gateway refuses it within 5 s")
     _add_prefix(revoke)
@@ -53,83 +103,7 @@ def add_keys_options(parser: argparse.ArgumentParser) -> None:
         actions, "rotate", "create a key on the same terms; the old one expires"
     )
     _add_prefix(rotate)
-    rotate.add_argument(
-        "--overlap-s",
-        type=option_values.number(may_be_zero=True),
-        default=OVERLAP_S,
-        metavar="SECONDS",
-        help=f"how long the old key still works (default: {OVERLAP_S:g} s, a day)",
-    )
-    _add_lifetime(rotate)
-
-
-def _add_terms(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tenant",
-        required=True,
-        metavar="NAME",
-        help="the key's tenant, which owns jobs, quotas and a fair share (default: refused)",
-    )
-    parser.add_argument(
-        "--scopes",
-        type=option_values.names_of(tuple(Scope)),
-        default=DEFAULT_SCOPES,
-        metavar="NAMES",
-        help=f"what it permits, out of {','.join(Scope)} (default: {','.join(DEFAULT_SCOPES)})",
-    )
-    parser.add_argument(
-        "--lanes",
-        type=option_values.lanes,
-        default=(),
-        metavar="NAMES",
-        help="lanes it may use (default: all)",
-    )
-    limits = (
-        ("--requests-per-minute", "requests a minute, of the tenant"),
-        ("--tokens-per-minute", "tokens a minute (prompts and output), of the tenant"),
-        ("--concurrent-tokens", "tokens of unfinished jobs at a time, of the tenant"),
-    )
-    for name, text in limits:
-        parser.add_argument(
-            name,
-            type=option_values.integer(1),
-            default=0,
-            metavar="N",
-            help=f"{text} (default: no limit)",
-        )
-    parser.add_argument(
-        "--lane-share",
-        type=option_values.number(may_be_zero=False, most=1),
-        default=0.0,
-        metavar="SHARE",
-        help="the largest share of a lane's waiting tokens that the tenant may have, over 0 to 1 "
-        "(default: no limit)",
-    )
-    parser.add_argument(
-        "--weight",
-        type=option_values.number(may_be_zero=False, least=MIN_WEIGHT, most=MAX_WEIGHT),
-        default=1.0,
-        metavar="NUMBER",
-        help="the tenant's share of a lane's tokens and places, relative to the weights of other "
-        "tenants, 0.01 to 100 (default: 1)",
-    )
-    parser.add_argument(
-        "--retention-s",
-        type=option_values.number(may_be_zero=False, least=MIN_RETENTION_S),
-        default=0.0,
-        metavar="SECONDS",
-        help="how long the tenant's jobs are kept after their end, unless a job sets its own time; "
-        "within the gateway's bound (default: the gateway's)",
-    )
-
-
-def _add_lifetime(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--expires",
-        type=option_values.number(may_be_zero=False),
-        metavar="DAYS",
-        help="days until the new key ends by itself (default: never)",
-    )
+    opts.add_options(rotate, {"overlap_s": _OVERLAP, "expires": _EXPIRES})
 
 
 def _add_prefix(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,13 @@
-"""Runs Redis, workers and a gateway as children of one process, in the right order."""
+"""Runs `batchway up`: Redis, workers and a gateway as children of one process, in the right order.
+
+Over 300 lines: a part's start, its restarts and its end need each other's order.
+"""
 
 import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -21,10 +25,10 @@ from contract.starts import Starts
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import Child, Console, PartLost, Restarts, keep_running
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
-from infra.lifeline import LIFELINE_VARIABLE
+from infra.lifeline import LIFELINE_VARIABLE, lifeline
 from infra.options import OBJECT_STORE_VARIABLE
+from infra.preconditions import RunningUp, write_note
 from infra.readiness import card_of, in_url, reachable_host, until_ready, welcome
-from infra.running_up import RunningUp, write_note
 
 _GRACE_S = 10.0  # beyond a child's own drain budget, before it is killed
 _POLL_S = 0.1
@@ -289,3 +293,73 @@ async def _in_thread(call: Callable[[], None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+EXIT_FAILED = 1
+EXIT_KILLED = 130  # the shell's status of a process ended by Ctrl-C
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Signals:
+    """Records signals: the first requests a drain, the second an immediate end."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.kill = asyncio.Event()
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            # Keep SIGHUP ignored under nohup. Handle SIGINT always: a shell ignores it for any
+            # process that it starts in the background.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._receive)
+
+    def _receive(self) -> None:
+        (self.kill if self.drain.is_set() else self.drain).set()
+
+
+async def run_up(options: StackOptions) -> int:
+    """Runs the stack until a signal or the loss of a part. Returns the exit status."""
+    console = Console(sys.stderr)
+    signals = _Signals()
+    signals.listen()
+    with lifeline() as fd:
+        stack = LocalStack(options, console, fd)
+        try:
+            status = await _serve(stack, signals, console)
+        except BaseException:
+            await stack.kill()
+            raise
+        ending = asyncio.create_task(stack.end())
+        if await _first(ending, signals.kill):
+            console.line("batchway", "everything has ended")
+            return status
+        console.line("batchway", "second signal: killing the remaining processes")
+        await stack.kill()
+        return EXIT_KILLED
+
+
+async def _serve(stack: LocalStack, signals: _Signals, console: Console) -> int:
+    serving = asyncio.create_task(stack.serve())
+    try:
+        await _first(serving, signals.drain)
+    except PartLost as lost:
+        console.line("batchway", str(lost))
+        return EXIT_FAILED
+    console.line("batchway", "ending: running requests finish first; Ctrl-C again kills")
+    return 0
+
+
+async def _first(task: asyncio.Task[None], event: asyncio.Event) -> bool:
+    """Whether the task ended before the event was set; otherwise cancels the task."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        await task
+        return True
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return False

@@ -84,7 +84,7 @@ class Option:
         shown = self.shown or self._default_text()
         if self.variable:
             shown = f"the variable {self.variable}, else {shown}"
-        help_ = f"{self.meaning} (default: {shown})"
+        help_ = f"{self.meaning} (default: {shown})".strip()
         if self.takes is None:
             parser.add_argument(word, action="store_true", help=help_)
         elif isinstance(self.takes, Value):
@@ -106,8 +106,9 @@ class Option:
             return "none"
         if isinstance(self.default, tuple):
             return ",".join(self.default)
+        shown = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
         is_time = isinstance(self.takes, Value) and self.takes.name == "SECONDS"
-        return f"{self.default:g} s" if is_time else str(self.default)
+        return f"{shown} s" if is_time else shown
 
 
 def add_options(

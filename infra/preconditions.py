@@ -2,9 +2,14 @@
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
+import os
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
+
+import msgspec
 
 from contract.catalogue import known_store
 from contract.connection import connect
@@ -15,7 +20,43 @@ from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable
 from infra import options as opts
-from infra.running_up import RunningUp, running_ups
+
+_NOTE = "up.json"
+
+
+class RunningUp(msgspec.Struct, frozen=True):
+    """One running `batchway up`. With a private Redis it writes this note beside the server's
+    socket, in a directory that only its user can read and that is removed with the server.
+    """
+
+    pid: int
+    redis_url: str
+    namespace: str
+    gateway_url: str
+
+
+def write_note(directory: Path, up: RunningUp) -> None:
+    """Writes the note. `directory` contains the server's socket."""
+    (directory / _NOTE).write_bytes(msgspec.json.encode(up))
+
+
+def running_ups() -> list[RunningUp]:
+    """This user's running `batchway up` processes that have a private Redis: those of TMPDIR, or
+    else of /tmp, where the socket is if TMPDIR's path is too long for one."""
+    return _noted_in(tempfile.gettempdir()) or _noted_in("/tmp")  # noqa: S108 - only reads ours
+
+
+def _noted_in(folder: str) -> list[RunningUp]:
+    found = {}
+    for note in Path(folder).glob(f"batchway-*/{_NOTE}"):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            if note.parent.lstat().st_uid != os.getuid():
+                continue
+            up = msgspec.json.decode(note.read_bytes(), type=RunningUp)
+            os.kill(up.pid, 0)
+            found[up.pid] = up
+    return [found[pid] for pid in sorted(found)]
+
 
 _NEEDS = {  # modules that show whether an extra is installed
     "gateway": ("fastapi", "uvicorn", "tokenizers", "jinja2", "prometheus_client"),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from infra import options as opts
-from infra.option_values import integer
 from infra.tables import table, write
 from workers.engine.interface import ModelRefused
 
@@ -19,21 +18,17 @@ _HEADING = (
 
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the measured streams")
-    whole = (
-        ("--streams", 32, "sequences that decode together"),
-        ("--prompt-tokens", 256, "tokens of each prompt"),
-    )
-    for name, default, text in whole:
-        group.add_argument(
-            name, type=integer(1), default=default, metavar="N", help=f"{text} (default: {default})"
-        )
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="DIR",
-        help="write decode.json, mixed.json and prefill.json there, for chrome://tracing or "
-        "Perfetto (default: no traces)",
-    )
+    table = {
+        "streams": opts.Option("sequences that decode together", opts.COUNT, 32),
+        "prompt_tokens": opts.Option("tokens of each prompt", opts.COUNT, 256),
+        "trace": opts.Option(
+            "write decode.json, mixed.json and prefill.json there, for chrome://tracing or "
+            "Perfetto",
+            opts.Value(Path, "DIR"),
+            shown="no traces",
+        ),
+    }
+    opts.add_options(group, table)
     opts.add_options(parser, opts.JSON)
     opts.add_model_options(parser)
 

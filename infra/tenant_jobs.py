@@ -14,7 +14,8 @@ from contract.function_types import JobView, Wanted
 from contract.functions import Functions
 from contract.jobs import PUBLIC_STATUSES, JobStatus, public_status
 from contract.keys import Keys
-from infra import option_values
+from infra import options as opts
+from infra.options import Option, Value
 from infra.tables import date, table, write
 from workers.settings import LANES
 
@@ -29,34 +30,25 @@ class JobRefusal(Exception):
 
 
 def add_tenant_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tenant",
-        default=DEFAULT_TENANT,
-        metavar="NAME",
-        help=f"the tenant whose jobs are meant (default: {DEFAULT_TENANT})",
-    )
+    tenant = Option("the tenant whose jobs are meant", opts.NAME, DEFAULT_TENANT)
+    opts.add_options(parser, {"tenant": tenant})
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     """Adds filters of the list."""
-    parser.add_argument("--status", choices=PUBLIC_STATUSES, help="only this state (default: any)")
-    parser.add_argument("--lane", choices=LANES, help="only this lane (default: any)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="only this one (default: any)")
-    parser.add_argument(
-        "--metadata",
-        action="append",
-        type=_metadata,
-        default=[],
-        metavar="NAME=VALUE",
-        help="only jobs with this metadata; may be repeated (default: any)",
-    )
-    parser.add_argument(
-        "--limit",
-        type=option_values.integer(1),
-        default=20,
-        metavar="N",
-        help="the most jobs to list (default: 20)",
-    )
+    table = {
+        "status": Option("only this state", tuple(PUBLIC_STATUSES), shown="any"),
+        "lane": Option("only this lane", LANES, shown="any"),
+        "served_model_name": Option("only this one", opts.NAME, shown="any"),
+        "metadata": Option(
+            "only jobs with this metadata; may be repeated",
+            Value(_metadata, "NAME=VALUE"),
+            [],
+            "any",
+        ),
+        "limit": Option("the most jobs to list", opts.COUNT, 20),
+    }
+    opts.add_options(parser, table)
 
 
 def run_tenant_jobs(options: argparse.Namespace, redis_url: str) -> None:

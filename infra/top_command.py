@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra import options as opts
-from infra.option_values import number
+from infra.options import Option, Value
 from infra.preconditions import UsageError, check_extra, running_up
 from infra.tables import write
 
@@ -28,30 +28,25 @@ _PICTURE_COLUMNS = 150
 
 
 def add_top_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url",
-        metavar="URL",
-        help="a gateway, which shows all of them (default: that of the running `batchway up`, else "
-        "http://127.0.0.1:8000)",
-    )
-    parser.add_argument(
-        "--interval-s",
-        type=number(may_be_zero=False),
-        default=2.0,
-        metavar="SECONDS",
-        help="time between updates; rates and percentiles cover it (default: 2 s)",
-    )
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="show the totals since counting began, once (default: update until Ctrl-C)",
-    )
-    parser.add_argument(
-        "--svg",
-        type=Path,
-        metavar="OUT",
-        help="draw the change between two snapshots into this file, and end (default: no picture)",
-    )
+    table = {
+        "url": Option(
+            "a gateway, which shows all of them",
+            Value(str, "URL"),
+            shown=f"that of the running `batchway up`, else {_DEFAULT_URL}",
+        ),
+        "interval_s": Option(
+            "time between updates; rates and percentiles cover it", opts.SECONDS, 2.0
+        ),
+        "once": Option(
+            "show the totals since counting began, once", None, shown="update until Ctrl-C"
+        ),
+        "svg": Option(
+            "draw the change between two snapshots into this file, and end",
+            Value(Path, "OUT"),
+            shown="no picture",
+        ),
+    }
+    opts.add_options(parser, table)
     opts.add_options(parser, opts.JSON)
 
 

@@ -25,8 +25,6 @@ ADAPTERS = {
     "transformers": "transformers_batching",
     "vllm": "vllm_engine",
     "openvino": "openvino_genai",
-    "llama.cpp": "llama_cpp_server",
-    "onnxruntime": "onnxruntime_engine",
 }
 _NUM_REQUESTS = 64
 _TIMEOUT_S = 1800

@@ -21,7 +21,7 @@ from pydantic import (
 from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import ToolFormat
 from gateway.grammars.compiler import Constraint
-from gateway.grammars.rules.parameter_types import string_parameters
+from gateway.grammars.rules.arguments import string_parameters
 from gateway.http.bodies import parse_json
 from gateway.http.errors import MISSING, ApiError, invalid_value
 from gateway.models.tokens import Cut

@@ -1,12 +1,7 @@
 """Engines side by side: each adapter's record, medians and tables."""
 
 import argparse
-import json
-import socketserver
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +9,6 @@ import pytest
 
 from bench.peers.__main__ import ADAPTERS, OURS, Column, main, measure, summarise, tables
 from bench.peers.adapters import record
-from bench.peers.adapters.llama_cpp_server import run as run_llama_server
 from infra.measure.workloads import Workload, WorkloadRequest, write_workload
 from tests.tiny_models import save_tiny_model
 
@@ -48,57 +42,6 @@ def test_every_adapter_has_a_name() -> None:
     takers = {f.stem for f in folder.glob("*.py") if "options = arguments()" in f.read_text()}
 
     assert takers == set(ADAPTERS.values())
-
-
-class _Slots(BaseHTTPRequestHandler):
-    """Answers like llama-server: an event for each token, and one for the end."""
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.end_headers()
-        first = asked["prompt"][-1]
-        events = [{"tokens": [first + i + 1], "stop": False} for i in range(asked["n_predict"])]
-        events[0]["tokens"] *= first < 100  # a request with such a token loses one
-        for event in [*events, {"tokens": [], "stop": True}]:
-            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-    def address_string(self) -> str:
-        return "a socket"
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def llama_server(tmp_path: Path) -> Iterator[str]:
-    """A fake llama-server; the path of its socket."""
-
-    class Server(socketserver.ThreadingUnixStreamServer):
-        daemon_threads = True
-
-    path = str(tmp_path / "server.sock")
-    with Server(path, _Slots) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield path
-        server.shutdown()
-        thread.join()
-
-
-def test_llama_servers_tokens_are_noted_by_request(llama_server: str) -> None:
-    """Each request has its own stream, all at once."""
-    requests = [{"prompt_token_ids": [3, 10 * n], "max_tokens": n} for n in (1, 2, 3)]
-
-    noted = run_llama_server(llama_server, requests)
-
-    assert noted._outputs == [[11], [21, 22], [31, 32, 33]]
-
-
-def test_a_truncated_answer_of_llama_server_is_an_error(llama_server: str) -> None:
-    """Otherwise fewer tokens would count as speed."""
-    with pytest.raises(AssertionError, match="a request has failed"):
-        run_llama_server(llama_server, [{"prompt_token_ids": [100], "max_tokens": 2}])
 
 
 def found(speed: float, outputs: list[list[int]]) -> dict[str, Any]:

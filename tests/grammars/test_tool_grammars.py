@@ -12,7 +12,7 @@ import pytest
 from contract.events import ToolCallDelta
 from contract.output_formats import ToolFormat
 from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
-from gateway.grammars.rules.parameter_types import string_parameters
+from gateway.grammars.rules.arguments import string_parameters
 from tests.grammars.walks import draw, judge
 from tests.marked_tokenizer import MarkedModel
 from workers.output.formats import REASONING_FORMATS, TOOL_FORMATS

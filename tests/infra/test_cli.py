@@ -21,8 +21,7 @@ from packaging.requirements import Requirement
 from infra import cli, options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
-from infra.preconditions import check_store
-from infra.running_up import RunningUp, write_note
+from infra.preconditions import RunningUp, check_store, write_note
 from tests.infra.command_line import COMMANDS, command_options
 from tests.markdown import code_blocks
 from workers.ipc.messages import EngineOptions
@@ -68,7 +67,8 @@ def test_up_imports_no_heavy_package_before_its_parts_start() -> None:
     """Only the gateway's process needs the web framework. Here `up` binds and stops, because
     other hosts could connect without a key."""
     program = (
-        "import sys, infra.cli, infra.up; code = infra.cli.main(['up', '--host=0.0.0.0']); "
+        "import sys, infra.cli, infra.local_stack; "
+        "code = infra.cli.main(['up', '--host=0.0.0.0']); "
         "heavy = ('torch', 'transformers', 'fastapi', 'uvicorn', 'numpy'); "
         "print(code, [m for m in heavy if m in sys.modules])"
     )

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from infra import fleet_memory
-from infra.fleet import FleetEntry, fleet_of, read_fleet, worker_arguments, worker_names
-from infra.fleet_memory import share_memory
+from infra import fleet
+from infra.fleet import (
+    FleetEntry,
+    fleet_of,
+    read_fleet,
+    share_memory,
+    worker_arguments,
+    worker_names,
+)
 from infra.options import VISIBLE_VARIABLE, choose_gpu, engine_options, visible_gpu
 from infra.parser import build_parser
 from infra.preconditions import UsageError
@@ -38,14 +44,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine seems to have two GPUs of 80 GiB."""
     monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
     sizes = {"0": 80 * GIB, "1": 80 * GIB}
-    monkeypatch.setattr(fleet_memory, "_gpu_bytes", sizes.get)
+    monkeypatch.setattr(fleet, "_gpu_bytes", sizes.get)
 
 
 @pytest.fixture
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine seems to have 10 MB of memory and no GPU."""
-    monkeypatch.setattr(fleet_memory, "total_cpu_bytes", lambda: 10_000_000)
-    monkeypatch.setattr(fleet_memory, "_gpu_bytes", lambda _: None)
+    monkeypatch.setattr(fleet, "total_cpu_bytes", lambda: 10_000_000)
+    monkeypatch.setattr(fleet, "_gpu_bytes", lambda _: None)
 
 
 def test_the_example_loads() -> None:

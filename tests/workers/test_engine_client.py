@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from workers.ipc.engine_client import EngineClient
+from workers.ipc.channel import EngineClient
 from workers.ipc.messages import (
     EngineLoad,
     EngineOptions,

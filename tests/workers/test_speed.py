@@ -3,7 +3,7 @@
 from workers.ipc.messages import LaneOptions
 from workers.lanes import lanes_to_claim
 from workers.settings import LANES
-from workers.supervisor.speed import Speed
+from workers.supervisor.holding import Speed
 
 
 def rate(speed: Speed) -> float:

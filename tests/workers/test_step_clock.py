@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from workers.supervisor.speed import StepClock
+from workers.supervisor.holding import StepClock
 
 
 @pytest.fixture

@@ -5,16 +5,21 @@ expression or Lark. A Matcher depends only on the grammar and the tokens consume
 choice, whose logged tokens are consumed again, continues as it would have.
 
 Compilations and masks have threads of their own, in which tenants take turns.
+
+Over 300 lines: a grammar, its compilation and its masks share those threads.
 """
 
 import os
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
+from typing import Any, TypeVar
 
 import numpy as np
 from cachetools import LRUCache
@@ -22,7 +27,61 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from contract.errors import ErrorCode
 from contract.jobs import GRAMMAR_LIMITS
-from workers.engine.turns import Turns
+from workers.engine.sequence import Sequence
+
+T = TypeVar("T")
+
+
+class Turns:
+    """At most one call of a tenant runs at a time, so that a tenant with many waits for itself.
+
+    A call that was cancelled before it began is dropped, and costs its tenant no turn.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._lock = Lock()
+        # The tenant that has waited longest for its turn is first.
+        self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = (
+            OrderedDict()
+        )
+        self._served: set[str] = set()  # tenants whose calls run now
+
+    def submit(self, tenant: str, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append((future, call))
+        self._executor.submit(self._run)
+        return future
+
+    def _run(self) -> None:
+        """Runs calls until none may begin."""
+        while (begun := self._begin()) is not None:
+            tenant, future, call = begun
+            try:
+                result = call()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            with self._lock:
+                self._served.discard(tenant)
+
+    def _begin(self) -> tuple[str, Future[Any], Callable[[], Any]] | None:
+        with self._lock:
+            for tenant in [tenant for tenant in self._waiting if tenant not in self._served]:
+                calls = self._waiting[tenant]
+                while calls:
+                    future, call = calls.popleft()
+                    if future.set_running_or_notify_cancel():
+                        self._served.add(tenant)
+                        self._waiting.move_to_end(tenant)
+                        if not calls:
+                            del self._waiting[tenant]
+                        return tenant, future, call
+                del self._waiting[tenant]
+        return None
+
 
 _NUM_KEPT = 24  # compiled grammars, each of up to about 70 MB
 _NUM_THREADS = 2  # for each kind of work, so that a tenant with much of it leaves one to others
@@ -225,3 +284,28 @@ def _give_way() -> None:
     """Lowers the priority of the thread that calls it, where threads have one of their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+class StepMasks:
+    """The tokens that the constrained rows of one step may not take."""
+
+    def __init__(self, masks: Mapping[Sequence, Mask], patience_s: float | None = None) -> None:
+        """`masks` by sequence. After `patience_s` a step continues without those that are late."""
+        self._masks = masks
+        self._patience_s = patience_s
+        self.late: set[Sequence] = set()  # those that the step lacked
+
+    def constrains(self, sequence: Sequence) -> bool:
+        """Whether there is a mask for it. Does not wait."""
+        return sequence in self._masks
+
+    def of(self, sequences: Seq[Sequence]) -> tuple[list[int], np.ndarray]:
+        """Waits for the masks. Returns which of `sequences` are constrained, as indices, and the
+        tokens that each of those may not take: bool, shape (number of indices, vocab_size). Late
+        ones are left out; what is drawn for those has no meaning."""
+        masks = {i: self._masks[s] for i, s in enumerate(sequences) if s in self._masks}
+        found, _ = wait({mask.found for mask in masks.values()}, self._patience_s)
+        ready = {index: mask for index, mask in masks.items() if mask.found in found}
+        self.late |= {sequences[index] for index in masks.keys() - ready.keys()}
+        rows = [mask.found.result()[mask.row] for mask in ready.values()]
+        return list(ready), np.stack(rows) if rows else np.empty((0, 0), dtype=bool)

@@ -12,7 +12,7 @@ from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.sequence import Sequence
 
 if TYPE_CHECKING:  # who only names an error of this module loads no numpy
-    from workers.engine.masks import StepMasks
+    from workers.engine.grammar import StepMasks
 
 
 class ModelRefused(Exception):

@@ -15,8 +15,7 @@ from workers.engine.interface import Chunk, Padding
 from workers.engine.kv_forecast import RecentLengths
 from workers.engine.lanes import Lanes
 from workers.engine.limits import EngineLimits
-from workers.engine.order import Order, WaitingQueue
-from workers.engine.policies import VirtualTokenCounters
+from workers.engine.order import Order, VirtualTokenCounters, WaitingQueue
 from workers.engine.running import Running, Streams
 from workers.engine.sequence import Account, Sequence
 from workers.engine.speculation import add_drafts

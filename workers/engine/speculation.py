@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from workers.engine.block_manager import BlockManager
-from workers.engine.prompt_lookup import PromptLookup
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import PromptLookup, Sequence
 from workers.engine.step_plan import StepPlan
 
 _MOST_DRAFTED = 8  # for one sequence in one step

@@ -1,10 +1,29 @@
-"""The engine's end of the socket: sends frames, receives messages."""
+"""Both ends of the socket between a supervisor, which starts the engine process, and the engine."""
 
+import asyncio
+import contextlib
+import logging
 import math
+import os
 import select
+import signal
 import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
 
-from workers.ipc.messages import FromEngine, ToEngine, decoder_to_engine, encode_frame
+import msgspec
+
+from workers.ipc.messages import (
+    EngineOptions,
+    FromEngine,
+    ToEngine,
+    decoder_from_engine,
+    decoder_to_engine,
+    encode_frame,
+)
 
 _RECEIVE_BYTES = 2**20
 
@@ -65,3 +84,122 @@ class Channel:
         if not data:
             raise PeerGone
         self._received += self._decoder.feed(data)
+
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+
+
+class EngineClient(asyncio.Protocol):
+    """One engine process. It ends by itself when this process dies."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        on_messages: Callable[[list[FromEngine]], None],
+        packages: tempfile.TemporaryDirectory[str] | None = None,
+    ) -> None:
+        self._process = process
+        self._packages = packages
+        self._on_messages = on_messages
+        self._decoder = decoder_from_engine()
+        self._transport: asyncio.WriteTransport | None = None  # None when the engine has closed
+        self._has_ended = asyncio.Event()
+        self._failure: Exception | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        options: EngineOptions,
+        on_messages: Callable[[list[FromEngine]], None],
+        python: str = "",
+    ) -> Self:
+        """Spawns `python -m module` with one end of a socket pair; `on_messages` is called with
+        the engine's messages as they arrive. `python` names the interpreter of another environment,
+        which finds batchway's packages by PYTHONPATH; '': this one."""
+        packages = _packages() if python else None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                python or sys.executable,
+                "-m",
+                module,
+                "--fd",
+                str(theirs.fileno()),
+                "--options",
+                msgspec.json.encode(options).decode(),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,  # its children are in the same group
+                env=os.environ | {"PYTHONPATH": packages.name} if packages else None,
+            )
+        loop = asyncio.get_running_loop()
+        _, client = await loop.create_connection(
+            lambda: cls(process, on_messages, packages), sock=ours
+        )
+        return client
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, messages: Sequence[ToEngine]) -> None:
+        """Sends one frame. Does not raise if the engine has ended: `end` returns then."""
+        if messages and self._transport is not None:
+            self._transport.write(encode_frame(messages))
+
+    async def end(self) -> None:
+        """Waits for the engine to end. Raises what `on_messages` raised; that also ends the
+        engine.
+        """
+        await self._has_ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self, grace_s: float = GRACE_S) -> int:
+        """Ends the process if it still runs; returns its exit status."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            log.warning("the engine process did not end in %.1f s: killed", grace_s)
+        self.kill()
+        if self._packages is not None:
+            self._packages.cleanup()
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """Kills the process and its children; then `end` returns."""
+        with contextlib.suppress(ProcessLookupError):  # they have all ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if messages := self._decoder.feed(data):
+                self._on_messages(messages)
+        except Exception as exc:
+            self._failure = exc
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._has_ended.set()
+
+
+def _packages() -> tempfile.TemporaryDirectory[str]:
+    """A folder with links to the packages that an engine imports, and to nothing else: this
+    environment may have another version of torch."""
+    folder = tempfile.TemporaryDirectory(prefix="batchway-engine-")
+    root = Path(__file__).resolve().parents[2]
+    for name in ("contract", "workers"):
+        Path(folder.name, name).symlink_to(root / name, target_is_directory=True)
+    return folder

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, Drawn, PromptLogprobs, Row, RowFailed, Sample
-from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
-from workers.model.logprobs import rank, ranked_sample
-from workers.model.sampler import sample
+from workers.model.sampler import rank, ranked_sample, sample
 from workers.model.staging import to_device
 
 # Compute log probabilities of this many logits at once (64 MiB of float32).

@@ -42,8 +42,13 @@ from workers.model.products import Processor
 from workers.model.quantization import check_quantization
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner
-from workers.model.sequential import Continues, SequentialRunner
-from workers.model.sequential_probe import StateShape, choose_continuation, measure_state
+from workers.model.sequential import (
+    Continues,
+    SequentialRunner,
+    StateShape,
+    choose_continuation,
+    measure_state,
+)
 from workers.model.tokenizer import read_tokenizer
 from workers.model.weights import load_decoder, use_own_attention
 

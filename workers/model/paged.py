@@ -14,10 +14,9 @@ from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.model.ahead.self_test import SelfTestFailed, check_attention, leave_prompts
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend, choose_backend
-from workers.model.huge_pages import touch, use_huge_pages
 from workers.model.kv_cache import KVCache, LayerShape, token_bytes
 from workers.model.loaded import Loaded
-from workers.model.memory import Card
+from workers.model.memory import Card, touch, use_huge_pages
 from workers.model.probe import check_parity, probe_layers, probe_sequence
 from workers.model.products import Products
 from workers.model.proof import difference, record, streamline

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Blame, Claimed, Release
-from workers.ipc.engine_client import EngineClient
+from workers.ipc.channel import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,

@@ -8,7 +8,7 @@ import logging
 import signal
 
 from contract.connection import end_tasks
-from workers.ipc.engine_client import EngineClient
+from workers.ipc.channel import EngineClient
 from workers.ipc.messages import FromEngine, LoadFailed, Loading
 from workers.settings import WorkerSettings
 from workers.supervisor.engine_keeper import RESTART_S, EngineRefused

@@ -19,7 +19,7 @@ from contract.payloads import open_store
 from contract.telemetry.tracing import Tracing
 from workers import logs
 from workers.configuration import ConfigurationError
-from workers.ipc.engine_client import GRACE_S
+from workers.ipc.channel import GRACE_S
 from workers.ipc.messages import Reconfigure
 from workers.settings import WorkerSettings, new_incarnation
 from workers.supervisor.drain import Drain, SpotNotice

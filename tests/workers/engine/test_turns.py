@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workers.engine.turns import Turns
+from workers.engine.grammar import Turns
 
 WAIT_S = 20.0
 

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.workers.model.driver import make_sequence
-from workers.engine.grammar import Mask
+from workers.engine.grammar import Mask, StepMasks
 from workers.engine.interface import Sample
-from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.gpu.drawing import draw
 from workers.model.gpu.request_state import RequestState
-from workers.model.logprobs import rank_chosen
 from workers.model.penalties import adjust_logits
-from workers.model.sampler import OPEN, sample
+from workers.model.sampler import OPEN, rank_chosen, sample
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.model.huge_pages import touch, use_huge_pages
+from workers.model.memory import touch, use_huge_pages
 
 _NUM_BYTES = 2**26  # more than an allocator keeps to hand out again
 _MADV_COLLAPSE = 25  # Linux 6.1

@@ -15,8 +15,13 @@ from tests.workers.model.driver import make_prompts, make_sequence, run_step, ru
 from workers.engine.interface import Chunk
 from workers.ipc.messages import EngineOptions
 from workers.model.loader import ModelRefused, load_model
-from workers.model.sequential import Continues, SequentialRunner, kept_state, state_bytes
-from workers.model.sequential_probe import choose_continuation
+from workers.model.sequential import (
+    Continues,
+    SequentialRunner,
+    choose_continuation,
+    kept_state,
+    state_bytes,
+)
 
 # States that continue anywhere, at single tokens only, and never.
 KINDS = ["bloom", "mamba", "qwen3_next", "recurrent_gemma"]

@@ -10,7 +10,7 @@ from bench.models import SIZES
 from contract.jobs import SamplingParams
 from infra.measure.workloads import log_uniform_workload, write_workload
 from tests.vllm_environment import vllm_python
-from workers.ipc.engine_client import EngineClient
+from workers.ipc.channel import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineOptions,
