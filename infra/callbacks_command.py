@@ -12,10 +12,10 @@ from contract.connection import connect
 from contract.keys import Keys
 from contract.outbox import DeadLetter, Outbox
 from infra import options as opts
+from infra.jobs_command import add_tenant_option
 from infra.option_values import checked, integer
 from infra.options import Option, Value
 from infra.tables import date, table, write
-from infra.tenant_jobs import add_tenant_option
 
 if TYPE_CHECKING:
     from workers.callbacks.deliverer import CallbackSettings

@@ -59,7 +59,7 @@ def test_import_contracts_hold() -> None:
         ("gateway.redis.key_ring", "gateway.routes.calls"),
         ("gateway.state", "gateway.follow.streams"),
         ("gateway.prepare.calls", "gateway.runners.submission"),
-        ("workers.engine.limits", "workers.engine.engine"),
+        ("workers.engine.interface", "workers.engine.engine"),
     ],
 )
 def test_an_import_of_a_room_above_breaks_the_contracts(

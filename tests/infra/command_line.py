@@ -2,7 +2,7 @@
 
 import argparse
 
-from infra import callbacks_command, jobs_command, keys_command, tenant_jobs
+from infra import callbacks_command, jobs_command, keys_command
 from infra.argparse_compat import shown_options
 from infra.parser import build_parser
 
@@ -11,7 +11,7 @@ COMMANDS = (
     *("bench serve", "cascade fit", "compare"),
     *(f"callbacks dead {action}" for action in callbacks_command.ACTIONS),
     *(f"keys {action}" for action in keys_command.ACTIONS),
-    *(f"jobs {action}" for action in tenant_jobs.ACTIONS),
+    *(f"jobs {action}" for action in jobs_command.JOB_ACTIONS),
     "jobs calibration",
     "ab report",
     *(f"jobs quarantine {action}" for action in jobs_command.ACTIONS),

@@ -14,8 +14,7 @@ from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.roster import Roster
 from infra.embedded_redis import EmbeddedRedis
-from infra.jobs_command import Quarantine, requeued_id
-from infra.tenant_jobs import JobRefusal
+from infra.jobs_command import JobRefusal, Quarantine, requeued_id
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet

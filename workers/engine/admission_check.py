@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from workers.engine.block_manager import BlockManager
+from workers.engine.interface import EngineLimits
 from workers.engine.kv_forecast import KVForecast, Need, RecentLengths
 from workers.engine.lanes import Lanes
-from workers.engine.limits import EngineLimits
-from workers.engine.running import Running
 from workers.engine.sequence import Sequence
-from workers.engine.step_plan import StepPlan
+from workers.engine.step_plan import Running, StepPlan
 
 
 class AdmissionVerdict(Enum):

@@ -5,8 +5,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 
-from workers.engine.interface import Model
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import EngineLimits, Model
 from workers.engine.sequence import Sequence
 
 _KEY_BYTES = 16

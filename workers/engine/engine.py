@@ -13,10 +13,18 @@ from workers.engine.batches import Batches, num_tokens_of
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars, StepMasks
-from workers.engine.interface import Chunk, Drawn, Model, Row, RowFailed, Sample, Vector
+from workers.engine.interface import (
+    Chunk,
+    Drawn,
+    EngineLimits,
+    Model,
+    Row,
+    RowFailed,
+    Sample,
+    Vector,
+)
 from workers.engine.jobs import JobEngine
 from workers.engine.kv_forecast import RecentLengths
-from workers.engine.limits import EngineLimits
 from workers.engine.report import StepReport, token_out
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence

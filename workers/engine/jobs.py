@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from contract.errors import ErrorCode
 from workers.engine.constraints import Constraints
 from workers.engine.grammar import GrammarFailed
-from workers.engine.interface import Chunk
-from workers.engine.limits import Deadlines, EngineLimits
+from workers.engine.interface import Chunk, Deadlines, EngineLimits
 from workers.engine.report import StepReport, choice_ended
 from workers.engine.request import check_request, sequences_of
 from workers.engine.scheduler import Scheduler

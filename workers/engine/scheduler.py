@@ -11,15 +11,13 @@ from collections.abc import Sequence as Seq
 from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import NOTHING, CostModel, added, step_features
-from workers.engine.interface import Chunk, Padding
+from workers.engine.interface import Chunk, EngineLimits, Padding
 from workers.engine.kv_forecast import RecentLengths
 from workers.engine.lanes import Lanes
-from workers.engine.limits import EngineLimits
 from workers.engine.order import Order, VirtualTokenCounters, WaitingQueue
-from workers.engine.running import Running, Streams
 from workers.engine.sequence import Account, Sequence
 from workers.engine.speculation import add_drafts
-from workers.engine.step_plan import UNLIMITED, StepPlan
+from workers.engine.step_plan import UNLIMITED, Running, StepPlan, Streams
 from workers.lanes import DEFAULT_LANES, Lane
 
 _SMALL_SHARE = 1 / 8  # of the budget: up to here streams are served without sorting

@@ -22,9 +22,8 @@ from msgspec.structs import replace
 
 from contract.model_cards import Capabilities
 from workers import logs
-from workers.engine.interface import Chunk, LoadedModel, ModelRefused
+from workers.engine.interface import DEFAULT_STEP_TOKENS, Chunk, LoadedModel, ModelRefused
 from workers.engine.jobs import JobEngine
-from workers.engine.limits import DEFAULT_STEP_TOKENS
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine_process.engine_setup import (

@@ -5,8 +5,7 @@ import logging
 from contract.model_cards import Capabilities
 from workers.engine.engine import Engine
 from workers.engine.grammar import GrammarFailed, Grammars
-from workers.engine.interface import LoadedModel, Model
-from workers.engine.limits import DEFAULT_STEP_TOKENS, EngineLimits
+from workers.engine.interface import DEFAULT_STEP_TOKENS, EngineLimits, LoadedModel, Model
 from workers.engine.strategy import (
     ContinuousBatching,
     DynamicBatching,

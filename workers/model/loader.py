@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 
 from contract.jobs import resume_kind
 from contract.model_cards import GenerationDefaults
-from workers.engine.interface import LoadedModel, ModelRefused
-from workers.engine.limits import DEFAULT_STEP_TOKENS
+from workers.engine.interface import DEFAULT_STEP_TOKENS, LoadedModel, ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model.ahead.runner import AheadRunner
 from workers.model.ahead.self_test import choose_steps

@@ -9,8 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from workers.engine.interface import ModelRefused, Padding
-from workers.engine.limits import DEFAULT_STEP_TOKENS
+from workers.engine.interface import DEFAULT_STEP_TOKENS, ModelRefused, Padding
 from workers.model.ahead.self_test import SelfTestFailed, check_attention, leave_prompts
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.backend import Backend, choose_backend

@@ -17,8 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from contract.errors import ErrorCode
 from workers.engine.grammar import Grammars
-from workers.engine.interface import Sample
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import EngineLimits, Sample
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence

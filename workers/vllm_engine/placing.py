@@ -13,9 +13,8 @@ from typing import Protocol
 from workers.engine.block_manager import BlockManager
 from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
-from workers.engine.interface import Chunk, PromptLogprobs, Sample
+from workers.engine.interface import Chunk, EngineLimits, PromptLogprobs, Sample
 from workers.engine.jobs import JobEngine
-from workers.engine.limits import EngineLimits
 from workers.engine.report import StepReport
 from workers.engine.request import RequestRefused
 from workers.engine.scheduler import Scheduler

@@ -10,9 +10,8 @@ from contract.jobs import FinishReason, SamplingParams
 from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
 from workers.engine.engine import Engine
-from workers.engine.interface import Chunk
+from workers.engine.interface import Chunk, EngineLimits
 from workers.engine.kv_forecast import RecentLengths
-from workers.engine.limits import EngineLimits
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import ContinuousBatching, Strategies, Strategy

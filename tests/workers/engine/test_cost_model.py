@@ -9,8 +9,7 @@ from contract.jobs import SamplingParams
 from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.cost_model import CostModel, chunk_features, step_features
 from workers.engine.engine import Engine
-from workers.engine.interface import Chunk, Padding, Sample
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import Chunk, EngineLimits, Padding, Sample
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import ContinuousBatching

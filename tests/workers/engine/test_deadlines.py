@@ -1,6 +1,6 @@
 """Tests of the queue of deadlines."""
 
-from workers.engine.limits import Deadlines
+from workers.engine.interface import Deadlines
 
 
 def test_deadlines_of_ended_jobs_are_forgotten() -> None:

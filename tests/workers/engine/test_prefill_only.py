@@ -14,8 +14,7 @@ from contract.jobs import Pooling, SamplingParams
 from tests.fakes import VOCAB_SIZE
 from workers.engine.engine import Engine
 from workers.engine.grammar import StepMasks
-from workers.engine.interface import Chunk, Padding, Row, RowFailed, Vector
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import Chunk, EngineLimits, Padding, Row, RowFailed, Vector
 from workers.engine.request import RequestRefused
 from workers.engine.strategy import ContinuousBatching, DynamicBatching, Strategy
 from workers.ipc.messages import Request

@@ -9,7 +9,7 @@ from contract.errors import ErrorCode
 from contract.jobs import SamplingParams
 from tests.fakes import EOS_ID, VOCAB_SIZE
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import EngineLimits
 from workers.engine.request import RequestRefused, ending_token_ids
 
 REFUSED_CHANGES: list[dict[str, object]] = [

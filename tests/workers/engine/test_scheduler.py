@@ -2,8 +2,7 @@
 
 from contract.jobs import SamplingParams
 from workers.engine.block_manager import BlockManager
-from workers.engine.interface import Chunk
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import Chunk, EngineLimits
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan

@@ -22,8 +22,7 @@ from tests.workers.model.driver import (
 )
 from workers.engine.engine import Engine
 from workers.engine.grammar import Mask, StepMasks
-from workers.engine.interface import Chunk, Model, RowFailed, Sample
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import Chunk, EngineLimits, Model, RowFailed, Sample
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import EngineOptions, Request
 from workers.model.ahead import decode

@@ -15,8 +15,7 @@ from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import make_prompts
 from tests.workers.model.parity import Expected, expected_of, num_near_ties
 from workers.engine.engine import Engine
-from workers.engine.interface import Model
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import EngineLimits, Model
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import Request
 

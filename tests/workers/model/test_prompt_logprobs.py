@@ -12,8 +12,7 @@ from tests.tiny_families import VOCAB_SIZE
 from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence
 from workers.engine.engine import Engine
-from workers.engine.interface import Chunk, Drawn, Model, RowFailed, Sample, Vector
-from workers.engine.limits import EngineLimits
+from workers.engine.interface import Chunk, Drawn, EngineLimits, Model, RowFailed, Sample, Vector
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import Request
