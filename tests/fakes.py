@@ -20,8 +20,9 @@ import numpy as np
 from contract.jobs import FinishReason, SamplingParams
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import ToolFormat
-from workers.engine.grammar import Grammars, StepMasks
+from workers.engine.grammar import Grammars
 from workers.engine.interface import Chunk, Drawn, Padding, PromptLogprobs, Row, RowFailed, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.vllm_engine.placing import HostOutput

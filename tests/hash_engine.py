@@ -14,8 +14,8 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, hash_tokenizer
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, LoadedModel, ModelRefused, Padding, Row
+from workers.engine.masks import StepMasks
 from workers.engine_process import engine_loop as engine_process
 from workers.ipc.messages import EngineOptions
 

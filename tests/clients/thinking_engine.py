@@ -17,8 +17,8 @@ from contract.jobs import SamplingParams
 from tests.real.families import QWEN3
 from tests.real.scripted import ScriptedModel
 from tests.real.scripted_engine import load_scripted_model
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, Padding, Row
+from workers.engine.masks import StepMasks
 from workers.engine_process import engine_loop as engine_process
 
 _STEP_S = 0.005

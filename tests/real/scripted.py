@@ -22,8 +22,8 @@ from msgspec import to_builtins
 from tokenizers import Tokenizer
 
 from contract.jobs import SamplingParams
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, Padding, PromptLogprobs, Row, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 
 SAYS = "says"

@@ -55,8 +55,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # noqa: E402
 )
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
-from workers.engine.grammar import Grammars, StepMasks  # noqa: E402
+from workers.engine.grammar import Grammars  # noqa: E402
 from workers.engine.interface import Sample  # noqa: E402
+from workers.engine.masks import StepMasks  # noqa: E402
 from workers.model.sampler import sample  # noqa: E402
 from workers.vllm_engine import runner_v2_compat  # noqa: E402
 from workers.vllm_engine.hosted import Stats  # noqa: E402

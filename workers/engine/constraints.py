@@ -7,8 +7,9 @@ from concurrent.futures import Future
 
 from contract.errors import ErrorCode
 from contract.jobs import FinishReason
-from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher, StepMasks
+from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher
 from workers.engine.interface import Chunk, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.report import StepReport, choice_ended, token_out
 from workers.engine.request import RequestRefused
 from workers.engine.sequence import Sequence

@@ -12,7 +12,7 @@ from contract.jobs import FinishReason
 from workers.engine.batches import Batches, num_tokens_of
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
-from workers.engine.grammar import GrammarFailed, Grammars, StepMasks
+from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import (
     Chunk,
     Drawn,
@@ -25,6 +25,7 @@ from workers.engine.interface import (
 )
 from workers.engine.jobs import JobEngine
 from workers.engine.kv_forecast import RecentLengths
+from workers.engine.masks import StepMasks
 from workers.engine.report import StepReport, token_out
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence

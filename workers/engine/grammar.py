@@ -5,8 +5,6 @@ expression or Lark. A Matcher depends only on the grammar and the tokens consume
 choice, whose logged tokens are consumed again, continues as it would have.
 
 Compilations and masks have threads of their own, in which tenants take turns.
-
-Over 300 lines: a grammar, its compilation and its masks share those threads.
 """
 
 import os
@@ -15,7 +13,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -27,7 +25,6 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from contract.errors import ErrorCode
 from contract.jobs import GRAMMAR_LIMITS
-from workers.engine.sequence import Sequence
 
 T = TypeVar("T")
 
@@ -284,28 +281,3 @@ def _give_way() -> None:
     """Lowers the priority of the thread that calls it, where threads have one of their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
-class StepMasks:
-    """The tokens that the constrained rows of one step may not take."""
-
-    def __init__(self, masks: Mapping[Sequence, Mask], patience_s: float | None = None) -> None:
-        """`masks` by sequence. After `patience_s` a step continues without those that are late."""
-        self._masks = masks
-        self._patience_s = patience_s
-        self.late: set[Sequence] = set()  # those that the step lacked
-
-    def constrains(self, sequence: Sequence) -> bool:
-        """Whether there is a mask for it. Does not wait."""
-        return sequence in self._masks
-
-    def of(self, sequences: Seq[Sequence]) -> tuple[list[int], np.ndarray]:
-        """Waits for the masks. Returns which of `sequences` are constrained, as indices, and the
-        tokens that each of those may not take: bool, shape (number of indices, vocab_size). Late
-        ones are left out; what is drawn for those has no meaning."""
-        masks = {i: self._masks[s] for i, s in enumerate(sequences) if s in self._masks}
-        found, _ = wait({mask.found for mask in masks.values()}, self._patience_s)
-        ready = {index: mask for index, mask in masks.items() if mask.found in found}
-        self.late |= {sequences[index] for index in masks.keys() - ready.keys()}
-        rows = [mask.found.result()[mask.row] for mask in ready.values()]
-        return list(ready), np.stack(rows) if rows else np.empty((0, 0), dtype=bool)

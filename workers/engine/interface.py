@@ -75,7 +75,7 @@ class Deadlines:
 
 
 if TYPE_CHECKING:  # who only names an error of this module loads no numpy
-    from workers.engine.grammar import StepMasks
+    from workers.engine.masks import StepMasks
 
 
 class ModelRefused(Exception):

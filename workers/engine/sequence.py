@@ -4,12 +4,15 @@ Predicts its next tokens from its own: those that followed when its last three t
 before (Saxena, "Prompt Lookup Decoding", 2023).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from contract.jobs import FinishReason, SamplingParams
+
+if TYPE_CHECKING:  # who only counts sequences loads no numpy
+    from workers.engine.grammar import Matcher
 
 _NUM_MATCHED = 3
 _REMEMBERED = 0.9  # of an earlier answer's weight: it is the last ten that count
@@ -29,7 +32,7 @@ class PromptLookup:
         """The share of its last output tokens that drafts predicted, or would have predicted."""
         return self._num_right / self._num_tried
 
-    def read(self, token_ids: Sequence[int], num_prompt: int) -> None:
+    def read(self, token_ids: Seq[int], num_prompt: int) -> None:
         """Reads the tokens since the last call, of which the first `num_prompt` are the prompt."""
         for position in range(self._num_read, len(token_ids)):
             key = hash(tuple(token_ids[position - _NUM_MATCHED : position]))
@@ -41,7 +44,7 @@ class PromptLookup:
             self._next[key] = position
         self._num_read = max(self._num_read, len(token_ids))
 
-    def draft(self, token_ids: Sequence[int], most: int, ending_ids: Collection[int]) -> list[int]:
+    def draft(self, token_ids: Seq[int], most: int, ending_ids: Collection[int]) -> list[int]:
         """Up to `most` tokens that may come next, none of which is in `ending_ids`."""
         found = self._next.get(hash(tuple(token_ids[-_NUM_MATCHED:])))
         drafted: list[int] = []
@@ -56,9 +59,6 @@ class PromptLookup:
             drafted.append(token_id)
         return drafted
 
-
-if TYPE_CHECKING:  # who only counts sequences loads no numpy
-    from workers.engine.grammar import Matcher
 
 Account = tuple[str, str]  # lane and tenant
 

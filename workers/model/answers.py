@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, Drawn, PromptLogprobs, Row, RowFailed, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
 from workers.model.sampler import rank, ranked_sample, sample

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contract.jobs import SamplingParams
-from workers.engine.grammar import StepMasks
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.staging import to_device
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, Padding, Row
+from workers.engine.masks import StepMasks
 from workers.model.answers import answer_chunks
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
 from workers.model.batch import Batch, build_batch

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from contract.jobs import SamplingParams
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import RowFailed, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.kernels import likeliest
 from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, ModelRefused, Padding, Row
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.answers import answer_chunks, scored_positions
 from workers.model.checkpoint import first_line

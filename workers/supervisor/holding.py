@@ -21,7 +21,8 @@ from contract.jobs import JobStatus
 from contract.telemetry.tracing import Tracing
 from workers.ipc.channel import EngineClient
 from workers.ipc.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
-from workers.lanes import Held, Lane, rooms_by_lane
+from workers.lanes import Lane
+from workers.supervisor.displacing import Held, rooms_by_lane
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.job_spans import JobSpans
 

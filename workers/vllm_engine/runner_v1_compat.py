@@ -18,8 +18,9 @@ from vllm.v1.sample.logits_processor.interface import (
     MoveDirectionality,
 )
 
-from workers.engine.grammar import GrammarFailed, Matcher, StepMasks
+from workers.engine.grammar import GrammarFailed, Matcher
 from workers.engine.interface import RowFailed
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.sampler import sample
 from workers.vllm_engine.sampling import Choice, choice_of, grammars_of

@@ -13,8 +13,8 @@ from contract.errors import ErrorCode
 from contract.jobs import Pooling, SamplingParams
 from tests.fakes import VOCAB_SIZE
 from workers.engine.engine import Engine
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, EngineLimits, Padding, Row, RowFailed, Vector
+from workers.engine.masks import StepMasks
 from workers.engine.request import RequestRefused
 from workers.engine.strategy import ContinuousBatching, DynamicBatching, Strategy
 from workers.ipc.messages import Request

@@ -11,8 +11,8 @@ import pytest
 
 from contract.jobs import SamplingParams
 from workers.engine.engine import Engine
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, Padding, Row, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.strategy import StaticBatching, Strategies
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, Request

@@ -21,8 +21,9 @@ from tests.workers.model.driver import (
     run_to_end,
 )
 from workers.engine.engine import Engine
-from workers.engine.grammar import Mask, StepMasks
+from workers.engine.grammar import Mask
 from workers.engine.interface import Chunk, EngineLimits, Model, RowFailed, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import EngineOptions, Request
 from workers.model.ahead import decode

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.workers.model.driver import make_sequence
-from workers.engine.grammar import Mask, StepMasks
+from workers.engine.grammar import Mask
 from workers.engine.interface import Sample
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.gpu.drawing import draw
 from workers.model.gpu.request_state import RequestState

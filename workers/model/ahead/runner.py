@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, Padding, PromptLogprobs, Row, Sample
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.ahead.decode import PrepareRows, RowsDecoder
 from workers.model.answers import score_prompt, with_prompt

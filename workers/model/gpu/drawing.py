@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from workers.engine.grammar import StepMasks
+from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.gpu.request_state import RequestState
 from workers.model.penalties import adjust_logits

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engine.grammar import StepMasks
 from workers.engine.interface import Chunk, Padding, Row, RowFailed, Vector
+from workers.engine.masks import StepMasks
 from workers.model.pooling.encoders import Encoder, Text
 from workers.model.pooling.folder import Activation
 from workers.model.pooling.heads import Heads
