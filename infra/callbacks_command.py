@@ -78,7 +78,7 @@ def run_callbacks_command(options: argparse.Namespace, url: str) -> int:
     if options.callbacks == "dead":
         return asyncio.run(_dead(options, url))
 
-    from infra.lifeline import end_with_parent
+    from infra.child import end_with_parent
     from workers.callbacks.service import run_callbacks
 
     settings = callback_settings(options, url)

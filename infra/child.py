@@ -2,6 +2,9 @@
 
 A part is given up after a few quick failures, or if a restart would not help. If others can do
 without it, it is tried again, at growing intervals and for ever.
+
+Children notice that their parent has ended, even by SIGKILL: it holds the only write end of a pipe,
+and they hold the read end, which then reaches its end.
 """
 
 import asyncio
@@ -10,8 +13,9 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TextIO
 
 _COLOURS = (36, 33, 35, 32, 34)  # cyan, yellow, magenta, green, blue
@@ -247,3 +251,37 @@ def describe_status(status: int) -> str:
         return f"signal {signal.Signals(-status).name}"
     except ValueError:
         return f"signal {-status}"
+
+
+LIFELINE_VARIABLE = "BATCHWAY_LIFELINE_FD"  # internal: set by `batchway up` for its children
+
+
+@contextlib.contextmanager
+def lifeline() -> Iterator[int]:
+    """Yields the read end for children; this process keeps the write end."""
+    read_fd, write_fd = os.pipe()
+    try:
+        yield read_fd
+    finally:
+        os.close(write_fd)
+        os.close(read_fd)
+
+
+def end_with_parent(grace_s: float) -> None:
+    """Ends this process after its parent: SIGTERM, then SIGKILL after `grace_s`. Does nothing
+    without a lifeline."""
+    fd = os.environ.pop(LIFELINE_VARIABLE, None)
+    if fd is None:
+        return
+    os.set_inheritable(int(fd), False)
+    threading.Thread(
+        target=_wait_and_end, args=(int(fd), grace_s), name="lifeline", daemon=True
+    ).start()
+
+
+def _wait_and_end(fd: int, grace_s: float) -> None:
+    while os.read(fd, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -142,7 +142,7 @@ def _gateway(options: argparse.Namespace) -> int:
         listener = socket.socket(fileno=options.listen_fd)
 
     from gateway.server import serve
-    from infra.lifeline import end_with_parent
+    from infra.child import end_with_parent
 
     end_with_parent(options.drain_s + opts.LIFELINE_GRACE_S)
     # uvicorn raises the signal it handled again when it has ended.
@@ -214,7 +214,7 @@ def _worker(options: argparse.Namespace) -> int:
 
     from dataclasses import replace
 
-    from infra.lifeline import end_with_parent
+    from infra.child import end_with_parent
     from workers.settings import VLLM_ENGINE, WorkerSettings
     from workers.supervisor.node import run_node
     from workers.supervisor.supervisor import run_worker

@@ -18,14 +18,20 @@ from pathlib import Path
 
 from contract.connection import broker_errors, connect, without_password
 from contract.errors import BatchwayError, BrokerUnavailable
-from contract.fitness import check_fitness
 from contract.keys import Keys
-from contract.library import ensure_library
+from contract.library import check_fitness, ensure_library
 from contract.starts import Starts
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
-from infra.child import Child, Console, PartLost, Restarts, keep_running
+from infra.child import (
+    LIFELINE_VARIABLE,
+    Child,
+    Console,
+    PartLost,
+    Restarts,
+    keep_running,
+    lifeline,
+)
 from infra.embedded_redis import EmbeddedRedis, Fsync, NoRedisServer
-from infra.lifeline import LIFELINE_VARIABLE, lifeline
 from infra.options import OBJECT_STORE_VARIABLE
 from infra.preconditions import RunningUp, write_note
 from infra.readiness import card_of, in_url, reachable_host, until_ready, welcome

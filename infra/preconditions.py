@@ -14,8 +14,8 @@ import msgspec
 from contract.catalogue import known_store
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, BrokerUnfit
-from contract.fitness import check_fitness
 from contract.keys import Keys
+from contract.library import check_fitness
 from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable

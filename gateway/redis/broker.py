@@ -35,7 +35,6 @@ from contract.errors import (
 )
 from contract.events import LogEntry
 from contract.files import Files
-from contract.fitness import check_fitness
 from contract.function_types import (
     JobPage,
     JobView,
@@ -48,7 +47,7 @@ from contract.function_types import (
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus, StoredPrompt
 from contract.keys import Keys
-from contract.library import ensure_library
+from contract.library import check_fitness, ensure_library
 from contract.outbox import CallbackState, Outbox, callback_state
 from contract.payloads import open_store
 from contract.payloads.encoding import decode_log, encode_prompts, with_prompts

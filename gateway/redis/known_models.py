@@ -13,10 +13,10 @@ from cachetools import LRUCache, TTLCache
 
 from contract.catalogue import Catalogue
 from contract.errors import ErrorCode, JobRefused, WireError
-from contract.fitness import max_memory
 from contract.function_types import FleetSnapshot
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.library import max_memory
 from contract.model_cards import ModelCard
 from contract.starts import ModelFailure
 from gateway.http.errors import ModelUnreadable

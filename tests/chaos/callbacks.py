@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from infra.lifeline import end_with_parent
+from infra.child import end_with_parent
 from tests.callbacks.callbacks_process import quick_settings
 from workers.callbacks.service import run_callbacks
 

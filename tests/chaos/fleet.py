@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from infra.child import lifeline
 from infra.embedded_redis import Fsync
-from infra.lifeline import lifeline
 from tests.chaos.mistakes import Mistake
 from tests.chaos.proxy import Link
 from tests.chaos.seats import CallbacksSeat, GatewaySeat, Place, Seat, WorkerSeat

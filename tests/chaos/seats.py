@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from infra.lifeline import LIFELINE_VARIABLE
+from infra.child import LIFELINE_VARIABLE
 from tests.chaos import mistakes
 from tests.chaos.mistakes import Mistake
 from tests.chaos.proxy import Link

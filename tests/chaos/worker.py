@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from infra.lifeline import end_with_parent
+from infra.child import end_with_parent
 from tests.chaos.mistakes import plant_in_worker
 from tests.hash_worker import hash_worker_settings
 from workers.supervisor.supervisor import run_worker

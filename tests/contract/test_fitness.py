@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from contract import fitness
+from contract import library
 from contract.connection import connect
-from contract.fitness import check_fitness
+from contract.library import check_fitness
 from infra.embedded_redis import EmbeddedRedis
 
 pytestmark = pytest.mark.anyio
@@ -19,7 +19,7 @@ WARNING = "set its aof-load-truncated to no"
 @pytest.fixture
 async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[redis.asyncio.Redis]:
     """A client of its own server, whose version is not known to be safe."""
-    monkeypatch.setattr(fitness, "_WHOLE_SINCE_VALKEY", (99,))
+    monkeypatch.setattr(library, "_WHOLE_SINCE_VALKEY", (99,))
     with EmbeddedRedis() as server:
         client = connect(server.url)
         yield client
@@ -60,7 +60,7 @@ async def test_a_safe_version_gives_no_warning(
 ) -> None:
     """A version of Valkey can be known to be safe; Redis always gives the warning."""
     await client.config_set("aof-load-truncated", "yes")
-    monkeypatch.setattr(fitness, "_WHOLE_SINCE_VALKEY", (7, 2))
+    monkeypatch.setattr(library, "_WHOLE_SINCE_VALKEY", (7, 2))
     await check_fitness(client)
     is_valkey = "valkey_version" in await client.info("server")
     assert (WARNING in caplog.text) == (not is_valkey)

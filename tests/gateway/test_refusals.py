@@ -15,9 +15,9 @@ import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.errors import RateLimit, RateLimits
-from contract.fitness import max_memory
 from contract.function_types import WorkerCapacity
 from contract.keys import Keys
+from contract.library import max_memory
 from contract.starts import Starts
 from gateway.app import create_app
 from gateway.child_process import ChildPool

@@ -11,8 +11,16 @@ from typing import TextIO
 
 import pytest
 
-from infra.child import Child, Console, PartLost, Restarts, describe_status, keep_running
-from infra.lifeline import LIFELINE_VARIABLE, lifeline
+from infra.child import (
+    LIFELINE_VARIABLE,
+    Child,
+    Console,
+    PartLost,
+    Restarts,
+    describe_status,
+    keep_running,
+    lifeline,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -173,7 +181,7 @@ async def test_a_child_that_ignores_the_signal_is_killed() -> None:
 async def test_a_child_ends_when_its_lifeline_is_cut() -> None:
     """By SIGTERM, then by SIGKILL."""
     program = (
-        "import signal, time; from infra.lifeline import end_with_parent; "
+        "import signal, time; from infra.child import end_with_parent; "
         "signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); "
         "end_with_parent(grace_s=0.1); time.sleep(600)"
     )

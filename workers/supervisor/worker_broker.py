@@ -15,7 +15,6 @@ from contract.connection import connect
 from contract.consumer import listen
 from contract.errors import BrokerFull
 from contract.events import LogEntry
-from contract.fitness import check_fitness
 from contract.function_types import (
     Append,
     Blame,
@@ -28,7 +27,7 @@ from contract.function_types import (
 )
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from contract.library import ensure_library
+from contract.library import check_fitness, ensure_library
 from contract.model_cards import ModelCard, TokenizerFiles
 from contract.payloads.store import ObjectStore
 from contract.roster import Roster
