@@ -1,34 +1,141 @@
-"""Writes docs/options.md: python -m infra.options_page > docs/options.md
+"""Writes docs/options.md and docs/api-fields.md: python -m infra.options_page options, or fields
 
-The options of the command line and the settings of a gateway, as they are declared.
+The options of the command line and the settings of a gateway, as they are declared; the fields of
+request bodies, as the OpenAPI document has them.
 """
 
 import argparse
 import re
+import sys
+from typing import Any
 
+from gateway.app import create_app
 from gateway.settings import GatewaySettings, variable
 from infra.argparse_compat import commands_of, shown_options
 from infra.parser import build_parser
 
-_HEAD = """<!-- Written by `python -m infra.options_page`. Do not edit. -->
+_HEAD = """<!-- Written by `python -m infra.options_page options`. Do not edit. -->
 # Options
 
 Every option and variable. [Configuration](configuration.md) explains those that need it."""
+_HEAD_OF_FIELDS = """<!-- Written by `python -m infra.options_page fields`. Do not edit. -->
+# Fields
+
+The fields of bodies, as in `GET /openapi.json`; [HTTP API](api.md) tells more. Those in **bold** \
+are required, others may be null. A boolean is false unless its default is given. Brackets name \
+the calls that have a field, where not all of a table do."""
 _DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
 
+_TEXT = ("ChatBody", "CompletionBody", "ResponseBody")
+_VECTORS = ("EmbeddingsBody", "RerankBody", "ScoreBody", "ClassifyBody")
+# A field of a call is in the last table that has all calls with it.
+_CALLS = {
+    "All calls": (*_TEXT, *_VECTORS),
+    "Chat, completions and responses": _TEXT,
+    "Chat and completions": _TEXT[:2],
+    "Responses": _TEXT[2:],
+    "Vectors": _VECTORS,
+}
+_OTHERS = {
+    "Jobs and quotes": "ChatJob",
+    "Changes of a job": "JobChange",
+    "Callbacks": "CallbackBody",
+    "Batches": "BatchBody",
+}
+_MAX_NAMES = 9  # of fields of an object in a cell
+_HUGE = 2**31 - 1  # from here on, a bound says only that a number has 32 or 64 bits
 
-def page() -> str:
-    """The text of the page, in Markdown."""
+Row = tuple[str, str, str]
+
+
+def options() -> str:
+    """The text of docs/options.md."""
     parts = [_HEAD]
     for name, parser in commands_of(build_parser()):
         rows = [_option_row(action) for action in shown_options(parser)]
-        parts += [f"## {name}", _table("option", rows)]
+        parts += [f"## {name}", _table("option | default", rows)]
     rows = [_setting_row(name) for name in GatewaySettings.model_fields]
-    parts += ["## Variables of a gateway", _table("variable", rows)]
+    parts += ["## Variables of a gateway", _table("variable | default", rows)]
     return "\n\n".join(parts) + "\n"
 
 
-def _option_row(action: argparse.Action) -> tuple[str, str, str]:
+def fields() -> str:
+    """The text of docs/api-fields.md."""
+    app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))  # connects later
+    schemas = app.openapi()["components"]["schemas"]
+    paths = schemas["BatchBody"]["properties"]["endpoint"]["enum"]
+    schemas["ChatJob"]["properties"]["endpoint"]["enum"] = paths  # of all kinds of jobs
+    calls_with: dict[Row, list[str]] = {}
+    for body in _CALLS["All calls"]:
+        for row in _field_rows(body, schemas):
+            calls_with.setdefault(row, []).append(body)
+    tables: dict[str, list[Row]] = {title: [] for title in _CALLS}
+    for (name, values, meaning), calls in calls_with.items():
+        title = [title for title, bodies in _CALLS.items() if {*calls} <= {*bodies}][-1]
+        tables[title].append((name + _brackets(calls, _CALLS[title]), values, meaning))
+    tables |= {title: _field_rows(body, schemas) for title, body in _OTHERS.items()}
+    parts = [_HEAD_OF_FIELDS]
+    for title, rows in tables.items():
+        rows.sort(key=lambda row: not row[0].startswith("**"))
+        parts += [f"## {title}", _table("field | values", rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _brackets(calls: list[str], bodies: tuple[str, ...]) -> str:
+    others = [body for body in bodies if body not in calls]
+    named, no = (calls, "") if len(calls) <= len(others) else (others, "not ")
+    names = ", ".join(body.removesuffix("Body").lower() for body in named)
+    return f" ({no}{names})" if others else ""
+
+
+def _field_rows(body: str, schemas: dict[str, Any]) -> list[Row]:
+    rows = []
+    for name, field in schemas[body]["properties"].items():
+        mark = "**" if name in schemas[body].get("required", ()) else ""
+        rows.append((f"{mark}`{name}`{mark}", _values(field, schemas), field["description"]))
+    return rows
+
+
+def _values(field: dict[str, Any], schemas: dict[str, Any], s: str = "") -> str:
+    """What a schema permits, in words; `s` makes a plural of what stands in a list."""
+    field = schemas[field["$ref"].rpartition("/")[2]] if "$ref" in field else field
+    if kinds := field.get("anyOf") or field.get("oneOf"):
+        words = [_values(each, schemas, s) for each in kinds if each.get("type") != "null"]
+        return (" or " if s else "; ").join(words)
+    if named := field.get("enum") or ([field["const"]] if "const" in field else ()):
+        *first, last = (f"`{name}`" for name in named)
+        return f"{', '.join(first)} or {last}" if first else last
+    kind, size = field["type"].replace("array", "list") + s, _size(field)
+    if size == " of 1 or more":
+        kind, size = f"non-empty {kind}", ""
+    items = field.get("items") or field.get("additionalProperties")
+    if isinstance(items, dict):
+        return f"{kind}{size or ' of'} {_values(items, schemas, 's')}"
+    if names := ", ".join(f"`{name}`" for name in field.get("properties", ())):
+        return f"{kind} ({names})" if names.count(",") < _MAX_NAMES else kind
+    unit = {"string": " characters", "object": " fields"}.get(field["type"], "")
+    return f"{kind}{size}{unit if size else ''}"
+
+
+def _size(field: dict[str, Any]) -> str:
+    """The bounds of a number or of a length, in words."""
+    bounds = {
+        name[:3]: f"{bound:,.15g}"
+        for name, bound in field.items()
+        if name.startswith(("min", "max", "exclusiveMin")) and abs(bound) < _HUGE
+    }
+    low, high = bounds.get("min"), bounds.get("max")
+    if "exc" in bounds:
+        low = f"over {bounds['exc']}"
+    is_number = field["type"] in ("integer", "number")
+    if low and high:
+        return (", " if is_number else " of ") + (low if low == high else f"{low} to {high}")
+    if low:
+        return f" from {low}" if is_number else f" of {low} or more"
+    return f" of at most {high}" if high else ""
+
+
+def _option_row(action: argparse.Action) -> Row:
     name = action.option_strings[-1]
     if isinstance(action.metavar, tuple):
         name += " " + " ".join(action.metavar)
@@ -38,26 +145,23 @@ def _option_row(action: argparse.Action) -> tuple[str, str, str]:
         name += " " + "|".join(map(str, action.choices))
     meaning = (action.help or "").replace("%%", "%")
     found = _DEFAULT.search(meaning)
-    return name, found[1] if found else "", _DEFAULT.sub("", meaning)
+    return f"`{name}`", found[1] if found else "", _DEFAULT.sub("", meaning)
 
 
-def _setting_row(name: str) -> tuple[str, str, str]:
+def _setting_row(name: str) -> Row:
     field = GatewaySettings.model_fields[name]
     default = "required" if field.is_required() else field.default
     if default in (None, "", ()):
         default = ""
     elif isinstance(default, float):
         default = f"{default:g}"
-    return variable(name), str(default), field.description or ""
+    return f"`{variable(name)}`", str(default), field.description or ""
 
 
-def _table(what: str, rows: list[tuple[str, str, str]]) -> str:
-    lines = [f"| {what} | default | meaning |", "|---|---|---|"]
-    for name, *cells in rows:
-        shown = [cell.replace("|", "\\|") for cell in (f"`{name}`", *cells)]
-        lines.append("| " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+def _table(head: str, rows: list[Row]) -> str:
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return "\n".join([f"| {head} | meaning |", "|---|---|---|", *(f"| {line} |" for line in lines)])
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print({"options": options, "fields": fields}[sys.argv[1]](), end="")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.options_page import page
+from infra.options_page import fields, options
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("batchway_client", "contract", "gateway", "workers", "infra", "bench")
@@ -142,5 +142,10 @@ def test_scripts_are_short_and_strict(path: Path) -> None:
 
 
 def test_the_page_of_options_is_as_they_are_declared() -> None:
-    """After a change: python -m infra.options_page > docs/options.md"""
-    assert (ROOT / "docs" / "options.md").read_text() == page()
+    """After a change: python -m infra.options_page options > docs/options.md"""
+    assert (ROOT / "docs" / "options.md").read_text() == options()
+
+
+def test_the_page_of_fields_is_as_the_document_describes_them() -> None:
+    """After a change: python -m infra.options_page fields > docs/api-fields.md"""
+    assert (ROOT / "docs" / "api-fields.md").read_text() == fields()

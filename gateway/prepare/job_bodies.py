@@ -16,7 +16,11 @@ from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBo
 from gateway.settings import GatewaySettings
 
 MAX_DEADLINE_S = 7 * 86_400
-_MAX_LANE = 64
+_Lane = Annotated[str | None, Field(min_length=1, max_length=64)]
+_Deadline = Annotated[float | None, Field(ge=1, le=MAX_DEADLINE_S)]
+_Target = Annotated[str | None, Field(min_length=1, max_length=512)]
+_PATH = Field(description="path of the call")
+_BODY = Field(description="body of the call, without `store: false`")
 
 PROGRESS_TOKENS = 256  # default number of tokens between two progress messages
 
@@ -24,70 +28,80 @@ PROGRESS_TOKENS = 256  # default number of tokens between two progress messages
 class CallbackBody(OwnModel):
     """Where to report a job's end: exactly one of the first six."""
 
-    url: Annotated[str, Field(max_length=MAX_URL_CHARS)] | None = None
-    sqs: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    sns: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    eventbridge: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    function: Annotated[str | None, Field(alias="lambda", min_length=1, max_length=512)] = None
-    s3: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    secret: Annotated[str, Field(max_length=128)] | None = None
-    payload: Literal["thin", "full"] | None = None
-    events: Annotated[list[Literal["job.started", "job.progress"]], Field(max_length=2)] | None = (
-        None
+    url: Annotated[str, Field(max_length=MAX_URL_CHARS)] | None = Field(
+        None, description="one of these six; `https`, a public host, no user, password or fragment"
     )
-    progress_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    sqs: _Target = Field(None, description="URL of a queue")
+    sns: _Target = Field(None, description="ARN of a topic")
+    eventbridge: _Target = Field(None, description="ARN of a bus")
+    function: _Target = Field(None, alias="lambda", description="ARN of a function")
+    s3: _Target = Field(None, description="`bucket/prefix`")
+    secret: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="`whsec_` and base64 of 24 to 64 bytes; default: the installation's"
+    )
+    payload: Literal["thin", "full"] | None = Field(
+        None, description="`full`: also text of up to 250 kB; default: `thin`"
+    )
+    events: list[Literal["job.started", "job.progress"]] | None = Field(
+        None, max_length=2, description="sent beside the end; default: none"
+    )
+    progress_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="of the output, between progress messages; default: 256"
+    )
 
 
 class JobBody(OwnModel):
     """Fields of POST /v1/jobs and POST /v1/quote besides the call itself."""
 
-    lane: Annotated[str, Field(min_length=1, max_length=_MAX_LANE)] | None = None
-    deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None
-    retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = None  # from the job's end
-    metadata: Metadata | None = None
-    callback: CallbackBody | None = None
+    lane: _Lane = Field(None, description="a served one; default: by the body's `service_tier`")
+    deadline_s: _Deadline = Field(None, description="seconds from now; default: a day")
+    retention_s: Annotated[float, Field(ge=MIN_RETENTION_S)] | None = Field(
+        None, description="seconds kept after the end; default: the key's, else a day"
+    )
+    metadata: Metadata | None = Field(None, description="names of up to 64 characters")
+    callback: CallbackBody | None = Field(None, description="where to report the job's end")
 
 
 class ChatJob(JobBody):
-    endpoint: Literal["/v1/chat/completions"]
-    body: ChatBody
+    endpoint: Annotated[Literal["/v1/chat/completions"], _PATH]
+    body: Annotated[ChatBody, _BODY]
 
 
 class CompletionJob(JobBody):
-    endpoint: Literal["/v1/completions"]
-    body: CompletionBody
+    endpoint: Annotated[Literal["/v1/completions"], _PATH]
+    body: Annotated[CompletionBody, _BODY]
 
 
 class EmbeddingsJob(JobBody):
-    endpoint: Literal["/v1/embeddings"]
-    body: EmbeddingsBody
+    endpoint: Annotated[Literal["/v1/embeddings"], _PATH]
+    body: Annotated[EmbeddingsBody, _BODY]
 
 
 class RerankJob(JobBody):
-    endpoint: Literal["/v1/rerank"]
-    body: RerankBody
+    endpoint: Annotated[Literal["/v1/rerank"], _PATH]
+    body: Annotated[RerankBody, _BODY]
 
 
 class ScoreJob(JobBody):
-    endpoint: Literal["/v1/score"]
-    body: ScoreBody
+    endpoint: Annotated[Literal["/v1/score"], _PATH]
+    body: Annotated[ScoreBody, _BODY]
 
 
 class ClassifyJob(JobBody):
-    endpoint: Literal["/v1/classify"]
-    body: ClassifyBody
+    endpoint: Annotated[Literal["/v1/classify"], _PATH]
+    body: Annotated[ClassifyBody, _BODY]
 
 
 class ResponseJob(JobBody):
-    endpoint: Literal["/v1/responses"]
-    body: ResponseBody
+    endpoint: Annotated[Literal["/v1/responses"], _PATH]
+    body: Annotated[ResponseBody, _BODY]
 
 
 class JobChange(OwnModel):
     """PATCH /v1/jobs/{id}."""
 
-    lane: Annotated[str, Field(min_length=1, max_length=_MAX_LANE)] | None = None
-    deadline_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] | None = None  # from now
+    lane: _Lane = Field(None, description="the new lane")
+    deadline_s: _Deadline = Field(None, description="seconds from now")
 
     @model_validator(mode="after")
     def _changes(self) -> Self:

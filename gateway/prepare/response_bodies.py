@@ -20,15 +20,16 @@ from pydantic import (
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.prepare.schemas import (
     MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
     CalledFunction,
     CallId,
     ChatBody,
     Effort,
     Function,
+    Sampled,
     Schema,
+    Templated,
     ToolName,
-    Variables,
+    TopLogprobs,
 )
 from gateway.prepare.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
 
@@ -296,13 +297,13 @@ class StreamOptions(StrictModel):
 
 Input = Annotated[
     list[InputItem],
-    Field(min_length=1),
+    Field(min_length=1, description="text, or items of earlier turns and this one"),
     FailFast(),
     BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
 ]
 
 
-class ResponseBody(CallFields):
+class ResponseBody(Templated, Sampled, CallFields):
     """POST /v1/responses."""
 
     unasked = UNSUPPORTED_OF_RESPONSES
@@ -310,20 +311,15 @@ class ResponseBody(CallFields):
     ignored = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 
     input: Input
-    instructions: str | None = None
-    previous_response_id: ItemId | None = None
-    store: bool | None = None
-    background: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of hosted tools: no effect
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    # All but the log probabilities belong to tools and models that are not here: no effect.
+    instructions: str | None = Field(None, description="first system message; no chain inherits it")
+    previous_response_id: ItemId | None = Field(None, description="its input and output come first")
+    store: bool | None = Field(None, description="false: deleted when it ends; default: true")
+    background: bool | None = Field(None, description="answers at once; default: false")
+    stream: bool | None = Field(None, description="OpenAI's events; default: false")
+    stream_options: StreamOptions | None = Field(None, description="no effect")
+    max_output_tokens: int | None = Field(None, ge=1, description="as `max_tokens` of a chat")
+    max_tool_calls: int | None = Field(None, ge=1, description="no effect")
+    top_logprobs: TopLogprobs = Field(None, description="alternatives for each token of the output")
     include: (
         list[
             Literal[
@@ -338,22 +334,18 @@ class ResponseBody(CallFields):
             ]
         ]
         | None
-    ) = None
+    ) = Field(None, description="only `message.output_text.logprobs` has an effect")
     tools: (
         Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)]
         | None
-    ) = None
+    ) = Field(None, description="functions in this API's flat form")
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
         BeforeValidator(_choice),
-    ] = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    chat_template_kwargs: Variables | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    metadata: Metadata | None = None
-    documents: Annotated[list[str], Field(max_length=2048)] | None = None  # for flows
+    ] = Field(None, description="as of a chat, in the flat form; default: `auto`")
+    text: TextOptions | None = Field(None, description="form of the output; default: `text`")
+    reasoning: ReasoningOptions | None = Field(None, description="`effort` alone has an effect")
+    metadata: Metadata | None = Field(None, description="the job's; names of up to 64 characters")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -420,14 +412,8 @@ _SHARED = (
     "model",
     "service_tier",
     "on_disconnect",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "parallel_tool_calls",
-    "documents",
-    "chat_template_kwargs",
-    "thinking_token_budget",
+    *Templated.model_fields,
+    *Sampled.model_fields,
 )
 
 

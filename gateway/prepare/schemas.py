@@ -74,6 +74,9 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Several = Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 _Prompt = str | TokenIds | _Several
 
+TopLogprobs = Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+_Penalty = Annotated[float | None, Field(ge=-2, le=2, description="default: the model's, else 0")]
+
 
 class JsonSchemaFormat(StrictModel):
     """The `json_schema` of a response format."""
@@ -117,12 +120,12 @@ class Constrained(StrictModel):
     """The parameters of a call that constrain its output: OpenAI's `response_format`, vLLM's
     `structured_outputs` and `guided_*`. At most one may be given. It becomes the job's grammar."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | str | None = None
-    guided_regex: Expression | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Expression | None = None
+    response_format: ResponseFormat | None = Field(None, description="form of the output")
+    structured_outputs: StructuredOutputs | None = Field(None, description="exactly one of these")
+    guided_json: Schema | str | None = Field(None, description="as `structured_outputs.json`")
+    guided_regex: Expression | None = Field(None, description="as `structured_outputs.regex`")
+    guided_choice: Choices | None = Field(None, description="as `structured_outputs.choice`")
+    guided_grammar: Expression | None = Field(None, description="as `structured_outputs.grammar`")
 
     @model_validator(mode="after")
     def _constrains_once(self) -> Self:
@@ -227,12 +230,31 @@ class ToolCall(StrictModel):
     function: CalledFunction
 
 
-class WithTools(Constrained):
+def _checked(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if name in _OWN or name.endswith("_token"):
+            raise refusal("is not for chat_template_kwargs", name)
+    return variables
+
+
+Variables = Annotated[dict[str, Any], Field(max_length=_MAX_VARIABLES), AfterValidator(_checked)]
+
+
+class Templated(StrictModel):
+    """What a chat and a response ask of the chat template and its formats."""
+
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one; default: true")
+    chat_template_kwargs: Variables | None = Field(None, description="variables of the template")
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="reasoning at most")
+
+
+class WithTools(Templated, Constrained):
     """Parameters of a chat that concern tools."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description="functions to call")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = Field(
+        None, description="whether functions are called, and which; default: `auto`"
+    )
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -305,16 +327,6 @@ class WithTools(Constrained):
         return Constraint("tools", "tools", calls)
 
 
-def _checked(variables: dict[str, Any]) -> dict[str, Any]:
-    for name in variables:
-        if name in _OWN or name.endswith("_token"):
-            raise refusal("is not for chat_template_kwargs", name)
-    return variables
-
-
-Variables = Annotated[dict[str, Any], Field(max_length=_MAX_VARIABLES), AfterValidator(_checked)]
-
-
 WHOLE = -1  # the model's length
 
 
@@ -329,8 +341,10 @@ class Truncated(StrictModel):
 
     truncate_prompt_tokens: (
         Annotated[int, Field(ge=WHOLE, lt=2**31), AfterValidator(_not_zero)] | None
-    ) = None
-    truncation_side: Literal["left", "right"] | None = None  # which is cut off
+    ) = Field(None, description="longer prompts are cut to it; -1: to the context")
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="which is cut off; default: `left`, of vectors `right`"
+    )
 
     def cut(self, card: ModelCard, *, room: int, cuts_left: bool) -> Cut | None:
         """Returns how the model's prompts are cut; None if they are not. `room`: the tokens of the
@@ -350,8 +364,9 @@ class Truncated(StrictModel):
 class TruncatedTexts(Truncated):
     """How a call for vectors asks that long texts be cut: also in Cohere's words."""
 
-    # True and false as in other servers.
-    truncate: Literal["NONE", "START", "END"] | bool | None = None
+    truncate: Literal["NONE", "START", "END"] | bool | None = Field(
+        None, description="the side that is cut off; true: `END`, false: `NONE`"
+    )
 
     @model_validator(mode="after")
     def _is_one_wish(self) -> Self:
@@ -511,41 +526,52 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None  # accepted; chunks are never padded
 
 
-class _SamplingBody(Truncated, CallFields, Constrained):
+class Sampled(StrictModel):
+    """Parameters of chats, completions and responses."""
+
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 is greedy; default: the model's, else 1"
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="default: the model's, else 1")
+    presence_penalty: _Penalty = None
+    frequency_penalty: _Penalty = None
+    documents: list[str] | None = Field(None, max_length=2048, description="for templates of flows")
+
+
+class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     """Parameters of both endpoints."""
 
     model_config = ConfigDict(extra="forbid")
     unasked = UNSUPPORTED
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    expected_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # of a choice
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[str, Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_LOGIT_BIASES),
-        ]
-        | None
-    ) = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: int | None = Field(None, ge=1, description="of a choice; default: as many as fit")
+    min_tokens: int | None = Field(None, ge=0, description="up to `max_tokens`; default: 0")
+    expected_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="estimate for admission and waits, not the bill; default: earlier outputs"
+    )
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0, -1: off; default: the model's")
+    min_p: float | None = Field(None, ge=0, le=1, description="default: the model's, else 0")
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=2, description="default: the model's, else 1"
+    )
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=MAX_LOGIT_BIASES, description="by token id; default: -100 if suppressed"
+    )
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
+        None, description="64 bits, the highest ignored; default: from the job's id"
+    )
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="choices per prompt; default: 1")
     stop: (
         Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=_Stops)] | None
-    ) = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    documents: Annotated[list[str], Field(max_length=2048)] | None = None  # for flows
+    ) = Field(None, description="what ends a choice; characters count as bytes of UTF-8")
+    stop_token_ids: list[int] | None = Field(None, max_length=64, description="these end a choice")
+    ignore_eos: bool | None = Field(None, description="goes on to `max_tokens`; default: false")
+    stream: bool | None = Field(None, description="the answer in events; default: false")
+    stream_options: StreamOptions | None = Field(None, description="usage in the last chunk or all")
+    return_token_ids: bool | None = Field(None, description="adds `token_ids`, `prompt_token_ids`")
+    prompt_logprobs: TopLogprobs = Field(
+        None, description="alternatives for each token of the prompt, in vLLM's form"
+    )
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -567,13 +593,13 @@ class ChatBody(WithTools, _SamplingBody):
     """POST /v1/chat/completions."""
 
     # Only the first error is reported; collecting 60,000, which fit in a body, took two seconds.
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    chat_template_kwargs: Variables | None = None
-    reasoning_effort: Effort | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    messages: Annotated[list[Message], FailFast()] = Field(
+        min_length=1, description="the conversation; `content` is text, of an assistant also null"
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="as `max_tokens`")
+    reasoning_effort: Effort | None = Field(None, description="default: the model's")
+    logprobs: bool | None = Field(None, description="of the output's tokens; default: false")
+    top_logprobs: TopLogprobs = Field(None, description="alternatives per token; needs `logprobs`")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -596,11 +622,11 @@ class CompletionBody(_SamplingBody):
         tuple[Annotated[str | tuple[int, ...], BeforeValidator(_prompt)], ...],
         FailFast(),
         BeforeValidator(_prompts, json_schema_input_type=_Prompt),
-    ]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0: only with echo, to score a prompt
+    ] = Field(description="text or token ids, or several of these")
+    logprobs: TopLogprobs = Field(None, description="of the output, with so many alternatives")
+    best_of: int | None = Field(None, description="must equal `n`")
+    echo: bool | None = Field(None, description="choices begin with the prompt and its `logprobs`")
+    max_tokens: int | None = Field(None, ge=0, description="0: `echo` scores a text; default: 16")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -166,15 +166,18 @@ class CallFields(StrictModel):
         "user",
     )
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    # None: depends on the idempotency key
-    on_disconnect: Literal["cancel", "continue"] | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_retention: Annotated[str, Field(max_length=64)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    model: str = Field(min_length=1, max_length=256, description="a name from `GET /v1/models`")
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = Field(
+        None, description="`priority` is the lane `interactive`, `flex` is `batch`"
+    )
+    on_disconnect: Literal["cancel", "continue"] | None = Field(
+        None, description="the job; default: `cancel`, of calls with `Idempotency-Key` `continue`"
+    )
+    user: str | None = Field(None, max_length=512, description="checked, ignored")
+    safety_identifier: str | None = Field(None, max_length=512, description="checked, ignored")
+    prompt_cache_key: str | None = Field(None, max_length=512, description="checked, ignored")
+    prompt_cache_retention: str | None = Field(None, max_length=64, description="checked, ignored")
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="checked, ignored")
 
 
 def ignored_header(body: CallFields) -> dict[str, str]:

@@ -101,6 +101,7 @@ _Texts = Annotated[
     tuple[str, ...],
     FailFast(),
     BeforeValidator(_texts, json_schema_input_type=_Text | _Several[_Text]),
+    Field(description="one with one, one with each of the others, or each with its own"),
 ]
 
 
@@ -136,10 +137,14 @@ class EmbeddingsBody(InputBody):
         tuple[str | tuple[int, ...], ...],
         FailFast(),
         BeforeValidator(_inputs, json_schema_input_type=_Inputs),
-    ]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    input_type: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    ] = Field(description="texts or token ids")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="`base64`: of float32, little-endian; default: `float`"
+    )
+    dimensions: int | None = Field(None, ge=1, lt=2**31, description="declared size; default: all")
+    input_type: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        None, description="`query`, `document` or another instruction; default: the model's"
+    )
 
 
 class ClassifyBody(InputBody):
@@ -149,10 +154,11 @@ class ClassifyBody(InputBody):
         tuple[str | tuple[int, ...] | tuple[str, str], ...],
         FailFast(),
         BeforeValidator(_inputs_or_pairs, json_schema_input_type=_Inputs | _Several[_Pair]),
-    ]
+    ] = Field(description="texts, token ids, or pairs of texts")
 
 
-MaxTokens = Annotated[int, Field(ge=0, lt=2**31)]  # 0: no limit, as in vLLM
+_MAX_TOKENS = "tokens read of each document or `text_2`; 0, as in vLLM, and default: all"
+MaxTokens = Annotated[int | None, Field(ge=0, lt=2**31, description=_MAX_TOKENS)]
 _OBJECTS = {"documents": frozenset({"text"})}
 
 
@@ -165,15 +171,15 @@ class RerankBody(_VectorFields):
 
     names_of_objects = _OBJECTS
 
-    query: Annotated[str, Field(min_length=1)]
+    query: str = Field(min_length=1, description="what the documents are to be relevant to")
     documents: Annotated[
         tuple[str, ...],
         FailFast(),
         BeforeValidator(_documents, json_schema_input_type=_Several[_Text | RerankDocument]),
-    ]
-    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0: all, as in vLLM
-    max_tokens_per_doc: MaxTokens | None = None
-    return_documents: bool | None = None
+    ] = Field(description="the texts to order")
+    top_n: int | None = Field(None, ge=0, lt=2**31, description="results; 0, default: all")
+    max_tokens_per_doc: MaxTokens = None
+    return_documents: bool | None = Field(None, description="with each result; default: false")
 
 
 class ScoreBody(_VectorFields):
@@ -181,7 +187,7 @@ class ScoreBody(_VectorFields):
 
     text_1: _Texts
     text_2: _Texts
-    max_tokens_per_doc: MaxTokens | None = None  # of text_2, as in vLLM
+    max_tokens_per_doc: MaxTokens = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -33,12 +33,12 @@ class ExpiresAfter(OwnModel):
 class BatchBody(OwnModel):
     """POST /v1/batches."""
 
-    input_file_id: Annotated[str, Field(max_length=64)]
-    endpoint: EndpointPath
-    completion_window: Literal["24h"]
-    metadata: Metadata | None = None
-    output_expires_after: ExpiresAfter | None = None
-    callback: CallbackBody | None = None  # of batchway; told of the batch's end
+    input_file_id: str = Field(max_length=64, description="a file with the purpose `batch`")
+    endpoint: EndpointPath = Field(description="that of all lines")
+    completion_window: Literal["24h"] = Field(description="then what has not ended is expired")
+    metadata: Metadata | None = Field(None, description="names of up to 64 characters")
+    output_expires_after: ExpiresAfter | None = Field(None, description="lifetime of the results")
+    callback: CallbackBody | None = Field(None, description="of batchway: told of the batch's end")
 
 
 class BatchError(BaseModel):

@@ -27,8 +27,9 @@ from contract.jobs import Endpoint, new_job_id
 from contract.keys import Keys
 from contract.library import ensure_library
 from gateway.app import create_app
-from gateway.prepare.job_bodies import AnyJob, CallBody, JobChange
+from gateway.prepare.job_bodies import AnyJob, CallbackBody, CallBody, JobChange
 from gateway.prepare.response_bodies import ResponseBody
+from gateway.routes.batches import BatchBody
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
@@ -267,12 +268,16 @@ def test_the_document_is_valid() -> None:
 
 
 def test_bodies_are_described_as_they_are_checked() -> None:
-    """Each field of a call is in the document, and no other may be sent."""
+    """Each field of a call is in the document, with its meaning, and no other may be sent."""
     schemas = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()["components"][
         "schemas"
     ]
-    for model in (*get_args(CallBody), ResponseBody, *get_args(AnyJob), JobChange):
+    bodies = (*get_args(CallBody), ResponseBody, *get_args(AnyJob), JobChange)
+    for model in bodies:
         described = schemas[model.__name__]
         assert set(described["properties"]) == set(model.model_fields)
         assert described["additionalProperties"] is False
+    for model in (*bodies, CallbackBody, BatchBody):
+        for name, field in schemas[model.__name__]["properties"].items():
+            assert field.get("description"), (model, name)
     assert "lambda" in schemas["CallbackBody"]["properties"]
