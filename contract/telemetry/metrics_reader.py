@@ -129,7 +129,6 @@ class EngineRow:
     prefix_hits: float | None
     num_preemptions: int
     num_recomputed: int
-    num_after_cancel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,5 +230,4 @@ def _engine(
         gained.value("prefix_cache_hits_total", **at) / queries if queries else None,
         int(gained.value("num_preemptions_total", **at)),
         int(gained.value("tokens_recomputed_total", **at)),
-        int(gained.value("tokens_after_cancel_total", **at)),
     )

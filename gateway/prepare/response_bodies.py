@@ -198,7 +198,6 @@ def _readable(value: Any) -> Any:
 
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-OwnItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]

@@ -245,7 +245,7 @@ class Templated(StrictModel):
 
     parallel_tool_calls: bool | None = Field(None, description="false: at most one; default: true")
     chat_template_kwargs: Variables | None = Field(None, description="variables of the template")
-    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="reasoning at most")
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="reasoning tokens")
 
 
 class WithTools(Templated, Constrained):
@@ -555,7 +555,7 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
         None, gt=0, le=2, description="default: the model's, else 1"
     )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=MAX_LOGIT_BIASES, description="by token id; default: -100 if suppressed"
+        None, max_length=MAX_LOGIT_BIASES, description="by token id; -100 forbids it"
     )
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
         None, description="64 bits, the highest ignored; default: from the job's id"

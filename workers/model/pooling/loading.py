@@ -26,8 +26,7 @@ from workers.model.memory import card_of, kv_bytes_in_share
 from workers.model.pooling.encoders import Text, first_position
 from workers.model.pooling.folder import Activation, ClassifierStep, PoolingFolder
 from workers.model.pooling.heads import Heads
-from workers.model.pooling.runner import PoolingRunner
-from workers.model.pooling.trial import Trial
+from workers.model.pooling.runner import PoolingRunner, Trial
 from workers.model.rope import fix_rope
 from workers.model.weights import load_pooling_model
 
