@@ -22,7 +22,7 @@ FOLDER = Path(workers.model.__file__).parent
 STEP_MODULES = [
     "answers", "attention/packed", "attention/reference", "attention/triton_attention",
     "attention/triton_plan", "attention/varlen", "batch", "ahead/runner", "ahead/decode",
-    "gpu/drawing", "gpu/kernels", "gpu/request_state", "kv_cache", "logprobs",
+    "gpu/drawing", "gpu/kernels", "gpu/request_state", "kv_cache",
     "noise", "penalties", "runner", "sampler", "surgery/stack",
 ]  # fmt: skip
 _COPYING = {"as_tensor", "cpu", "cuda", "from_numpy", "item", "new_tensor", "pin_memory", "tensor"}
