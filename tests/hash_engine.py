@@ -1,7 +1,8 @@
 """A real engine process with the hash model: `python -m tests.hash_engine --fd N --options JSON`.
 
 Takes the options of `workers.engine_process.engine_loop`. The model's options are JSON in the
-variable HASH_MODEL, which the supervisor's children inherit.
+variable HASH_MODEL, which the supervisor's children inherit, or in the file `hash.json` of the
+model's folder, if there is one: so models of a fleet differ, and change between two starts.
 """
 
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +22,7 @@ from workers.engine_process import engine_loop as engine_process
 from workers.ipc.messages import EngineOptions
 
 HASH_MODEL_VARIABLE = "HASH_MODEL"
+HASH_MODEL_FILE = "hash.json"
 
 
 class SlowHashModel(HashModel):
@@ -36,9 +39,9 @@ class SlowHashModel(HashModel):
 
 def load_hash_model(options: EngineOptions, progress: Callable[[str], None]) -> LoadedModel:
     """Raises ModelRefused if the hash model's options say so."""
-    model_options = msgspec.json.decode(
-        os.environ.get(HASH_MODEL_VARIABLE, "{}"), type=HashModelOptions
-    )
+    file = Path(options.model_path, HASH_MODEL_FILE)
+    said = file.read_bytes() if file.exists() else os.environ.get(HASH_MODEL_VARIABLE, "{}")
+    model_options = msgspec.json.decode(said, type=HashModelOptions)
     progress("loading the hash model")
     if model_options.refuses is not None:
         raise ModelRefused(model_options.refuses)

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +22,74 @@ pytestmark = pytest.mark.e2e
 ENDLESS = HashModelOptions(step_s=0.02, eos_rate=0.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_ends_everything_in_order(number: signal.Signals) -> None:
-    """After an answer: gateway, workers and Redis end, with exit status 0."""
-    with running_stack("--workers=2") as stack:
-        assert stack.complete().status_code == 200
-        stack.wait_for("worker-2 | ")
-        children = stack.children()
-        assert stack.end(number) == 0
-        stack.assert_left_nothing(children)
-        assert "batchway | everything has ended" in stack.lines
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """A running stack for the tests that end nothing but a part."""
+    with running_stack("--namespace=apart") as stack:
+        yield stack
 
 
-def test_printed_commands_work_and_operators_commands_find_the_stack() -> None:
+def names_of(stack: Stack) -> set[str]:
+    """The parts whose names begin the lines; the welcome's lines have none."""
+    return {line.split("|")[0].strip() for line in stack.lines if " | " in line}
+
+
+def test_printed_commands_work_and_operators_commands_find_the_stack(stack: Stack) -> None:
     """The welcome has the address, the model and no secret; every other line starts with a
     part's name. Without REDIS_URL, commands use the running stack's Redis, namespace and
     gateway."""
-    with running_stack("--namespace=apart") as stack:
-        url = stack.url
-        curl = stack.wait_for("curl ")
-        stack.wait_for("Ctrl-C ends it.")
-        assert f"{url}/v1/chat/completions" in curl
-        assert f'"model": "{MODEL}"' in curl
-        job_id = stack.complete().headers["x-job-id"]
-        temp_dir = {"TMPDIR": str(stack.temp_dir)}
-        listed = run_cli("jobs", "list", "--status", "succeeded", **temp_dir)
-        assert job_id in listed.stdout, listed.stderr
-        shown = run_cli("top", "--json", "-", **temp_dir)
-        assert MODEL in shown.stdout, shown.stderr
-        refused = run_cli("drain", "--worker", "nope", **temp_dir)
-        assert refused.returncode == 1
-        assert "there is no worker nope; nothing was changed" in refused.stderr
-        redis_url = stack.wait_for("| redis (of our own)").split()[-1]
-        assert run_cli("keys", "list", "--redis-url", redis_url).returncode == 0
-        assert stack.end() == 0
-        names = {line.split("|")[0].strip() for line in stack.lines if " | " in line}
-        assert names == {"batchway", "callbacks", "gateway", "worker-1"}
+    url = stack.url
+    curl = stack.wait_for("curl ")
+    stack.wait_for("Ctrl-C ends it.")
+    assert f"{url}/v1/chat/completions" in curl
+    assert f'"model": "{MODEL}"' in curl
+    job_id = stack.complete().headers["x-job-id"]
+    temp_dir = {"TMPDIR": str(stack.temp_dir)}
+    listed = run_cli("jobs", "list", "--status", "succeeded", **temp_dir)
+    assert job_id in listed.stdout, listed.stderr
+    shown = run_cli("top", "--json", "-", **temp_dir)
+    assert MODEL in shown.stdout, shown.stderr
+    refused = run_cli("drain", "--worker", "nope", **temp_dir)
+    assert refused.returncode == 1
+    assert "there is no worker nope; nothing was changed" in refused.stderr
+    redis_url = stack.wait_for("| redis (of our own)").split()[-1]
+    assert run_cli("keys", "list", "--redis-url", redis_url).returncode == 0
+    assert names_of(stack) == {"batchway", "callbacks", "gateway", "worker-1"}
+
+
+def test_a_part_that_dies_is_started_again(stack: Stack) -> None:
+    """After kill -9 of each part in turn, requests are served at the same address."""
+    parts = {"worker-1": "infra worker", "gateway": "infra gateway", "redis": "redis.sock"}
+    assert stack.complete().status_code == 200
+    for name, part in parts.items():
+        killed = stack.pid_of(part)
+        os.kill(killed, signal.SIGKILL)
+        stack.wait_for(f"{name} ended")
+        wait_until(lambda part=part, killed=killed: is_back(stack, part, killed))  # type: ignore[misc]
+    assert stack.process.poll() is None
+
+
+def is_back(stack: Stack, part: str, killed: int) -> bool:
+    """Whether requests are served again by a new process."""
+    try:
+        return stack.complete().status_code == 200 and stack.pid_of(part) != killed
+    except (httpx.TransportError, ValueError):
+        return False
+
+
+def test_one_signal_ends_everything_in_order() -> None:
+    """A running request gets its whole answer; then gateway, workers and Redis end, with exit
+    status 0. Ctrl-C does the same as SIGTERM, see below."""
+    with running_stack("--workers=2", model=ENDLESS) as stack:
+        stack.wait_for("worker-2 | ")
+        request = Stream(stack, max_tokens=50)
+        children = stack.children()
+        assert stack.end(signal.SIGTERM) == 0
+        request.join()
+        assert request.num_tokens == 50
+        stack.assert_left_nothing(children)
+        assert "batchway | everything has ended" in stack.lines
+        assert names_of(stack) == {"batchway", "callbacks", "gateway", "worker-1", "worker-2"}
 
 
 def test_a_key_is_required_and_never_shown() -> None:
@@ -86,17 +119,6 @@ def test_children_end_with_a_killed_parent() -> None:
         stack.assert_left_nothing(children)
 
 
-def test_a_running_request_outlives_the_first_signal() -> None:
-    """The caller gets the whole answer, then everything ends."""
-    with running_stack(model=ENDLESS) as stack:
-        request = Stream(stack, max_tokens=100)
-        children = stack.children()
-        assert stack.end() == 0
-        request.join()
-        assert request.num_tokens == 100
-        stack.assert_left_nothing(children)
-
-
 def test_a_second_signal_kills() -> None:
     """Without waiting for a long answer."""
     with running_stack("--max-model-len=512", model=ENDLESS) as stack:
@@ -108,27 +130,6 @@ def test_a_second_signal_kills() -> None:
         request.join()
         assert request.num_tokens < 480
         stack.assert_left_nothing(children)
-
-
-def test_a_part_that_dies_is_started_again() -> None:
-    """After kill -9 of each part in turn, requests are served at the same address."""
-    parts = {"worker-1": "infra worker", "gateway": "infra gateway", "redis": "redis.sock"}
-    with running_stack() as stack:
-        assert stack.complete().status_code == 200
-        for name, part in parts.items():
-            killed = stack.pid_of(part)
-            os.kill(killed, signal.SIGKILL)
-            stack.wait_for(f"{name} ended")
-            wait_until(lambda part=part, killed=killed: is_back(stack, part, killed))  # type: ignore[misc]
-        assert stack.end() == 0
-
-
-def is_back(stack: Stack, part: str, killed: int) -> bool:
-    """Whether requests are served again by a new process."""
-    try:
-        return stack.complete().status_code == 200 and stack.pid_of(part) != killed
-    except (httpx.TransportError, ValueError):
-        return False
 
 
 def test_a_model_that_cannot_be_served_ends_everything() -> None:
@@ -143,58 +144,42 @@ def test_a_model_that_cannot_be_served_ends_everything() -> None:
 
 
 def test_a_data_directory_keeps_jobs_across_restarts(tmp_path: Path) -> None:
-    """A job that finished in one run can be read in the next."""
-    body = {"model": MODEL, "prompt": "keep me", "max_tokens": 4}
-    with running_stack(f"--data-dir={tmp_path}") as stack:
-        job = httpx.post(
-            f"{stack.url}/v1/jobs", json={"endpoint": "/v1/completions", "body": body}
-        ).json()
-
-        def has_ended() -> bool:
-            found = httpx.get(f"{stack.url}/v1/jobs/{job['id']}").json()
-            return bool(found["status"] == "succeeded")
-
-        wait_until(has_ended)
-        assert stack.end() == 0
-    with running_stack(f"--data-dir={tmp_path}") as stack:
-        kept = httpx.get(f"{stack.url}/v1/jobs/{job['id']}")
-        assert kept.json()["status"] == "succeeded"
-        assert stack.end() == 0
-
-
-def test_a_running_job_continues_after_a_restart(tmp_path: Path) -> None:
-    """With a data directory. The next run finishes it, token for token."""
-    kept = (f"--data-dir={tmp_path}", "--durability=durable", "--drain-s=0")
-    body = {"model": MODEL, "prompt": "go on", "max_tokens": 200, "temperature": 0}
+    """One that finished in a run can be read in the next, which finishes one that was running,
+    token for token. With the durable profile, Redis writes before it answers."""
+    kept = (f"--data-dir={tmp_path}", "--drain-s=0")
+    body = {"model": MODEL, "prompt": "go on", "max_tokens": 80, "temperature": 0}
     body |= {"return_token_ids": True}
+
+    def post(stack: Stack, body: dict[str, Any]) -> str:
+        sent = {"endpoint": "/v1/completions", "body": body}
+        job_id: str = httpx.post(f"{stack.url}/v1/jobs", json=sent).json()["id"]
+        return job_id
 
     def job_of(stack: Stack, job_id: str) -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{stack.url}/v1/jobs/{job_id}").json()
         return found
 
     with running_stack(*kept, model=ENDLESS) as stack:
-        sent = {"endpoint": "/v1/completions", "body": body}
-        job_id = httpx.post(f"{stack.url}/v1/jobs", json=sent).json()["id"]
-        wait_until(lambda: job_of(stack, job_id)["usage"]["completion_tokens"] > 5)
+        short = post(stack, {"model": MODEL, "prompt": "keep me", "max_tokens": 4})
+        wait_until(lambda: bool(job_of(stack, short)["status"] == "succeeded"))
+        long = post(stack, body)
+        wait_until(lambda: job_of(stack, long)["usage"]["completion_tokens"] > 5)
         assert stack.end() == 0
-    with running_stack(*kept, model=ENDLESS) as stack:
-        wait_until(lambda: job_of(stack, job_id)["status"] == "succeeded")
-        job = job_of(stack, job_id)
+    with running_stack(*kept, "--durability=durable", model=ENDLESS) as stack:
+        assert job_of(stack, short)["status"] == "succeeded"
+        [path] = stack.temp_dir.glob("batchway-*/redis.sock")
+        with redis.Redis(unix_socket_path=str(path), decode_responses=True) as client:
+            assert client.config_get("appendfsync") == {"appendfsync": "always"}
+        wait_until(lambda: job_of(stack, long)["status"] == "succeeded")
+        job = job_of(stack, long)
         assert stack.end() == 0
-    params = SamplingParams(max_tokens=200, seed=0, temperature=0.0)
+    params = SamplingParams(max_tokens=80, seed=0, temperature=0.0)
     expected, _ = expected_output(encode_text("go on"), params, eos_rate=0.0)
     assert job["result"]["choices"][0]["token_ids"] == expected
     assert job["attempt"] == 1
 
 
-def test_the_durable_profile_writes_before_it_answers(tmp_path: Path) -> None:
-    """By `appendfsync always`. It requires a data directory."""
-    with running_stack(f"--data-dir={tmp_path}", "--durability=durable") as stack:
-        assert stack.complete().status_code == 200
-        [path] = stack.temp_dir.glob("batchway-*/redis.sock")
-        with redis.Redis(unix_socket_path=str(path), decode_responses=True) as client:
-            assert client.config_get("appendfsync") == {"appendfsync": "always"}
-        assert stack.end() == 0
+def test_the_durable_profile_needs_a_data_directory() -> None:
     with running_stack("--durability=durable") as stack:
         assert stack.wait() == 2
         stack.wait_for("needs --data-dir")
