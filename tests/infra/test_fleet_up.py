@@ -1,4 +1,5 @@
-"""`batchway up --fleet` from end to end: two tiny models behind one address."""
+"""`batchway up --fleet` from end to end: two models behind one address. The hash model stands for
+them where the weights do not matter; its engine is a process that starts in a tenth of the time."""
 
 import contextlib
 import os
@@ -7,9 +8,12 @@ import signal
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 
+from tests.fakes import HashModelOptions
+from tests.hash_engine import HASH_MODEL_FILE
 from tests.infra.processes import wait_until
 from tests.infra.stack import Stack, running_fleet
 from tests.infra.test_cli import run_cli
@@ -19,6 +23,22 @@ from workers.model.machine import total_cpu_bytes
 pytestmark = pytest.mark.e2e
 
 FIELDS = "device: cpu, torch_only: true, max_num_seqs: 4, max_model_len: 64"
+HASH = f"engine_module: tests.hash_engine, {FIELDS}"
+
+
+def save_hash_model(folder: Path, eos_rate: float) -> Path:
+    """A folder whose name is the model's, for the engine of `tests.hash_engine`."""
+    folder.mkdir()
+    options = HashModelOptions(eos_rate=eos_rate)
+    (folder / HASH_MODEL_FILE).write_bytes(msgspec.json.encode(options))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hash_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models with different answers."""
+    root = tmp_path_factory.mktemp("hash_models")
+    return save_hash_model(root / "a", eos_rate=0.0), save_hash_model(root / "b", eos_rate=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +59,15 @@ def end_worker(stack: Stack, model: str, number: signal.Signals) -> None:
     os.kill(stack.pid_of(f"infra worker --model={model}"), number)
 
 
-def test_two_models_behind_one_address(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_two_models_behind_one_address(hash_folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Each answers by its name, is listed, and counted by its name. A killed worker is replaced
     without the other model's notice. While a model has no worker, its callers are told when the
     next one is ready. Ctrl-C ends all."""
-    a, b = folders
+    a, b = hash_folders
     file = tmp_path / "fleet.yaml"
     file.write_text(
-        f"models:\n- {{model: {a}, memory_share: 0.2, {FIELDS}}}\n"
-        f"- {{model: {b}, memory_share: 0.2, lanes: [interactive, standard], {FIELDS}}}\n"
+        f"models:\n- {{model: {a}, memory_share: 0.2, {HASH}}}\n"
+        f"- {{model: {b}, memory_share: 0.2, lanes: [interactive, standard], {HASH}}}\n"
     )
     with running_fleet(file) as stack:
         assert "serves the models 'a', 'b'" in stack.wait_for("batchway is ready: ")
@@ -91,17 +111,17 @@ def test_two_models_behind_one_address(folders: tuple[Path, Path], tmp_path: Pat
 
 
 def test_a_fleet_outlives_a_model_that_cannot_be_loaded(
-    folders: tuple[Path, Path], tmp_path: Path
+    hash_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Its callers are told why and when it is tried again, the list and `top` show it, the other
-    model serves on; once its weights are whole it serves, too."""
-    a, b = folders[0], tmp_path / "b"
-    shutil.copytree(folders[1], b)
-    weights = b / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:1000])
+    model serves on; once its folder is whole it serves, too."""
+    a, b = hash_folders[0], tmp_path / "b"
+    shutil.copytree(hash_folders[1], b)
+    file_of_b = b / HASH_MODEL_FILE
+    whole = file_of_b.read_bytes()
+    file_of_b.write_bytes(msgspec.json.encode(HashModelOptions(refuses="half of it is missing")))
     file = tmp_path / "fleet.yaml"
-    file.write_text(f"models:\n- {{model: {a}, {FIELDS}}}\n- {{model: {b}, {FIELDS}}}\n")
+    file.write_text(f"models:\n- {{model: {a}, {HASH}}}\n- {{model: {b}, {HASH}}}\n")
     with running_fleet(file) as stack:
         assert "serves the model 'a'" in stack.wait_for("batchway is ready: ")
         stack.wait_for("model 'b' has failed: exit status 3: ")
@@ -121,7 +141,7 @@ def test_a_fleet_outlives_a_model_that_cannot_be_loaded(
         assert httpx.get(f"{stack.url}/readyz", params={"model": "a"}).status_code == 200
         assert "b has failed: exit status 3" in run_cli("top", "--url", stack.url).stdout
 
-        weights.write_bytes(whole)
+        file_of_b.write_bytes(whole)
         stack.wait_for("ready model=b ")
         wait_until(lambda: httpx.get(f"{stack.url}/v1/models/b").json()["failed"] is None)
         assert complete(client, "b")
@@ -157,6 +177,8 @@ def test_a_fleet_outlives_a_model_that_dies_again_and_again(
         assert stack.process.poll() is None
 
 
+@pytest.mark.campaign
+@pytest.mark.long  # test_loader.py has the sentence, test_local_stack.py the end of everything
 def test_a_worker_without_room_for_a_cache_ends_everything(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
