@@ -1,6 +1,8 @@
 """Prefill-only models through `batchway up`: callers get the vectors, scores and labels of
 sentence-transformers and transformers on the same weights."""
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModelForSequenceClassification
 
-from tests.infra.stack import running_demo_stack
+from tests.gateway.test_welcome import curl_of, printed
+from tests.infra.stack import Stack, running_demo_stack, running_fleet
 from tests.tiny_encoders import save_classifier, save_embedder, save_reranker
 
 pytestmark = pytest.mark.e2e
@@ -22,6 +25,35 @@ QUERY = "what is it?"
 PROMPTS = {"query": "query: ", "document": "passage: ", "classification": "c: "}
 LEAST_COSINE = 0.9999
 TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each kind, by the name under which it is served."""
+    root = tmp_path_factory.mktemp("models")
+    plain = save_classifier("bert", root / "plain", 3, type_vocab_size=2)
+    CrossEncoder(str(plain), device="cpu").save(str(root / "saved"), create_model_card=False)
+    options: dict[str, Any] = {"prompts": PROMPTS, "default_prompt": "classification"}
+    return {
+        "embedder": save_embedder("bert", root / "embedder", **options),
+        "reranker": save_reranker(root / "reranker"),
+        "classifier": root / "saved",
+    }
+
+
+@pytest.fixture(scope="module")
+def stack(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One `batchway up` of all kinds."""
+    file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
+    rows = (
+        f"- {{model: {folder}, served_model_name: {name}, device: cpu, memory_share: 0.2}}\n"
+        for name, folder in folders.items()
+    )
+    file.write_text("models:\n" + "".join(rows))
+    with running_fleet(file) as stack:
+        stack.wait_for("Ctrl-C ends it.")
+        stack.wait_for("is ready (3 of 3)")
+        yield stack
 
 
 def ask(url: str, path: str, **body: Any) -> dict[str, Any]:
@@ -37,20 +69,25 @@ def check_cosines(found: Any, expected: Any) -> None:
     assert (cosines / np.linalg.norm(second, axis=1)).min() >= LEAST_COSINE
 
 
-def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path) -> None:
+def test_up_prints_an_embedding_for_an_embedder(stack: Stack) -> None:
+    """The first model of the fleet; from the card that its worker has published."""
+    answer = asyncio.run(printed(curl_of("\n".join(stack.lines))))
+    assert '"embedding":[' in answer
+
+
+def test_embeddings_are_those_of_sentence_transformers(
+    stack: Stack, folders: dict[str, Path]
+) -> None:
     """By the official client: with the default instruction, and those of queries and documents;
     a ranking has their cosines."""
-    folder = save_embedder("bert", tmp_path, prompts=PROMPTS, default_prompt="classification")
-    peer = SentenceTransformer(str(folder), device="cpu")
+    peer = SentenceTransformer(str(folders["embedder"]), device="cpu")
     queries, documents = peer.encode_query([QUERY]), peer.encode_document(TEXTS)
-    with running_demo_stack(f"--model={folder}", "--served-model-name=m") as stack:
-        client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none")
-        plain = client.embeddings.create(model="m", input=TEXTS)
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        plain = client.embeddings.create(model="embedder", input=TEXTS)
         asked = client.embeddings.create(
-            model="m", input=[QUERY], extra_body={"input_type": "query"}
+            model="embedder", input=[QUERY], extra_body={"input_type": "query"}
         )
-        ranking = ask(stack.url, "/v1/rerank", model="m", query=QUERY, documents=TEXTS)
-        client.close()
+    ranking = ask(stack.url, "/v1/rerank", model="embedder", query=QUERY, documents=TEXTS)
     check_cosines([each.embedding for each in plain.data], peer.encode(TEXTS))
     check_cosines([asked.data[0].embedding], queries)
     scores = {each["index"]: each["relevance_score"] for each in ranking["results"]}
@@ -58,23 +95,45 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path) -> None:
     assert [scores[index] for index in range(len(TEXTS))] == pytest.approx(expected, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["template", "types"])
-def test_scores_are_those_of_a_cross_encoder(kind: str, tmp_path: Path) -> None:
-    """Of pairs that a chat template renders, and of pairs whose texts differ in their types."""
-    if kind == "template":
-        folder = save_reranker(tmp_path)
-    else:
-        folder = save_classifier("bert", tmp_path, 1, type_vocab_size=2)
+def check_scores(url: str, model: str, folder: Path) -> None:
+    """Compares scores of pairs, and the ranking by them, with a cross-encoder."""
     expected = CrossEncoder(str(folder), device="cpu").predict([(QUERY, text) for text in TEXTS])
-    with running_demo_stack(f"--model={folder}", "--served-model-name=m") as stack:
-        ranking = ask(stack.url, "/v1/rerank", model="m", query=QUERY, documents=TEXTS)
-        scored = ask(stack.url, "/v1/score", model="m", text_1=QUERY, text_2=TEXTS)
+    ranking = ask(url, "/v1/rerank", model=model, query=QUERY, documents=TEXTS)
+    scored = ask(url, "/v1/score", model=model, text_1=QUERY, text_2=TEXTS)
     scores = [each["score"] for each in scored["data"]]
     assert scores == pytest.approx(expected.tolist(), abs=TOLERANCE)
     order = sorted(range(len(TEXTS)), key=lambda index: -scores[index])
     assert [each["index"] for each in ranking["results"]] == order
 
 
+def test_scores_are_those_of_a_cross_encoder(stack: Stack, folders: dict[str, Path]) -> None:
+    """Of pairs that a chat template renders."""
+    check_scores(stack.url, "reranker", folders["reranker"])
+
+
+def test_labels_of_pairs_are_those_of_a_cross_encoder(
+    stack: Stack, folders: dict[str, Path]
+) -> None:
+    """Whose texts differ in their types; a single text is refused."""
+    pairs = [[QUERY, text] for text in TEXTS]
+    found = ask(stack.url, "/v1/classify", model="classifier", input=pairs)["data"]
+    single = httpx.post(stack.url + "/v1/classify", json={"model": "classifier", "input": TEXTS})
+    reference = CrossEncoder(str(folders["classifier"]), device="cpu")
+    expected = reference.predict(pairs, activation_fn=torch.nn.Softmax(dim=1))
+    np.testing.assert_allclose([each["probs"] for each in found], expected, atol=TOLERANCE)
+    assert single.status_code == 400
+
+
+@pytest.mark.campaign
+@pytest.mark.long  # test_parity.py has the scores of such pairs, the labels above their way
+def test_scores_of_pairs_with_types_are_those_of_a_cross_encoder(tmp_path: Path) -> None:
+    folder = save_classifier("bert", tmp_path, 1, type_vocab_size=2)
+    with running_demo_stack(f"--model={folder}", "--served-model-name=m") as stack:
+        check_scores(stack.url, "m", folder)
+
+
+@pytest.mark.campaign
+@pytest.mark.long  # test_parity.py has the labels of single texts, the labels above their way
 def test_labels_are_those_of_transformers(tmp_path: Path) -> None:
     """With the probability of each."""
     folder = save_classifier("roberta", tmp_path, 3)
@@ -89,18 +148,3 @@ def test_labels_are_those_of_transformers(tmp_path: Path) -> None:
         assert one["probs"] == pytest.approx(expected, abs=TOLERANCE)
         assert one["label"] == f"LABEL_{max(range(3), key=expected.__getitem__)}"
     assert [each["num_classes"] for each in found] == [3] * len(TEXTS)
-
-
-def test_labels_of_pairs_are_those_of_a_cross_encoder(tmp_path: Path) -> None:
-    """Whose texts differ in their types; a single text is refused."""
-    plain = save_classifier("bert", tmp_path / "plain", 3, type_vocab_size=2)
-    reference = CrossEncoder(str(plain), device="cpu")
-    folder = tmp_path / "saved"
-    reference.save(str(folder), create_model_card=False)
-    pairs = [[QUERY, text] for text in TEXTS]
-    with running_demo_stack(f"--model={folder}", "--served-model-name=m") as stack:
-        found = ask(stack.url, "/v1/classify", model="m", input=pairs)["data"]
-        single = httpx.post(stack.url + "/v1/classify", json={"model": "m", "input": TEXTS})
-    expected = reference.predict(pairs, activation_fn=torch.nn.Softmax(dim=1))
-    np.testing.assert_allclose([each["probs"] for each in found], expected, atol=TOLERANCE)
-    assert single.status_code == 400

@@ -1,9 +1,9 @@
-"""The call that `batchway up` prints: one that its first model answers."""
+"""The call that `batchway up` prints: one that its first model answers. tests/e2e/test_vectors.py
+has what it prints itself."""
 
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,8 +16,6 @@ from infra.readiness import welcome
 from tests.gateway.conftest import Serving
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.vector_worker import CARDS, CLASSIFIER, EMBEDDER, GRADER, OF_PAIRS, RERANKER
-from tests.infra.stack import running_fleet
-from tests.tiny_encoders import save_embedder
 
 
 async def card_named(client: redis.asyncio.Redis, keys: Keys, name: str) -> ModelCard:
@@ -95,15 +93,3 @@ async def test_a_model_for_text_gets_a_chat(
     with_key = welcome(url, [MODEL], card, has_key=True)
     assert 'bearer $batchway_api_key"' in curl_of(with_key).lower()
     assert 'os.environ["BATCHWAY_API_KEY"]' in python_of(with_key)
-
-
-@pytest.mark.e2e
-def test_up_prints_an_embedding_for_an_embedder(tmp_path: Path) -> None:
-    """From the card that its worker has published."""
-    folder = save_embedder("bert", tmp_path)
-    file = tmp_path / "fleet.yaml"
-    file.write_text(f"models:\n- {{model: {folder}, served_model_name: e, device: cpu}}\n")
-    with running_fleet(file) as stack:
-        stack.wait_for("Ctrl-C ends it.")
-        answer = asyncio.run(printed(curl_of("\n".join(stack.lines))))
-    assert '"embedding":[' in answer
