@@ -1,4 +1,4 @@
-"""Families of decoders through `batchway up`: callers get the tokens of `generate`."""
+"""Families of decoders through a gateway and workers: callers get the tokens of `generate`."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,6 @@ import pytest
 
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import gateway_url
-from tests.infra.stack import running_demo_stack
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.parity import NUM_OUTPUT, expected_of
 
@@ -22,9 +21,9 @@ __all__ = ["gateway_url"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
-# The loader replaces only some of their modules, or special ones: a dense model and two mixtures of
-# experts. The engine's tests compare all families with generate.
-FAMILIES = ("exaone4", "phimoe", "minimax_m2")
+# The loader replaces only some of their modules, or special ones: a dense model and mixtures of
+# experts. The engine's tests compare all families with generate, test_tiny_model.py one over HTTP.
+FAMILIES = ("exaone4", "phimoe", "minimax_m2", "qwen2_moe")
 
 
 async def complete(http: httpx.AsyncClient, family: str, prompt: list[int]) -> list[int]:
@@ -59,13 +58,6 @@ async def check(url: str, family: str, folder: Path) -> None:
         )
     for number, found in enumerate(answers):
         expected.check(number, found)
-
-
-async def test_answers_are_those_of_generate(tmp_path: Path) -> None:
-    """For a mixture of experts with a shared expert."""
-    folder = save_tiny_model("qwen2_moe", tmp_path / "qwen2_moe")
-    with running_demo_stack(f"--model={folder}") as stack:
-        await check(stack.url, "qwen2_moe", folder)
 
 
 @contextlib.contextmanager

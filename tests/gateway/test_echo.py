@@ -1,21 +1,14 @@
 """The prompt in responses: its text, and its log probabilities in both formats."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from contract.functions import Functions
-from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import BOS_ID
-from tests.fleet import Caller, fleet
-from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.test_jobs import events_of
-from tests.tiny_models import make_model, save_tiny_model
 
 pytestmark = pytest.mark.anyio
 
@@ -167,35 +160,3 @@ async def test_jobs_and_their_events_carry_the_prompt(
         parts = [part for part in events_of(rest) if "cmpl-" in part]
         assert parts == whole[len(whole) - len(parts) :]
         assert len(parts) == len(whole) if number < 3 else len(parts) == 5 - number
-
-
-async def test_an_echo_of_a_real_model_is_scored_as_teacher_forced(
-    functions: Functions,
-    redis_client: Any,
-    keys: Any,
-    redis_server: EmbeddedRedis,
-    tmp_path: Path,
-) -> None:
-    """The prompt and output of a tiny Llama, in chunks, against log_softmax over the whole text."""
-    engine = {"model_path": str(save_tiny_model("llama", tmp_path)), "max_num_batched_tokens": 8}
-    settings: dict[str, Any] = {
-        "engine": engine | {"device": "cpu"},
-        "engine_module": "workers.engine_process.engine_loop",
-    }
-    prompt = [7 + 13 * i % 200 for i in range(30)]
-    body = {"model": "m", "prompt": prompt, "max_tokens": 4, "n": 2, "ignore_eos": True}
-    body |= {"echo": True, "logprobs": 2, "return_token_ids": True}
-    async with fleet(redis_server.url, 1, None, **settings):
-        await Caller(functions, redis_client, keys).num_workers(1)
-        # A gateway of its own: the other one may have its list of models from a second ago.
-        with running_gateway(make_settings(redis_server.url)) as url:
-            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-                answer = (await http.post("/v1/completions", json=body)).json()
-    for choice in answer["choices"]:
-        ids = torch.tensor([prompt + choice["token_ids"]])
-        with torch.inference_mode():
-            logprobs = torch.log_softmax(make_model("llama")(ids).logits[0].float(), -1)
-        expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        first, *found = choice["logprobs"]["token_logprobs"]
-        assert first is None
-        torch.testing.assert_close(torch.tensor(found), expected, atol=2e-3, rtol=0)

@@ -1,21 +1,30 @@
-"""Tools through the `openai` client, a gateway, a worker and a tiny model that knows no tool."""
+"""A tiny model behind a gateway and a worker: its tokens, their log probabilities, and calls of
+tools, which it does not know."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+import torch
 
+from contract.connection import connect
 from contract.functions import Functions
+from contract.keys import Keys
+from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import Caller, fleet
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import make_model, save_tiny_model
+from tests.workers.model.parity import NUM_OUTPUT, expected_of
 
 pytestmark = pytest.mark.anyio
 
+FAMILY = "qwen2_moe"
 TEMPLATE = """
 {%- for message in messages %}{{- '<|start|>' + message.role + '\\n' }}{{- message.content }}
 {%- for call in message.tool_calls or [] %}
@@ -46,30 +55,69 @@ SPELL: Any = {"type": "function", "function": {"name": "spell", "strict": True}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny_model(
-        "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=4096
-    )
+    """A mixture of experts with a shared expert."""
+    folder = save_tiny_model(FAMILY, tmp_path_factory.mktemp(FAMILY), max_position_embeddings=4096)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
-@pytest.fixture
-async def client(
-    functions: Functions,
-    redis_client: Any,
-    keys: Any,
-    redis_server: EmbeddedRedis,
-    folder: Path,
-) -> AsyncIterator[openai.AsyncOpenAI]:
+@pytest.fixture(scope="module")
+async def url(redis_server: EmbeddedRedis, folder: Path) -> AsyncIterator[str]:
+    """The address of a gateway whose worker serves the model, in steps of few tokens."""
+    engine = {"model_path": str(folder), "device": "cpu", "max_num_batched_tokens": 8}
     settings: dict[str, Any] = {
-        "engine": {"model_path": str(folder), "device": "cpu"},
+        "engine": engine,
         "engine_module": "workers.engine_process.engine_loop",
     }
-    async with fleet(redis_server.url, 1, None, **settings):
-        await Caller(functions, redis_client, keys).num_workers(1)
-        with running_gateway(make_settings(redis_server.url)) as url:
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-                yield client
+    keys = Keys("test")
+    async with connect(redis_server.url) as client:
+        await client.flushall()
+        await ensure_library(client)
+        async with fleet(redis_server.url, 1, None, **settings):
+            await Caller(Functions(client, keys), client, keys).num_workers(1)
+            with running_gateway(make_settings(redis_server.url)) as url:
+                yield url
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        yield client
+
+
+async def test_answers_are_those_of_generate(client: openai.AsyncOpenAI, folder: Path) -> None:
+    """Concurrent prompts of mixed lengths, on the replaced modules."""
+    expected = expected_of(FAMILY, folder)
+    more = {"ignore_eos": True, "return_token_ids": True}
+    answers = await asyncio.gather(
+        *(
+            client.completions.create(
+                model="m", prompt=prompt, max_tokens=NUM_OUTPUT, temperature=0, extra_body=more
+            )
+            for prompt in expected.prompts
+        )
+    )
+    for number, answer in enumerate(answers):
+        found: Any = answer.choices[0]
+        expected.check(number, found.token_ids)
+
+
+async def test_an_echo_is_scored_as_teacher_forced(url: str) -> None:
+    """The prompt and output, in chunks, against log_softmax over the whole text."""
+    prompt = [7 + 13 * i % 200 for i in range(30)]
+    body = {"model": "m", "prompt": prompt, "max_tokens": 4, "n": 2, "ignore_eos": True}
+    body |= {"echo": True, "logprobs": 2, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        answer = (await http.post("/v1/completions", json=body)).json()
+    model = make_model(FAMILY)
+    for choice in answer["choices"]:
+        ids = torch.tensor([prompt + choice["token_ids"]])
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(ids).logits[0].float(), -1)
+        expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        first, *found = choice["logprobs"]["token_logprobs"]
+        assert first is None
+        torch.testing.assert_close(torch.tensor(found), expected, atol=2e-3, rtol=0)
 
 
 async def test_a_required_call_its_result_and_the_next_answer(client: openai.AsyncOpenAI) -> None:
