@@ -26,6 +26,7 @@ from workers.model.gpu.graphs import sizes_up_to
 
 pytest.importorskip("triton")
 
+from bench import processes
 from bench.gpu_check import calls, checks, inside, wheels
 from bench.gpu_check.__main__ import main
 from bench.gpu_check.checks import Machine, compare_tokens, graphs_of
@@ -288,8 +289,12 @@ def test_a_program_that_is_too_slow_ends_with_its_children(tmp_path: Path) -> No
     assert has_ended(int(lines[0]))
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    """By the last lines of its log; at the end of its time too, and then it is gone."""
+def test_a_server_that_does_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the last lines of its log; at the end of its time too, and then it is gone, though its
+    child does not end with it."""
+    monkeypatch.setattr(processes, "_GRACE_S", 1.0)
     broken = [sys.executable, "-c", "raise SystemExit('no such model')"]
     with (
         pytest.raises(NotStarted, match="ended with status 1: no such model"),

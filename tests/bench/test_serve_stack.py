@@ -3,6 +3,8 @@
 import csv
 import json
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,24 @@ from tests.infra.stack import Stack, running_stack
 pytestmark = pytest.mark.e2e
 
 SLOW = HashModelOptions(step_s=0.01, num_blocks=256)
+
+
+KEY = "a-key-for-these-tests"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Stack]:
+    """One server for all tests, which asks for a key."""
+    environ = {"BATCHWAY_LANE_BOUND_TOKENS": "150", "BATCHWAY_API_KEY": KEY}
+    with running_stack("--max-num-seqs=4", model=SLOW, environ=environ) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(running: Stack, monkeypatch: pytest.MonkeyPatch) -> Stack:
+    """The server, whose key the command knows."""
+    monkeypatch.setenv("BATCHWAY_API_KEY", KEY)
+    return running
 
 
 def serve(stack: Stack, folder: Path, *arguments: str) -> tuple[dict[str, Any], list[Any]]:
@@ -41,54 +61,60 @@ def counted(stack: Stack, name: str, **labels: str) -> int:
     return int(total)
 
 
-def test_sums_are_the_servers_metrics(tmp_path: Path) -> None:
+def test_sums_are_the_servers_metrics(stack: Stack, tmp_path: Path) -> None:
     """Admitted, shed, ended and cancelled calls; tokens of prompts and answers."""
-    bound = {"BATCHWAY_LANE_BOUND_TOKENS": "150"}
-    with running_stack("--max-num-seqs=4", model=SLOW, environ=bound) as stack:
-        summary, lines = serve(stack, tmp_path, "--rate", "20", "500", "--requests=40")
+    summary, lines = serve(stack, tmp_path, "--rate", "20", "500", "--requests=40")
 
-        slow, flooded = summary["runs"]
-        assert flooded["num_shed"] > 0
-        total = {name: slow[name] + flooded[name] for name in slow if name.startswith("num_")}
-        assert total["num_requests"] == len(lines) == 80
-        assert total["num_failed"] == total["num_cancelled"] == 0
-        assert total["num_succeeded"] == counted(stack, "admission_total", outcome="accepted")
-        assert total["num_shed"] == counted(
-            stack, "admission_total", outcome="refused", reason="lane_full"
-        )
-        assert total["num_succeeded"] == counted(stack, "requests_total", status="succeeded")
-        for ours, theirs in (("output", "generation"), ("prompt", "prompt")):
-            tokens = slow[f"{ours}_tokens"] + flooded[f"{ours}_tokens"]
-            assert tokens == counted(stack, f"{theirs}_tokens_total")
-        assert sum(int(line["output_tokens"]) for line in lines) == counted(
-            stack, "generation_tokens_total"
-        )
-        assert flooded["reasons"] == {"shed: lane_full": flooded["num_shed"]}
+    slow, flooded = summary["runs"]
+    assert flooded["num_shed"] > 0
+    total = {name: slow[name] + flooded[name] for name in slow if name.startswith("num_")}
+    assert total["num_requests"] == len(lines) == 80
+    assert total["num_failed"] == total["num_cancelled"] == 0
+    assert total["num_succeeded"] == counted(stack, "admission_total", outcome="accepted")
+    assert total["num_shed"] == counted(
+        stack, "admission_total", outcome="refused", reason="lane_full"
+    )
+    assert total["num_succeeded"] == counted(stack, "requests_total", status="succeeded")
+    for ours, theirs in (("output", "generation"), ("prompt", "prompt")):
+        tokens = slow[f"{ours}_tokens"] + flooded[f"{ours}_tokens"]
+        assert tokens == counted(stack, f"{theirs}_tokens_total")
+    assert sum(int(line["output_tokens"]) for line in lines) == counted(
+        stack, "generation_tokens_total"
+    )
+    assert flooded["reasons"] == {"shed: lane_full": flooded["num_shed"]}
 
 
-def test_disconnected_callers_are_the_server_s_cancelled_jobs(tmp_path: Path) -> None:
-    """Unless a job ended before the server noticed the disconnect."""
-    with running_stack(model=SLOW) as stack:
-        summary, _ = serve(
-            stack, tmp_path, "--requests=30", "--max-concurrency=5", "--cancel-share=0.4"
-        )
+def test_disconnected_callers_are_the_server_s_cancelled_jobs(stack: Stack, tmp_path: Path) -> None:
+    """Unless a job ended before the server noticed the disconnect. As few callers as the lane has
+    room for."""
+    before = ended(stack)
 
-        [found] = summary["runs"]
-        assert found["num_cancelled"] > 3
-        assert found["num_succeeded"] + found["num_cancelled"] == 30
-        wait_until(lambda: counted(stack, "requests_total") == 30)
-        succeeded = counted(stack, "requests_total", status="succeeded")
-        cancelled = counted(stack, "requests_total", status="cancelled")
-        assert succeeded + cancelled == 30
-        assert found["num_succeeded"] <= succeeded < 30
+    summary, _ = serve(
+        stack, tmp_path, "--requests=30", "--max-concurrency=3", "--cancel-share=0.4"
+    )
+
+    [found] = summary["runs"]
+    assert found["num_cancelled"] > 3
+    assert found["num_succeeded"] + found["num_cancelled"] == 30
+    wait_until(lambda: sum((ended(stack) - before).values()) == 30)
+    by_status = ended(stack) - before
+    assert by_status["succeeded"] + by_status["cancelled"] == 30
+    assert found["num_succeeded"] <= by_status["succeeded"] < 30
+
+
+def ended(stack: Stack) -> Counter[str]:
+    """All ended calls so far, by status."""
+    by_status = {s: counted(stack, "requests_total", status=s) for s in ("succeeded", "cancelled")}
+    others = counted(stack, "requests_total") - sum(by_status.values())
+    return Counter(by_status | {"others": others})
 
 
 def test_a_server_without_an_answer_ends_the_command_with_one_sentence(
-    capsys: pytest.CaptureFixture[str],
+    running: Stack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If nothing listens, and if a key is missing."""
+    monkeypatch.delenv("BATCHWAY_API_KEY", raising=False)
     assert main(["bench", "serve", "--base-url=http://127.0.0.1:1/v1"]) == 1
     assert "does not answer: ConnectError" in capsys.readouterr().err
-    with running_stack(environ={"BATCHWAY_API_KEY": "a-key-for-this-test"}) as stack:
-        assert main(["bench", "serve", f"--base-url={stack.url}/v1"]) == 1
+    assert main(["bench", "serve", f"--base-url={running.url}/v1"]) == 1
     assert "answers 401: set BATCHWAY_API_KEY" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Tiny models, loaded once per session, and one thread for torch, because the tensors are small."""
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +35,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """What earlier files have imported and keep is frozen: each load of a model looks for garbage,
+    and to search all of it takes longer than the load of a tiny model."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

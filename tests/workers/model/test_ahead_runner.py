@@ -1,8 +1,9 @@
 """Steps started on the device before the engine asks for them yield the same tokens."""
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,15 @@ class _Replayed:
         self.replay = compute
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gpt2"])
+LONG = (pytest.mark.campaign, pytest.mark.long)
+FAMILIES = ["llama", "qwen3", "gemma2", "gpt2"]
+KINDS = {"common": WISHES, "odd": ODD_WISHES}
+DISTURBANCES = {"calm": 0.0, "disturbed": 0.3}
+
+
+@pytest.fixture(
+    scope="module", params=[FAMILIES[0], *(pytest.param(f, marks=LONG) for f in FAMILIES[1:])]
+)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder = save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
     options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=16, fused=False)
@@ -155,8 +164,24 @@ def _request(number: int, prompt: list[int], wishes: dict[str, Any]) -> Request:
     return Request(str(number), 1, "t", "lane", (tuple(prompt),), params, outputs, finished)
 
 
-@pytest.mark.parametrize("disturb", [0.0, 0.3], ids=["calm", "disturbed"])
-@pytest.mark.parametrize("wishes", [WISHES, ODD_WISHES], ids=["common", "odd"])
+def _cases() -> Iterator[Any]:
+    """In the suite, each two of a family, a kind of wishes and a disturbance meet once."""
+    for places in itertools.product(range(len(FAMILIES)), range(2), range(2)):
+        family, kind, disturbance = (
+            FAMILIES[places[0]],
+            [*KINDS][places[1]],
+            [*DISTURBANCES][places[2]],
+        )
+        yield pytest.param(
+            family,
+            KINDS[kind],
+            DISTURBANCES[disturbance],
+            marks=LONG if sum(places) % 2 else (),
+            id=f"{family}-{kind}-{disturbance}",
+        )
+
+
+@pytest.mark.parametrize(("runner", "wishes", "disturb"), [*_cases()], indirect=["runner"])
 def test_steps_ahead_give_the_tokens_of_steps_in_turn(
     runner: ModelRunner, wishes: list[dict[str, Any]], disturb: float
 ) -> None:

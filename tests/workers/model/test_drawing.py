@@ -1,7 +1,9 @@
 """Tokens drawn on the device, compared with the sampler."""
 
+import itertools
 import math
 import random
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -72,12 +74,25 @@ def sampled(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     return [row.token_id for row in sample(logits, sequences) if isinstance(row, Sample)]
 
 
-@WAYS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [60, 9000])
-@pytest.mark.parametrize("seed", range(4))
+# Triton's interpreter is slow: in the suite it draws once for each type and size.
+IN_THE_SUITE = [
+    *((0, 60, torch.float32), (1, 9000, torch.float32)),
+    *((2, 60, torch.bfloat16), (3, 9000, torch.bfloat16)),
+]
+
+
+def _draws(way: str) -> Iterator[Any]:
+    dtypes = (torch.float32, torch.bfloat16)
+    for case in itertools.product(range(4), (60, 9000), dtypes):
+        is_long = way == "triton" and case not in IN_THE_SUITE
+        yield pytest.param(way, *case, marks=(pytest.mark.campaign, pytest.mark.long) * is_long)
+
+
+@pytest.mark.parametrize(
+    ("way", "seed", "vocab_size", "dtype"), [*_draws("torch"), *_draws("triton")]
+)
 def test_the_device_draws_what_the_sampler_draws(
-    seed: int, vocab_size: int, dtype: torch.dtype, way: str
+    way: str, seed: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
     """In one tile of the vocabulary and in several; bfloat16 has many equal logits."""
     torch.manual_seed(seed)

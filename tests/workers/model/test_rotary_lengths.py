@@ -98,6 +98,7 @@ def test_an_impossible_scaling_is_refused_by_name(llama: Path, name: str, value:
         length_of(llama, max_position_embeddings=64, rope_parameters=scaling)
 
 
+NUM_OUTPUT = 8
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
@@ -156,27 +157,32 @@ def test_tokens_beyond_the_original_length_are_those_of_generate(name: str, tmp_
         EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4), lambda text: None
     )
     own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    prompts = make_prompts([100, 180, 236], VOCAB_SIZE)
+    prompts = make_prompts([100, 180, 256 - NUM_OUTPUT], VOCAB_SIZE)
     with torch.inference_mode():
         own(torch.tensor(make_prompts([256], VOCAB_SIZE)), use_cache=False)
-    expected = [generate_greedily(own, prompt, 20) for prompt in prompts]
+    expected = [generate_greedily(own, prompt, NUM_OUTPUT) for prompt in prompts]
 
-    found = run_to_end(loaded.model, [make_sequence(p, max_tokens=20) for p in prompts], 70)
+    found = run_to_end(loaded.model, [make_sequence(p, max_tokens=NUM_OUTPUT) for p in prompts], 70)
 
     assert loaded.context_length == 256
     assert found == expected
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "linear"])
-def test_every_length_up_to_the_scaled_one_can_be_asked_for(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [("yarn", (10, 65, 256)), ("dynamic", (64, None)), ("linear", (200, None))],
+)
+def test_every_length_up_to_the_scaled_one_can_be_asked_for(
+    kind: str, lengths: tuple[int | None, ...], tmp_path: Path
+) -> None:
     """Shorter than the original, between, all of it; no more."""
     scaling = YARN if kind == "yarn" else {"rope_type": kind, "factor": 4.0}
     folder = save_tiny_model("qwen2", tmp_path, max_position_embeddings=64, rope_parameters=scaling)
 
-    for asked, length in ((10, 10), (64, 64), (65, 65), (200, 200), (256, 256), (None, 256)):
+    for asked in lengths:
         options = EngineOptions(
             model_path=str(folder), device="cpu", max_num_seqs=2, max_model_len=asked, fused=False
         )
-        assert load_model(options, lambda text: None).context_length == length
+        assert load_model(options, lambda text: None).context_length == (asked or 256)
     with pytest.raises(ModelRefused, match="256 positions"):
         load_model(EngineOptions(model_path=str(folder), max_model_len=257), lambda text: None)

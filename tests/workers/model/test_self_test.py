@@ -5,7 +5,7 @@ Without a GPU Triton's kernels are interpreted, and a repetition stands in for a
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
-from workers.model import proof
+from workers.model import paged, proof
 from workers.model.ahead import decode, self_test
 from workers.model.ahead.decode import RowsDecoder
 from workers.model.ahead.draw_check import wrong_draws
@@ -228,14 +228,30 @@ def test_a_wrong_kernel_costs_speed_only(
     assert record.message.startswith(text)
 
 
-@pytest.mark.usefixtures("fast")
+@pytest.fixture
+def recordable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's attention can be recorded: it takes all contexts for as long as the self-test's.
+    Few graphs."""
+
+    def prepare(step: RowsStep) -> PreparedRows:
+        return PreparedRows(dataclasses.replace(step, longest=step.longest or 16))
+
+    def choose(*arguments: Any, **named: Any) -> Any:
+        return dataclasses.replace(choose_backend(*arguments, **named), prepare_rows=prepare)
+
+    monkeypatch.setattr(paged, "choose_backend", choose)
+    monkeypatch.setattr(graphs, "_MOST_TOKENS", 8)
+    monkeypatch.setattr(graphs, "_TOKENS_APART", 8)
+
+
+@pytest.mark.usefixtures("recordable")
 def test_a_replay_that_repeats_itself_costs_the_graphs(
     llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps ahead remain."""
     monkeypatch.setattr("workers.model.ahead.self_test.recorder", lambda device: _Stale)
 
-    model, _ = load(llama)
+    model, _ = load(llama, attention="torch", ahead=True)
 
     assert isinstance(model, AheadRunner)
     assert model.decoder.graphs is None
@@ -253,7 +269,7 @@ class _Refused(_Replayed):
         raise RuntimeError("operation not permitted when stream is capturing\nCompile with …")
 
 
-@pytest.mark.usefixtures("fast")
+@pytest.mark.usefixtures("recordable")
 def test_a_model_that_cannot_be_recorded_is_served_without_graphs(
     llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +280,7 @@ def test_a_model_that_cannot_be_recorded_is_served_without_graphs(
         "operation not permitted when stream is capturing"
     )
 
-    model, _ = load(llama)
+    model, _ = load(llama, attention="torch", ahead=True)
 
     assert isinstance(model, AheadRunner)
     assert model.decoder.graphs is None
@@ -331,9 +347,17 @@ def test_wrong_draws_cost_the_steps_ahead(llama: Path, monkeypatch: pytest.Monke
         load(llama, ahead=True)
 
 
-@pytest.mark.parametrize("by_triton", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def _draws() -> Iterator[Any]:
+    """In the suite each number of rows and each type is drawn by Triton, whose interpreter is
+    slow, and all of both by torch."""
+    dtypes = (torch.float32, torch.bfloat16)
+    for row, column, by_triton in itertools.product(range(3), range(2), (False, True)):
+        is_long = by_triton and (row + column) % 2 == 1
+        marks = (pytest.mark.campaign, pytest.mark.long) if is_long else ()
+        yield pytest.param(dtypes[column], (1, 3, 8)[row], by_triton, marks=marks)
+
+
+@pytest.mark.parametrize(("dtype", "num_rows", "by_triton"), [*_draws()])
 def test_right_draws_pass(dtype: torch.dtype, num_rows: int, by_triton: bool) -> None:
     """With fewer rows than are compared, and with more; in one tile of the vocabulary, and in
     several."""

@@ -1,5 +1,6 @@
 """Modules are exchanged for a GPU if the replacement gives the same result, as for a CPU."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.workers.model.operating import BLOCK_SIZE, Patient, operated
 from tests.workers.model.test_triton_attention import DEVICE
+from workers.model.attention.packed import PackedAttention
 from workers.model.backend import choose_backend
 from workers.model.proof import difference
 from workers.model.quantization import QuantizedLinear
@@ -15,10 +17,15 @@ from workers.model.surgery.surgeon import ATTENTION, MLP, NORM
 
 pytest.importorskip("triton")
 
+# Triton's interpreter is slow.
+LONG = (pytest.mark.campaign, pytest.mark.long)
+
 
 def exchanged(family: str, dtype: torch.dtype, **changes: Any) -> Patient:
-    """A tiny decoder whose modules were exchanged for a GPU."""
+    """A tiny decoder whose modules were exchanged for a GPU. Their attention is torch's, since
+    other tests show Triton's, and its interpreter is slow."""
     backend = choose_backend("triton", dtype, DEVICE, BLOCK_SIZE, print, fused=True)
+    backend = dataclasses.replace(backend, attention=PackedAttention())
     return operated(family, dtype, backend=backend, device=DEVICE, num_streams=2, **changes)
 
 
@@ -39,9 +46,9 @@ def _spoil(decoder: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("llama", torch.float32),
+        pytest.param("llama", torch.float32, marks=LONG),
         ("llama", torch.float16),
-        ("llama", torch.bfloat16),
+        pytest.param("llama", torch.bfloat16, marks=LONG),
         ("mistral", torch.float32),
         ("qwen3", torch.bfloat16),
         ("gemma2", torch.bfloat16),
@@ -59,7 +66,9 @@ def test_families_of_the_common_shape_are_merged(family: str, dtype: torch.dtype
     assert linears == ["lm_head"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=LONG)]
+)
 def test_rounded_weights_are_merged_too(dtype: torch.dtype) -> None:
     """They stay int8, also in the other linear layers."""
     patient = exchanged("qwen3", dtype, is_int8=True)

@@ -125,7 +125,7 @@ _turns = st.tuples(
 _scripts = st.lists(_turns, min_size=1, max_size=30)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(script=_scripts, num_places=st.integers(1, 6), lanes=all_lanes())
 def test_places_are_handed_out_as_on_our_own_engine(
     script: list[tuple[list[tuple[str, str, float, int, int]], int | None, tuple[int, str] | None]],
@@ -197,7 +197,7 @@ _params = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     arriving=st.lists(
         st.lists(
