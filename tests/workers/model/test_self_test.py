@@ -18,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
+from tests.workers.model.operating import wide
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import paged, proof
@@ -163,14 +164,14 @@ def test_older_devices_get_torch_s_attention(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"), **wide("llama"))
 
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device counts as a fast GPU. Few graphs, as Triton's interpreter is slow."""
-    monkeypatch.setattr(graphs, "_MOST_TOKENS", 8)
-    monkeypatch.setattr(graphs, "_TOKENS_APART", 8)
+    monkeypatch.setattr(graphs, "_MOST_TOKENS", 4)
+    monkeypatch.setattr(graphs, "_TOKENS_APART", 4)
     monkeypatch.setattr(proof, "_STREAM_TOKENS", (12, 5))  # two streams: the interpreter is slow
     monkeypatch.setattr("workers.model.backend.has_fast_gpu", lambda device: True)
     if DEVICE.type == "cpu":
@@ -185,7 +186,7 @@ def load(folder: Path, **options: Any) -> tuple[Any, list[str]]:
 
 
 def tokens(model: Any) -> list[list[int]]:
-    prompts = make_prompts([14, 5], VOCAB_SIZE)
+    prompts = make_prompts([11, 5], VOCAB_SIZE)  # the end of the first is in a graph
     return run_to_end(model, [make_sequence(p, max_tokens=3) for p in prompts], chunk_tokens=9)
 
 
@@ -199,7 +200,7 @@ def test_a_fast_gpu_gets_all_by_default(llama: Path, caplog: pytest.LogCaptureFi
     assert isinstance(model.decoder.runner.backend, triton_attention.TritonAttention)
     assert model.decoder.runner.stack is not None
     assert model.decoder.graphs is not None
-    assert model.decoder.graphs.sizes == [8, 2, 1]
+    assert model.decoder.graphs.sizes == [4, 2, 1]
     assert "3 CUDA graphs are recorded" in lines
     assert not caplog.records
     assert tokens(model) == tokens(load(llama, attention="torch", ahead=False)[0])
@@ -240,8 +241,8 @@ def recordable(monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(choose_backend(*arguments, **named), prepare_rows=prepare)
 
     monkeypatch.setattr(paged, "choose_backend", choose)
-    monkeypatch.setattr(graphs, "_MOST_TOKENS", 8)
-    monkeypatch.setattr(graphs, "_TOKENS_APART", 8)
+    monkeypatch.setattr(graphs, "_MOST_TOKENS", 4)
+    monkeypatch.setattr(graphs, "_TOKENS_APART", 4)
 
 
 @pytest.mark.usefixtures("recordable")
