@@ -52,7 +52,8 @@ def serve(stack: Stack, folder: Path, *arguments: str) -> tuple[dict[str, Any], 
 
 def counted(stack: Stack, name: str, **labels: str) -> int:
     """The sum of a counter's series with these labels, from the gateway's /metrics."""
-    page = httpx.get(f"{stack.url}/metrics", timeout=20).text
+    headers = {"Authorization": f"Bearer {KEY}"}
+    page = httpx.get(f"{stack.url}/metrics", headers=headers, timeout=20).text
     total = 0.0
     for line in page.splitlines():
         found = re.match(rf"batchway_{name}{{(.*)}} (\S+)$", line)
