@@ -2,20 +2,23 @@
 
 import itertools
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-import redis.asyncio
 
+from contract.connection import connect
 from contract.functions import Functions
 from contract.jobs import Job
 from contract.keys import Keys
+from contract.library import ensure_library
 from contract.model_cards import TokenizerFiles
+from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import FakeWorker, publish_model, says
 from tests.gateway.flows.conftest import Fleet, chat
 from tests.gateway.vector_worker import (
@@ -77,8 +80,7 @@ def _shifted(files: TokenizerFiles, by: int) -> TokenizerFiles:
     return msgspec.structs.replace(files, tokenizer_json=json.dumps(tokenizer))
 
 
-@pytest.fixture
-def models_yaml(tmp_path: Path) -> Path:
+def _flows() -> list[dict[str, Any]]:
     """Each kind with the members in each order; its name ends with the first."""
     flows = [
         {"name": f"{kind}-{first}"} | definition
@@ -88,30 +90,71 @@ def models_yaml(tmp_path: Path) -> Path:
     for first, last in itertools.permutations((PLAIN, EMBEDDER)):
         members = {"members": [first, last], "combine": "mean"}
         flows.append({"name": f"mean-{first}", "ensemble": members})
-    path = tmp_path / "models.yaml"
+    return flows
+
+
+@pytest.fixture(scope="module")
+async def running(
+    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[Fleet, str]]:
+    """Workers of the models of this file, and the address of a gateway that serves the flows."""
+    flows, path = _flows(), tmp_path_factory.mktemp("flows") / "models.yaml"
     path.write_text(json.dumps({"models": flows}))  # YAML without references
-    return path
+    async with connect(redis_server.url) as client:
+        await client.flushall()
+        await ensure_library(client)
+        fleet = Fleet(client, Keys("test"))
+        for name, by in SHIFTS.items():
+            await _publish(fleet, name, by)
+        with running_gateway(make_settings(redis_server.url, models=str(path))) as url:
+            await _until_served(url, {str(flow["name"]) for flow in flows})
+            yield fleet, url
+        await fleet.stop_serving()
+
+
+async def _publish(fleet: Fleet, name: str, by: int) -> None:
+    pooling = CARDS.get(name)
+    await publish_model(
+        fleet.client,
+        fleet.keys,
+        name,
+        files=_shifted(vector_files() if pooling else hash_tokenizer(), by),
+        context_length=CONTEXTS[name],
+        vocab_size=VOCAB_SIZE + by,
+        lanes=VECTOR_LANES,
+        pooling=pooling,
+    )
+    functions = Functions(fleet.client, fleet.keys)
+    worker = FakeWorker(functions, name, f"w-{name}", lanes=VECTOR_LANES)
+    worker.script = vectors if pooling else says("an answer")
+    await fleet.add(worker)
+
+
+async def _until_served(url: str, names: set[str]) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+
+        async def is_served() -> bool:
+            listed = (await client.get("/v1/models")).json()["data"]
+            return names <= {model["id"] for model in listed}
+
+        await until(is_served, 20)
 
 
 @pytest.fixture
-async def fleet(fleet: Fleet, redis_client: redis.asyncio.Redis, keys: Keys) -> Fleet:
-    """With workers of the models of this file."""
-    for name, by in SHIFTS.items():
-        pooling = CARDS.get(name)
-        await publish_model(
-            redis_client,
-            keys,
-            name,
-            files=_shifted(vector_files() if pooling else hash_tokenizer(), by),
-            context_length=CONTEXTS[name],
-            vocab_size=VOCAB_SIZE + by,
-            lanes=VECTOR_LANES,
-            pooling=pooling,
-        )
-        worker = FakeWorker(Functions(redis_client, keys), name, f"w-{name}", lanes=VECTOR_LANES)
-        worker.script = vectors if pooling else says("an answer")
-        await fleet.add(worker)
+async def fleet(running: tuple[Fleet, str]) -> Fleet:
+    """With workers that are live and have seen no job."""
+    fleet, _ = running
+    await fleet.beat()
+    for worker in fleet.workers.values():
+        worker.seen.clear()
     return fleet
+
+
+@pytest.fixture
+async def flows(running: tuple[Fleet, str]) -> AsyncIterator[httpx.AsyncClient]:
+    _, url = running
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        yield client
 
 
 def body_of(path: str, model: str, text: str) -> dict[str, object]:
