@@ -5,7 +5,8 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -76,7 +77,7 @@ def _outcome(answer: httpx.Response) -> str:
     return str(answer.json()["error"]["code"])
 
 
-@pytest.fixture(params=[8 * MIB, 14 * MIB, 64 * MIB, 1024 * MIB], ids=lambda n: f"{n // MIB} MiB")
+@pytest.fixture
 async def flood(request: pytest.FixtureRequest) -> AsyncIterator[Flood]:
     with EmbeddedRedis(max_memory_bytes=request.param) as server:
         client, keys = connect(server.url), Keys("test")
@@ -100,8 +101,18 @@ async def _beat(worker: FakeWorker) -> None:
         await asyncio.sleep(2.0)
 
 
+def _floods() -> Iterator[Any]:
+    """Each size of a server and each choice of lanes; `scripts/campaigns --all` has all pairs."""
+    for number, mib in enumerate((8, 14, 64, 1024)):
+        for lanes in (("batch",), LANES):
+            in_suite = (lanes is LANES) == (number % 2 == 0)
+            marks = () if in_suite else (pytest.mark.campaign, pytest.mark.long)
+            name = f"{mib} MiB-{'all lanes' if lanes is LANES else 'batch'}"
+            yield pytest.param(mib * MIB, lanes, marks=marks, id=name)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lanes", [("batch",), LANES], ids=["batch", "all lanes"])
+@pytest.mark.parametrize(("flood", "lanes"), [*_floods()], indirect=["flood"])
 async def test_a_flood_refuses_nobody_else_for_memory(flood: Flood, lanes: tuple[str, ...]) -> None:
     """Jobs are accepted until their own bounds, waiting or ended. Calls of another tenant are
     answered in every lane; where all lanes are flooded, the smallest server refuses some of them by
