@@ -22,7 +22,7 @@ from infra.callbacks_command import (
 from infra.check_command import run_check
 from infra.drain_command import run_drain
 from infra.engine_choice import choose_engine, engine_python
-from infra.fleet import fleet_of, share_threads, worker_arguments, worker_names
+from infra.fleet import fleet_of, share_memory, share_threads, worker_arguments, worker_names
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
 from infra.measure.options import run_command
@@ -95,7 +95,6 @@ def _up(options: argparse.Namespace) -> int:
     shared = (f"--namespace={options.namespace}", f"--log-level={options.log_level}")
     drain = f"--drain-s={options.drain_s}"
 
-    from infra.fleet import share_memory
     from infra.local_stack import StackOptions, WorkerPlan, run_up
 
     share_memory(entries)

@@ -27,7 +27,6 @@ from infra.option_values import integer
 from infra.preconditions import UsageError, check_model
 from workers.model.machine import available_cores, total_cpu_bytes
 from workers.model.nvidia import installed_gpus
-from workers.model.place import least_weight_bytes
 
 MAX_WORKERS = 64  # of one entry
 _OF_CARD = (
@@ -297,6 +296,9 @@ def _sharing(entries: Iterable[FleetEntry]) -> list[FleetEntry]:
 def _weight_bytes(entry: FleetEntry, device: Device) -> int:
     if entry.options.engine != "own" or entry.options.engine_module is not None:
         return 0  # vLLM checks its own, with the arguments that it alone knows
+    # It loads huggingface_hub, which takes a third of the time in which commands start.
+    from workers.model.place import least_weight_bytes
+
     options = entry.options
     return least_weight_bytes(
         options.model, options.dtype, options.quantization, on_gpu=device.name != _CPU

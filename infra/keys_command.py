@@ -39,9 +39,7 @@ _EXPIRES = Option(
     Value(number(may_be_zero=False), "DAYS"),
     shown="never",
 )
-_OVERLAP = Option(
-    "how long the old key still works", opts.SECONDS_OR_ZERO, 86_400.0, "86400 s, a day"
-)
+_OVERLAP = Option("how long the old key still works", opts.SECONDS_OR_ZERO, 86_400.0)
 _TERMS = {
     "scopes": Option(
         f"what it permits, out of {','.join(Scope)}",

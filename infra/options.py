@@ -84,7 +84,7 @@ class Option:
         shown = self.shown or self._default_text()
         if self.variable:
             shown = f"the variable {self.variable}, else {shown}"
-        help_ = f"{self.meaning} (default: {shown})".strip()
+        help_ = f"{self.meaning} (default: {shown})"
         if self.takes is None:
             parser.add_argument(word, action="store_true", help=help_)
         elif isinstance(self.takes, Value):

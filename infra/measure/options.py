@@ -43,7 +43,7 @@ _ENGINE = {
 }
 _SERVER = {
     "base_url": _BASE_URL,
-    "model": Option("", NAME, shown="the first that the server lists"),
+    "model": Option("the model to call", NAME, shown="the first that the server lists"),
     "plain": Option(
         "send only OpenAI's own fields; answers may then end early",
         None,

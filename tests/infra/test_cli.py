@@ -63,6 +63,13 @@ def test_help_imports_no_heavy_package() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_the_command_line_starts_without_the_hub_s_library() -> None:
+    """All processes start by it; only the check of a model before its worker starts needs it."""
+    program = "import sys, infra.cli; print('huggingface_hub' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_up_imports_no_heavy_package_before_its_parts_start() -> None:
     """Only the gateway's process needs the web framework. Here `up` binds and stops, because
     other hosts could connect without a key."""
