@@ -29,7 +29,7 @@ from workers import configuration
 from workers.configuration import ConfigurationError
 from workers.engine.engine import Engine
 from workers.engine.interface import ModelRefused
-from workers.engine.request import RequestRefused
+from workers.engine.sequence import RequestRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, StrategyOptions
 from workers.model.loader import load_model

@@ -17,7 +17,7 @@ from infra.measure.workloads import BadWorkload, Workload, WorkloadRequest, read
 from infra.tables import progress_line, spread, table, write
 from workers.engine.engine import Engine
 from workers.engine.interface import ModelRefused
-from workers.engine.request import RequestRefused
+from workers.engine.sequence import RequestRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, Request, StrategyOptions
 from workers.model.loader import load_model

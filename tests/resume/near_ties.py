@@ -13,8 +13,7 @@ from contract.events import TokenLogprob
 from contract.jobs import Job
 from tests.resume.logged_job import LoggedJob
 from workers.engine.interface import Chunk
-from workers.engine.request import ending_token_ids
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Sequence, ending_token_ids
 from workers.model.noise import add_gumbel_noise, row_key
 from workers.model.penalties import adjust_logits
 from workers.model.runner import ModelRunner

@@ -11,8 +11,7 @@ from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher
 from workers.engine.interface import Chunk, Sample
 from workers.engine.masks import StepMasks
 from workers.engine.report import StepReport, choice_ended, token_out
-from workers.engine.request import RequestRefused
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import RequestRefused, Sequence
 
 # How often a finished grammar or mask is looked for while the engine has nothing else to do.
 POLL_S = 0.002

@@ -1,22 +1,58 @@
-"""Runs a step: chunks in, samples out. Implements the engine's Model."""
+"""Runs a step: makes flat tensors of its chunks, computes their logits, and takes from these the
+next tokens and the prompts' log probabilities. Pads only where the engine asks for it. Implements
+the engine's Model.
+
+Over 300 lines: a chunk's way to the model and back.
+"""
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from workers.engine.interface import Chunk, Padding, Row
+from workers.engine.interface import (
+    Chunk,
+    Drawn,
+    Padding,
+    PromptLogprobs,
+    Row,
+    RowFailed,
+    Sample,
+)
 from workers.engine.masks import StepMasks
-from workers.model.answers import answer_chunks
-from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep
-from workers.model.batch import Batch, build_batch
+from workers.engine.sequence import Sequence
+from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep, Span
 from workers.model.kernels import DecoderKernels, likeliest
 from workers.model.kv_cache import KVCache, PagedStep
+from workers.model.sampler import rank, ranked_sample, sample
+from workers.model.staging import to_device
 from workers.model.surgery.stack import Stack
+
+PAD_TOKEN_ID = 0  # any id: the result is not used
+
+# Compute log probabilities of this many logits at once (64 MiB of float32).
+_SLICE_ELEMENTS = 2**24
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """A step as tensors. input_ids and position_ids (1, T); slot_mapping (T,): the cache slot of
+    each token; logits_index (num_rows,): the flat rows whose logits are needed, in chunk order:
+    each chunk's `scored` positions, then its last ones, one for each of its `sampled`."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    slot_mapping: Tensor
+    logits_index: Tensor
+    spans: tuple[Span, ...]
+    scored: tuple[range, ...]
 
 
 class ModelRunner:
@@ -134,3 +170,155 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits if self._takes_index else logits[logits_index]
+
+
+def build_batch(
+    chunks: Seq[Chunk],
+    block_size: int,
+    device: torch.device,
+    padding: Seq[Padding] = (),
+    scratch_block_id: int = 0,
+) -> Batch:
+    """Concatenates the chunks, then padding, whose KV goes to one scratch block."""
+    token_ids: list[int] = []
+    block_ids: list[int] = []
+    for chunk in chunks:
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        num_blocks = -(-end // block_size)
+        assert chunk.start < end <= len(sequence.token_ids) + max(1, len(chunk.drafts))
+        assert num_blocks <= len(sequence.block_ids), "the engine has not grown the table"
+        token_ids += chunk.token_ids
+        if end > len(sequence.token_ids) + len(chunk.drafts):  # known to the device only
+            token_ids.append(PAD_TOKEN_ID)
+        block_ids += sequence.block_ids[:num_blocks]
+    for pad in padding:
+        token_ids += [PAD_TOKEN_ID] * pad.num_tokens
+        block_ids += [scratch_block_id] * -(-(pad.start + pad.num_tokens) // block_size)
+    layout = _Layout((*chunks, *padding), block_size)
+    slots = block_slots(block_ids, len(block_ids) * block_size, block_size)
+    spans = layout.spans(slots)
+    scored = tuple([scored_positions(c.sequence, c.start, c.start + c.num_tokens) for c in chunks])
+    rows: list[int] = []
+    for chunk, span, wanted in zip(chunks, spans, scored, strict=False):  # padding has none
+        if wanted:
+            rows += [span.first + position - span.start for position in wanted]
+        if chunk.samples:
+            stop = span.first + span.num_tokens
+            rows += range(stop - 1 - len(chunk.drafts), stop)
+    mapping = slots[layout.positions + layout.begins]
+    num_tokens = len(token_ids)
+    numbers = np.array([*token_ids, *rows], dtype=np.int64)
+    parts = (numbers[:num_tokens], layout.positions, mapping, numbers[num_tokens:])
+    shipped = to_device(np.concatenate(parts), device)
+    ids, positions, slot_mapping = shipped[: 3 * num_tokens].view(3, num_tokens)
+    return Batch(
+        input_ids=ids[None],
+        position_ids=positions[None],
+        slot_mapping=slot_mapping,
+        logits_index=shipped[3 * num_tokens :],
+        spans=spans,
+        scored=scored,
+    )
+
+
+class _Layout:
+    """The parts of a step: their tokens in the flat batch, and their sequences' slots (whole
+    blocks) in one array."""
+
+    def __init__(self, parts: Seq[Chunk | Padding], block_size: int) -> None:
+        self._starts = np.array([part.start for part in parts], dtype=np.int64)
+        self._counts = np.array([part.num_tokens for part in parts], dtype=np.int64)
+        self._firsts = np.cumsum(self._counts) - self._counts
+        num_slots = -(-(self._starts + self._counts) // block_size) * block_size
+        self._begins = np.cumsum(num_slots) - num_slots
+        rows = np.arange(self._counts.sum())
+        self.positions = rows + np.repeat(self._starts - self._firsts, self._counts)  # (T,)
+        self.begins = np.repeat(self._begins, self._counts)  # (T,): of each token's sequence
+
+    def spans(self, slots: npt.NDArray[np.int64]) -> tuple[Span, ...]:
+        """Returns a span for each part."""
+        columns = (self._firsts, self._counts, self._starts, self._begins)
+        return tuple(
+            [
+                Span(first, count, start, slots[begin : begin + start + count])
+                for first, count, start, begin in zip(*(c.tolist() for c in columns), strict=True)
+            ]
+        )
+
+
+def block_slots(block_ids: Seq[int], num_tokens: int, block_size: int) -> npt.NDArray[np.int64]:
+    """The cache slots (num_tokens,) of a sequence's first `num_tokens` positions."""
+    num_blocks = -(-num_tokens // block_size)
+    assert num_blocks <= len(block_ids)
+    blocks = np.asarray(block_ids[:num_blocks], dtype=np.int64)
+    slots = blocks[:, None] * block_size + np.arange(block_size, dtype=np.int64)
+    flat: npt.NDArray[np.int64] = slots.reshape(-1)[:num_tokens]
+    return flat
+
+
+def scored_positions(sequence: Sequence, start: int, end: int) -> range:
+    """Positions among `start .. end - 1` whose logits score the next prompt token; none unless the
+    job asks."""
+    if not sequence.scores_prompt:
+        return range(start, start)
+    return range(start, max(start, min(end, sequence.num_prompt - 1)))
+
+
+def answer_chunks(
+    logits: Tensor,
+    chunks: Seq[Chunk],
+    scored: Seq[range],
+    find_likeliest: Callable[[Tensor], Tensor] = likeliest,
+    masks: StepMasks | None = None,
+) -> list[Row]:
+    """Returns one row per chunk. logits (num_rows, vocab_size): for each chunk its scored
+    positions, then its last positions, one for each of its `sampled`."""
+    prompts: list[PromptLogprobs | None] = []
+    sample_rows: list[int] = []
+    num_rows = 0
+    for chunk, positions in zip(chunks, scored, strict=True):
+        prompt = None
+        if positions:  # slicing a tensor costs microseconds
+            part = logits[num_rows : num_rows + len(positions)]
+            prompt = score_prompt(part, chunk.sequence, positions.start)
+            num_rows += len(positions)
+        prompts.append(prompt)
+        num_sampled = len(chunk.sampled)
+        sample_rows += range(num_rows, num_rows + num_sampled)
+        num_rows += num_sampled
+    if len(sample_rows) < num_rows:
+        logits = logits[to_device(np.array(sample_rows, dtype=np.int64), logits.device)]
+    sampling = [sequence for chunk in chunks for sequence in chunk.sampled]
+    samples = iter(sample(logits, sampling, find_likeliest, masks))
+    return [_answer(chunk, samples, prompt) for chunk, prompt in zip(chunks, prompts, strict=True)]
+
+
+def _answer(
+    chunk: Chunk, samples: Iterator[Sample | RowFailed], prompt: PromptLogprobs | None
+) -> Row:
+    """Takes the chunk's samples from those of the step."""
+    if chunk.drafts:
+        return Drawn(tuple(islice(samples, len(chunk.sampled))))
+    if not chunk.samples:
+        return prompt
+    return with_prompt(next(samples), prompt)
+
+
+def with_prompt(row: Row, prompt: PromptLogprobs | None) -> Row:
+    """The row of a chunk that samples, with its prompt's log probabilities."""
+    if prompt is None or not isinstance(row, Sample):
+        return row
+    return Sample(row.token_id, row.logprob, row.top_logprobs, prompt)
+
+
+def score_prompt(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
+    """Scores n tokens from logits (n, vocab_size) of positions `start ..`."""
+    num_top = min(sequence.params.prompt_logprobs or 0, logits.shape[1])
+    at_once = max(1, _SLICE_ELEMENTS // logits.shape[1])
+    tokens: list[Sample] = []
+    for part in torch.split(logits, at_once):
+        first = start + 1 + len(tokens)
+        ids = sequence.token_ids[first : first + len(part)]
+        ranked = rank(part, to_device(np.array(ids), logits.device), num_top).tolist()
+        tokens += [ranked_sample(*pair, num_top) for pair in zip(ids, ranked, strict=True)]
+    return PromptLogprobs(start + 1, tuple(tokens))

@@ -24,9 +24,9 @@ from transformers import PretrainedConfig
 from workers.engine.interface import Chunk, ModelRefused, Padding, Row
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
-from workers.model.answers import answer_chunks, scored_positions
 from workers.model.checkpoint import first_line
 from workers.model.probe import LOWEST_COSINE, centred, probe_ids, probe_sequence
+from workers.model.runner import answer_chunks, scored_positions
 
 # Argument and output names of the state: since transformers 5.24, before it by family, RWKV's.
 _STATE_NAMES = ("cache", "past_key_values", "cache_params", "state")

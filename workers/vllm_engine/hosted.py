@@ -19,8 +19,7 @@ from contract.errors import ErrorCode
 from workers.engine.grammar import Grammars
 from workers.engine.interface import EngineLimits, Sample
 from workers.engine.report import StepReport
-from workers.engine.request import RequestRefused
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import RequestRefused, Sequence
 from workers.lanes import DEFAULT_LANES, Lane
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 

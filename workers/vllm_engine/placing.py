@@ -16,9 +16,8 @@ from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, EngineLimits, PromptLogprobs, Sample
 from workers.engine.jobs import JobEngine
 from workers.engine.report import StepReport
-from workers.engine.request import RequestRefused
 from workers.engine.scheduler import Scheduler
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import RequestRefused, Sequence
 from workers.engine.step_plan import UNLIMITED
 from workers.engine.strategy import Strategies
 from workers.lanes import DEFAULT_LANES, Lane

@@ -17,8 +17,7 @@ from vllm.sampling_params import SamplingParams as VllmParams
 from contract.errors import ErrorCode
 from contract.jobs import SamplingParams
 from workers.engine.grammar import GrammarFailed, Grammars
-from workers.engine.request import RequestRefused
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import RequestRefused, Sequence
 from workers.model.checkpoint import DEFAULT_REVISION
 from workers.model.files import Files
 from workers.model.generation import end_token_ids

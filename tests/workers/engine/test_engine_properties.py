@@ -19,7 +19,7 @@ from tests.workers.engine.harness import (
     all_sizes,
     oracle,
 )
-from workers.engine.request import RequestRefused
+from workers.engine.sequence import RequestRefused
 from workers.ipc.messages import Request
 
 Workload = list[tuple[Prompts, SamplingParams]]

@@ -10,7 +10,7 @@ from contract.errors import ErrorCode
 from contract.jobs import FinishReason
 from tests.fakes import EOS_ID, output_text
 from tests.workers.engine.harness import GRAMMAR, Harness, Sizes, job, oracle
-from workers.engine.request import RequestRefused
+from workers.engine.sequence import RequestRefused
 
 DIGITS = LLMatcher.grammar_from_regex("[0-9]+")
 CONSTANT = LLMatcher.grammar_from_regex("yes, of course")

@@ -15,7 +15,7 @@ from tests.fakes import VOCAB_SIZE
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, EngineLimits, Padding, Row, RowFailed, Vector
 from workers.engine.masks import StepMasks
-from workers.engine.request import RequestRefused
+from workers.engine.sequence import RequestRefused
 from workers.engine.strategy import ContinuousBatching, DynamicBatching, Strategy
 from workers.ipc.messages import Request
 

@@ -10,7 +10,7 @@ from contract.jobs import SamplingParams
 from tests.fakes import EOS_ID, VOCAB_SIZE
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job
 from workers.engine.interface import EngineLimits
-from workers.engine.request import RequestRefused, ending_token_ids
+from workers.engine.sequence import RequestRefused, ending_token_ids
 
 REFUSED_CHANGES: list[dict[str, object]] = [
     {"temperature": -0.1},

@@ -7,7 +7,7 @@ import msgspec
 from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
 from workers.engine.kv_forecast import RecentLengths
 from workers.engine.report import StepReport
-from workers.engine.request import sequences_of
+from workers.engine.sequence import sequences_of
 from workers.ipc.messages import Request
 from workers.lanes import DEFAULT_LANES, Lane
 

@@ -32,7 +32,7 @@ from tests.workers.engine.harness import (
 from tests.workers.engine.test_engine_properties import cut, is_possible, request_of
 from tests.workers.engine.witness import Witness
 from tests.workers.strategies.test_strategies import all_strategies
-from workers.engine.request import RequestRefused
+from workers.engine.sequence import RequestRefused
 from workers.engine.strategy import Strategies, Strategy
 from workers.ipc.messages import Request
 from workers.lanes import Lane

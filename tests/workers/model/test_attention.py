@@ -7,7 +7,7 @@ import torch
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.packed import PackedAttention
 from workers.model.attention.reference import ReferenceAttention
-from workers.model.batch import block_slots
+from workers.model.runner import block_slots
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 16
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from workers.model.loader import load_model
 FOLDER = Path(workers.model.__file__).parent
 # What runs in each step on a GPU. At load and on a CPU a copy may wait.
 STEP_MODULES = [
-    "answers", "attention/packed", "attention/reference", "attention/triton_attention",
-    "attention/triton_plan", "attention/varlen", "batch", "ahead/runner", "ahead/decode",
+    "attention/packed", "attention/reference", "attention/triton_attention",
+    "attention/triton_plan", "attention/varlen", "ahead/runner", "ahead/decode",
     "gpu/drawing", "gpu/kernels", "gpu/request_state", "kv_cache",
     "noise", "penalties", "runner", "sampler", "surgery/stack",
 ]  # fmt: skip

@@ -25,8 +25,7 @@ from tests.workers.engine.harness import (
 )
 from tests.workers.engine.test_state_machine import LANES, all_lanes
 from workers.engine.report import StepReport
-from workers.engine.request import RequestRefused
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import RequestRefused, Sequence
 from workers.ipc.messages import Request, TokenOut
 from workers.lanes import DEFAULT_LANES, Lane
 from workers.vllm_engine.placing import HostOutput, PlacingEngine

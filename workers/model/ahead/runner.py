@@ -21,11 +21,10 @@ from workers.engine.interface import Chunk, Padding, PromptLogprobs, Row, Sample
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.ahead.decode import PrepareRows, RowsDecoder
-from workers.model.answers import score_prompt, with_prompt
 from workers.model.gpu.drawing import draw
 from workers.model.gpu.graphs import Record, sizes_up_to
 from workers.model.gpu.request_state import TOKEN, HostCopy, RequestState
-from workers.model.runner import ModelRunner
+from workers.model.runner import ModelRunner, score_prompt, with_prompt
 from workers.model.sampler import OPEN, rank_chosen, to_samples
 from workers.model.staging import to_device
 

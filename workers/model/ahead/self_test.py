@@ -26,13 +26,12 @@ from workers.model.attention.interface import (
 )
 from workers.model.attention.reference import SPLIT_TOKENS, ReferenceAttention, RowsStep
 from workers.model.backend import Backend
-from workers.model.batch import block_slots
 from workers.model.checkpoint import first_line
 from workers.model.gpu.graphs import Record, recorder
 from workers.model.loaded import Loaded
 from workers.model.probe import AttentionShape, probe_ids, probe_sequences
 from workers.model.proof import Choices, logits_difference
-from workers.model.runner import ModelRunner
+from workers.model.runner import ModelRunner, block_slots
 from workers.model.surgery.trial import TOLERANCE
 
 log = logging.getLogger("batchway.engine")
