@@ -1,9 +1,11 @@
 """Real parts for tests: a Redis per process, the function library, a client for each test."""
 
+import functools
 import gc
 import os
 import re
 import shutil
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -30,6 +32,10 @@ if shutil.which("nvidia-smi") is None:
 _LIMITS = {"avx2": ("avx2", "AVX2"), "avx512": ("avx512", "AVX512_CORE")}
 if (_isa := os.environ.get("BATCHWAY_CPU_ISA", "")) in _LIMITS:
     os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"] = _LIMITS[_isa]
+
+
+# Each client of httpx and openai reads the trusted certificates, which takes 20 ms.
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
 
 def pytest_collection() -> None:

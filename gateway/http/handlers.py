@@ -83,9 +83,13 @@ _REASONS: Mapping[int, str] = {
 }
 
 
+_ALWAYS = (400, 408, 410, 413, 422, 431, 500, 503)
+
+
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Errors of a route, as the `responses` of its OpenAPI operation."""
-    return {status: {"model": Error, "description": _REASONS[status]} for status in statuses}
+    """Errors of a route beside those that each has, as the `responses` of its OpenAPI operation."""
+    listed = sorted({*_ALWAYS, *statuses})
+    return {status: {"model": Error, "description": _REASONS[status]} for status in listed}
 
 
 def add_handlers(app: FastAPI, draw: Callable[[], float], paths: Sequence[str]) -> None:

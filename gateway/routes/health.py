@@ -16,7 +16,7 @@ from gateway.http.sse import json_response
 from gateway.prepare.admission import MetricsReader
 from gateway.state import Gateway, ThisGateway
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], responses=answers())
 
 
 class Alive(BaseModel):

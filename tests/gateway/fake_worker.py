@@ -138,23 +138,33 @@ class FakeWorker:
 
     async def claim(self) -> Claimed:
         """Waits for the next job."""
-        while True:
-            try:
-                jobs = await self.functions.claim(
-                    self.incarnation,
-                    self.model,
-                    self.lanes,
-                    lease_s=LEASE_S,
-                    max_jobs=1,
-                    max_tokens=10**6,
-                )
-            except BrokerUnavailable:  # a fixture has blocked this loop for longer than a command
-                seen = [job.id for job in self.seen]
-                jobs = await self.functions.mine(self.incarnation, seen, lease_s=LEASE_S)
-            if jobs:
-                self.seen.append(jobs[0].job)
-                return jobs[0]
-            await asyncio.sleep(0.002)
+        if (found := await self._claimed()) is not None:
+            return found
+        functions = self.functions
+        async with functions._client.pubsub() as pubsub:
+            await pubsub.subscribe(functions._keys.of("wake", self.model))
+            while (found := await self._claimed()) is None:
+                # A clock that was moved wakes nobody.
+                await pubsub.get_message(ignore_subscribe_messages=True, timeout=0.05)
+            return found
+
+    async def _claimed(self) -> Claimed | None:
+        try:
+            jobs = await self.functions.claim(
+                self.incarnation,
+                self.model,
+                self.lanes,
+                lease_s=LEASE_S,
+                max_jobs=1,
+                max_tokens=10**6,
+            )
+        except BrokerUnavailable:  # a fixture has blocked this loop for longer than a command
+            seen = [job.id for job in self.seen]
+            jobs = await self.functions.mine(self.incarnation, seen, lease_s=LEASE_S)
+        if not jobs:
+            return None
+        self.seen.append(jobs[0].job)
+        return jobs[0]
 
     async def say(
         self, claimed: Claimed, number: int, event: Prompt | Tokens
