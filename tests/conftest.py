@@ -8,7 +8,9 @@ import shutil
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import certifi
 import pytest
 import redis.asyncio
 from xdist.remote import Producer
@@ -34,8 +36,17 @@ if (_isa := os.environ.get("BATCHWAY_CPU_ISA", "")) in _LIMITS:
     os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"] = _LIMITS[_isa]
 
 
-# Each client of httpx and openai reads the trusted certificates, which takes 20 ms.
-ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+# httpx reads the trusted certificates for each client, in 20 ms: clients in tests share them.
+_make_context = ssl.create_default_context
+_trusted = functools.cache(lambda: _make_context(cafile=certifi.where()))
+
+
+def _context(*args: Any, **options: Any) -> ssl.SSLContext:
+    shares = not args and options == {"cafile": certifi.where()}
+    return _trusted() if shares else _make_context(*args, **options)
+
+
+ssl.create_default_context = _context
 
 
 def pytest_collection() -> None:

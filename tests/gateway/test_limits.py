@@ -7,13 +7,12 @@ from typing import Annotated
 
 import httpx
 import pytest
-from fastapi import Body, FastAPI, HTTPException, Request
+from fastapi import Body, FastAPI, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.app import create_app
 from gateway.http.sse import EventStream, sse_response
-from gateway.prepare.admission import Caller, identify
 from gateway.routes.requests import StrictRoute
 from gateway.settings import GatewaySettings
 from tests.gateway.bare_connection import connected
@@ -179,20 +178,6 @@ async def test_an_added_exception_handler_takes_effect(
     answer = await asked(app, "/tea")
     assert answer.status_code == 418
     assert answer.headers["x-request-id"]
-
-
-async def test_an_overridden_dependency_takes_effect() -> None:
-    """Overrides a dependency of the gateway's endpoints."""
-    app = app_of()
-    assert (await asked(app, "/v1/models")).status_code == 503  # there is no Redis
-
-    async def nobody() -> Caller:
-        raise HTTPException(402, "pay first")
-
-    app.dependency_overrides[identify] = nobody
-    answer = await asked(app, "/v1/models")
-    assert answer.status_code == 402
-    assert answer.json()["error"]["message"] == "pay first"
 
 
 @pytest.mark.parametrize("limit", [None, 1_000])
