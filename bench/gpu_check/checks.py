@@ -19,8 +19,8 @@ from infra.measure.engine import run_workload
 from infra.measure.workloads import log_uniform_workload
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
-from workers.model.ahead.draw_check import wrong_draws
 from workers.model.ahead.runner import AheadRunner
+from workers.model.ahead.self_test import wrong_draws
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import SPLIT_TOKENS, ReferenceAttention, RowsStep
 from workers.model.attention.triton_attention import TritonAttention

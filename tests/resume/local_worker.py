@@ -30,8 +30,7 @@ from workers.ipc.messages import (
     decoder_to_engine,
     encode_frame,
 )
-from workers.supervisor.held_job import HeldJob
-from workers.supervisor.text import OutputFormats
+from workers.supervisor.held_job import HeldJob, OutputFormats
 
 
 class LocalWorker(Channel):

@@ -19,8 +19,7 @@ from tests.resume.logged_job import new_job
 from workers.ipc.messages import TokenOut
 from workers.output.formats import TOOL_FORMATS
 from workers.output.message import ResponseDelta
-from workers.supervisor.held_job import HeldJob
-from workers.supervisor.text import OutputFormats
+from workers.supervisor.held_job import HeldJob, OutputFormats
 
 TOOLS: dict[str, tuple[str, ...]] = {"find": ("text",)}
 THINK = ReasoningFormat(name="think", open="<think>\n", close="\n</think>\n\n")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.fakes import EOS_ID, PAD_ID, encode_text, hash_tokenizer, output_text
-from workers.supervisor.text import ChoiceText
+from workers.supervisor.held_job import ChoiceText
 
 tokenizer = Tokenizer.from_str(hash_tokenizer().tokenizer_json)
 

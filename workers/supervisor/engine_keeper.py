@@ -36,11 +36,10 @@ from workers.ipc.messages import (
     VectorOut,
 )
 from workers.settings import WorkerSettings
-from workers.supervisor.held_job import HeldJob
+from workers.supervisor.held_job import HeldJob, OutputFormats
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
-from workers.supervisor.text import OutputFormats
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,8 @@ from workers.engine.interface import Chunk, EngineLimits, Model, RowFailed, Samp
 from workers.engine.masks import StepMasks
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import EngineOptions, Request
-from workers.model.ahead import decode
 from workers.model.ahead import runner as ahead_runner
-from workers.model.ahead.decode import PrepareRows
-from workers.model.ahead.runner import AheadRunner
+from workers.model.ahead.runner import AheadRunner, PrepareRows
 from workers.model.attention.interface import PreparedAttention
 from workers.model.attention.reference import PreparedRows, RowsStep
 from workers.model.gpu.graphs import (
@@ -362,8 +360,8 @@ def test_a_prompt_behind_a_long_context_has_no_graph(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its tokens would read the context for itself. Nor has a step of too many tokens."""
-    monkeypatch.setattr(decode, "SPLIT_TOKENS", 16)
-    monkeypatch.setattr(decode, "_MOST_PROMPT_PARTS", 9)
+    monkeypatch.setattr(ahead_runner, "SPLIT_TOKENS", 16)
+    monkeypatch.setattr(ahead_runner, "_MOST_PROMPT_PARTS", 9)
     has_graph_for = recorded_ahead(runner).decoder.has_graph_for
     near, far, huge = (make_sequence(p) for p in make_prompts([9, 39, 520], VOCAB_SIZE))
 
@@ -372,12 +370,12 @@ def test_a_prompt_behind_a_long_context_has_no_graph(
     assert not has_graph_for([Chunk(far, 31, 8, samples=True)])
 
     for name in ("_MOST_PROMPT_PARTS", "_MOST_MORE_PARTS"):
-        monkeypatch.setattr(decode, name, 99_999)
+        monkeypatch.setattr(ahead_runner, name, 99_999)
     assert has_graph_for([Chunk(huge, 0, 512, samples=False)])
     assert not has_graph_for([Chunk(huge, 0, 513, samples=False)])
 
     # Nor where the streams beside it leave no room for its parts.
-    monkeypatch.setattr(decode, "_MOST_MORE_PARTS", 2)
+    monkeypatch.setattr(ahead_runner, "_MOST_MORE_PARTS", 2)
     prompt = Chunk(near, 0, 3, samples=True)
     assert has_graph_for([prompt, Chunk(far, 31, 1, samples=True)])
     assert not has_graph_for([prompt, Chunk(far, 31, 1, samples=True), Chunk(huge, 47, 1, True)])
@@ -423,8 +421,8 @@ def test_a_step_that_reads_more_than_a_graph_has_room_for_is_computed_directly(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One part of a context more than there is room for."""
-    monkeypatch.setattr(decode, "SPLIT_TOKENS", 16)
-    monkeypatch.setattr(decode, "_MOST_MORE_PARTS", 2)
+    monkeypatch.setattr(ahead_runner, "SPLIT_TOKENS", 16)
+    monkeypatch.setattr(ahead_runner, "_MOST_MORE_PARTS", 2)
     model = recorded_ahead(runner)
     longest: list[int | None] = []  # None: by a graph
     prepare = model.decoder._prepare_rows
@@ -480,7 +478,7 @@ def test_the_triton_kernel_reads_tables_on_the_device(
 ) -> None:
     """Contexts in one part, and in more parts than the longest one has."""
     triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
-    for module in (triton_attention, decode):
+    for module in (triton_attention, ahead_runner):
         monkeypatch.setattr(module, "SPLIT_TOKENS", split_tokens)
     backend = triton_attention.TritonAttention(runner.block_size)
     arguments: dict[str, Any] = {"seed": 2, "disturb": 0.0, "num_jobs": 2}

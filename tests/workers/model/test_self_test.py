@@ -22,15 +22,15 @@ from tests.workers.model.operating import wide
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import paged, proof
-from workers.model.ahead import decode, self_test
-from workers.model.ahead.decode import RowsDecoder
-from workers.model.ahead.draw_check import wrong_draws
-from workers.model.ahead.runner import AheadRunner
+from workers.model.ahead import runner as ahead_runner
+from workers.model.ahead import self_test
+from workers.model.ahead.runner import AheadRunner, RowsDecoder
 from workers.model.ahead.self_test import (
     SelfTestFailed,
     check_attention,
     check_graphs,
     check_rows,
+    wrong_draws,
 )
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.packed import PackedAttention
@@ -342,7 +342,7 @@ def test_wrong_draws_cost_the_steps_ahead(llama: Path, monkeypatch: pytest.Monke
     def wrong(*arguments: Any) -> torch.Tensor:
         return draw(*arguments) + int(any(s.params.top_k for s in arguments[3]))
 
-    monkeypatch.setattr("workers.model.ahead.draw_check.wrong_draws.__defaults__", (wrong,))
+    monkeypatch.setattr("workers.model.ahead.self_test.wrong_draws.__defaults__", (wrong,))
 
     with pytest.raises(ModelRefused, match=r"fails at sampling: tokens \[.* in place of \["):
         load(llama, ahead=True)
@@ -421,7 +421,7 @@ _compute = RowsDecoder._compute
 
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
-    [(RowsDecoder, "_compute", _without_given), (decode, "PagedStep", _unwritten)],
+    [(RowsDecoder, "_compute", _without_given), (ahead_runner, "PagedStep", _unwritten)],
     ids=["given tokens", "KV"],
 )
 def test_what_a_step_must_write_is_not_found_in_the_cache(

@@ -21,7 +21,7 @@ FOLDER = Path(workers.model.__file__).parent
 # What runs in each step on a GPU. At load and on a CPU a copy may wait.
 STEP_MODULES = [
     "attention/packed", "attention/reference", "attention/triton_attention",
-    "attention/triton_plan", "attention/varlen", "ahead/runner", "ahead/decode",
+    "attention/triton_attention", "attention/varlen", "ahead/runner", "ahead/runner",
     "gpu/drawing", "gpu/kernels", "gpu/request_state", "kv_cache",
     "noise", "penalties", "runner", "sampler", "surgery/stack",
 ]  # fmt: skip

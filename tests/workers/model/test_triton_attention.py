@@ -27,7 +27,7 @@ from workers.model.loader import load_model
 from workers.model.probe import AttentionShape
 
 triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
-triton_plan = pytest.importorskip("workers.model.attention.triton_plan")
+triton_plan = pytest.importorskip("workers.model.attention.triton_attention")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

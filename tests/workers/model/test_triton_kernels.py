@@ -25,7 +25,7 @@ from workers.model.noise import gumbel, row_base, row_key, uniform
 
 triton = pytest.importorskip("triton")
 gpu_kernels = pytest.importorskip("workers.model.gpu.kernels")
-sampling_kernels = pytest.importorskip("workers.model.gpu.sampling_kernels")
+triton_kernels = pytest.importorskip("workers.model.gpu.triton_kernels")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +130,7 @@ def test_the_sets_to_draw_from_are_exact(vocab_size: int, scale: float, is_whole
     rows = torch.arange(len(parameters), device=DEVICE)
     cells = cells_of(parameters, temperature)
 
-    sampling_kernels.find_lowest[(len(parameters),)](
+    triton_kernels.find_lowest[(len(parameters),)](
         logits.to(DEVICE), cells, rows, lowest, cells.stride(0), vocab_size, TILE=1024
     )
 
@@ -147,7 +147,7 @@ def test_all_that_equal_the_last_allowed_are_kept() -> None:
     cells = cells_of([(2, 1.0, 0.0), (0, 0.85, 0.0)], 1.0)
     rows = torch.arange(2, device=DEVICE)
 
-    sampling_kernels.find_lowest[(2,)](
+    triton_kernels.find_lowest[(2,)](
         logits.to(DEVICE), cells, rows, lowest, cells.stride(0), 8, TILE=8
     )
 
@@ -166,7 +166,7 @@ def test_noise_is_that_of_the_reference() -> None:
     scores = torch.empty(num_rows, triton.cdiv(vocab_size, tile), device=DEVICE)
     ids = torch.empty_like(scores, dtype=torch.int32)
 
-    sampling_kernels.draw_tiles[scores.shape](
+    triton_kernels.draw_tiles[scores.shape](
         logits, cells, rows, scores, scores, ids, cells.stride(0), vocab_size, tile, False
     )
 

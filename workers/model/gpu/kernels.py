@@ -8,8 +8,14 @@ import triton
 from torch import Tensor
 
 from workers.model.attention.triton_attention import can_attend
-from workers.model.gpu.sampling_kernels import draw_tiles, find_lowest, join_draws
-from workers.model.gpu.triton_kernels import gate_silu, normalise, turn_and_keep
+from workers.model.gpu.triton_kernels import (
+    draw_tiles,
+    find_lowest,
+    gate_silu,
+    join_draws,
+    normalise,
+    turn_and_keep,
+)
 from workers.model.kernels import likeliest
 from workers.model.sampler import OPEN
 
