@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -89,7 +89,7 @@ class Connection(HttpProtocol):
             self._refuse()
             return
         self._counted_as = network
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _EndedSoftly(transport, self)))
         self._close_after(self._bounds.idle_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -131,14 +131,23 @@ class Connection(HttpProtocol):
         if self._num_requests:
             return
         self._is_in_head = False
+        if self._is_dropping:
+            return
         if drops_rest and self.awaits_body:
             self._drop_rest()
         else:
             self._close_after(self._bounds.idle_s)
 
-    def _drop_rest(self) -> None:
-        """Drops what arrives, and closes the connection when the client does, or after a while. A
+    def end(self) -> None:
+        """Closes the connection; first drops the rest of a body that is still arriving, because a
         client that is cut off while it sends may never read its answer."""
+        if self.awaits_body and not self._is_dropping:
+            self._drop_rest()
+        else:
+            self._transport.close()
+
+    def _drop_rest(self) -> None:
+        """Drops what arrives, and closes the connection when the client does, or after a while."""
         self._is_dropping = True
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -171,6 +180,20 @@ class Connection(HttpProtocol):
         self._close_after(_LINGER_S)
 
 
+class _EndedSoftly:
+    """A transport as uvicorn sees it, which closes it after an answer with `connection: close`."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport = transport
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._connection.end()
+
+
 class RequestGuard:
     """ASGI middleware: refuses requests whose end is ambiguous and limits the time of a body.
 
@@ -190,17 +213,26 @@ class RequestGuard:
         scope = plain_target(scope)
         connection: Connection = scope["state"].pop(_STATE_KEY)
         connection.request_begun()
+        drops_rest = _is_rest_dropped(scope)
+
+        async def sent(message: Message) -> None:
+            # Otherwise the client might send its next request, which would be dropped as well.
+            if message["type"] == "http.response.start" and drops_rest and connection.awaits_body:
+                headers = [each for each in message["headers"] if each[0] != b"connection"]
+                message = {**message, "headers": [*headers, (b"connection", b"close")]}
+            await send(message)
+
         try:
             if _is_ambiguous(scope):
-                await _ambiguous().response()(scope, receive, send)
+                await _ambiguous().response()(scope, receive, sent)
             else:
                 body_s = self._upload_s if is_upload(scope) else self._body_s
-                await self._app(scope, _InTime(receive, body_s).receive, send)
+                await self._app(scope, _InTime(receive, body_s).receive, sent)
         except Exception as exc:
             # uvicorn would answer 500, or close the connection in the middle of an answer
             log.error("unexpected %s", without_text(exc))
         finally:
-            connection.request_ended(drops_rest=_is_rest_dropped(scope))
+            connection.request_ended(drops_rest=drops_rest)
 
 
 class _InTime:

@@ -140,7 +140,7 @@ async def test_a_long_body_does_not_count_as_head() -> None:
 
 @pytest.mark.parametrize("head", [POST + b"content-length: 9000000\r\n", CHUNKED])
 async def test_the_rest_of_a_long_body_that_nobody_reads_is_dropped(head: bytes) -> None:
-    """The client can send it all, and reads its answer. The connection ends."""
+    """The client can send it all, and reads its answer, which says that the connection ends."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, b"no", [(b"content-length", b"2")])
@@ -149,7 +149,9 @@ async def test_the_rest_of_a_long_body_that_nobody_reads_is_dropped(head: bytes)
         await client.send(head + b"\r\n")
         for _ in range(90):
             await client.send(b"y" * 100_000)  # would be no chunk, if it were read
-        assert bodies(await client.rest()) == [b"no"]
+        received = await client.rest()
+    assert bodies(received) == [b"no"]
+    assert b"connection: close\r\n" in received.lower()
 
 
 async def test_more_than_so_many_bytes_a_second_are_not_dropped(
