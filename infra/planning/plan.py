@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from infra.planning.devices import DEVICES, ENGINES, Precision
+from infra.planning.devices import DEVICES, ENGINES, EngineCard, Precision
 from infra.planning.shapes import ModelShape, Sizes
 from infra.planning.simulated import Point, Server, Workload, closed_loop, open_loop
 from workers.ipc.messages import StrategyOptions
@@ -132,8 +132,11 @@ def server_of(
     if precision not in limits.flops_per_s:
         known = ", ".join(limits.flops_per_s)
         raise NothingFits(f"{device} does not compute {precision}; it computes {known}")
-    kv_bytes = 1 if precision == "fp8" and card.has_small_kv else 2
-    return Server(Sizes(shape, precision, kv_bytes), limits, card, memory_share)
+    return Server(_sizes(shape, precision, card), limits, card, memory_share)
+
+
+def _sizes(shape: ModelShape, precision: Precision, card: EngineCard) -> Sizes:
+    return Sizes(shape, precision, 1 if precision == "fp8" and card.has_small_kv else 2)
 
 
 def make_plan(
@@ -312,7 +315,7 @@ def _alternatives(server: Server, work: Workload) -> tuple[tuple[str, Precision,
         for precision in precisions:
             if precision not in device.flops_per_s or (precision == "float16" and name != "t4"):
                 continue
-            sizes = Sizes(server.sizes.shape, precision, server.sizes.kv_item_bytes)
+            sizes = _sizes(server.sizes.shape, precision, server.engine)
             other = Server(sizes, device, server.engine, server.memory_share)
             if rate := _rate(other, work):
                 found.append((name, precision, rate))
