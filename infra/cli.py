@@ -27,6 +27,7 @@ from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
 from infra.measure.options import run_command
 from infra.parser import build_parser
+from infra.plan_command import run_plan
 from infra.preconditions import (
     UsageError,
     check_directory,
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
     commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
-    commands |= {"compare": _compare, "cascade": _cascade}
+    commands |= {"compare": _compare, "cascade": _cascade, "plan": run_plan}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     commands |= {"ab": partial(_with_redis, run_ab), "check": partial(_with_redis, run_check)}
     try:

@@ -18,6 +18,7 @@ from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
 from infra.measure.options import add_bench_options, add_cascade_options, add_compare_options
+from infra.plan_command import add_plan_options
 from infra.profile_command import add_profile_options
 from infra.redis_roles import add_redis_roles_options
 from infra.top_command import add_top_options
@@ -118,6 +119,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_top_options(_add(commands, "top", "watch lanes, workers and engines in a terminal"))
     add_profile_options(_add(commands, "profile", "show what limits the speed of a model here"))
+    add_plan_options(
+        _add(
+            commands, "plan", "choose batch size and replicas for a model on a GPU, without either"
+        )
+    )
     add_compare_options(
         _add(commands, "compare", "compare static, dynamic and continuous batching on a model")
     )

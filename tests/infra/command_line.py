@@ -7,7 +7,7 @@ from infra.argparse_compat import shown_options
 from infra.parser import build_parser
 
 COMMANDS = (
-    *("up", "gateway", "worker", "callbacks", "drain", "redis-roles", "top", "profile"),
+    *("up", "gateway", "worker", "callbacks", "drain", "redis-roles", "top", "profile", "plan"),
     *("bench serve", "cascade fit", "compare"),
     *(f"callbacks dead {action}" for action in callbacks_command.ACTIONS),
     *(f"keys {action}" for action in keys_command.ACTIONS),

@@ -1,6 +1,8 @@
 """Builds the engine and its parts from options. Starts nothing."""
 
 import logging
+import time
+from collections.abc import Callable
 
 from contract.model_cards import Capabilities
 from workers.engine.engine import Engine
@@ -33,6 +35,7 @@ def build_engine(
     grammars: Grammars | None = None,
     *,
     prefill_only: bool = False,
+    clock_s: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """Builds the engine for a loaded model; `num_step_tokens` is the device's default token
     budget.
@@ -48,6 +51,7 @@ def build_engine(
             grows_ahead=model.runs_ahead,
         ),
         strategies_of(options),
+        clock_s,
         lanes=lanes_of(options.lanes),
         model_revision=weights,
         grammars=grammars,

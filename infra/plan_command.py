@@ -1,0 +1,150 @@
+"""Options and tables of `batchway plan`; infra/planning computes."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infra import options as opts
+from infra.option_values import integer, number
+from infra.planning.devices import DEVICES, ENGINES, ITEM_BYTES
+from infra.tables import table, write
+from workers.engine.interface import ModelRefused
+
+_HEADING = ("callers", "tokens/s", "first token", "p99", "between tokens", "answer")
+_MS = opts.Value(number(may_be_zero=False), "MS")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(integer(1), text.split(",")))
+
+
+_MODEL = {
+    "model": opts.Option("a model's folder, or its config.json", opts.FILE, shown="required"),
+    "device": opts.Option("the GPU", tuple(DEVICES), "h100_sxm"),
+    "engine": opts.Option("the engine", tuple(ENGINES), "vllm"),
+    "precision": opts.Option("of the weights", tuple(ITEM_BYTES), shown="the configuration's"),
+    "memory_share": opts.Option("of the GPU's memory that the engine may use", opts.SHARE, 0.9),
+}
+_WORK = {
+    "isl": opts.Option("tokens of a prompt", opts.COUNT, 1024),
+    "osl": opts.Option("tokens of an output", opts.COUNT, 256),
+    "rate": opts.Option(
+        "requests per second, for replicas and waiting",
+        opts.Value(number(may_be_zero=False), "PER_S"),
+    ),
+    "ttft": opts.Option("longest time to a first token, in ms", _MS),
+    "itl": opts.Option("longest time between two tokens, in ms", _MS),
+    "at": opts.Option("numbers of callers to report on", opts.Value(_sizes, "N,N"), ()),
+    "price": opts.Option(
+        "of one GPU for an hour, in any currency",
+        opts.Value(number(may_be_zero=False), "PRICE"),
+        shown="the cost is shown in seconds of a GPU",
+    ),
+    "yaml": opts.Option("write a batching.yaml there", opts.FILE, shown="shown only"),
+}
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    opts.add_options(parser.add_argument_group("the model and its device"), _MODEL)
+    opts.add_options(parser.add_argument_group("what is asked of it"), _WORK)
+    opts.add_options(parser, opts.JSON)
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    if options.model is None:
+        raise argparse.ArgumentTypeError("--model is missing: a model's folder, or its config.json")
+    # Imported by name: the command line itself must not load torch.
+    planning: Any = importlib.import_module("infra.planning.plan")
+    shapes: Any = importlib.import_module("infra.planning.shapes")
+    try:
+        shape = shapes.read_shape(options.model)
+        server = planning.server_of(
+            shape,
+            options.device,
+            options.engine,
+            options.precision or shape.precision,
+            options.memory_share,
+        )
+        goal = planning.Goal(
+            options.rate,
+            options.ttft and options.ttft / 1000,
+            options.itl and options.itl / 1000,
+        )
+        work = planning.Workload(options.isl, options.osl)
+        plan = planning.make_plan(server, work, goal, options.at, _say)
+    except (ModelRefused, planning.NothingFits) as exc:
+        print(f"batchway plan: {exc}", file=sys.stderr)
+        return 1
+    file = planning.batching_yaml(plan)
+    if options.yaml is not None:
+        Path(options.yaml).write_text(file)
+    result = plan.as_dict() | {"device": options.device, "engine": options.engine}
+    reasons = {name: why for name, (_, why) in planning.PRESETS.items()}
+    write(result, _text(plan, options, file, reasons), options.json)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"simulating {text}", file=sys.stderr, flush=True)
+
+
+def _text(plan: Any, options: argparse.Namespace, file: str, reasons: Mapping[str, str]) -> str:
+    sizes, work = plan.server.sizes, plan.work
+    parts = [
+        f"{sizes.shape.name} in {sizes.precision} on {options.device} with {options.engine}, "
+        f"{work.isl} tokens in and {work.osl} out: weights {sizes.weight_bytes / 1e9:.1f} GB, "
+        f"{sizes.kv_bytes(work.length) / 1e6:.1f} MB of KV for each of at most "
+        f"{plan.largest_batch} sequences",
+        f"Times between tokens are wrong by {plan.server.engine.error:.0%} on average, over the "
+        "points that the engine's figures are fitted to.",
+    ]
+    if plan.points:
+        parts.append(_table("asked for", {"": plan.points}))
+    parts.append(_table("by the number of callers", {"": plan.curve}))
+    parts.append(_table("presets", {name: (point,) for name, point in plan.presets.items()}))
+    parts.append("\n".join(f"{name}: {why}" for name, why in reasons.items()))
+    parts.append(
+        _table(
+            f"{plan.batch} callers whose outputs differ by half",
+            {name: (point,) for name, point in plan.strategies.items()},
+        )
+    )
+    cost = f", {plan.gpu_s_per_million * options.price / 3600:.3g}" if options.price else ""
+    parts.append(
+        f"Batch size {plan.batch}: {plan.binds} binds. Throughput for the time of an answer is "
+        f"best at {plan.knee}. A million output tokens take {plan.gpu_s_per_million:,.0f} s of "
+        f"a GPU{cost}. Use up to {plan.utilisation:.0%} of the places."
+    )
+    if queue := plan.queue:
+        times_s = (queue.wait_s, queue.simulated_ttft_s, queue.simulated_ttft_p99_s, queue.window_s)
+        wait, first, p99, window = (f"{1000 * each:.0f} ms" for each in times_s)
+        parts.append(
+            f"{queue.replicas} replicas, {queue.utilisation:.0%} used. Mean wait for a place "
+            f"{wait} by M/G/k; simulated first token {first}, p99 {p99}. A dynamic batch would "
+            f"gather for {window}."
+        )
+    rows = [("device", "precision", "tokens/s")]
+    rows += [(device, precision, f"{rate:,.0f}") for device, precision, rate in plan.alternatives]
+    parts.append(f"alternatives, each with half of the sequences that fit\n{table(rows)}")
+    parts.append(f"batching.yaml\n{file}")
+    return "\n\n".join(parts)
+
+
+def _table(title: str, rows: dict[str, tuple[Any, ...]]) -> str:
+    named = any(rows)
+    cells = [(*(("",) if named else ()), *_HEADING)]
+    for name, points in rows.items():
+        cells += [(*((name,) if named else ()), *_cells(point)) for point in points]
+    return f"{title}\n{table(cells)}"
+
+
+def _cells(point: Any) -> tuple[str, ...]:
+    times = (point.ttft_s, point.ttft_p99_s, point.itl_s, point.e2e_s)
+    return (
+        f"{point.concurrency:g}",
+        f"{point.output_tokens_per_s:,.0f}",
+        *(f"{1000 * each:,.1f} ms" for each in times),
+    )

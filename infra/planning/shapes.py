@@ -1,0 +1,139 @@
+"""A model's sizes from its config.json alone: transformers builds it without memory for weights."""
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from infra.planning.devices import ITEM_BYTES, Precision
+from workers.engine.interface import Chunk, ModelRefused, Padding
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder's sizes. Weights are counted, not bytes; of a mixture's experts a token uses
+    `expert_share`."""
+
+    name: str
+    num_body: int  # weights multiplied for each token, without experts
+    num_experts: int  # weights of all experts
+    expert_share: float
+    num_head: int  # multiplied for each sampled token
+    num_embedding: int  # held beside them; looked up, not read whole
+    num_kv: int  # numbers of KV per token of full attention, over all layers
+    windows: tuple[tuple[int, int], ...]  # sliding attention: (numbers of KV per token, window)
+    attention_width: int  # query heads * their size * layers
+    activation_width: int  # numbers per token that a layer holds while it computes
+    max_model_len: int
+    vocab_size: int
+    precision: Precision  # of the weights, as the configuration has them
+
+
+def read_shape(path: Path) -> ModelShape:
+    """Reads a model's folder or its config.json. Raises ModelRefused."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        written = json.loads(file.read_text())
+        config = AutoConfig.for_model(**written)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except OSError as exc:
+        raise ModelRefused(f"{file} cannot be read: {exc.strerror}") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ModelRefused(f"{file} describes no decoder that transformers knows: {exc}") from exc
+    try:
+        return _shape(model, config.get_text_config(), written, file)
+    except AttributeError as exc:
+        raise ModelRefused(f"{file} has no attention over a KV cache: {exc}") from exc
+
+
+def _shape(model: Any, config: Any, written: dict[str, Any], file: Path) -> ModelShape:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    per_layer = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    if latent := getattr(config, "kv_lora_rank", None):  # multi-head latent attention
+        per_layer = latent + config.qk_rope_head_dim
+    kinds: Seq[str] = getattr(config, "layer_types", None) or ()
+    kinds = kinds or ("full_attention",) * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or 0
+    num_sliding = kinds.count("sliding_attention") if window else 0
+    num_full = len(kinds) - num_sliding - sum("linear" in kind for kind in kinds)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    is_expert = {id(p) for name, p in model.named_parameters() if ".experts." in name}
+    body = [p for p in model.parameters() if p is not embedding and p is not head]
+    num_experts = sum(p.numel() for p in body if id(p) in is_expert)
+    return ModelShape(
+        name=written.get("_name_or_path") or file.resolve().parent.name,
+        num_body=sum(p.numel() for p in body) - num_experts,
+        num_experts=num_experts,
+        expert_share=_expert_share(config) if num_experts else 1.0,
+        num_head=head.numel(),
+        num_embedding=0 if head is embedding else embedding.numel(),
+        num_kv=num_full * per_layer,
+        windows=((num_sliding * per_layer, window),) if num_sliding else (),
+        attention_width=heads * head_dim * (num_full + num_sliding),
+        activation_width=6 * config.hidden_size
+        + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        max_model_len=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        precision=_precision(written),
+    )
+
+
+def _expert_share(config: Any) -> float:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    total = next(found for name in names if (found := getattr(config, name, None)))
+    return float(config.num_experts_per_tok / total)
+
+
+def _precision(written: dict[str, Any]) -> Precision:
+    """The configuration's, if it is one of those known."""
+    method = (written.get("quantization_config") or {}).get("quant_method")
+    name = written.get("dtype") or written.get("torch_dtype")
+    known: dict[Any, Precision] = {name: name for name in ITEM_BYTES}
+    return "fp8" if method in ("fp8", "compressed-tensors") else known.get(name, "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A model in a precision: bytes, and what a step reads and computes. The head stays in two
+    bytes where the rest has one, as quantised checkpoints have it."""
+
+    shape: ModelShape
+    precision: Precision
+    kv_item_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        shape, item = self.shape, ITEM_BYTES[self.precision]
+        rest = shape.num_head + shape.num_embedding
+        return item * (shape.num_body + shape.num_experts) + max(2, item) * rest
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Of one sequence."""
+        shape = self.shape
+        sliding = sum(n * min(num_tokens, window) for n, window in shape.windows)
+        return self.kv_item_bytes * (shape.num_kv * num_tokens + sliding)
+
+    def activation_bytes(self, step_tokens: int) -> int:
+        return step_tokens * max(2, ITEM_BYTES[self.precision]) * self.shape.activation_width
+
+    def demand(self, chunks: Seq[Chunk | Padding]) -> tuple[float, float, float]:
+        """A step's bytes read, operations in the weights' precision, and operations in two bytes:
+        the head's and attention's. It reads the weights once and each sequence's KV once."""
+        shape, item = self.shape, ITEM_BYTES[self.precision]
+        tokens = sum(chunk.num_tokens for chunk in chunks)
+        rows = sum(isinstance(chunk, Padding) or chunk.samples for chunk in chunks)
+        # Experts that no token chooses are not read (tokens choose independently).
+        touched = 1.0 - (1.0 - shape.expert_share) ** tokens if shape.expert_share < 1.0 else 1.0
+        read = item * (shape.num_body + touched * shape.num_experts) + max(2, item) * shape.num_head
+        read += sum(self.kv_bytes(chunk.start + chunk.num_tokens) for chunk in chunks)
+        pairs = sum(c.num_tokens * (c.start + (c.num_tokens + 1) / 2) for c in chunks)
+        products = (shape.num_body + shape.expert_share * shape.num_experts) * tokens
+        in_two_bytes = 2.0 * shape.num_head * rows + 4.0 * shape.attention_width * pairs
+        return read, 2.0 * products, in_two_bytes
