@@ -68,7 +68,7 @@ def _shape(model: Any, config: Any, written: dict[str, Any], file: Path) -> Mode
     body = [p for p in model.parameters() if p is not embedding and p is not head]
     num_experts = sum(p.numel() for p in body if id(p) in is_expert)
     return ModelShape(
-        name=written.get("_name_or_path") or file.resolve().parent.name,
+        name=file.parent.resolve().name if file.name == "config.json" else file.stem,
         num_body=sum(p.numel() for p in body) - num_experts,
         num_experts=num_experts,
         expert_share=_expert_share(config) if num_experts else 1.0,

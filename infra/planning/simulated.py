@@ -1,13 +1,14 @@
 """The engine as in production on a virtual clock, with the time of a step in place of a model."""
 
-import math
 import random
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from infra.measure.engine import Timeline, make_request
+from msgspec.structs import replace
+
+from infra.measure.engine import Timeline, make_request, run_workload
+from infra.measure.workloads import Workload as Requests
 from infra.measure.workloads import WorkloadRequest
 from infra.planning.devices import Device, EngineCard, Precision
 from infra.planning.shapes import Sizes
@@ -164,7 +165,7 @@ def closed_loop(
     which the second counts, because all begin at once."""
     clock = VirtualClock()
     engine = build(server, work, concurrency, strategy or StrategyOptions(), clock)
-    lines = _serve(engine, work, clock, iter([0.0] * (3 * concurrency)), concurrency)
+    lines = _serve(engine, work, clock, concurrency, 3 * concurrency)
     begun_s, ended_s = lines[concurrency].arrival_s, lines[2 * concurrency].arrival_s
     return _point(lines[concurrency : 2 * concurrency], ended_s - begun_s, concurrency)
 
@@ -180,41 +181,30 @@ def open_loop(
     """Requests at the times of a Poisson process; the first tenth is not counted."""
     clock, rng = VirtualClock(), random.Random(seed)
     engine = build(server, work, places, StrategyOptions(), clock)
-
-    def arrivals() -> Iterator[float]:
-        at = 0.0
-        for _ in range(num_requests):
-            at += rng.expovariate(rate_per_s)
-            yield at
-
-    lines = _serve(engine, work, clock, arrivals())
-    counted = lines[num_requests // 10 :]
+    requests, at_s = list[WorkloadRequest](), 0.0
+    for _ in range(num_requests):
+        at_s += rng.expovariate(rate_per_s)
+        requests.append(replace(work.request(rng), arrival_s=at_s))
+    run = run_workload(engine, Requests(tuple(requests)), clock_s=clock, sleep=clock.sleep)
+    counted = run.timelines[num_requests // 10 :]
     wall_s = clock() - counted[0].arrival_s
     held = sum(t.e2e_s for t in counted) / wall_s  # Little's law
     return _point(counted, wall_s, held)
 
 
 def _serve(
-    engine: Engine,
-    work: Workload,
-    clock: VirtualClock,
-    arrivals: Iterator[float],
-    callers: float = math.inf,
+    engine: Engine, work: Workload, clock: VirtualClock, callers: int, num_requests: int
 ) -> list[Timeline]:
-    """Runs all requests to their ends: each arrives at its time, or, of so many callers, when one
-    of them is free."""
+    """Runs all requests to their ends; each begins when a caller is free."""
     lines: list[Timeline] = []
-    rng = random.Random(_SEED)
-    held, coming = 0, next(arrivals, None)
-    while coming is not None or engine.has_work:
-        while coming is not None and coming <= clock() and held < callers:
-            lines.append(Timeline(coming if callers == math.inf else clock()))
+    rng, held = random.Random(_SEED), 0
+    while len(lines) < num_requests or engine.has_work:
+        while len(lines) < num_requests and held < callers:
+            lines.append(Timeline(clock()))
             engine.add(make_request(len(lines) - 1, work.request(rng)))
             held += 1
-            coming = next(arrivals, None)
-        wakes_s = (engine.next_wake_s(), coming if held < callers else None)
-        wake_s = min(time_s for time_s in wakes_s if time_s is not None)
-        if wake_s > clock():
+        wake_s = engine.next_wake_s()
+        if wake_s is not None and wake_s > clock():
             clock.sleep(wake_s - clock())
             continue
         for output in engine.step().outputs:
