@@ -5,11 +5,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from infra.measure.engine import Timeline, make_request, run_workload
 from infra.measure.workloads import Workload as Requests
-from infra.measure.workloads import WorkloadRequest
+from infra.measure.workloads import WorkloadRequest, arriving, draw_arrivals
 from infra.planning.devices import Device, EngineCard, Precision
 from infra.planning.shapes import Sizes
 from infra.tables import percentile
@@ -181,11 +179,9 @@ def open_loop(
     """Requests at the times of a Poisson process; the first tenth is not counted."""
     clock, rng = VirtualClock(), random.Random(seed)
     engine = build(server, work, places, StrategyOptions(), clock)
-    requests, at_s = list[WorkloadRequest](), 0.0
-    for _ in range(num_requests):
-        at_s += rng.expovariate(rate_per_s)
-        requests.append(replace(work.request(rng), arrival_s=at_s))
-    run = run_workload(engine, Requests(tuple(requests)), clock_s=clock, sleep=clock.sleep)
+    requests = Requests(tuple(work.request(rng) for _ in range(num_requests)))
+    arrivals_s = draw_arrivals(num_requests, rate_per_s, "poisson", 1.0, str(seed))
+    run = run_workload(engine, arriving(requests, arrivals_s), clock_s=clock, sleep=clock.sleep)
     counted = run.timelines[num_requests // 10 :]
     wall_s = clock() - counted[0].arrival_s
     held = sum(t.e2e_s for t in counted) / wall_s  # Little's law
