@@ -30,7 +30,7 @@ def counted_families(fields: Mapping[str, Mapping[str, int]], *sources: Source) 
         else:
             family = CounterMetricFamily(metric.full_name, metric.help, labels=metric.all_labels)
             for labels, values in sorted(series.items()):
-                family.add_metric(labels, values[""])
+                family.add_metric(labels, values[""] * metric.scale)
             yield family
 
 

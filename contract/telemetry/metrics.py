@@ -25,6 +25,8 @@ STEP_BOUNDS_S = (
     *(1.0, 2.5, 10.0),
 )
 BATCH_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+# Names of the ranges between these bounds.
+BATCHES = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "257-512", "513+")
 RATIO_BOUNDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -61,6 +63,7 @@ class Metric:
 
 _LANE = ("lane",)
 _CONFIG = ("config",)
+_STEPS = ("class", "batch")
 _US = 1e-6  # seconds and shares are summed in millionths
 
 
@@ -76,8 +79,8 @@ def _config(name: str, help_: str, *labels: str) -> Metric:
     return Metric(name, "counter", Source.JOBS, help_, (*_CONFIG, *labels))
 
 
-def _engines(name: str, help_: str, *labels: str) -> Metric:
-    return Metric(name, "counter", Source.ENGINES, help_, labels)
+def _engines(name: str, help_: str, *labels: str, scale: float = 1.0) -> Metric:
+    return Metric(name, "counter", Source.ENGINES, help_, labels, scale=scale)
 
 
 def _engine_histogram(
@@ -129,6 +132,9 @@ _ALL = (
     _engines("spec_decode_num_draft_tokens_total", "Tokens drafted by prompt lookup."),
     _engines("spec_decode_num_accepted_tokens_total", "Drafted tokens that were right."),
     _engines("step_tokens_total", "Tokens that steps computed: prefill, decode, padding.", "kind"),
+    _engines("steps_total", "Steps by batch size, but those before a prediction.", *_STEPS),
+    _engines("step_model_seconds_total", "Time of these steps in the model.", *_STEPS, scale=_US),
+    _engines("step_predicted_seconds_total", "The same, as predicted.", *_STEPS, scale=_US),
     _engines("engine_failures_total", "Engine processes that died."),
     _engine_histogram(
         "inter_token_latency_seconds",
@@ -204,9 +210,10 @@ class Counts:
     def __init__(self) -> None:
         self.fields: Counter[str] = Counter()
 
-    def add(self, name: str, *labels: str, value: int = 1) -> None:
+    def add(self, name: str, *labels: str, value: float = 1) -> None:
+        """Adds to a counter, in the metric's unit."""
         if value:
-            self.fields[":".join((name, *labels))] += value
+            self.fields[":".join((name, *labels))] += round(value / METRICS[name].scale)
 
     def set_total(self, name: str, value: int) -> None:
         """Sets a total that is counted elsewhere."""

@@ -136,6 +136,6 @@ def test_the_guide_explains_every_alert_by_existing_metrics() -> None:
     named = re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:\{[^}]*\})?`", guide)
     assert len(named) > 20
     others = {"minimum_share", "eta_s", "prefill_share", "kv_high_water"}
-    others |= {"max_tokens", "bucket_edges", "on_disconnect"}
+    others |= {"max_tokens", "bucket_edges", "on_disconnect", "itl_target_ms"}
     others |= {"lane_full", "tenant_quota", "deadline_infeasible"}
     assert {of_series(f"batchway_{name}") for name in named} - others <= set(METRICS)

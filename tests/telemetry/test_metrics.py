@@ -4,11 +4,21 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from contract.library import library_source
 from contract.telemetry.families import counted_families, page
-from contract.telemetry.metrics import LATENCY_BOUNDS_S, METRICS, Counts, Source
+from contract.telemetry.metrics import (
+    BATCH_BOUNDS,
+    BATCHES,
+    LATENCY_BOUNDS_S,
+    METRICS,
+    Counts,
+    Source,
+)
+from workers.ipc.messages import EngineLoad
+from workers.supervisor.metrics import Meter
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -62,6 +72,37 @@ def test_a_page_has_all_counts() -> None:
     lane = ("lane", "a:lane")
     assert shown["batchway_inter_token_latency_seconds_count", (lane, model)] == 7
     assert shown["batchway_inter_token_latency_seconds_sum", (lane, model)] == pytest.approx(0.14)
+
+
+def test_steps_are_counted_by_batch_size_beside_their_prediction() -> None:
+    """Not before an engine can predict. One that never predicts has measured times alone."""
+    meter = Meter()
+    step = EngineLoad(num_step_tokens=4, num_decode_tokens=4, num_step_seqs=4, model_s=0.25)
+    for predicted_s in (0.0, 0.2, 0.3):
+        meter.note_step(replace(step, predicted_s=predicted_s))
+    for num_seqs in (1, 5, 512, 513):
+        meter.note_step(replace(step, num_step_seqs=num_seqs))
+    counted = [*counted_families({"m": meter.counts.fields}, Source.ENGINES)]
+    shown = samples(page(counted).decode())
+    found = {
+        name: {
+            dict(labels)["batch"]: value
+            for (shown_name, labels), value in shown.items()
+            if shown_name == f"batchway_{name}" and ("class", "decode") in labels
+        }
+        for name in ("steps_total", "step_model_seconds_total", "step_predicted_seconds_total")
+    }
+    once = ("1", "5-8", "257-512", "513+")
+    assert found["steps_total"] == {"3-4": 2.0} | dict.fromkeys(once, 1.0)
+    assert found["step_model_seconds_total"] == {"3-4": 0.5} | dict.fromkeys(once, 0.25)
+    assert found["step_predicted_seconds_total"] == {"3-4": 0.5}
+
+
+def test_batch_sizes_are_named_by_their_bounds() -> None:
+    lowest = [1, *(int(bound) + 1 for bound in BATCH_BOUNDS)]
+    pairs = zip(lowest, BATCH_BOUNDS, strict=False)
+    names = [f"{low}" if low == high else f"{low}-{high:.0f}" for low, high in pairs]
+    assert list(BATCHES) == [*names, f"{lowest[-1]}+"]
 
 
 def test_fields_of_another_version_are_left_out() -> None:

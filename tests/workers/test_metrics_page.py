@@ -33,6 +33,9 @@ async def test_a_worker_shows_its_steps_and_ends_with_its_page(
             shown = await page_of(http)
             assert summed(shown, "step_tokens_total", kind="decode") == 29
             assert summed(shown, "step_tokens_total", kind="prefill") == len(job.prompt_ids)
+            assert summed(shown, "steps_total") == 30 - 16, "those with a prediction"
+            assert summed(shown, "step_model_seconds_total") > 0
+            assert summed(shown, "step_predicted_seconds_total") > 0
             assert summed(shown, "inter_token_latency_seconds_count", lane="standard") == 29
             assert (await http.post("/metrics")).status_code == 405
             assert await worker.stop() == 0

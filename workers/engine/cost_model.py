@@ -60,14 +60,16 @@ class CostModel:
         chunks: Iterable[Chunk | Padding],
         step_s: float,
         others: Features = NOTHING,
-    ) -> None:
+    ) -> float:
         """Learns from a step of `step_s` seconds; ignores steps shorter than the clock's
-        resolution. `others`: sums of `chunk_features` of the step's other work."""
+        resolution. `others`: sums of `chunk_features` of the step's other work. Returns the seconds
+        that were predicted for the step before; 0 without a prediction."""
         if step_s <= 0.0:
-            return
+            return 0.0
         sums = added(step_features(chunks), others)
+        predicted_s = self.predict(sums) if self.is_ready else 0.0
         # Prompts alone may explain all steps so far, and predict nothing for streams.
-        if self.is_ready and (predicted_s := self.predict(sums)) > 0.0:
+        if predicted_s > 0.0:
             step_s = min(step_s, _MAX_SURPRISE * predicted_s)
         scales = [scale * step_s for scale in _SCALES]
         features = [x / scale for x, scale in zip((1.0, *sums), scales, strict=True)]
@@ -79,6 +81,7 @@ class CostModel:
             _FORGETTING * before + x for before, x in zip(self._targets, features, strict=True)
         ]
         self._num_seen += 1
+        return predicted_s
 
     def predict(self, sums: Features) -> float:
         """Seconds of a step with these sums of `chunk_features`."""

@@ -140,7 +140,8 @@ class Engine(JobEngine):
             late = _late(masks, chunks)
             if late:
                 self._scheduler.hold(plan, late)
-            report.num_recomputed_tokens = self._scheduler.settle(plan, padding, report.step_s)
+            settled = self._scheduler.settle(plan, padding, report.step_s)
+            report.num_recomputed_tokens, report.predicted_s = settled
             self._apply(chunks, rows, late, report)
         self._is_idle = not chunks and self._scheduler.num_held > 0
         self._count(plan, report)

@@ -58,7 +58,7 @@ class StepReport(EngineLoad, array_like=False, tag=False):
         """Returns prompt scores, tokens, vectors, ends, failures, and the load last. The times are
         those of the whole step."""
         load = EngineLoad(*[getattr(self, name) for name in EngineLoad.__struct_fields__])
-        load.step_s, load.ended_s = ended_s - start_s, ended_s
+        load.model_s, load.step_s, load.ended_s = self.step_s, ended_s - start_s, ended_s
         return [
             *self.prompt_logprobs,
             *self.outputs,

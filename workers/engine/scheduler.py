@@ -153,9 +153,9 @@ class Scheduler:
             add_drafts(plan, self.blocks)
         return plan
 
-    def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> int:
-        """Learns from a computed step and accounts for it; returns how many of its tokens had been
-        computed before.
+    def settle(self, plan: StepPlan, padding: Seq[Padding], step_s: float) -> tuple[int, float]:
+        """Learns from a computed step and accounts for it. Returns how many of its tokens had been
+        computed before, and the seconds that were predicted for it; 0 without a prediction.
         """
         singles = plan.served_singly
         others = added(plan.served_together.features, self._uncounted)
@@ -164,12 +164,13 @@ class Scheduler:
             # Such a model returns before the chunks are computed: their time is in the next step's.
             self._uncounted = step_features(c for c in singles if not c.samples)
             singles = [chunk for chunk in singles if chunk.samples]
+        predicted_s = 0.0
         if singles or padding or others != NOTHING:
-            self.cost.observe([*singles, *padding], step_s, others)
+            predicted_s = self.cost.observe([*singles, *padding], step_s, others)
         together = plan.served_together
         self._lanes.settle(plan.served_singly, together.num_by_account)
         self._book_streams(together)
-        return sum([self._book(chunk) for chunk in plan.served_singly])
+        return sum([self._book(chunk) for chunk in plan.served_singly]), predicted_s
 
     def account(self, chunks: Seq[Chunk]) -> int:
         """Does `settle` for chunks that another engine has computed."""

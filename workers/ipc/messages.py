@@ -260,6 +260,9 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     num_forced_tokens: int = 0  # output that grammars forced, without a sample
     num_drafted_tokens: int = 0  # part of the step's, computed before they were known
     num_accepted_tokens: int = 0  # part of them that were right
+    model_s: float = 0.0  # the model's part of `step_s`
+    # `model_s` as predicted before the step. 0: there was no prediction yet; None: there never is.
+    predicted_s: float | None = None
 
 
 FromEngine = (

@@ -5,13 +5,14 @@ Requests need no key and the counts have no content, so the server listens on lo
 
 import asyncio
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
 
 from contract.telemetry.families import counted_families
-from contract.telemetry.metrics import Counts, Source
+from contract.telemetry.metrics import BATCH_BOUNDS, BATCHES, Counts, Source
 from workers.ipc.messages import EngineLoad
 from workers.settings import WorkerSettings
 from workers.supervisor.held_job import HeldJob
@@ -39,6 +40,7 @@ class Meter:
         kind = "decode" if not num_prefill else "mixed" if load.num_decode_tokens else "prefill"
         counts.observe("step_duration_seconds", kind, value=load.step_s)
         counts.observe("batch_size", value=load.num_step_seqs)
+        self._note_prediction(load, kind)
         num_computed = load.num_step_tokens + load.num_padding_tokens
         counts.observe("padding_ratio", value=load.num_padding_tokens / num_computed)
         counts.add("step_tokens_total", "prefill", value=num_prefill)
@@ -50,6 +52,16 @@ class Meter:
         counts.add("tokens_recomputed_total", value=load.num_recomputed_tokens)
         counts.add("prefix_cache_queries_total", value=load.num_prefix_queries)
         counts.add("prefix_cache_hits_total", value=load.num_prefix_hits)
+
+    def _note_prediction(self, load: EngineLoad, kind: str) -> None:
+        """Counts the model's time by batch size, and the time that was predicted. Leaves out steps
+        before an engine's first prediction."""
+        if load.predicted_s == 0.0:
+            return
+        labels = kind, BATCHES[bisect_left(BATCH_BOUNDS, load.num_step_seqs)]
+        self.counts.add("steps_total", *labels)
+        self.counts.add("step_model_seconds_total", *labels, value=load.model_s)
+        self.counts.add("step_predicted_seconds_total", *labels, value=load.predicted_s or 0.0)
 
     def note_engine_failure(self) -> None:
         self._tokens.clear()

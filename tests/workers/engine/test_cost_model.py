@@ -46,6 +46,18 @@ def test_known_coefficients_are_recovered_from_noisy_steps() -> None:
     assert model.coefficients == pytest.approx(TRUE, rel=0.1)
 
 
+def test_a_step_s_prediction_comes_from_the_steps_before_it() -> None:
+    """Not from itself; the first 16 have none."""
+    draw, model = random.Random(4), CostModel()
+    steps = [random_step(draw) for _ in range(40)]
+    found = [model.observe(chunks, true_s(chunks)) for chunks in steps]
+    assert found[:16] == [0.0] * 16
+    assert found[16:] == pytest.approx([true_s(chunks) for chunks in steps[16:]], rel=0.05)
+
+    before_s = model.predict(step_features(steps[0]))
+    assert model.observe(steps[0], 2 * before_s) == before_s
+
+
 def test_one_slow_step_changes_little() -> None:
     """A step that took a thousand times its prediction counts as four times."""
     draw, model = random.Random(2), CostModel()
@@ -182,6 +194,22 @@ def test_steps_that_end_before_they_are_computed_are_counted_with_the_next() -> 
     for start in (0, 2000, 5000):
         predicted = engine._scheduler.cost.predict(chunk_features(start, 500))
         assert predicted == pytest.approx(true_s([chunk_of(start, 500)]), rel=0.1)
+
+
+def test_a_report_has_the_step_s_prediction() -> None:
+    """For a prompt, beside streams, and for streams alone; 0 in an engine's first steps."""
+    server = Server()
+    server.add("prompt", "standard", 1500, 20)
+    for _ in range(20):
+        report = server.step()
+        assert report.predicted_s == pytest.approx(report.step_s, rel=0.05)
+    model = TimedModel()
+    limits = EngineLimits(2048, 64, vocab_size=100)
+    first = Engine(model, limits, ContinuousBatching(), clock_s=lambda: model.now_s)  # type: ignore[arg-type]
+    assert first.step().predicted_s is None, "nothing was computed"
+    params = SamplingParams(max_tokens=2, seed=0)
+    first.add(Request("first", 1, "t", "standard", ((5, 6, 7),), params, ((),), (False,)))
+    assert first.step().predicted_s == 0.0
 
 
 def test_the_budget_meets_the_target_of_the_tightest_live_lane() -> None:
