@@ -67,6 +67,22 @@ def admissions(accepted: str, refused: str) -> dict[str, str]:
     }
 
 
+def batches(num_steps: str, num_seqs: str, waiting: str) -> dict[str, str]:
+    """Steps, their sequences, and jobs that wait."""
+    sizes = {of_m("batch_size_count"): num_steps, of_m("batch_size_sum"): num_seqs}
+    return sizes | {_WAITING: waiting}
+
+
+def step_times(measured: str, predicted: str | None = None) -> dict[str, str]:
+    """Seconds of steps; no prediction from an engine that makes none."""
+    of_steps = {"model": measured, "predicted": predicted}
+    return {
+        of_m(f"step_{name}_seconds_total", **{"class": "decode"}, batch="5-8"): values
+        for name, values in of_steps.items()
+        if values is not None
+    }
+
+
 def steps(metric: str, **by_kind: str) -> dict[str, str]:
     label = "class" if metric.startswith("step_duration") else "kind"
     return {of_m(metric, **{label: kind}): values for kind, values in by_kind.items()}
@@ -79,6 +95,7 @@ _OLDEST = "queue_oldest_age_seconds"
 _ATTEMPTS, _SIX_OF_TEN = of_lane("attempts_total"), jobs(failed="0+4x39", succeeded="0+6x39")
 _TOKENS, _TIME = "step_tokens_total", "step_duration_seconds_sum"
 _DELIVERIES = "batchway_webhook_deliveries_total"
+_BUSY_SPELL = "0+3200x419"  # sequences of 100 steps a minute, 32 in each, for seven hours
 
 CASES = (
     Case("BatchwayGatewayDown", {"up": "1 0x9"}, {"up": "1x9"}, "5m", job="gateway"),
@@ -151,6 +168,20 @@ CASES = (
         _OF_M,
     ),
     Case(
+        "BatchwayBatchSizeFalls",
+        batches("0+100x460", f"{_BUSY_SPELL} 1341600+800x40", "3x460"),
+        batches("0+100x460", f"{_BUSY_SPELL} 1342400+1700x40", "3x460"),
+        "458m",
+        _OF_M,
+    ),
+    Case(
+        "BatchwayPredictionDrifts",
+        step_times("0+14x39", "0+10x39"),
+        step_times("0+13x39", "0+10x39"),
+        "35m",
+        _OF_M,
+    ),
+    Case(
         "BatchwayCallbacksDie",
         {f'{_DELIVERIES}{{outcome="dead"}}': "0x5 1x30"},
         {f'{_DELIVERIES}{{outcome="delivered"}}': "0+9x35"},
@@ -178,6 +209,40 @@ CASES = (
         {"model_name": "m", "reason": "no memory"},
     ),
 )
+
+
+# More samples with which an alert does not fire, and why.
+SILENT = {
+    "jobs no longer wait": (
+        "BatchwayBatchSizeFalls",
+        batches("0+100x460", f"{_BUSY_SPELL} 1341600+800x40", "3x419 0x40"),
+    ),
+    "jobs wait now and then": (
+        "BatchwayBatchSizeFalls",
+        batches("0+100x460", f"{_BUSY_SPELL} 1341600+800x40", "3 3 3 3 0 " * 92),
+    ),
+    "nothing runs": (
+        "BatchwayBatchSizeFalls",
+        batches("0+100x419 41900x40", f"{_BUSY_SPELL} 1340800x40", "3x460"),
+    ),
+    "nothing ran before": (
+        "BatchwayBatchSizeFalls",
+        batches("0x439 0+100x20", "0x439 0+800x20", "3x460"),
+    ),
+    "the fall has just begun": (
+        "BatchwayBatchSizeFalls",
+        batches("0+100x460", "0+3200x444 1421600+800x15", "3x460"),
+    ),
+    "the engine predicts nothing": ("BatchwayPredictionDrifts", step_times("0+14x460")),
+    "it hardly computes": (
+        "BatchwayPredictionDrifts",
+        step_times("0+2.8x460", "0+2x460"),
+    ),
+    "one step has hung": (
+        "BatchwayPredictionDrifts",
+        step_times("0+10x449 4790+10x10", "0+10x460"),
+    ),
+}
 
 
 def promtool(*arguments: str) -> None:
@@ -242,6 +307,27 @@ def test_an_alert_fires_once_for_all_gateways(case: Case, tmp_path: Path) -> Non
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
 def test_an_alert_does_not_fire_below_its_threshold(case: Case, tmp_path: Path) -> None:
     run_case(case, case.is_silent, [], tmp_path)
+
+
+@pytest.mark.parametrize("why", SILENT)
+def test_an_alert_does_not_fire_without_its_cause(why: str, tmp_path: Path) -> None:
+    alert, samples = SILENT[why]
+    run_case(Case(alert, {}, samples, "458m"), samples, [], tmp_path)
+
+
+def test_many_short_steps_do_not_hide_a_fall(tmp_path: Path) -> None:
+    """Nor does an idle time. Before the large batches a lone stream took a hundred times as many
+    steps."""
+    [case] = [case for case in CASES if case.alert == "BatchwayBatchSizeFalls"]
+    num_steps = "0x119 0+10000x99 990100+100x240"
+    num_seqs = "0x119 0+10000x99 993200+3200x199 1630600+600x40"
+    run_case(case, batches(num_steps, num_seqs, "3x460"), labels_of(case), tmp_path)
+
+
+def test_steps_faster_than_predicted_are_a_drift(tmp_path: Path) -> None:
+    """Prompts then get less of a step than its target allows."""
+    [case] = [case for case in CASES if case.alert == "BatchwayPredictionDrifts"]
+    run_case(case, step_times("0+10x39", "0+14x39"), labels_of(case), tmp_path)
 
 
 def test_every_alert_has_a_case() -> None:
