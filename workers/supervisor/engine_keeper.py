@@ -182,17 +182,11 @@ class EngineKeeper:
                 raise EngineRefused(text)
 
     def _take_load(self, load: EngineLoad) -> None:
-        if self._frees_place or set(self._engine.load.waiting_lanes) - set(load.waiting_lanes):
+        if self._engine.note_step(load, time.monotonic()) or self._frees_place:
             self._holding.wake.set()
         self._frees_place = False
-        self._engine.load = load
         self._meter.note_step(load)
         self._holding.spans.note_step(load)
-        if load.num_step_tokens:
-            self._engine.speed.note_step(load.step_s)
-            self._engine.steps.end(load.step_s)
-        if load.num_running:
-            self._engine.steps.begin(time.monotonic())
 
     def _take_output(self, out: TokenOut | VectorOut | ChoiceEnded) -> None:
         """Records output of one choice. Stops the choice in the engine after a stop string."""

@@ -5,6 +5,8 @@ The supervisor's tasks share both. Does not use Redis.
 Measures how fast this worker is: gateways predict waiting times from its rate, and the times of
 its steps say when to claim. A job claimed during a step starts in the next step, no matter when in
 the step it was claimed.
+
+Over 300 lines: what a worker holds, how fast it is, and what room that leaves.
 """
 
 import asyncio
@@ -144,6 +146,18 @@ class EngineLink:
     speed: Speed = field(default_factory=Speed)
     steps: StepClock = field(default_factory=StepClock)
 
+    def note_step(self, load: EngineLoad, now_s: float) -> bool:
+        """Records a step that has ended, and that the next one begins. Returns whether a lane no
+        longer waits in the engine, so that jobs of it may be claimed."""
+        is_served = bool(set(self.load.waiting_lanes) - set(load.waiting_lanes))
+        self.load = load
+        if load.num_step_tokens:
+            self.speed.note_step(load.step_s)
+            self.steps.end(load.step_s)
+        if load.num_running:
+            self.steps.begin(now_s)
+        return is_served
+
     def send(self, messages: Sequence[ToEngine]) -> None:
         """Sends one frame; does nothing without an engine."""
         if self.client is not None:
@@ -238,6 +252,12 @@ class Holding:
         """Largest total job cost that this worker holds; 0 before its engine is ready."""
         ready = self.engine.ready
         return _OVERCOMMIT * ready.num_blocks * ready.block_size if ready is not None else 0
+
+    def capacity(self, now_s: float, lanes: Mapping[str, float]) -> WorkerCapacity:
+        """The capacity that a heartbeat reports. `lanes`: name to minimum share."""
+        speed = self.engine.speed
+        speed.measure(now_s, self.num_drained, has_room=self.room(now_s) is not None)
+        return speed.capacity(self.max_tokens, self.engine.options.max_num_seqs, lanes)
 
     def rest_s(self, now_s: float, checked_s: float) -> float:
         """Seconds until the places that the current step frees must be claimed; infinite if it

@@ -6,12 +6,12 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 
 from contract.connection import SWEEP_PAUSE_S
 from contract.consumer import keep_leases
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
-from contract.function_types import WorkerCapacity, WorkerState
+from contract.function_types import WorkerState
 from workers.ipc.messages import Ready, Reprioritise
 from workers.logs import ErrorOnce
 from workers.settings import WorkerSettings
@@ -96,7 +96,8 @@ class LeaseKeeper:
         held = [(job.job.id, job.epoch) for job in self._holding.jobs.values()]
         epochs = dict(held)
         state = self._state()
-        report = (self._info(), state, self._capacity(lanes), self.counted())
+        capacity = self._holding.capacity(time.monotonic(), lanes)
+        report = (self._info(), state, capacity, self.counted())
         for job_id in await self._broker.heartbeat(held, *report):
             job = self._holding.get(job_id, epochs[job_id])
             if job is not None:
@@ -184,11 +185,6 @@ class LeaseKeeper:
                 case ["drain"]:
                     self._on_drain_order()
 
-    def _capacity(self, lanes: Mapping[str, float]) -> WorkerCapacity:
-        holding, speed, now_s = self._holding, self._engine.speed, time.monotonic()
-        speed.measure(now_s, holding.num_drained, has_room=holding.room(now_s) is not None)
-        return speed.capacity(holding.max_tokens, self._engine.options.max_num_seqs, lanes)
-
     def counted(self) -> dict[str, int]:
         """Totals for metrics since this worker started."""
         counts = self._meter.counts
@@ -206,6 +202,8 @@ class LeaseKeeper:
                 "num_waiting": load.num_waiting,
                 "num_free_blocks": load.num_free_blocks,
                 "num_blocks": ready.num_blocks if ready else 0,
+                "block_size": ready.block_size if ready else 0,
+                "step_tokens": ready.num_step_tokens if ready else 0,
                 "batching": self._engine.options.batching_version,
                 "step_s": round(load.step_s, 6),
                 "tokens_after_cancel": self._holding.tokens_after_cancel,

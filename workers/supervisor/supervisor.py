@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import Coroutine
 
 from contract.connection import end_tasks
@@ -22,6 +21,7 @@ from workers.configuration import ConfigurationError
 from workers.ipc.channel import GRACE_S
 from workers.ipc.messages import Reconfigure
 from workers.settings import WorkerSettings, new_incarnation
+from workers.supervisor.claims import POLL_S, Claims
 from workers.supervisor.drain import Drain, SpotNotice
 from workers.supervisor.engine_keeper import EngineKeeper, EngineRefused
 from workers.supervisor.held_job import HeldJob
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 EXIT_OK = 0
 EXIT_LOAD_FAILED = 3
 
-_POLL_S = 1.0  # between claims without a wake-up message, as messages may be lost
 _RETRY_S = 0.2  # between attempts while Redis is unreachable
 _MIN_GRACE_S = 0.5  # for releasing jobs, even if the budget is spent
 
@@ -81,8 +80,7 @@ class Supervisor:
         self._leases = LeaseKeeper(*parts, self._drain, lambda: self.drain("order"))
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
-        self._checked_s = 0.0  # when room was last checked
-        self._terms = settings.lane_terms(self._engine.options)
+        self._claims = Claims(settings, self._broker, self._holding)
 
     def drain(self, why: str = "signal") -> None:
         """Stops claiming. The worker ends when its jobs have ended or the budget is spent."""
@@ -99,7 +97,7 @@ class Supervisor:
             log.error("batching.yaml not reloaded: %s", exc)
             return
         self._engine.options = options
-        self._terms = self._settings.lane_terms(options)
+        self._claims.read_terms()
         logs.stamp(options.batching_version)
         log.info("batching.yaml reloaded")
         self._engine.send([Reconfigure(options)])
@@ -135,48 +133,21 @@ class Supervisor:
     async def _claim_jobs(self) -> None:
         has_lost_reply, errors = False, logs.ErrorOnce(log, "claim failed")
         while not self._drain.begun.is_set():
-            await self._wait_for_wake()
+            await self._claims.wait_for_wake()
             try:
                 if has_lost_reply and self._engine.ready is not None:
                     await self._start_all(await self._broker.mine(list(self._holding.jobs)))
                     has_lost_reply = False
-                await self._claim_while_room()
+                await self._claims.claim_while_room(self._start_all, self._drain.begun.is_set)
                 errors.clear()
             except BrokerUnavailable:
                 has_lost_reply = True  # the call may have claimed jobs
                 await asyncio.sleep(_RETRY_S)
             except (WireError, CommandDenied) as exc:
                 errors.note(exc)
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(POLL_S)
         self._claims_over.set()
         await asyncio.Event().wait()  # `run` ends with the first task that returns
-
-    async def _claim_while_room(self) -> None:
-        while not self._drain.begun.is_set():
-            started_s = self._checked_s = time.monotonic()
-            rooms = self._holding.rooms(self._terms, started_s)
-            if not rooms:
-                return
-            claimed = await self._broker.claim(
-                lanes={name: lane.min_share for name, lane in self._terms.items()},
-                rooms=rooms,
-                is_idle=not self._holding.jobs,
-                config_version=self._engine.options.batching_version,
-            )
-            await self._start_all(claimed)
-            self._engine.steps.note_claim(time.monotonic() - started_s)
-            num_places = sum(job.job.num_places for job in claimed)
-            if num_places < max(1, *(room.max_jobs for room in rooms.values())):
-                if self._holding.room(time.monotonic()) is not None:
-                    self._engine.speed.note_room()
-                return  # no other waiting job fits
-
-    async def _wait_for_wake(self) -> None:
-        wake, rest_s = self._holding.wake, self._holding.rest_s(time.monotonic(), self._checked_s)
-        poll = asyncio.get_running_loop().call_later(min(_POLL_S, rest_s), wake.set)
-        await wake.wait()
-        poll.cancel()
-        wake.clear()
 
     async def _start_all(self, claimed: list[Claimed]) -> None:
         for job in claimed:

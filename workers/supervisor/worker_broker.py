@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import redis.asyncio
 from msgspec.structs import replace
 
 from contract.catalogue import Catalogue, clear_orphan, orphaned_jobs
@@ -52,12 +53,13 @@ class WorkerBroker:
         settings: WorkerSettings,
         incarnation: str,
         clock: Callable[[], float] = time.monotonic,
+        client: redis.asyncio.Redis | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self.incarnation = incarnation
         self._keys = Keys(settings.namespace)
-        self._client = connect(settings.redis_url)
+        self._client = client or connect(settings.redis_url)
         self._functions = Roster(self._client, self._keys)
         self.last_contact_s = clock()  # when the last call that renewed the leases was sent
         self._appends_renewed_s = -math.inf  # when an append last renewed

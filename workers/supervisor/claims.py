@@ -1,0 +1,80 @@
+"""When a worker claims jobs, and how many: while it has room, and before the step in which a
+running job ends."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from contract.function_types import Claimed, LaneRoom
+from workers.settings import WorkerSettings
+from workers.supervisor.holding import Holding
+from workers.supervisor.worker_broker import WorkerBroker
+
+POLL_S = 1.0  # between claims without a wake-up message, as messages may be lost
+
+
+class Claims:
+    """The claims of one worker. `clock_s` is that of the holding's times."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        broker: WorkerBroker,
+        holding: Holding,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._broker = broker
+        self._holding = holding
+        self._clock_s = clock_s
+        self._checked_s = 0.0  # when room was last checked
+        self.read_terms()
+
+    def read_terms(self) -> None:
+        """Takes the lanes of the engine's options as they are now."""
+        self._terms = self._settings.lane_terms(self._holding.engine.options)
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds until the next claim is due if nothing wakes the worker before."""
+        return min(POLL_S, self._holding.rest_s(self._clock_s(), self._checked_s))
+
+    async def wait_for_wake(self) -> None:
+        """Waits until there may be a job and room for it, or the next claim is due."""
+        wake = self._holding.wake
+        poll = asyncio.get_running_loop().call_later(self.rest_s, wake.set)
+        await wake.wait()
+        poll.cancel()
+        wake.clear()
+
+    def rooms(self) -> dict[str, LaneRoom]:
+        """The room of each lane that has any."""
+        self._checked_s = self._clock_s()
+        return self._holding.rooms(self._terms, self._checked_s)
+
+    async def claim_while_room(
+        self, start: Callable[[list[Claimed]], Awaitable[None]], is_over: Callable[[], bool]
+    ) -> dict[str, LaneRoom]:
+        """Claims and starts jobs until nothing that waits fits. Returns the room of each lane that
+        it has left to fill. Raises BrokerUnavailable, WireError, CommandDenied, and what `start`
+        raises."""
+        holding, engine = self._holding, self._holding.engine
+        while not is_over():
+            started_s = self._clock_s()
+            rooms = self.rooms()
+            if not rooms:
+                break
+            claimed = await self._broker.claim(
+                lanes={name: lane.min_share for name, lane in self._terms.items()},
+                rooms=rooms,
+                is_idle=not holding.jobs,
+                config_version=engine.options.batching_version,
+            )
+            await start(claimed)
+            engine.steps.note_claim(self._clock_s() - started_s)
+            num_places = sum(job.job.num_places for job in claimed)
+            if num_places < max(1, *(room.max_jobs for room in rooms.values())):
+                if holding.room(self._clock_s()) is not None:
+                    engine.speed.note_room()
+                return rooms  # no other waiting job fits
+        return {}
