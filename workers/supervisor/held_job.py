@@ -266,6 +266,9 @@ class HeldJob:
         self.num_vector_bytes = 0  # of a prefill-only job's output so far
         self.token_times_s: dict[int, float] = {}  # of each choice's last token (engine clock)
         self._deadline_s = claimed.deadline_s
+        # Read for every held job at every claim.
+        self._num_prompt_tokens = claimed.job.num_prompt_tokens
+        self._num_places = claimed.job.num_places
         self._cost_tokens = claimed.cost_tokens
         prompts, asks = self.job.prompts, params.prompt_logprobs is not None
         self._scores = [_Scores(len(prompt_ids) - 1) for prompt_ids in prompts] if asks else []
@@ -288,12 +291,12 @@ class HeldJob:
     @property
     def cost_tokens(self) -> int:
         """Prompt plus expected output, or plus the actual output if that is more."""
-        return max(self._cost_tokens, self.job.num_prompt_tokens + self.num_output_tokens)
+        return max(self._cost_tokens, self._num_prompt_tokens + self.num_output_tokens)
 
     @property
     def held_tokens(self) -> int:
         """The share of the cost that belongs to choices that have not ended."""
-        return self.cost_tokens * len(self._unfinished) // len(self._choices)
+        return self.cost_tokens * self._num_unfinished // len(self._choices)
 
     @property
     def num_drained(self) -> int:
@@ -302,7 +305,7 @@ class HeldJob:
         if self.is_complete:
             return self.cost_tokens
         num_output = self.num_output_tokens
-        return self.job.num_prompt_tokens + num_output if num_output else 0
+        return self._num_prompt_tokens + num_output if num_output else 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -328,14 +331,14 @@ class HeldJob:
         return [str(c.finish_reason) for c in self._choices if c.finish_reason is not None]
 
     @property
-    def _unfinished(self) -> list[_Choice]:
-        return [choice for choice in self._choices if choice.finish_reason is None]
+    def _num_unfinished(self) -> int:
+        return [choice.finish_reason for choice in self._choices].count(None)
 
     @property
     def num_open(self) -> int:
         """The places that it takes in the current step: one for each choice that has not ended; one
         for the whole of a prefill-only job."""
-        return min(self.job.num_places, len(self._unfinished))
+        return min(self._num_places, self._num_unfinished)
 
     @property
     def num_continuing(self) -> int:
@@ -345,7 +348,12 @@ class HeldJob:
         if self.job.pooling is not None:
             return 0
         most = self.job.params.max_tokens
-        return sum([not 0 < len(choice.token_ids) == most - 1 for choice in self._unfinished])
+        return sum(
+            [
+                choice.finish_reason is None and not 0 < len(choice.token_ids) == most - 1
+                for choice in self._choices
+            ]
+        )
 
     @property
     def has_news(self) -> bool:
