@@ -12,10 +12,20 @@
 -- reply ids of the jobs that the worker no longer holds
 local POOL_TTL_MS = 3600 * 1000  -- a measured rate is forgotten after this long without a heartbeat
 
+-- A pool of more workers is measured at most once in so long: one worker moves its means little, and
+-- each heartbeat would read the records of all.
+local MANY, MEASURE_MS = 16, 1000
+
 -- Stores the mean rates and capacities of the live workers that have measured them.
 local function measure_pool(tag, model, now)
-  local sums, known = {}, {}
-  local live = redis.call('ZRANGE', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf', 'BYSCORE')
+  local sums, known, workers = {}, {}, tag .. ':workers:' .. model
+  local pool = tag .. ':pool:' .. model
+  if redis.call('ZCOUNT', workers, now - WORKER_TTL_MS, '+inf') > MANY then
+    local age = now - (tonumber(redis.call('HGET', pool, 'measured_at') or 0) or 0)
+    if age >= 0 and age < MEASURE_MS then return end
+    redis.call('HSET', pool, 'measured_at', now)
+  end
+  local live = redis.call('ZRANGE', workers, now - WORKER_TTL_MS, '+inf', 'BYSCORE')
   for _, incarnation in ipairs(live) do
     for name, value in pairs(numbers(tag .. ':worker:' .. incarnation, POOL)) do
       sums[name] = (sums[name] or 0) + value
@@ -23,9 +33,9 @@ local function measure_pool(tag, model, now)
     end
   end
   for name, sum in pairs(sums) do
-    if sum > 0 then redis.call('HSET', tag .. ':pool:' .. model, name, sum / known[name]) end
+    if sum > 0 then redis.call('HSET', pool, name, sum / known[name]) end
   end
-  redis.call('PEXPIRE', tag .. ':pool:' .. model, POOL_TTL_MS)
+  redis.call('PEXPIRE', pool, POOL_TTL_MS)
 end
 
 -- Stores the lanes that a worker serves, and their minimum shares.
