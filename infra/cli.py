@@ -39,7 +39,9 @@ from infra.preconditions import (
     operators_redis,
 )
 from infra.profile_command import run_profile
+from infra.record_command import run_record
 from infra.redis_roles import run_redis_roles
+from infra.simulate_command import run_simulate
 from infra.top_command import run_top
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
     commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
     commands |= {"compare": _compare, "cascade": _cascade, "plan": run_plan}
+    commands |= {"simulate": run_simulate, "record": partial(_with_redis, run_record)}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     commands |= {"ab": partial(_with_redis, run_ab), "check": partial(_with_redis, run_check)}
     try:

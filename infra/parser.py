@@ -20,7 +20,9 @@ from infra.keys_command import PEPPER_VARIABLE, add_keys_options
 from infra.measure.options import add_bench_options, add_cascade_options, add_compare_options
 from infra.plan_command import add_plan_options
 from infra.profile_command import add_profile_options
+from infra.record_command import add_record_options
 from infra.redis_roles import add_redis_roles_options
+from infra.simulate_command import add_simulate_options
 from infra.top_command import add_top_options
 
 _KINDS = ("ACTION", "COMMAND", "KIND", "WHAT")  # of what a command line may lack
@@ -123,6 +125,12 @@ def build_parser() -> argparse.ArgumentParser:
         _add(
             commands, "plan", "choose batch size and replicas for a model on a GPU, without either"
         )
+    )
+    add_simulate_options(
+        _add(commands, "simulate", "run a fleet's queue and engines on a virtual clock")
+    )
+    add_record_options(
+        _add(commands, "record", "write lengths and times of a fleet's jobs, without their texts")
     )
     add_compare_options(
         _add(commands, "compare", "compare static, dynamic and continuous batching on a model")

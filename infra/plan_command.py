@@ -2,14 +2,19 @@
 
 import argparse
 import importlib
+import itertools
 import sys
+import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from contract.errors import BrokerUnavailable
 from infra import options as opts
 from infra.option_values import integer, number
 from infra.planning.devices import DEVICES, ENGINES, ITEM_BYTES
+from infra.record_command import run_record
 from infra.tables import table, write
 from workers.engine.interface import ModelRefused
 
@@ -21,7 +26,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(integer(1), text.split(",")))
 
 
-_MODEL = {
+DEVICE = {
     "model": opts.Option("a model's folder, or its config.json", opts.FILE, shown="required"),
     "device": opts.Option("the GPU", tuple(DEVICES), "h100_sxm"),
     "engine": opts.Option("the engine", tuple(ENGINES), "vllm"),
@@ -44,16 +49,37 @@ _WORK = {
         shown="the cost is shown in seconds of a GPU",
     ),
     "yaml": opts.Option("write a batching.yaml there", opts.FILE, shown="shown only"),
+    "explain": opts.Option(
+        "say in words which strategy suits the workload, and try all on it", None, shown="no"
+    ),
+    "trace": opts.Option(
+        "the workload to explain, as `batchway simulate` takes it", opts.FILE, shown="--rate"
+    ),
+}
+_CALIBRATION = {
+    "calibrate": opts.Option(
+        "compare with a recording, or with the fleet at a Redis URL; needs no --model",
+        opts.NAME,
+        shown="no",
+    ),
+    "seconds": opts.Option("how long to watch the fleet", opts.SECONDS, 300.0),
+    "costs": opts.Option(
+        "write step times with their errors there, for `batchway simulate`", opts.FILE, shown="no"
+    ),
 }
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    opts.add_options(parser.add_argument_group("the model and its device"), _MODEL)
+    opts.add_options(parser.add_argument_group("the model and its device"), DEVICE)
     opts.add_options(parser.add_argument_group("what is asked of it"), _WORK)
+    opts.add_options(parser.add_argument_group("a running fleet"), _CALIBRATION)
+    parser.set_defaults(namespace=opts.DEFAULT_NAMESPACE)
     opts.add_options(parser, opts.JSON)
 
 
 def run_plan(options: argparse.Namespace) -> int:
+    if options.calibrate is not None:
+        return _run_calibration(options)
     if options.model is None:
         raise argparse.ArgumentTypeError("--model is missing: a model's folder, or its config.json")
     # Imported by name: the command line itself must not load torch.
@@ -69,15 +95,15 @@ def run_plan(options: argparse.Namespace) -> int:
             options.memory_share,
         )
         goal = planning.Goal(
-            options.rate,
-            options.ttft and options.ttft / 1000,
-            options.itl and options.itl / 1000,
+            options.ttft and options.ttft / 1000, options.itl and options.itl / 1000, options.rate
         )
         work = planning.Workload(options.isl, options.osl)
         plan = planning.make_plan(server, work, goal, options.at, _say)
     except (ModelRefused, planning.NothingFits) as exc:
         print(f"batchway plan: {exc}", file=sys.stderr)
         return 1
+    if options.explain:
+        return _explain(options, plan)
     file = planning.batching_yaml(plan)
     if options.yaml is not None:
         Path(options.yaml).write_text(file)
@@ -148,3 +174,108 @@ def _cells(point: Any) -> tuple[str, ...]:
         f"{point.output_tokens_per_s:,.0f}",
         *(f"{1000 * each:,.1f} ms" for each in times),
     )
+
+
+# --- a running fleet --------------------------------------------------------------------------
+
+
+def _run_calibration(options: argparse.Namespace) -> int:
+    calibration: Any = importlib.import_module("infra.planning.calibration")
+    traces: Any = importlib.import_module("infra.planning.traces")
+    messages: Any = importlib.import_module("workers.ipc.messages")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(options.calibrate)
+            if "://" in options.calibrate:
+                path = Path(folder) / "recording.jsonl"
+                print(f"watching for {options.seconds:g} s", file=sys.stderr, flush=True)
+                watched = argparse.Namespace(
+                    out=path, seconds=options.seconds, model_name=None, namespace=options.namespace
+                )
+                run_record(watched, options.calibrate)
+            fleet, jobs = traces.read_recording(path)
+        found = calibration.calibrate(fleet, jobs, messages.EngineOptions(model_path=""), _say_it)
+    except (traces.BadWorkload, BrokerUnavailable) as exc:
+        print(f"batchway plan: {exc}", file=sys.stderr)
+        return 1
+    if options.costs is not None:
+        found.costs.write(Path(options.costs))
+    rows = [("", "recorded", "simulated", "error")]
+    rows += [
+        (name, *(_figure(name, value) for value in pair), f"{found.costs.errors[name]:+.0%}")
+        for name, pair in found.figures.items()
+    ]
+    weak = [
+        f"{group.name} ({group.num} jobs): first token {_change(group.ttft_s)}, whole answer "
+        f"{_change(group.e2e_s)}"
+        for group in found.weak
+    ]
+    text = "\n\n".join(
+        [
+            "Step times are fitted to the first half of the recording; the second half is "
+            "simulated.",
+            table(rows),
+            "Weak, by medians:\n" + "\n".join(weak)
+            if weak
+            else "No group of jobs is off by more than 15 %, by medians.",
+        ]
+    )
+    write(
+        {"figures": found.figures, "errors": found.costs.errors, "weak": weak}, text, options.json
+    )
+    return 0
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{value:,.0f}" if name == "output_tokens_per_s" else f"{1000 * value:,.1f} ms"
+
+
+def _change(pair: tuple[float, float]) -> str:
+    return f"{pair[1] / pair[0] - 1:+.0%}"
+
+
+def _say_it(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# --- advice -----------------------------------------------------------------------------------
+
+_MOST_EXPLAINED = 2000  # requests of a trace
+
+
+def _explain(options: argparse.Namespace, plan: Any) -> int:
+    advice: Any = importlib.import_module("infra.planning.advice")
+    traces: Any = importlib.import_module("infra.planning.traces")
+    fleets: Any = importlib.import_module("infra.planning.fleets")
+    messages: Any = importlib.import_module("workers.ipc.messages")
+    try:
+        if options.trace is not None:
+            arrivals = list(itertools.islice(traces.read_arrivals(options.trace), _MOST_EXPLAINED))
+        else:
+            rate = options.rate or plan.batch / plan.strategies["continuous"].e2e_s
+            drawn = traces.drawn(400, rate, options.isl, options.osl, 0.5, 1)
+            arrivals = list(drawn)
+    except traces.BadWorkload as exc:
+        print(f"batchway plan: {exc}", file=sys.stderr)
+        return 1
+    traits = advice.traits_of(arrivals, plan.curve[0].e2e_s, plan.goal)
+    found = advice.advise(traits)
+    sized = messages.EngineOptions(model_path="", max_num_seqs=plan.batch)
+    tried = advice.tried(fleets.fleet_of_server(plan.server, sized), arrivals, traits)
+    rows = [("", "tokens/s", "first token", "p99", "answer")]
+    rows += [
+        (each.strategy, f"{each.output_tokens_per_s:,.0f}", f"{1000 * each.ttft_p50_s:,.0f} ms",
+         f"{1000 * each.ttft_p99_s:,.0f} ms", f"{1000 * each.e2e_p50_s:,.0f} ms")
+        for each in tried
+    ]  # fmt: skip
+    reasons = "".join(f"\n- {reason[0].upper()}{reason[1:]}." for reason in found.reasons)
+    text = (
+        f"Use {found.strategy} batching.{reasons}\n\nSimulated with this workload:\n{table(rows)}"
+    )
+    write(
+        {"strategy": found.strategy, "reasons": found.reasons, "traits": asdict(traits),
+         "simulated": [asdict(each) for each in tried]},
+        text,
+        options.json,
+    )  # fmt: skip
+    return 0

@@ -27,6 +27,9 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
             opts.Value(Path, "DIR"),
             shown="no traces",
         ),
+        "fit": opts.Option(
+            "write step times there, for `batchway simulate --costs`", opts.FILE, shown="no"
+        ),
     }
     opts.add_options(group, table)
     opts.add_options(parser, opts.JSON)
@@ -43,6 +46,9 @@ def run_profile(options: argparse.Namespace) -> int:
     except (ModelRefused, profiling.CannotProfile) as exc:
         print(f"batchway profile: {exc}", file=sys.stderr)
         return 1
+    if options.fit is not None:
+        costs: Any = importlib.import_module("infra.planning.costs")
+        costs.fit_steps(found.steps, found.room).write(options.fit)
     write(found.as_dict(), _text(found), options.json)
     return 0
 

@@ -25,6 +25,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from contract.jobs import SamplingParams
+from workers.engine.cost_model import Features, step_features
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk
 from workers.engine.report import StepReport
@@ -196,6 +197,7 @@ class _Step(NamedTuple):
     step_s: float
     report: StepReport  # with the model's time
     demand: Demand
+    features: Features
 
 
 class _Windows:
@@ -240,7 +242,7 @@ class _Windows:
         report = self._engine.step(chunks.extend)
         step_s = time.perf_counter() - started_s
         assert not report.failed, report.failed[0].message
-        return _Step(step_s, report, demand_of(self._shape, chunks))
+        return _Step(step_s, report, demand_of(self._shape, chunks), step_features(chunks))
 
     def _add(self, num_requests: int, max_tokens: int) -> None:
         for number in range(self._num_requests, self._num_requests + num_requests):
@@ -324,19 +326,25 @@ class ClassFinding:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The results of `batchway profile`."""
+    """The results of `batchway profile`. `steps`: seconds and features of each step that was
+    measured; `room`: what a worker with this model has room for."""
 
     machine: Machine
     shape: Shape
     findings: tuple[ClassFinding, ...]
     advice: str
+    steps: tuple[tuple[float, Features], ...]
+    room: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
+        return {
+            "machine": asdict(self.machine),
+            "shape": asdict(self.shape),
+            "advice": self.advice,
             "findings": [
                 asdict(f) | {"bound": f.bound.value, "efficiency": f.efficiency}
                 for f in self.findings
-            ]
+            ],
         }
 
 
@@ -358,18 +366,37 @@ def take_profile(options: EngineOptions, load: Load, trace_dir: Path | None) -> 
         machine, shape = measure(keys.device, keys.dtype), shape_of(runner)
         engine = build_engine(runner, loaded.vocab_size, options, loaded.num_step_tokens)
         windows = _Windows(engine, shape, loaded.vocab_size, load)
-        findings = tuple(_find(windows, kind, machine, load, trace_dir) for kind in KINDS)
+        steps: list[_Step] = []
+        findings = tuple(_find(windows, kind, machine, load, trace_dir, steps) for kind in KINDS)
     except torch.OutOfMemoryError as exc:
         raise CannotProfile("the device has too little memory for this") from exc
-    return Profile(machine, shape, findings, advice(findings, keys.device.type == "cuda"))
+    return Profile(
+        machine,
+        shape,
+        findings,
+        advice(findings, keys.device.type == "cuda"),
+        tuple((step.step_s, step.features) for step in steps),
+        {
+            "max_num_seqs": options.max_num_seqs,
+            "num_blocks": runner.num_blocks,
+            "block_size": runner.block_size,
+            "step_tokens": engine.limits.max_num_batched_tokens,
+        },
+    )
 
 
 def _find(
-    windows: _Windows, kind: str, machine: Machine, load: Load, trace_dir: Path | None
+    windows: _Windows,
+    kind: str,
+    machine: Machine,
+    load: Load,
+    trace_dir: Path | None,
+    measured: list[_Step],
 ) -> ClassFinding:
-    """Times a class without the profiler, then profiles some of its steps."""
+    """Times a class without the profiler, then profiles some of its steps. Adds to `measured`."""
     windows.run(kind, 2)  # one-time costs are not measured
     steps = windows.run(kind, load.num_steps)
+    measured += steps
     operators, gap_share = _look_inside(windows, kind, load.num_profiled, trace_dir)
     step_s = statistics.mean(step.step_s for step in steps)
     model_s = statistics.mean(step.report.step_s for step in steps)

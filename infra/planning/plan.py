@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from infra.planning.devices import DEVICES, ENGINES, EngineCard, Precision
+from infra.planning.engine import Point, Server, Workload, closed_loop, open_loop
+from infra.planning.outcome import Goal as Goal
 from infra.planning.shapes import ModelShape, Sizes
-from infra.planning.simulated import Point, Server, Workload, closed_loop, open_loop
 from workers.ipc.messages import StrategyOptions
 
 PRESETS: Mapping[str, tuple[float, str]] = {
@@ -29,26 +30,6 @@ _SPREAD = 0.5  # of outputs, where strategies are compared: equal ones hide what
 
 class NothingFits(Exception):
     """The model, or what is asked of it, does not fit. The message says what binds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What callers need; None: not stated. Times in seconds."""
-
-    rate_per_s: float | None = None
-    ttft_s: float | None = None
-    itl_s: float | None = None
-
-    def is_met(self, point: Point) -> bool:
-        return self.missed(point) is None
-
-    def missed(self, point: Point) -> str | None:
-        """Which goal the point misses."""
-        if self.ttft_s is not None and point.ttft_s > self.ttft_s:
-            return "ttft"
-        if self.itl_s is not None and point.itl_s > self.itl_s:
-            return "itl"
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,16 +205,22 @@ def _choose(found: Mapping[int, Point], goal: Goal, knee: Point, largest: int) -
     if goal.ttft_s is None and goal.itl_s is None:
         binds = "memory" if knee.concurrency == largest else "the knee: more callers wait longer"
         return knee, binds
-    fitting = [point for size, point in found.items() if size <= largest and goal.is_met(point)]
+    fitting = [
+        point for size, point in found.items() if size <= largest and not _missed(goal, point)
+    ]
     if not fitting:
         least = found[min(found)]
         raise NothingFits(
-            f"{goal.missed(least)}: one sequence alone takes {1000 * least.ttft_s:.0f} ms to its "
+            f"{_missed(goal, least)}: one sequence alone takes {1000 * least.ttft_s:.0f} ms to its "
             f"first token and {1000 * least.itl_s:.1f} ms for each further one"
         )
     best = max(fitting, key=lambda point: point.concurrency)
     next_size = min((size for size in found if best.concurrency < size <= largest), default=None)
-    return best, "memory" if next_size is None else goal.missed(found[next_size]) or "memory"
+    return best, "memory" if next_size is None else _missed(goal, found[next_size]) or "memory"
+
+
+def _missed(goal: Goal, point: Point) -> str | None:
+    return goal.missed(point.ttft_s, point.itl_s)
 
 
 def erlang_c(num_places: int, load: float) -> float:

@@ -8,6 +8,7 @@ from infra.parser import build_parser
 
 COMMANDS = (
     *("up", "gateway", "worker", "callbacks", "drain", "redis-roles", "top", "profile", "plan"),
+    *("simulate", "record"),
     *("bench serve", "cascade fit", "compare"),
     *(f"callbacks dead {action}" for action in callbacks_command.ACTIONS),
     *(f"keys {action}" for action in keys_command.ACTIONS),

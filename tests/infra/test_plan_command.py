@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from infra.cli import main
 from infra.planning.devices import DEVICES, ENGINES
+from infra.planning.engine import Workload, closed_loop, open_loop
 from infra.planning.plan import Goal, batching_yaml, erlang_c, make_plan, mgk_wait_s, server_of
 from infra.planning.shapes import ModelShape, read_shape
-from infra.planning.simulated import Workload, closed_loop, open_loop
 from tests.tiny_families import PAGED
 from workers.configuration import parse
 from workers.ipc.messages import StrategyOptions

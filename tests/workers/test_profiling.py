@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.demo_model import demo_model_path
+from infra.planning.costs import fit_steps
 from tests.workers.engine.test_block_manager import sequence_of
 from workers.engine.interface import Chunk
 from workers.ipc.messages import EngineOptions
@@ -141,6 +142,14 @@ def test_each_class_of_steps_has_its_tokens(profile: tuple[Profile, Path]) -> No
         assert 0 <= finding.gap_share < 1
         assert sum(o.share for o in finding.operators) <= 1.0 + 1e-9
     assert prefill.compute_s > decode.compute_s
+
+
+def test_step_times_are_fitted_to_its_steps(profile: tuple[Profile, Path]) -> None:
+    """Nine steps, of which prompts take longer; sizes as a worker would report them."""
+    found = fit_steps(profile[0].steps, profile[0].room)
+    assert len(profile[0].steps) == 3 * len(KINDS)
+    assert found.predict((128, 128, 8_000)) > found.predict((4, 300, 0)) > 0
+    assert (found.step_tokens, found.num_blocks) == (128, profile[0].room["num_blocks"])
 
 
 def test_traces_include_our_own_kernels(profile: tuple[Profile, Path]) -> None:

@@ -138,4 +138,5 @@ def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities
         generation=loaded.generation,
         pooling=loaded.pooling,
         tokens_per_s=loaded.tokens_per_s,
+        num_step_tokens=options.max_num_batched_tokens or loaded.num_step_tokens,
     )

@@ -191,6 +191,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     generation: GenerationDefaults = GenerationDefaults()
     pooling: PoolingCard | None = None  # of a prefill-only model
     tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
+    num_step_tokens: int = 0  # the token budget of a step; 0: unknown
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from infra.measure.engine import Timeline, make_request, run_workload
 from infra.measure.workloads import Workload as Requests
 from infra.measure.workloads import WorkloadRequest, arriving, draw_arrivals
+from infra.planning.costs import Costs
 from infra.planning.devices import Device, EngineCard, Precision
 from infra.planning.shapes import Sizes
 from infra.tables import percentile
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from workers.engine.masks import StepMasks
 
 _BLOCK_SIZE = 16
-_TOKEN = Sample(1)
+_TOKEN, _EOS = Sample(1), Sample(0)
 _SEED = 1
 
 
@@ -82,29 +83,42 @@ class VirtualClock:
 
 
 class CostedModel:
-    """A Model that draws the same token always, and takes the server's time for it."""
+    """A Model that draws the same token always, and takes its costs' time for it. The outputs of
+    `lengths`, by job, end so early, with an end token."""
 
-    eos_token_ids: frozenset[int] = frozenset()
+    eos_token_ids = frozenset({_EOS.token_id})
     shares_blocks = True
     runs_ahead = False
-    block_size = _BLOCK_SIZE
 
-    def __init__(self, server: Server, clock: VirtualClock, length: int) -> None:
-        self.num_blocks = server.largest_batch(length) * _in_blocks(length) // _BLOCK_SIZE
-        self.max_model_len = server.sizes.shape.max_model_len
-        self._server = server
+    def __init__(
+        self,
+        costs: Costs,
+        clock: VirtualClock,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.max_model_len = max_model_len
+        self.lengths: dict[str, int] = {}
+        self._costs = costs
         self._clock = clock
 
     def run(
         self, chunks: Seq[Chunk], padding: Seq[Padding] = (), masks: "StepMasks | None" = None
     ) -> list[Row]:
-        self._clock.sleep(self._server.step_s((*chunks, *padding)))
+        self._clock.sleep(self._costs.step_s((*chunks, *padding) if padding else chunks))
         return [self._row(chunk) for chunk in chunks]
 
     def _row(self, chunk: Chunk) -> Row:
         if chunk.drafts:
             return Drawn((_TOKEN,) * len(chunk.sampled))
-        return _TOKEN if chunk.samples else None
+        if not chunk.samples:
+            return None
+        sequence = chunk.sequence
+        length = self.lengths.get(sequence.job_id) if self.lengths else None
+        is_over = length is not None and sequence.num_output + 1 >= length
+        return _EOS if is_over else _TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +155,9 @@ class Point:
 def build(
     server: Server, work: Workload, places: int, strategy: StrategyOptions, clock: VirtualClock
 ) -> Engine:
-    model = CostedModel(server, clock, work.length)
+    num_blocks = server.largest_batch(work.length) * _in_blocks(work.length) // _BLOCK_SIZE
+    max_model_len = server.sizes.shape.max_model_len
+    model = CostedModel(server, clock, num_blocks, _BLOCK_SIZE, max_model_len)
     options = EngineOptions(
         model_path="",
         max_num_seqs=places,
