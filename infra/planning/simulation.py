@@ -12,6 +12,7 @@ nothing.
 Over 300 lines: one loop of events.
 """
 
+import dataclasses
 import heapq
 import itertools
 import random
@@ -144,6 +145,11 @@ class Simulation:
     ) -> Outcome:
         """Runs until all calls have ended. `progress`: called now and then with the virtual time
         and the number of arrivals."""
+        coming = iter(arrivals)
+        first = list(itertools.islice(coming, 1))
+        if first and not first[0].blocks:  # no prompt is like another: a cache would fill in vain
+            options = replace(self.fleet.options, prefix_caching=False)
+            self.fleet = dataclasses.replace(self.fleet, options=options)
         fleet = self.fleet
         for _ in range(fleet.num_workers):
             self._worker_ready()
@@ -151,7 +157,7 @@ class Simulation:
             self._start_pool(fleet.policy)
         for fault in faults:
             self._at(fault.at_s, self._break, fault)
-        self._arrivals = iter(arrivals)
+        self._arrivals = itertools.chain(first, coming)
         self._next_arrival()
         self._at(1.0, self._sweep)
         self._at(1.0, self._watch, progress)
