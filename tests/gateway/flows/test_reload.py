@@ -90,7 +90,13 @@ async def test_a_wrong_file_changes_nothing(
 
         await until(is_told, 20)
     assert len(caplog.records) == 1
-    await fleet.client.delete(fleet.keys.of("model", "vote"))
+    card = fleet.keys.of("model", "vote")
+    await fleet.client.delete(card)
+
+    async def is_published() -> bool:
+        return bool(await fleet.client.exists(card))
+
+    await until(is_published, 20)
     await until_listed(flows, {"vote"}, set())
     assert "stays as it was" in caplog.text
     answer = await flows.post(CHAT, json=chat("vote"))
