@@ -99,13 +99,13 @@ def record(
 
 
 def kill_workers(pid: int, times_s: Sequence[float]) -> None:
-    """Kills a random worker of this `batchway up` at each of these times from now."""
-    rng, started_s = random.Random("kills"), time.monotonic()
+    """Kills the oldest worker of this `batchway up` at each of these times from now."""
+    started_s = time.monotonic()
     for at_s in times_s:
         time.sleep(max(0.0, started_s + at_s - time.monotonic()))
         workers = [each for each in below(pid) if part_of(each) == "worker's supervisor"]
         if workers:
-            os.kill(rng.choice(sorted(workers)), signal.SIGKILL)
+            os.kill(min(workers), signal.SIGKILL)
 
 
 def compare_kills(num_kills: int, folder: Path) -> str:
@@ -121,7 +121,7 @@ def compare_kills(num_kills: int, folder: Path) -> str:
     recorded, jobs, _ = record(arguments, trace, folder / "run.jsonl", 256, kills_s)
     load_s = recorded.load_s + _AGAIN_S
     simulated = fleet_with(costs, EngineOptions(model_path=""), 2)
-    faults = [Fault(at_s, "kill") for at_s in kills_s]
+    faults = [Fault(at_s, "kill", worker=0) for at_s in kills_s]
     found = simulate(replace(simulated, load_s=load_s), read_arrivals(trace), faults)
     rows = [
         (f"a worker is ready again after {load_s:.1f} s", "recorded", "simulated"),

@@ -51,11 +51,13 @@ FaultKind = Literal["kill", "engine", "spot", "pause", "roll"]
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What happens to the fleet: a worker or its engine dies; a worker is to be reclaimed; Redis
-    does not answer for `seconds`; all workers are replaced, one after another."""
+    does not answer for `seconds`; all workers are replaced, one after another. `worker`: which, in
+    the order of their starts; None: any."""
 
     at_s: float
     kind: FaultKind
     seconds: float = 0.0
+    worker: int | None = None
 
 
 @dataclass(slots=True)
@@ -484,7 +486,7 @@ class Simulation:
         ready = [worker for worker in self.workers.values() if not worker.drain.begun.is_set()]
         if not ready or self._delayed(self._break, fault):
             return
-        worker = self._rng.choice(ready)
+        worker = self._rng.choice(ready) if fault.worker is None else ready[fault.worker]
         if fault.kind == "kill":
             self._report(worker)  # production has logged each step
             self._gone(worker)
