@@ -334,6 +334,16 @@ JSON = {
 }
 
 
+NAMESPACE = {
+    "namespace": Option(
+        "separates installations that share one Redis",
+        Value(namespace, "NAME"),
+        DEFAULT_NAMESPACE,
+        variable="BATCHWAY_NAMESPACE",
+    ),
+}
+
+
 def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -> None:
     """Adds options that all parts of an installation must agree on."""
     own = {
@@ -343,14 +353,8 @@ def add_shared_options(parser: argparse.ArgumentParser, *, redis_default: str) -
             redis_url_of(os.environ),
             f"the variable REDIS_URL, else {redis_default}",
         ),
-        "namespace": Option(
-            "separates installations that share one Redis",
-            Value(namespace, "NAME"),
-            DEFAULT_NAMESPACE,
-            variable="BATCHWAY_NAMESPACE",
-        ),
     }
-    add_options(parser, own | LOG_LEVEL)
+    add_options(parser, own | NAMESPACE | LOG_LEVEL)
 
 
 def add_object_store_option(parser: argparse.ArgumentParser, shown: str) -> None:

@@ -14,7 +14,7 @@ from contract.errors import BrokerUnavailable
 from infra import options as opts
 from infra.option_values import integer, number
 from infra.planning.devices import DEVICES, ENGINES, ITEM_BYTES
-from infra.record_command import run_record
+from infra.record_command import record
 from infra.tables import table, write
 from workers.engine.interface import ModelRefused
 
@@ -62,6 +62,7 @@ _CALIBRATION = {
         opts.NAME,
         shown="no",
     ),
+    **opts.NAMESPACE,
     "seconds": opts.Option("how long to watch the fleet", opts.SECONDS, 300.0),
     "costs": opts.Option(
         "write step times with their errors there, for `batchway simulate`", opts.FILE, shown="no"
@@ -73,7 +74,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     opts.add_options(parser.add_argument_group("the model and its device"), DEVICE)
     opts.add_options(parser.add_argument_group("what is asked of it"), _WORK)
     opts.add_options(parser.add_argument_group("a running fleet"), _CALIBRATION)
-    parser.set_defaults(namespace=opts.DEFAULT_NAMESPACE)
     opts.add_options(parser, opts.JSON)
 
 
@@ -114,7 +114,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"simulating {text}", file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def _text(plan: Any, options: argparse.Namespace, file: str, reasons: Mapping[str, str]) -> str:
@@ -188,13 +188,10 @@ def _run_calibration(options: argparse.Namespace) -> int:
             path = Path(options.calibrate)
             if "://" in options.calibrate:
                 path = Path(folder) / "recording.jsonl"
-                print(f"watching for {options.seconds:g} s", file=sys.stderr, flush=True)
-                watched = argparse.Namespace(
-                    out=path, seconds=options.seconds, model_name=None, namespace=options.namespace
-                )
-                run_record(watched, options.calibrate)
+                _say(f"watching for {options.seconds:g} s")
+                record(options.calibrate, options.namespace, path, options.seconds)
             fleet, jobs = traces.read_recording(path)
-        found = calibration.calibrate(fleet, jobs, messages.EngineOptions(model_path=""), _say_it)
+        found = calibration.calibrate(fleet, jobs, messages.EngineOptions(model_path=""), _say)
     except (traces.BadWorkload, BrokerUnavailable) as exc:
         print(f"batchway plan: {exc}", file=sys.stderr)
         return 1
@@ -232,10 +229,6 @@ def _figure(name: str, value: float) -> str:
 
 def _change(pair: tuple[float, float]) -> str:
     return f"{pair[1] / pair[0] - 1:+.0%}"
-
-
-def _say_it(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # --- advice -----------------------------------------------------------------------------------

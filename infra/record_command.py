@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.connection import broker_errors, connect
-from contract.errors import wire_errors
+from contract.errors import BrokerUnavailable, wire_errors
+from contract.functions import Functions
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
 from infra import options as opts
@@ -41,28 +42,39 @@ def run_record(options: argparse.Namespace, redis_url: str) -> int:
     """Returns the exit status. Raises BrokerUnavailable, WireError."""
     if options.out is None:
         raise argparse.ArgumentTypeError("--out is missing: the file of the recording")
-    jobs: dict[str, dict[str, Any]] = {}
-    fleet: dict[str, Any] = {}
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_watch(redis_url, options, jobs, fleet))
-    print(f"{_write(options.out, jobs, fleet)} jobs in {options.out}", file=sys.stderr)
+    num = record(
+        redis_url, options.namespace, options.out, options.seconds, model=options.model_name
+    )
+    print(f"{num} jobs in {options.out}", file=sys.stderr)
     return 0
 
 
-async def _watch(
-    redis_url: str,
-    options: argparse.Namespace,
-    jobs: dict[str, dict[str, Any]],
-    fleet: dict[str, Any],
-) -> None:
-    """Reads all jobs once a second, until the time is up or it is cancelled."""
-    keys, until_s = Keys(options.namespace), time.monotonic() + (options.seconds or float("inf"))
+def record(
+    redis_url: str, namespace: str, out: Path, seconds: float | None, *, model: str | None = None
+) -> int:
+    """Records for so long, or until Ctrl-C (None); returns the number of jobs. Raises
+    BrokerUnavailable if Redis does not answer at the start, WireError."""
+    recording = _Recording(Keys(namespace), model)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_watch(redis_url, recording, seconds or float("inf")))
+    return recording.write(out)
+
+
+async def _watch(redis_url: str, recording: "_Recording", seconds: float) -> None:
+    """Looks once a second, until the time is up or it is cancelled. If Redis does not answer any
+    more, it goes on: what was seen is kept."""
+    until_s, has_seen, is_over = time.monotonic() + seconds, False, False
     async with connect(redis_url) as client:
-        is_over = False
         while not is_over:
             is_over = await _waited(min(_EVERY_S, until_s - time.monotonic()))
-            with wire_errors("records"), broker_errors(client, "HMGET"):
-                await _look(client, keys, options.model_name, jobs, fleet)
+            try:
+                with wire_errors("records"), broker_errors(client, "HMGET"):
+                    await recording.look(client)
+                has_seen = True
+            except BrokerUnavailable as exc:
+                if not has_seen:
+                    raise
+                print(f"not read: {exc}", file=sys.stderr)
 
 
 async def _waited(seconds: float) -> bool:
@@ -74,70 +86,86 @@ async def _waited(seconds: float) -> bool:
     return seconds < _EVERY_S
 
 
-async def _look(
-    client: Any,
-    keys: Keys,
-    model: str | None,
-    jobs: dict[str, dict[str, Any]],
-    fleet: dict[str, Any],
-) -> None:
-    ids = [raw.decode() for raw in await client.hkeys(keys.of("stored", "jobs"))]
-    new = [i for i in ids if jobs.get(i, {}).get("state") not in TERMINAL_STATUSES]
-    async with client.pipeline(transaction=False) as pipe:
-        for job_id in new:
-            pipe.hmget(keys.of("job", job_id), _FIELDS)
-        replies = await pipe.execute()
-    models = set()
-    for job_id, values in zip(new, replies, strict=True):
-        found = {name: (raw or b"").decode() for name, raw in zip(_FIELDS, values, strict=True)}
-        if found["state"] and model in (None, found["model"]):
-            models.add(found["model"])
-            before = jobs.get(job_id, {"owner": "", "attempt": "1", "again": 0})
-            again = before["again"]
-            if found["owner"] and int(found["attempt"] or 1) > int(before["attempt"] or 1):
-                # While a job runs, its record has the tokens that were logged before.
-                again += int(found["prompt_tokens"]) + int(found["tokens"] or 0)
-            owner = found["owner"] or before["owner"]
-            jobs[job_id] = found | {"owner": owner, "again": again}
-    for name in models:
-        workers = await client.zrange(keys.of("workers", name), 0, -1)
-        if len(workers) > fleet.get("workers", 0):
-            start_ms = await client.hget(keys.of("pool", name), "start_ms")
-            raw = await client.hmget(keys.of("worker", workers[0].decode()), "info", "max_jobs")
-            info, most = json.loads(raw[0] or "{}"), int(raw[1] or 0)
-            sizes = {size: info.get(size, 0) for size in _SIZES}
-            fleet |= {"workers": len(workers), "max_num_seqs": most, **sizes}
-            fleet["load_s"] = int(start_ms or 0) / 1000
+class _Recording:
+    """The jobs seen so far, by id, and what is known of their workers."""
 
+    def __init__(self, keys: Keys, model: str | None) -> None:
+        self._keys = keys
+        self._model = model
+        self._jobs: dict[str, dict[str, Any]] = {}
+        self._fleet: dict[str, Any] = {}
 
-def _write(path: Path, jobs: dict[str, dict[str, Any]], fleet: dict[str, Any]) -> int:
-    """Writes what is known of the fleet, and a line for each job. Returns their number."""
-    rows = sorted(jobs.values(), key=lambda job: int(job["created"]))
-    first_ms = int(rows[0]["created"]) if rows else 0
+    async def look(self, client: Any) -> None:
+        """Reads the jobs that had not ended before, and their workers."""
+        keys, jobs = self._keys, self._jobs
+        ids = [raw.decode() for raw in await client.hkeys(keys.of("stored", "jobs"))]
+        new = [i for i in ids if jobs.get(i, {}).get("state") not in TERMINAL_STATUSES]
+        async with client.pipeline(transaction=False) as pipe:
+            for job_id in new:
+                pipe.hmget(keys.of("job", job_id), _FIELDS)
+            replies = await pipe.execute()
+        for job_id, values in zip(new, replies, strict=True):
+            found = {name: (raw or b"").decode() for name, raw in zip(_FIELDS, values, strict=True)}
+            if found["state"] and self._model in (None, found["model"]):
+                self._note(job_id, found)
+        for model in {job["model"] for job in jobs.values()}:
+            await self._look_at_workers(client, model)
 
-    def since(text: str) -> float | None:
-        return (int(text) - first_ms) / 1000 if text else None
+    def _note(self, job_id: str, found: dict[str, str]) -> None:
+        before = self._jobs.get(job_id, {"owner": "", "attempt": "1", "again": 0})
+        again = before["again"]
+        if found["owner"] and int(found["attempt"] or 1) > int(before["attempt"] or 1):
+            # While a job runs, its record has the tokens that were logged before.
+            again += int(found["prompt_tokens"]) + int(found["tokens"] or 0)
+        owner = found["owner"] or before["owner"]
+        self._jobs[job_id] = found | {"owner": owner, "again": again}
 
-    names = {owner: f"worker-{i}" for i, owner in enumerate(sorted({r["owner"] for r in rows}), 1)}
-    path.touch(mode=0o600)
-    with path.open("w") as file:
-        file.write(json.dumps({"fleet": fleet}) + "\n")
-        for row in rows:
-            state = row["state"]
-            job = {
-                "arrival_s": since(row["created"]),
-                "prompt_tokens": int(row["prompt_tokens"] or 0),
-                "output_tokens": int(row["tokens"] or 0),
-                "max_tokens": int(row["max_tokens"] or 0),
-                "lane": row["lane"],
-                "tenant": row["tenant"],
-                "state": "running" if state in ("claimed", "streaming") else state,
-                "worker": names[row["owner"]] if row["owner"] else "",
-                "claimed_s": since(row["claimed"]),
-                "first_token_s": since(row["first_token"]),
-                "finished_s": since(row["finished"]),
-                "attempts": int(row["attempt"] or 1),
-                "recomputed_tokens": row["again"],
-            }
-            file.write(json.dumps(job) + "\n")
-    return len(rows)
+    async def _look_at_workers(self, client: Any, model: str) -> None:
+        """Keeps the most live workers at a time, and the sizes of one."""
+        workers = (await Functions(client, self._keys).snapshot(model, [])).workers
+        if len(workers) <= self._fleet.get("workers", 0):
+            return
+        record = self._keys.of("worker", workers[0].incarnation)
+        raw = await client.hmget(record, "info", "max_jobs")
+        start_ms = await client.hget(self._keys.of("pool", model), "start_ms")
+        info = json.loads(raw[0] or "{}")
+        self._fleet = {
+            "workers": len(workers),
+            "max_num_seqs": int(raw[1] or 0),
+            "load_s": int(start_ms or 0) / 1000,
+            **{size: info.get(size, 0) for size in _SIZES},
+        }
+
+    def write(self, path: Path) -> int:
+        """Writes what is known of the fleet, and a line for each job. Returns their number."""
+        rows = sorted(self._jobs.values(), key=lambda job: int(job["created"]))
+        first_ms = int(rows[0]["created"]) if rows else 0
+
+        def since(text: str) -> float | None:
+            return (int(text) - first_ms) / 1000 if text else None
+
+        owners = sorted({row["owner"] for row in rows} - {""})
+        names = {owner: f"worker-{number}" for number, owner in enumerate(owners, 1)}
+        models = sorted({row["model"] for row in rows})
+        path.touch(mode=0o600)
+        with path.open("w") as file:
+            file.write(json.dumps({"fleet": self._fleet | {"models": models}}) + "\n")
+            for row in rows:
+                state = row["state"]
+                job = {
+                    "arrival_s": since(row["created"]),
+                    "prompt_tokens": int(row["prompt_tokens"] or 0),
+                    "output_tokens": int(row["tokens"] or 0),
+                    "max_tokens": int(row["max_tokens"] or 0),
+                    "lane": row["lane"],
+                    "tenant": row["tenant"],
+                    "state": "running" if state in ("claimed", "streaming") else state,
+                    "worker": names.get(row["owner"], ""),
+                    "claimed_s": since(row["claimed"]),
+                    "first_token_s": since(row["first_token"]),
+                    "finished_s": since(row["finished"]),
+                    "attempts": int(row["attempt"] or 1),
+                    "recomputed_tokens": row["again"],
+                }
+                file.write(json.dumps(job) + "\n")
+        return len(rows)

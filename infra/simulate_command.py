@@ -13,10 +13,12 @@ from typing import Any
 from infra import options as opts
 from infra.option_values import integer, number
 from infra.plan_command import DEVICE
+from infra.preconditions import check_extra
 from infra.tables import progress_line, table, write
 from workers.engine.interface import ModelRefused
 
 _FAULT = re.compile(r"(\d+(?:\.\d+)?):(kill|engine|spot|roll|pause:(\d+(?:\.\d+)?))")
+_DRAWN = 1000  # requests, unless --requests says another number
 _POSITIVE = number(may_be_zero=False)
 _TIMES = {"ttft_s": "first token", "itl_s": "between tokens", "e2e_s": "whole answer"}
 
@@ -103,6 +105,10 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(options: argparse.Namespace) -> int:
+    """Returns the exit status. Raises UsageError."""
+    check_extra("serve")
+    if options.html is not None:
+        check_extra("bench")
     # Imported by name: the command line itself must not load torch.
     fleets: Any = importlib.import_module("infra.planning.fleets")
     simulation: Any = importlib.import_module("infra.planning.simulation")
@@ -127,7 +133,9 @@ def run_simulate(options: argparse.Namespace) -> int:
             )
             found = run.run(arrivals, faults, _shown(options))
         took_s = time.monotonic() - started_s
-    except (ModelRefused, fleets.ConfigurationError, traces.BadWorkload) as exc:
+    except (
+        ModelRefused, fleets.ConfigurationError, traces.BadWorkload, embedded.NoRedisServer
+    ) as exc:  # fmt: skip
         print(f"batchway simulate: {exc}", file=sys.stderr)
         return 1
     result = found.as_dict(options.price)
@@ -148,7 +156,7 @@ def run_simulate(options: argparse.Namespace) -> int:
 
 def _arrivals(options: argparse.Namespace, traces: Any) -> Iterable[Any]:
     if options.trace is None:
-        num = options.requests or 1000
+        num = options.requests or _DRAWN
         return traces.drawn(num, options.rate, options.isl, options.osl, 0.5, options.seed)  # type: ignore[no-any-return]
     found = traces.read_arrivals(options.trace)
     if options.scale != 1.0:
@@ -159,10 +167,14 @@ def _arrivals(options: argparse.Namespace, traces: Any) -> Iterable[Any]:
 
 
 def _shown(options: argparse.Namespace) -> Any:
-    bar = progress_line("requests")
-    if options.requests:
-        return lambda now_s, num: bar(num, options.requests)
-    return lambda now_s, num: None
+    if options.trace is None or options.requests:
+        bar, num_all = progress_line("requests"), options.requests or _DRAWN
+        return lambda now_s, num: bar(num, num_all)
+    if not sys.stderr.isatty():
+        return lambda now_s, num: None
+    return lambda now_s, num: print(
+        f"\r{num} requests in {now_s:.0f} s", end="", file=sys.stderr, flush=True
+    )
 
 
 def _text(result: dict[str, Any]) -> str:
@@ -198,7 +210,7 @@ def _text(result: dict[str, Any]) -> str:
     if result["resumes"]:
         parts.append(
             f"{result['resumes']} jobs were resumed, {result['recomputed_tokens']} tokens of their "
-            "outputs computed twice"
+            "prompts and outputs computed again"
         )
     return "\n\n".join(parts)
 

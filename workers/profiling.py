@@ -366,8 +366,8 @@ def take_profile(options: EngineOptions, load: Load, trace_dir: Path | None) -> 
         machine, shape = measure(keys.device, keys.dtype), shape_of(runner)
         engine = build_engine(runner, loaded.vocab_size, options, loaded.num_step_tokens)
         windows = _Windows(engine, shape, loaded.vocab_size, load)
-        steps: list[_Step] = []
-        findings = tuple(_find(windows, kind, machine, load, trace_dir, steps) for kind in KINDS)
+        found = [_find(windows, kind, machine, load, trace_dir) for kind in KINDS]
+        findings = tuple(finding for finding, _ in found)
     except torch.OutOfMemoryError as exc:
         raise CannotProfile("the device has too little memory for this") from exc
     return Profile(
@@ -375,7 +375,7 @@ def take_profile(options: EngineOptions, load: Load, trace_dir: Path | None) -> 
         shape,
         findings,
         advice(findings, keys.device.type == "cuda"),
-        tuple((step.step_s, step.features) for step in steps),
+        tuple((step.step_s, step.features) for _, steps in found for step in steps),
         {
             "max_num_seqs": options.max_num_seqs,
             "num_blocks": runner.num_blocks,
@@ -386,21 +386,16 @@ def take_profile(options: EngineOptions, load: Load, trace_dir: Path | None) -> 
 
 
 def _find(
-    windows: _Windows,
-    kind: str,
-    machine: Machine,
-    load: Load,
-    trace_dir: Path | None,
-    measured: list[_Step],
-) -> ClassFinding:
-    """Times a class without the profiler, then profiles some of its steps. Adds to `measured`."""
+    windows: _Windows, kind: str, machine: Machine, load: Load, trace_dir: Path | None
+) -> tuple[ClassFinding, list[_Step]]:
+    """Times a class without the profiler, then profiles some of its steps. Returns also the timed
+    steps."""
     windows.run(kind, 2)  # one-time costs are not measured
     steps = windows.run(kind, load.num_steps)
-    measured += steps
     operators, gap_share = _look_inside(windows, kind, load.num_profiled, trace_dir)
     step_s = statistics.mean(step.step_s for step in steps)
     model_s = statistics.mean(step.report.step_s for step in steps)
-    return ClassFinding(
+    finding = ClassFinding(
         kind=kind,
         num_steps=load.num_steps,
         num_tokens=statistics.mean(step.report.num_step_tokens for step in steps),
@@ -414,6 +409,7 @@ def _find(
         gap_share=gap_share,
         operators=operators,
     )
+    return finding, steps
 
 
 def _look_inside(

@@ -12,18 +12,16 @@ import statistics
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import msgspec
 
 from infra.planning.calibration import simulate
 from infra.planning.outcome import Goal
+from infra.planning.plan import each_strategy
 from infra.planning.traces import Arrival
 from infra.planning.worker import Fleet
-from workers.ipc.messages import StrategyOptions
+from workers.ipc.messages import StrategyName
 
-StrategyName = Literal["static", "dynamic", "continuous"]
-STRATEGIES: tuple[StrategyName, ...] = ("static", "dynamic", "continuous")
 _EQUAL = 0.1  # coefficient of variation of outputs, up to which they are alike
 _ALONE = 1.5  # calls at a time, up to which there is no batch
 _AT_ONCE_S = 1.0  # all arrivals are within so long
@@ -119,8 +117,7 @@ def tried(fleet: Fleet, arrivals: Iterable[Arrival], traits: Traits) -> list[Tri
     """Simulates all strategies with the workload; batches are as large as calls are at a time."""
     requests, found = list(arrivals), []
     size = max(2, min(fleet.options.max_num_seqs, math.ceil(traits.at_a_time)))
-    for name in STRATEGIES:
-        strategy = StrategyOptions(name=name, batch_size=size)
+    for name, strategy in each_strategy(size).items():
         options = msgspec.structs.replace(fleet.options, strategy=strategy)
         seen = simulate(replace(fleet, options=options), requests).as_dict()
         first, answer = seen["ttft_s"], seen["e2e_s"]

@@ -7,7 +7,7 @@ arrivals, and compared with what was recorded. Then step times are fitted to all
 import statistics
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -78,6 +78,11 @@ def calibrate(
     say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Raises BadWorkload if the recording is too short."""
+    if len(recorded.models) > 1:
+        raise BadWorkload(
+            f"the recording has jobs of several models, {', '.join(recorded.models)}: record one, "
+            "with `batchway record --model-name`"
+        )
     half = len(jobs) // 2
     say(f"fitting step times to {half} jobs")
     costs = fit_costs(recorded, jobs[:half])
@@ -93,8 +98,9 @@ def calibrate(
     errors = {name: found / seen - 1 for name, (seen, found) in figures.items() if seen}
     assert real.answers is not None
     assert simulated.answers is not None
-    groups = _groups(rest, real.answers, simulated.answers)
-    return Calibration(replace(fit_costs(recorded, jobs), errors=errors), figures, groups)
+    groups = groups_of(rest, real.answers, simulated.answers)
+    fitted = fit_costs(recorded, jobs)
+    return Calibration(msgspec.structs.replace(fitted, errors=errors), figures, groups)
 
 
 def simulate(fleet: Fleet, arrivals: Iterable[Arrival], faults: Iterable[Fault] = ()) -> Outcome:
@@ -140,8 +146,16 @@ def compared(real: Outcome, simulated: Outcome) -> dict[str, tuple[float, float]
     return found
 
 
-def _groups(jobs: Seq[Recorded], real: Seq[Answer], simulated: Seq[Answer]) -> tuple[Group, ...]:
-    rows = list(zip(jobs, sorted(real), sorted(simulated), strict=True))
+def groups_of(jobs: Seq[Recorded], real: Seq[Answer], simulated: Seq[Answer]) -> tuple[Group, ...]:
+    """Compares the jobs that were answered in the simulation too."""
+    answers: dict[tuple[float, int], list[Answer]] = {}
+    for answer in simulated:
+        answers.setdefault((answer.arrival_s, answer.num_tokens), []).append(answer)
+    rows = [
+        (job, seen, found.pop())
+        for job, seen in zip(jobs, real, strict=True)
+        if (found := answers.get((seen.arrival_s, seen.num_tokens)))
+    ]
     prompts = statistics.median(job.prompt_tokens for job in jobs)
     outputs = statistics.median(job.output_tokens for job in jobs)
     beside = [sum(o.arrival_s < r.ended_s and o.ended_s > r.arrival_s for o in real) for r in real]
@@ -157,12 +171,12 @@ def _groups(jobs: Seq[Recorded], real: Seq[Answer], simulated: Seq[Answer]) -> t
     }
     for lane in sorted({job.lane for job in jobs}):
         tests[f"lane {lane}"] = lambda job, _, lane=lane: job.lane == lane  # type: ignore[misc]
-    found = []
+    groups = []
     for name, test in tests.items():
         part = [(seen, other) for job, seen, other in rows if test(job, seen)]
         if len(part) >= _FEW:
-            found.append(Group(name, len(part), _pair(part, _ttft_s), _pair(part, _e2e_s)))
-    return tuple(found)
+            groups.append(Group(name, len(part), _pair(part, _ttft_s), _pair(part, _e2e_s)))
+    return tuple(groups)
 
 
 def _pair(part: Seq[tuple[Answer, Answer]], time: Callable[[Answer], float]) -> tuple[float, float]:

@@ -1,13 +1,13 @@
 """How long a step takes: by a device's data sheet, or by a fit to recorded steps or jobs."""
 
-import json
 import statistics
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from infra.measure.workloads import BadWorkload
 from infra.planning.traces import Recorded, RecordedFleet
@@ -23,8 +23,7 @@ class Costs(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
+class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients as of workers/engine/cost_model: seconds of a step, and of each of its tokens,
     tokens read from the KV cache, and products of a prompt's tokens and their context. Further,
     what a worker has room for, and seconds that a job takes on its way to the engine and its first
@@ -41,7 +40,7 @@ class Fitted:
     block_size: int = 16
     step_tokens: int = 2048
     max_model_len: int = 32768
-    errors: dict[str, float] = field(default_factory=dict)  # of figures, from calibration
+    errors: dict[str, float] = {}  # of figures, from calibration
 
     def step_s(self, chunks: Seq[Chunk | Padding]) -> float:
         return self.predict(step_features(chunks))
@@ -52,18 +51,16 @@ class Fitted:
         return self.step + self.token * tokens + self.kv_token * kv_read + self.product * products
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
 
 
 def read_costs(path: Path) -> Fitted:
     """Reads what `write` wrote. Raises BadWorkload."""
     try:
-        found = json.loads(path.read_text())
-        drawn = {name: tuple(found[name]) for name in ("overheads_s", "wakes_s")}
-        return Fitted(**found | drawn)
+        return msgspec.json.decode(path.read_bytes(), type=Fitted)
     except OSError as exc:
         raise BadWorkload(f"{path} cannot be read: {exc.strerror}") from exc
-    except (KeyError, TypeError, ValueError) as exc:
+    except msgspec.MsgspecError as exc:
         raise BadWorkload(f"{path} is no file of costs: {exc}") from exc
 
 
@@ -132,7 +129,7 @@ def fit_steps(steps: Seq[tuple[float, Features]], room: dict[str, int]) -> Fitte
     """Fits step times to measured steps. `room`: the fields of a worker's room."""
     rows = [(took, 1.0, features, 0.0) for took, features in steps]
     step, token, kv_token, product, _ = _solve(rows)
-    return Fitted(step, token, kv_token, product, **room)  # type: ignore[arg-type]
+    return replace(Fitted(step, token, kv_token, product), **room)
 
 
 def _quantiles(values: Seq[float]) -> tuple[float, ...]:

@@ -19,13 +19,26 @@ from workers.ipc.messages import EngineOptions
 
 _WAIT_TARGETS_S = {"interactive": 5.0, "standard": 60.0, "batch": 900.0}
 _BLOCK_SIZE = 16
+_DEFAULT_SEQS = EngineOptions(model_path="").max_num_seqs
 
 
 def fleet_of(options: argparse.Namespace) -> Fleet:
     """Raises BadWorkload, ModelRefused, ConfigurationError."""
-    engine = EngineOptions(model_path="")
+    engine = EngineOptions(model_path="", max_num_seqs=options.max_num_seqs or _DEFAULT_SEQS)
     if options.batching is not None:
         engine = configuration.load(options.batching).apply(engine)
+    if options.costs is not None:
+        costs = read_costs(options.costs)
+        if engine.max_num_seqs == _DEFAULT_SEQS:  # neither the option nor the file says another
+            engine = msgspec.structs.replace(engine, max_num_seqs=costs.max_num_seqs)
+        fleet = fleet_with(costs, engine, options.workers)
+    elif options.model is None:
+        raise BadWorkload("give --costs, or --model and --device")
+    else:
+        shape = read_shape(options.model)
+        precision = options.precision or shape.precision
+        server = server_of(shape, options.device, options.engine, precision, options.memory_share)
+        fleet = fleet_of_server(server, engine)
     policy = None
     if options.max_workers is not None:
         policy = PoolPolicy(
@@ -33,20 +46,7 @@ def fleet_of(options: argparse.Namespace) -> Fleet:
             max_workers=max(options.max_workers, options.workers),
             cold_start_s=options.load_s,
         )
-    shared = {"num_workers": options.workers, "load_s": options.load_s, "policy": policy}
-    if options.costs is not None:
-        costs = read_costs(options.costs)
-        most = options.max_num_seqs or costs.max_num_seqs
-        sized = _sized(engine, most, is_given=options.max_num_seqs is not None)
-        return replace(fleet_with(costs, sized, options.workers), **shared)
-    if options.model is None:
-        raise BadWorkload("give --costs, or --model and --device")
-    shape = read_shape(options.model)
-    precision = options.precision or shape.precision
-    server = server_of(shape, options.device, options.engine, precision, options.memory_share)
-    most = options.max_num_seqs or engine.max_num_seqs
-    sized = _sized(engine, most, is_given=options.max_num_seqs is not None)
-    return replace(fleet_of_server(server, sized), **shared)
+    return replace(fleet, num_workers=options.workers, load_s=options.load_s, policy=policy)
 
 
 def fleet_of_server(server: Server, options: EngineOptions) -> Fleet:
@@ -68,11 +68,3 @@ def errors_of(fleet: Fleet) -> dict[str, float]:
         return fleet.costs.errors
     assert isinstance(fleet.costs, Server)
     return {"between tokens, on average": fleet.costs.engine.error}
-
-
-def _sized(engine: EngineOptions, most: int, *, is_given: bool) -> EngineOptions:
-    """The file's number of sequences counts where the command line gives none."""
-    default = EngineOptions(model_path="").max_num_seqs
-    if engine.max_num_seqs != default and not is_given:
-        return engine
-    return msgspec.structs.replace(engine, max_num_seqs=most)

@@ -95,7 +95,7 @@ class Outcome:
     seconds: dict[int, Second] = field(default_factory=dict)
     num_arrivals: int = 0
     num_resumes: int = 0
-    num_recomputed_tokens: int = 0  # computed before a death, and again after it
+    num_recomputed_tokens: int = 0  # of prompts and outputs, for jobs that had output before
     gpu_s: float = 0.0
     ended_s: float = 0.0
 

@@ -13,7 +13,7 @@ from infra.planning.devices import DEVICES, ENGINES, EngineCard, Precision
 from infra.planning.engine import Point, Server, Workload, closed_loop, open_loop
 from infra.planning.outcome import Goal as Goal
 from infra.planning.shapes import ModelShape, Sizes
-from workers.ipc.messages import StrategyOptions
+from workers.ipc.messages import StrategyName, StrategyOptions
 
 PRESETS: Mapping[str, tuple[float, str]] = {
     "throughput": (0.8, "80% of the sequences that fit: the most tokens for the money"),
@@ -55,7 +55,7 @@ class Plan:
     points: tuple[Point, ...]  # of the sizes that were asked for
     curve: tuple[Point, ...]
     presets: Mapping[str, Point]
-    strategies: Mapping[str, Point]
+    strategies: Mapping[StrategyName, Point]
     largest_batch: int
     knee: int
     batch: int
@@ -136,7 +136,7 @@ def make_plan(
 
     def measured(batch: int) -> Point:
         if batch not in found:
-            progress(f"{batch} callers")
+            progress(f"simulating {batch} callers")
             found[batch] = closed_loop(server, work, batch)
         return found[batch]
 
@@ -153,7 +153,7 @@ def make_plan(
     mixed = replace(work, spread=_SPREAD)
     strategies = {
         name: closed_loop(server, mixed, int(chosen.concurrency), options)
-        for name, options in _strategies(int(chosen.concurrency)).items()
+        for name, options in each_strategy(int(chosen.concurrency)).items()
     }
     return Plan(
         server=server,
@@ -276,7 +276,7 @@ def _queue(
     else:
         raise NothingFits(f"rate: it needs more than {_MOST_REPLICAS} replicas")
     own_rate = goal.rate_per_s / replicas
-    progress(f"{own_rate:.3g} requests/s to one of {replicas}")
+    progress(f"simulating {own_rate:.3g} requests/s to one of {replicas}")
     seen = open_loop(server, work, places, own_rate, _NUM_SIMULATED, _SEED)
     return Queue(
         replicas=replicas,
@@ -288,7 +288,8 @@ def _queue(
     )
 
 
-def _strategies(batch: int) -> dict[str, StrategyOptions]:
+def each_strategy(batch: int) -> dict[StrategyName, StrategyOptions]:
+    """All strategies, with batches of this size."""
     return {
         "static": StrategyOptions(name="static", batch_size=batch),
         "dynamic": StrategyOptions(name="dynamic", batch_size=batch),

@@ -8,9 +8,9 @@ from typing import Any, TypeVar, cast
 import redis
 import redis.asyncio
 
+from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
-from contract.roster import Roster
 from contract.starts import Starts
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class VirtualQueue:
         self._now_ms = now_ms
         self.client = cast(redis.asyncio.Redis, _VirtualClient(self._server, now_ms))
         self.keys = Keys()
-        self.functions = Roster(self.client, self.keys)
+        self.functions = Functions(self.client, self.keys)
         self.starts = Starts(self.client, self.keys)
 
     def delete(self, jobs: Iterable[tuple[str, str]]) -> None:

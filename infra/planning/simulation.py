@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from contract.errors import JobRefused
 from contract.function_types import Append, Blame, Claimed, Release, Submission, Verdict
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
+from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingParams
 from gateway.prepare.admission import bound_of
 from gateway.settings import GatewaySettings
 from infra.aws.pool_service import EVERY_S, PoolService, PoolWatch
@@ -111,7 +111,6 @@ class Simulation:
         *,
         seed: int = 1,
         retries: int = 0,
-        deadline_s: float | None = None,
     ) -> None:
         self.fleet = fleet
         self.now_s = 0.0
@@ -120,9 +119,8 @@ class Simulation:
         self.queue = VirtualQueue(url, lambda: int(1000 * (_EPOCH_S + self.now_s)))
         self._rng = random.Random(seed)
         self._retries = retries
-        self._settings = GatewaySettings(redis_url="redis://", _env_file=None)  # type: ignore[call-arg]
+        self._settings = GatewaySettings.from_env(redis_url=url)
         self._memory_bytes = self.queue.memory_bytes()
-        self._deadline_s = deadline_s or self._settings.sync_deadline_s
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._counter = itertools.count()
         self._calls: dict[str, _Call] = {}
@@ -249,7 +247,7 @@ class Simulation:
         )
         return job, Submission(
             max_output_tokens=arrival.cap,
-            deadline_s=settings.job_deadline_s if is_async else self._deadline_s,
+            deadline_s=settings.job_deadline_s if is_async else settings.sync_deadline_s,
             retention_s=settings.job_retention_s,
             lane_bound_tokens=bound_tokens,
             lane_bound_s=bound_s,
@@ -356,8 +354,10 @@ class Simulation:
                 self._claim(worker)
 
     def _claim(self, worker: Worker) -> None:
+        if self.now_s < self._paused_until_s:
+            return  # `_fence` claims for all when Redis answers again
         worker.due_s = -1.0
-        if not worker.is_up or worker.drain.begun.is_set() or self._delayed(self._claim, worker):
+        if not worker.is_up or worker.drain.begun.is_set():
             return
 
         async def start(claimed: list[Claimed]) -> None:
@@ -514,13 +514,9 @@ class Simulation:
         self._hungry.pop(worker.name, None)
         free = [Release(j.job.id, j.epoch, "drain") for j in jobs if j.job.id not in running]
         blamed = [Blame(j.job.id, j.epoch, "{}") for j in jobs if j.job.id in running]
-        if free:
-            done(worker.broker.release(free))
-        if blamed:
-            done(worker.broker.blame(blamed))
-        self._num_waiting += len(jobs)
+        verdicts = [*done(worker.broker.release(free)), *done(worker.broker.blame(blamed))]
         self._at(self.now_s + self.fleet.load_s, self._engine_ready, worker)
-        self._offer_all()
+        self._given_back([*free, *blamed], verdicts)
 
     def _engine_ready(self, worker: Worker) -> None:
         worker.load_engine()
@@ -542,13 +538,20 @@ class Simulation:
             self._at(self.now_s + min(0.1, worker.drain.running_s), self._leave, worker)
             return
         self._report(worker)
-        jobs = worker.holding.clear()
-        if jobs:
-            done(worker.broker.release([Release(j.job.id, j.epoch, "drain") for j in jobs]))
-            self._num_waiting += len(jobs)
+        items = [Release(j.job.id, j.epoch, "drain") for j in worker.holding.clear()]
+        verdicts = done(worker.broker.release(items))
         done(worker.broker.leave({}))
         self._gone(worker)
-        self._offer_all()
+        self._given_back(items, verdicts)
+
+    def _given_back(
+        self, items: Iterable[Release | Blame], verdicts: Iterable[tuple[Verdict | JobStatus, int]]
+    ) -> None:
+        """Other workers may take what was given back; some of it may have failed instead."""
+        for item, (verdict, _) in zip(items, verdicts, strict=True):
+            if verdict in TERMINAL_STATUSES:
+                self._end_call(item.job_id, str(verdict))
+        self._count_waiting()
 
     def _roll(self, old: list[Worker]) -> None:
         """Replaces workers one after another, each when its successor is ready."""
@@ -574,25 +577,31 @@ class Simulation:
         if swept.num_expired:
             self._find_expired()
         if swept.num_lapsed:
-            lanes = sorted({call.arrival.lane for call in self._calls.values()})
-            seen = done(self.queue.functions.snapshot(MODEL, lanes))
-            self._num_waiting = sum(lane.num_queued for lane in seen.lanes.values())
-            self._offer_all()
+            self._count_waiting()
 
     def _find_expired(self) -> None:
+        """Ends the calls whose jobs the sweep has ended, the earliest deadline first."""
         while self._deadlines and self._deadlines[0][0] <= self.now_s:
-            _, job_id = heapq.heappop(self._deadlines)
-            call = self._calls.get(job_id)
-            found = call and done(self.queue.functions.read(job_id, call.arrival.tenant))
-            if call is None or not found or not found[0].is_terminal:
-                continue
-            holders = [w for w in self.workers.values() if job_id in w.jobs]
-            for worker in holders:
-                worker.holding.end(worker.jobs[job_id], found[0].status)
-            self._num_waiting -= not holders
-            self._end_call(job_id, found[0].status)
+            job_id = self._deadlines[0][1]
+            if (call := self._calls.get(job_id)) is not None:
+                found = done(self.queue.functions.read(job_id, call.arrival.tenant))
+                if found is not None and not found[0].is_terminal:
+                    return  # by a later sweep
+                self._end_expired(job_id)
+            heapq.heappop(self._deadlines)
+        self._count_waiting()
 
-    def _offer_all(self) -> None:
+    def _end_expired(self, job_id: str) -> None:
+        for worker in self.workers.values():
+            if (job := worker.jobs.get(job_id)) is not None:
+                worker.holding.end(job, JobStatus.EXPIRED)
+        self._end_call(job_id, JobStatus.EXPIRED)
+
+    def _count_waiting(self) -> None:
+        """Counts the jobs that wait, and lets workers with room claim them."""
+        lanes = sorted({call.arrival.lane for call in self._calls.values()})
+        seen = done(self.queue.functions.snapshot(MODEL, lanes))
+        self._num_waiting = sum(lane.num_queued for lane in seen.lanes.values())
         for worker in list(self._hungry.values()):
             if self._num_waiting and worker.is_up:
                 self._claim(worker)

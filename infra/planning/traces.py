@@ -59,8 +59,9 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RecordedFleet(msgspec.Struct, frozen=True):
-    """The workers of a recording; 0: unknown."""
+    """The workers of a recording; 0: unknown. `models`: those that its jobs are of."""
 
+    models: tuple[str, ...] = ()
     workers: int = 0
     max_num_seqs: int = 0
     num_blocks: int = 0

@@ -1,5 +1,6 @@
 """A worker of a simulation: production's claims, holding and engine, without processes."""
 
+import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from workers.ipc.messages import EngineOptions, Ready, StopJob, ToEngine
 from workers.settings import WorkerSettings
 from workers.supervisor.claims import Claims
 from workers.supervisor.drain import Drain
-from workers.supervisor.held_job import HeldJob, _Choice
+from workers.supervisor.held_job import Choice, HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.worker_broker import WorkerBroker
 
@@ -47,7 +48,6 @@ class Fleet:
     overheads_s: tuple[float, ...] = (0.002,)
     wakes_s: tuple[float, ...] = (0.001,)  # from a submission to a worker's claim
     load_s: float = 60.0
-    lease_s: float = 10.0
     policy: PoolPolicy | None = None
 
 
@@ -60,8 +60,8 @@ class Held(HeldJob):
         self.num_tokens = self.num_logged
         self._choices[0].token_ids = cast(Any, range(1, self.num_tokens + 1))
 
-    def _new_choice(self, *_: object) -> _Choice:
-        return _Choice(cast(Any, None), None)
+    def _new_choice(self, *_: object) -> Choice:
+        return Choice(cast(Any, None), None)
 
     def count(self, finish_reason: FinishReason | None) -> None:
         """Takes a token."""
@@ -97,12 +97,9 @@ class Worker:
     """A worker: its engine, what it holds, and its calls of the queue."""
 
     def __init__(self, fleet: Fleet, queue: VirtualQueue, number: int, now_s: Callable[[], float]):
-        self.number = number
         self.fleet = fleet
         self.clock = VirtualClock()
-        settings = WorkerSettings(
-            redis_url="", served_model_name=MODEL, engine=fleet.options, lease_s=fleet.lease_s
-        )
+        settings = WorkerSettings(redis_url="", served_model_name=MODEL, engine=fleet.options)
         self.settings = settings
         self.name = f"worker-{number}"
         self.broker = WorkerBroker(settings, self.name, now_s, queue.client)
@@ -143,10 +140,10 @@ class Worker:
         state = "draining" if self.drain.begun.is_set() else "up" if self.is_up else "loading"
         held = [(job.job.id, job.epoch) for job in self.jobs.values()]
         load = self.link.load
-        info = (
-            f'{{"jobs_held": {len(held)}, "num_blocks": {self.fleet.num_blocks}, '
-            f'"num_free_blocks": {load.num_free_blocks or self.fleet.num_blocks}}}'
-        )
+        num_blocks = self.fleet.num_blocks
+        info = {"num_blocks": num_blocks, "num_free_blocks": load.num_free_blocks or num_blocks}
         capacity = self.holding.capacity(now_s, self.lanes)
-        for job_id in done(self.broker.heartbeat(held, info, cast(Any, state), capacity, {})):
+        for job_id in done(
+            self.broker.heartbeat(held, json.dumps(info), cast(Any, state), capacity, {})
+        ):
             self.holding.drop(self.jobs[job_id])

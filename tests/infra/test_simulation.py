@@ -17,17 +17,27 @@ import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Submission, WorkerCapacity
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
 from contract.keys import Keys
-from contract.library import library_source
+from contract.library import ensure_library, library_source
+from gateway.settings import GatewaySettings
+from infra import record_command
 from infra.cli import main
 from infra.embedded_redis import EmbeddedRedis
 from infra.measure.workloads import BadWorkload
 from infra.planning.advice import Traits, advise, traits_of, tried
-from infra.planning.calibration import FIGURES, calibrate, fleet_with, simulate
+from infra.planning.calibration import (
+    FIGURES,
+    calibrate,
+    fleet_with,
+    groups_of,
+    outcome_of,
+    simulate,
+)
 from infra.planning.costs import Fitted, fit_costs, read_costs
 from infra.planning.outcome import Goal, Outcome
 from infra.planning.queue import VirtualQueue, done, virtual_library
@@ -153,7 +163,7 @@ def test_an_output_ends_before_its_cap(server: EmbeddedRedis) -> None:
 
 def test_times_of_a_single_call_are_those_of_its_steps(server: EmbeddedRedis) -> None:
     """By hand: a wake-up, the way to the engine, a step for the prompt, and one for each token."""
-    costs = replace(COSTS, overheads_s=(0.004,), wakes_s=(0.002,))
+    costs = msgspec.structs.replace(COSTS, overheads_s=(0.004,), wakes_s=(0.002,))
     fleet = fleet_with(costs, OPTIONS, 1)
     found = run(server, [Arrival(0.0, 100, 11)], fleet=fleet)
     assert found.answers is not None
@@ -182,6 +192,23 @@ def test_a_pause_beyond_the_leases_resumes_what_ran(server: EmbeddedRedis) -> No
     assert found.states["succeeded"] + found.states.get("refused", 0) == 100
     assert found.refusals.keys() <= {"broker_unavailable"}
     assert found.num_resumes > 0
+
+
+def test_calls_expire_together_and_the_simulation_ends(
+    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than one sweep ends; nobody ever takes them."""
+    monkeypatch.setattr(GatewaySettings, "job_deadline_s", 5.0)
+    found = run(server, [Arrival(0.0, 10, 10, 0, "batch")] * 250, fleet=fleet_of(0))
+    assert found.states == {"expired": 250}
+    assert found.ended_s < 10.0
+
+
+def test_a_job_that_engines_die_on_fails(server: EmbeddedRedis) -> None:
+    deaths = [Fault(1.0 + 20 * number, "engine") for number in range(6)]
+    found = run(server, [Arrival(0.0, 10, 9000, 0, "batch")], *deaths, fleet=fleet_of(load_s=2.0))
+    assert found.states == {"failed": 1}
+    assert found.ended_s < 100.0
 
 
 def test_too_much_is_refused_with_a_time(server: EmbeddedRedis) -> None:
@@ -341,7 +368,7 @@ def test_a_fit_finds_the_step_times_of_a_recording() -> None:
 
 
 def test_step_times_are_written_and_read(tmp_path: Path) -> None:
-    costs = replace(SLOW, errors={"ttft_s p50": -0.1})
+    costs = msgspec.structs.replace(SLOW, errors={"ttft_s p50": -0.1})
     costs.write(tmp_path / "costs.json")
     assert read_costs(tmp_path / "costs.json") == costs
     for text in ("", "[]", '{"step": 1}', '{"speed": 1}', '{"step": "fast", "overheads_s": 1}'):
@@ -416,6 +443,25 @@ def replaced(job: Recorded, finished_s: float) -> Recorded:
     return msgspec.structs.replace(job, finished_s=finished_s)
 
 
+def test_calls_that_the_simulation_refused_are_not_compared() -> None:
+    jobs = [
+        Recorded(float(n), 10, 5, 5, "batch", "t", "succeeded", "", n + 0.1, n + 0.2, n + 1.0)
+        for n in range(40)
+    ]
+    real = outcome_of(jobs).answers
+    assert real is not None
+    [every, *_] = groups_of(jobs, real, real[:20])
+    assert every.num == 20
+    assert every.worst_error == pytest.approx(0.0)
+
+
+def test_a_recording_of_two_models_is_refused() -> None:
+    job = Recorded(0.0, 5, 5, 5, "standard", "t", "succeeded", "", 0.0, 0.1, 0.2)
+    fleet = RecordedFleet(models=("large", "small"))
+    with pytest.raises(BadWorkload, match="large, small"):
+        calibrate(fleet, [job] * 200, EngineOptions(model_path=""))
+
+
 def test_too_short_a_recording_is_refused() -> None:
     job = Recorded(0.0, 5, 5, 5, "standard", "t", "succeeded", "", 0.0, 0.1, 0.2)
     with pytest.raises(BadWorkload, match="only 3 jobs have ended"):
@@ -445,7 +491,7 @@ async def test_a_recording_has_lengths_and_times_and_no_text(
     arguments = ["record", f"--out={out}", "--seconds=0.1", f"--redis-url={redis_server.url}"]
     assert await asyncio.to_thread(main, arguments) == 0
     fleet, jobs = read_recording(out)
-    assert fleet == RecordedFleet()
+    assert fleet == RecordedFleet(models=("m",))
     assert [(job.prompt_tokens, job.state) for job in jobs] == [
         (5, "succeeded"),
         (6, "running"),
@@ -457,6 +503,42 @@ async def test_a_recording_has_lengths_and_times_and_no_text(
     assert 0.0 <= first.arrival_s <= first.claimed_s <= (first.first_token_s or 0.0)
     assert not re.search("4711|1234|secret", out.read_text())
     assert out.stat().st_mode & 0o077 == 0
+
+
+def test_a_recording_outlives_its_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was seen before Redis died is in the file, and what came after it."""
+    with EmbeddedRedis(tmp_path / "data", fsync="always") as server:
+
+        async def submit(job_id: str) -> None:
+            async with connect(server.url) as client:
+                await ensure_library(client)
+                await Functions(client, Keys()).submit(*some_job(job_id))
+
+        looks = iter(("job-0-1", "dead", "job-0-2"))
+
+        async def before_look(_: float) -> bool:
+            step = next(looks)
+            if step == "dead":
+                server.kill()
+                return False
+            if not server.is_running:
+                server.start()
+            await submit(step)
+            return step == "job-0-2"
+
+        monkeypatch.setattr(record_command, "_waited", before_look)
+        assert record_command.record(server.url, "default", tmp_path / "out.jsonl", None) == 2
+    assert "not read: Redis does not answer" in capsys.readouterr().err
+
+
+def some_job(job_id: str) -> tuple[Job, Submission]:
+    job = Job(
+        id=job_id, tenant="acme", model="m", lane="batch", endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=(1, 2), params=SamplingParams(max_tokens=9, seed=1), created_s=1,
+    )  # fmt: skip
+    return job, Submission(9, deadline_s=600.0, retention_s=60.0)
 
 
 # --- advice ------------------------------------------------------------------------------------

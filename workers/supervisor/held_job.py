@@ -156,7 +156,7 @@ MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
 
 
 @dataclass(slots=True)
-class _Choice:
+class Choice:
     """One choice: all its tokens, and the output that is not logged yet."""
 
     text: ChoiceText
@@ -280,13 +280,13 @@ class HeldJob:
 
     def _new_choice(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], formats: OutputFormats | None
-    ) -> _Choice:
+    ) -> Choice:
         params, hidden_ids = self.job.params, None
         parser = None if formats is None else formats.parser(self.job, prompt_ids)
         if formats is not None and parser is not None:
             hidden_ids = formats.hidden_ids(self.job)
         text = ChoiceText(tokenizer, prompt_ids, params.stop, params.min_tokens, hidden_ids)
-        return _Choice(text, parser)
+        return Choice(text, parser)
 
     @property
     def cost_tokens(self) -> int:
@@ -448,7 +448,7 @@ class HeldJob:
             deltas.append(self._take_delta(index, choice))
         return (Tokens(tuple(deltas)), num_tokens) if deltas else (None, 0)
 
-    def _take_delta(self, index: int, choice: _Choice) -> ChoiceDelta:
+    def _take_delta(self, index: int, choice: Choice) -> ChoiceDelta:
         start = choice.num_logged
         delta = ChoiceDelta(
             choice=index,
