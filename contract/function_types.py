@@ -264,6 +264,8 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    num_places: int = 0  # 0: unknown
+    version: str = ""  # of batchway
 
     @property
     def kv_usage(self) -> float:
@@ -281,3 +283,35 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     workers: tuple[WorkerSnapshot, ...]
     totals: Mapping[str, int]
     deliveries: Mapping[str, int]
+
+
+class WatchedJob(msgspec.Struct, frozen=True):
+    """A job that a worker holds. Times are Unix milliseconds of the Redis clock; 0: not yet."""
+
+    worker: str
+    job_id: str
+    tenant: str
+    lane: str
+    attempt: int
+    claimed_ms: int
+    first_token_ms: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_output_tokens: int
+
+
+class WaitingTenant(msgspec.Struct, frozen=True):
+    """A tenant's waiting jobs in a lane, and its weight there."""
+
+    lane: str
+    tenant: str
+    num_jobs: int
+    num_tokens: int
+    weight: float
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """What people watch of a model: held jobs by worker, and tenants that wait."""
+
+    held: tuple[WatchedJob, ...]
+    waiting: tuple[WaitingTenant, ...]

@@ -49,7 +49,10 @@ from contract.function_types import (
     Swept,
     TenantLimits,
     Verdict,
+    WaitingTenant,
     Wanted,
+    Watched,
+    WatchedJob,
     WorkerCapacity,
     WorkerSnapshot,
     WorkerState,
@@ -371,6 +374,17 @@ class Functions(Partition):
                 _counts(deliveries),
             )
 
+    async def watch(self, model: str, lanes: Sequence[str], max_jobs: int = 1000) -> Watched:
+        """Returns up to `max_jobs` jobs that the model's workers hold, and up to 64 waiting tenants
+        of each lane. Raises WireError."""
+        reply = await self._call("watch", model, max_jobs, *lanes, reads=True)
+        with wire_errors("state of a model"):
+            held, waiting = _texts(reply)
+            return Watched(
+                tuple(WatchedJob(*row) for row in held),
+                tuple(WaitingTenant(*row[:4], float(row[4])) for row in waiting),
+            )
+
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Applies what has become due; the first call after a restart of Redis extends leases
         instead."""
@@ -532,10 +546,20 @@ def _view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
 
 def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:
     info = json.loads(raw_info or b"{}")
-    names = ("jobs_held", "num_running", "num_waiting", "num_blocks", "num_free_blocks")
+    names = ("jobs_held", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "places")
     return WorkerSnapshot(
-        incarnation.decode(), seen_ms / 1000, *(int(info.get(name, 0)) for name in names)
+        incarnation.decode(),
+        seen_ms / 1000,
+        *(int(info.get(name, 0)) for name in names),
+        str(info.get("version", "")),
     )
+
+
+def _texts(reply: Any) -> Any:
+    """The reply with text in place of bytes."""
+    if isinstance(reply, list):
+        return [_texts(part) for part in reply]
+    return reply.decode(errors="replace") if isinstance(reply, bytes) else reply
 
 
 def _counts(flat: list[bytes]) -> dict[str, int]:

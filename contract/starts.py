@@ -30,6 +30,13 @@ class ModelFailure(msgspec.Struct, frozen=True, kw_only=True):
     retry_in_s: float
 
 
+class ExpectedStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that starts. `since_s`: Unix seconds of the Redis clock."""
+
+    since_s: float
+    ready_in_s: float
+
+
 class Starts(Partition):
     """The starts of workers in one partition. Every method raises BrokerUnavailable."""
 
@@ -98,6 +105,18 @@ class Starts(Partition):
             if isinstance(reply, list) and (failure := _failure(reply, now)) is not None:
                 found[name] = failure
         return found
+
+    async def expected(self, model: str) -> ExpectedStart | None:
+        """The model's next worker, as it was announced; None if none is or it is overdue."""
+        now = await now_ms(self._client)
+        with wire_errors("start of a worker"), broker_errors(self._client, "HMGET"):
+            raw: Any = await self._client.hmget(self._key(model), ["ready_at", "start_ms"])
+            ready_ms, took_ms = (int(value or 0) for value in raw)
+        if ready_ms <= now:
+            return None
+        return ExpectedStart(
+            since_s=(ready_ms - took_ms) / 1000, ready_in_s=(ready_ms - now) / 1000
+        )
 
     def _wish_key(self, model: str, lane: str) -> str:
         return self._keys.of("wanted", model, lane)

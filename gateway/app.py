@@ -9,6 +9,7 @@ from fastapi.telemetry import TelemetryConfig
 
 from contract.connection import end_tasks
 from contract.telemetry.tracing import Tracing
+from gateway.follow.fleet import FleetWatch
 from gateway.http.errors import SYSTEM_RANDOM
 from gateway.http.handlers import add_handlers
 from gateway.http.limits import ConcurrencyCap, RequestLimits
@@ -26,6 +27,7 @@ from gateway.routes import (
     jobs,
     models,
     objects,
+    pages,
     responses,
 )
 from gateway.runners.batches.feeder import Feeder
@@ -61,6 +63,8 @@ def create_app(
         ]
         if gateway.broker.payloads.store is not None:
             duties.append(asyncio.create_task(Feeder(gateway).run()))
+        if settings.console:
+            duties.append(asyncio.create_task(watch.run()))
         if settings.models:
             # Only here, because it needs YAML, which a gateway without flows need not have.
             from gateway.runners.flows.service import FlowService
@@ -78,6 +82,7 @@ def create_app(
 
     tracing = Tracing("batchway-gateway")
     gateway = Gateway(settings, Broker(settings))
+    watch = FleetWatch(gateway)
     app = FastAPI(
         title="batchway",
         description=_DESCRIPTION,
@@ -94,6 +99,9 @@ def create_app(
     app.state.calls_of_keys = ConcurrencyCap(settings.max_calls_per_key)
     # include_router would build each route again, at the first request, which takes 0.2 s.
     app.routes.extend(_ROUTES)
+    if settings.console:
+        app.state.fleet_watch = watch
+        app.routes.extend(pages.router.routes)
     add_handlers(app, draw, sorted({route.path for route in _ROUTES if "{" not in route.path}))
     # The middleware that is added last is the outermost.
     app.add_middleware(RevocationGuard, key_ring=gateway.broker.key_ring)

@@ -44,7 +44,7 @@ _FLEET_KEYS = "pool worker workers models model tokenizer"
 _FILE_KEYS = "batch batch_parts batches batches_fed batches_open file file_bytes files objects_due"
 _API_KEYS = "api_keys api_key key_pepper"
 
-_READING_FUNCTIONS = "read list quote outbox_dead snapshot"
+_READING_FUNCTIONS = "read list quote outbox_dead snapshot watch"
 _GATEWAY_FUNCTIONS = (
     "enter submit cancel delete detach reprioritise attend sweep outbox_replay "
     + _READING_FUNCTIONS

@@ -3,9 +3,10 @@
 Does not fetch or display pages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from contract.telemetry.metrics import PREFIX
@@ -22,10 +23,14 @@ class MetricsSamples:
     @classmethod
     def parse(cls, text: str) -> "MetricsSamples":
         """Raises ValueError where the text is not a page of metrics."""
+        return cls.of(text_string_to_metric_families(text))
+
+    @classmethod
+    def of(cls, families: Iterable[Metric]) -> "MetricsSamples":
         return cls(
             {
                 (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
-                for family in text_string_to_metric_families(text)
+                for family in families
                 for sample in family.samples
             }
         )

@@ -26,6 +26,7 @@ def load_settings() -> GatewaySettings:
     """Raises SecretUnavailable, ValueError."""
     # API Gateway checks no key, and no Prometheus scrapes a function.
     known = {"BATCHWAY_REQUIRE_KEY": "1", "BATCHWAY_EMBEDDED_METRICS": "1", **os.environ}
+    known["BATCHWAY_CONSOLE"] = "0"  # a page that watches would hold a function
     known["BATCHWAY_FEEDS_BATCHES"] = "0"  # Lambda stops a function between its invocations
     if arns := known.get(SECRETS_VARIABLE):
         known |= read_secrets([arn.strip() for arn in arns.split(",")])

@@ -16,7 +16,7 @@ import msgspec
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
-from contract.api_keys import KeyTerms, Scope, prefix_of
+from contract.api_keys import KeyTerms, Scope
 from contract.callbacks import Callback
 from contract.endpoints import VECTOR_ENDPOINTS
 from contract.function_types import Submission, TenantLimits
@@ -28,17 +28,17 @@ from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.revocation import watch_key
 from gateway.prepare.unsupported import CallFields
 from gateway.redis.broker import Broker
-from gateway.redis.key_ring import KeyRing
+from gateway.redis.key_ring import EVERYTHING, KeyRing, csrf_token, name_of
 from gateway.redis.known_models import model_failed
 from gateway.settings import GatewaySettings, LaneBound
 from gateway.state import Gateway
 from gateway.turns import Owner, Turns, take_turns, turn, work_for
 
-DEFAULT_TENANT = "default"
+SESSION_COOKIE = "batchway_session"
+CSRF_HEADER = "x-csrf-token"
+_READING = frozenset(("GET", "HEAD"))
 
-_OPERATORS_KEY = "operator"  # never the prefix of a key in Redis
 _NO_KEY = ""
-_EVERYTHING = KeyTerms(tenant=DEFAULT_TENANT, scopes=(Scope.ADMIN,))
 
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
 _PREFILL_LANE, _DEFAULT_LANE = "scoring", "standard"
@@ -136,22 +136,30 @@ async def identify(request: Request, bearer: Bearer) -> Caller:
         return known
     settings: GatewaySettings = request.app.state.settings
     ring: KeyRing = request.app.state.key_ring
-    given = bearer.credentials.strip() if bearer is not None else ""
-    if settings.api_key is not None and hmac.compare_digest(
-        given.encode(), settings.api_key.encode()
-    ):
-        return Caller(_EVERYTHING, _OPERATORS_KEY)
+    given = bearer.credentials.strip() if bearer is not None else _session_of(request)
     if given and (terms := await ring.terms_of(given)) is not None:
         watch_key(request, given)
-        return Caller(terms, prefix_of(given) or _NO_KEY)
+        return Caller(terms, name_of(given))
     if not settings.wants_key and not await ring.has_some():
-        return Caller(_EVERYTHING, _NO_KEY)
+        return Caller(EVERYTHING, _NO_KEY)
     raise ApiError(
         401,
         "invalid_api_key",
         "this gateway wants `Authorization: Bearer` with an API key of its own",
         headers={"www-authenticate": 'Bearer realm="batchway"'},
     )
+
+
+def _session_of(request: Request) -> str:
+    """The session of a browser, if there is one. Raises ApiError (403) if a change lacks its
+    token: another site's page can make a browser send the cookie, but cannot read the token."""
+    session = request.cookies.get(SESSION_COOKIE, "")
+    if session and request.method not in _READING:
+        given = request.headers.get(CSRF_HEADER, "")
+        if not hmac.compare_digest(given.encode(), csrf_token(session).encode()):
+            message = f"a change in a session needs its {CSRF_HEADER}"
+            raise ApiError(403, "csrf_token_missing", message)
+    return session
 
 
 async def counted_caller(

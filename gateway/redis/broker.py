@@ -43,6 +43,7 @@ from contract.function_types import (
     Submitted,
     TenantLimits,
     Wanted,
+    Watched,
 )
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus, StoredPrompt
@@ -223,7 +224,8 @@ class Broker:
         self._followed: Counter[str] = Counter()  # the jobs that callers follow here
         self.known = KnownModels(self._call, self._client, self.keys)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
-        self.key_ring = KeyRing(ApiKeys(self._client, self.keys, pepper or None), self._call)
+        api_keys = ApiKeys(self._client, self.keys, pepper or None)
+        self.key_ring = KeyRing(api_keys, self._call, own_key=settings.api_key)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
         self._hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
         self._swept_s = 0.0
@@ -328,6 +330,11 @@ class Broker:
             for entry in entries:
                 yield entry
             number = entries[-1].number
+
+    async def watch(self, model: str, lanes: Sequence[str]) -> Watched:
+        """The jobs that a model's workers hold and the tenants that wait. Raises BrokerUnavailable,
+        WireError."""
+        return await self._call(lambda: self._functions.watch(model, lanes))
 
     async def ask_outbox(self, ask: Callable[[Outbox], Awaitable[T]]) -> T:
         """One call to the outbox of callbacks. Raises WireError."""

@@ -18,7 +18,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import max_memory
 from contract.model_cards import ModelCard
-from contract.starts import ModelFailure
+from contract.starts import ExpectedStart, ModelFailure
 from gateway.http.errors import ModelUnreadable
 from gateway.models.tokens import ModelTokenizer
 from gateway.redis.key_ring import Guard
@@ -140,6 +140,10 @@ class KnownModels:
             }
             self._failures = now_s, failed
         return self._failures[1]
+
+    async def expected_start(self, model: str) -> ExpectedStart | None:
+        """The model's next worker, if one was announced."""
+        return await self._call(lambda: self._catalogue.starts.expected(model))
 
     async def explained(self, model: str, refused: JobRefused) -> JobRefused:
         """The refusal; if there is no worker because the model cannot stay up, one that says so."""

@@ -1,7 +1,6 @@
 """GET /livez, /readyz and /health, which need no key and reveal nothing confidential; GET /metrics:
 the metrics of the fleet, read from Redis, and of this gateway, for Prometheus."""
 
-from collections.abc import Mapping
 from typing import Literal
 
 from fastapi import APIRouter
@@ -9,9 +8,8 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied
-from contract.function_types import FleetSnapshot
+from gateway.follow.fleet import families
 from gateway.http.handlers import answers
-from gateway.http.metrics import GatewayMetrics, Labels
 from gateway.http.sse import json_response
 from gateway.prepare.admission import MetricsReader
 from gateway.state import Gateway, ThisGateway
@@ -100,42 +98,7 @@ def _not_ready(missing: str, reason: str | None = None) -> Response:
 @router.get("/metrics", response_class=PlainTextResponse, responses=answers(401, 403, 429))
 async def metrics(_caller: MetricsReader, gateway: ThisGateway) -> Response:
     """Counts of jobs are equal on every gateway: take their maximum, not their sum."""
-    known = gateway.broker.known
-    snapshots: Mapping[str, FleetSnapshot] | None
-    try:
-        snapshots = await known.snapshots()
-        failures = await known.failures()
-    except BrokerUnavailable:
-        snapshots, failures = None, {}
-    failed: dict[Labels, int] = {(model, failure.reason): 1 for model, failure in failures.items()}
-    return _page(gateway.metrics, snapshots, known.num_unreadable, failed)
+    found, _ = await families(gateway)
+    from contract.telemetry.families import CONTENT_TYPE, page
 
-
-def _page(
-    metrics: GatewayMetrics,
-    snapshots: Mapping[str, FleetSnapshot] | None,
-    num_unreadable: int,
-    failed: Mapping[Labels, int],
-) -> Response:
-    """This gateway's counts, and the fleet's by model. `snapshots` is None while Redis is down.
-    prometheus_client is imported here, so that Lambda functions start faster."""
-    from contract.telemetry.families import (
-        CONTENT_TYPE,
-        counted_families,
-        fleet_families,
-        gateway_families,
-        page,
-    )
-    from contract.telemetry.metrics import Source
-
-    now: dict[str, Mapping[Labels, int]] = {
-        "broker_up": {(): int(snapshots is not None)},
-        "unreadable_models": {(): num_unreadable},
-        "failed_models": failed,
-    }
-    families = [*gateway_families({**metrics.counts(), **now})]
-    if snapshots is not None:
-        totals = {model: snapshot.totals for model, snapshot in snapshots.items()}
-        families += counted_families(totals, Source.JOBS, Source.ENGINES)
-        families += fleet_families(snapshots)
-    return Response(page(families), media_type=CONTENT_TYPE)
+    return Response(page(found), media_type=CONTENT_TYPE)

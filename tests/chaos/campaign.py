@@ -15,7 +15,7 @@ from contract.connection import connect, end_tasks
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from gateway.prepare.admission import DEFAULT_TENANT
+from gateway.redis.key_ring import DEFAULT_TENANT
 from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.batches import KILLS, Batcher, BatchOracle

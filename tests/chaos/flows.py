@@ -11,7 +11,7 @@ from dataclasses import replace
 from contract.events import End, LogEntry, MemberRun, Members
 from contract.functions import Functions
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
-from gateway.prepare.admission import DEFAULT_TENANT
+from gateway.redis.key_ring import DEFAULT_TENANT
 from tests.chaos.ledger import Kind, Ledger, Violation
 from tests.chaos.oracles import CHAT, Ask, HashOracle
 

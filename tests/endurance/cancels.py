@@ -21,7 +21,7 @@ import httpx
 from contract.events import LogEntry
 from contract.function_types import JobView
 from contract.jobs import JobStatus
-from gateway.prepare.admission import DEFAULT_TENANT
+from gateway.redis.key_ring import DEFAULT_TENANT
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.pool import MODEL, Pool, pool
 from tests.endurance.side_by_side import side_by_side

@@ -59,7 +59,7 @@ from tests.oracle.whole_walk import walk
 PASSWORD = "a-password"
 NAMES = sorted(REDIS_ROLES)
 FUNCTIONS = sorted({name for role in REDIS_ROLES.values() for name in role.functions.split()})
-READING = {"read", "list", "quote", "outbox_dead", "snapshot"}
+READING = {"read", "list", "quote", "outbox_dead", "snapshot", "watch"}
 FORBIDDEN = """
 EVAL 'return 1' 0|EVAL_RO 'return 1' 0|EVALSHA 0 0|EVALSHA_RO 0 0|SCRIPT LOAD x|SCRIPT FLUSH
 SCRIPT KILL|SCRIPT EXISTS x|FUNCTION DELETE batchway_v1|FUNCTION FLUSH|FUNCTION DUMP

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.metadata
 import json
 import logging
 import re
@@ -205,7 +206,15 @@ class LeaseKeeper:
                 "block_size": ready.block_size if ready else 0,
                 "step_tokens": ready.num_step_tokens if ready else 0,
                 "batching": self._engine.options.batching_version,
+                "places": self._engine.options.max_num_seqs,
+                "version": _version(),
                 "step_s": round(load.step_s, 6),
                 "tokens_after_cancel": self._holding.tokens_after_cancel,
             }
         )
+
+
+def _version() -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("batchway")
+    return ""

@@ -1,0 +1,262 @@
+"""Watches the fleet for people: its state now, and its rates over the last 15 minutes.
+
+All figures are those of the metrics. While somebody watches, they are read each second, else each
+five seconds, so that a page that opens has a past. Does not know who may see what.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from contract.errors import BatchwayError, BrokerUnavailable
+from contract.function_types import FleetSnapshot, Watched
+from contract.telemetry.metrics import METRICS, Source
+from gateway.http.metrics import Labels
+from gateway.state import Gateway
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric as Family
+
+    from contract.telemetry.metrics_reader import MetricsSamples
+
+log = logging.getLogger("batchway.gateway")
+
+_WATCHED_S, _UNWATCHED_S = 1.0, 5.0  # between two looks
+_POINT_S = 5.0  # between two points of the past
+_PAST_S = 900.0
+_WINDOW_S = 10.0  # that rates and percentiles cover
+
+
+async def families(gateway: Gateway) -> "tuple[list[Family], Mapping[str, FleetSnapshot] | None]":
+    """The metrics of the fleet and of this gateway, and the fleet by model; None while Redis is
+    down. prometheus_client is imported here, so that Lambda functions start faster."""
+    from contract.telemetry.families import counted_families, fleet_families, gateway_families
+
+    known = gateway.broker.known
+    snapshots: Mapping[str, FleetSnapshot] | None
+    try:
+        snapshots, failures = await known.snapshots(), await known.failures()
+    except BrokerUnavailable:
+        snapshots, failures = None, {}
+    now: dict[str, Mapping[Labels, int]] = {
+        "broker_up": {(): int(snapshots is not None)},
+        "unreadable_models": {(): known.num_unreadable},
+        "failed_models": {(model, failed.reason): 1 for model, failed in failures.items()},
+    }
+    found = [*gateway_families({**gateway.metrics.counts(), **now})]
+    if snapshots is not None:
+        totals = {model: snapshot.totals for model, snapshot in snapshots.items()}
+        found += counted_families(totals, Source.JOBS, Source.ENGINES)
+        found += fleet_families(snapshots)
+    return found, snapshots
+
+
+class FleetWatch:
+    """What one gateway process knows of the fleet. `state`: now, as JSON values, with the fleet's
+    `points` of the last 15 minutes by model."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._num_watching = 0
+        self._woken = asyncio.Event()
+        self._looked = asyncio.Condition()
+        self._recent: deque[tuple[float, MetricsSamples]] = deque()
+        self.points: dict[str, deque[dict[str, Any]]] = {}
+        self.state: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        """Looks at the fleet until it is cancelled."""
+        while True:
+            try:
+                await self._look()
+            except BatchwayError as exc:
+                log.warning("the console has not read the fleet: %s", type(exc).__name__)
+            except Exception:  # a mistake here must not end the look at all that follows
+                log.exception("the console has not read the fleet")
+            wait_s = _WATCHED_S if self._num_watching else _UNWATCHED_S
+            try:
+                await asyncio.wait_for(self._woken.wait(), wait_s)
+            except TimeoutError:
+                continue
+            self._woken.clear()
+
+    async def states(self) -> AsyncIterator[dict[str, Any]]:
+        """Yields the state at once and after each look."""
+        with self._watching():
+            if self.state:
+                yield self.state
+            while True:
+                async with self._looked:
+                    await self._looked.wait()
+                yield self.state
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        self._num_watching += 1
+        self._woken.set()
+        try:
+            yield
+        finally:
+            self._num_watching -= 1
+
+    async def _look(self) -> None:
+        from contract.telemetry.metrics_reader import MetricsSamples, look
+
+        found, snapshots = await families(self._gateway)
+        if snapshots is None:
+            await self._tell({**self.state, "at": time.time(), "is_broker_up": False})
+            return
+        now_s, samples = time.time(), MetricsSamples.of(found)
+        while len(self._recent) > 1 and now_s - self._recent[1][0] >= _WINDOW_S:
+            self._recent.popleft()
+        before = self._recent[0] if self._recent else None
+        self._recent.append((now_s, samples))
+        read = look(samples, *((before[1], now_s - before[0]) if before else ()))
+        gained, window_s = samples, None
+        if before is not None:
+            gained, window_s = samples.since(before[1]), now_s - before[0]
+        watched = {model: await self._watch(model) for model in snapshots}
+        state = {
+            "at": now_s,
+            "is_broker_up": read.is_broker_up,
+            "open_streams": read.open_streams,
+            "refusals": read.refusals,
+            "lanes": [asdict(row) for row in read.lanes],
+            "engines": [asdict(row) for row in read.engines],
+            "workers": [_worker(*each) for each in _workers(snapshots)],
+            "waiting": [_with(model, row) for model, w in watched.items() for row in w.waiting],
+            "held": [_with(model, row) for model, w in watched.items() for row in w.held],
+            "steps": _steps(gained),
+            "deliveries": _by_label(samples, "webhook_deliveries_total", "outcome"),
+            "models": await self._models(snapshots),
+            "worker_price": self._gateway.settings.worker_price,
+        }
+        if window_s:
+            self._note_points(now_s, gained, window_s, snapshots)
+        await self._tell(state)
+
+    async def _tell(self, state: dict[str, Any]) -> None:
+        self.state = state
+        async with self._looked:
+            self._looked.notify_all()
+
+    async def _watch(self, model: str) -> Watched:
+        known = await self._gateway.broker.known.models()
+        card = known.get(model)
+        return await self._gateway.broker.watch(model, card.lanes if card is not None else ())
+
+    async def _models(self, snapshots: Mapping[str, FleetSnapshot]) -> list[dict[str, Any]]:
+        known = self._gateway.broker.known
+        failures = await known.failures()
+        shown = []
+        for name, card in (await known.models()).items():
+            if card.flow is not None:
+                continue
+            num_workers = len(snapshots[name].workers) if name in snapshots else 0
+            start = None if num_workers else await known.expected_start(name)
+            failed = failures.get(name)
+            state = "ready" if num_workers else "failed" if failed else "no worker"
+            shown.append(
+                {
+                    "name": name,
+                    "state": "starting" if start is not None and not num_workers else state,
+                    "workers": num_workers,
+                    "since_s": start.since_s if start else failed.since_s if failed else None,
+                    "ready_in_s": start.ready_in_s if start else None,
+                    "reason": failed.reason if failed else None,
+                }
+            )
+        return shown
+
+    def _note_points(
+        self,
+        now_s: float,
+        gained: "MetricsSamples",
+        window_s: float,
+        snapshots: Mapping[str, FleetSnapshot],
+    ) -> None:
+        for model, snapshot in snapshots.items():
+            past = self.points.setdefault(model, deque(maxlen=int(_PAST_S / _POINT_S)))
+            if not past or now_s - past[-1]["at"] >= _POINT_S - 0.5:
+                past.append({"at": now_s, **_point(model, snapshot, gained, window_s)})
+        for gone in self.points.keys() - snapshots.keys():
+            del self.points[gone]
+
+
+def _workers(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[tuple[str, Any]]:
+    return ((model, worker) for model, found in snapshots.items() for worker in found.workers)
+
+
+def _worker(model: str, worker: Any) -> dict[str, Any]:
+    return {"model": model, **msgspec.structs.asdict(worker), "kv_usage": worker.kv_usage}
+
+
+def _with(model: str, row: msgspec.Struct) -> dict[str, Any]:
+    return {"model": model, **msgspec.structs.asdict(row)}
+
+
+def _by_label(samples: "MetricsSamples", name: str, label: str) -> dict[str, int]:
+    found = {labels[label] for labels in samples.series(name)}
+    return {value: int(samples.value(name, **{label: value})) for value in sorted(found)}
+
+
+def _steps(gained: "MetricsSamples") -> list[dict[str, Any]]:
+    """By model and batch size: how long steps took in the model, and how long was predicted."""
+    found = []
+    sizes = {(at["model_name"], at["batch"]) for at in gained.series("steps_total")}
+    for model, batch in sorted(sizes):
+        at = {"model_name": model, "batch": batch}
+        if num := gained.value("steps_total", **at):
+            took_s = gained.value("step_model_seconds_total", **at) / num
+            predicted_s = gained.value("step_predicted_seconds_total", **at) / num
+            found.append(
+                {
+                    "model": model,
+                    "batch": int(re.findall("[0-9]+", batch)[-1]),  # of `17-32` the most
+                    "took_s": took_s,
+                    "predicted_s": predicted_s,
+                }
+            )
+    return found
+
+
+_RATES = {
+    "tokens_in": "prompt_tokens_total",
+    "tokens_out": "generation_tokens_total",
+    "jobs": "requests_total",
+    "recomputed": "tokens_recomputed_total",
+    "preemptions": "num_preemptions_total",
+}
+_SPREADS = {
+    "ttft": "time_to_first_token_seconds",
+    "itl": "inter_token_latency_seconds",
+    "e2e": "e2e_request_latency_seconds",
+}
+
+
+def _point(
+    model: str, snapshot: FleetSnapshot, gained: "MetricsSamples", window_s: float
+) -> dict[str, Any]:
+    at = {"model_name": model}
+    point: dict[str, Any] = {
+        "waiting": sum(lane.num_queued for lane in snapshot.lanes.values()),
+        "running": sum(lane.num_running for lane in snapshot.lanes.values()),
+        "batch": gained.mean("batch_size", **at),
+        "padding": gained.mean("padding_ratio", **at),
+    }
+    for name, metric in _RATES.items():
+        point[name] = gained.value(metric, **at) / window_s
+    for name, metric in _SPREADS.items():
+        point[name] = [gained.quantile(metric, share, **at) for share in (0.5, 0.9, 0.99)]
+    return point
+
+
+assert all(metric in METRICS for metric in (*_RATES.values(), *_SPREADS.values()))
