@@ -21,6 +21,7 @@ class ErrorCode(StrEnum):
 
     # refused at submission
     LANE_FULL = "lane_full"
+    LANE_PAUSED = "lane_paused"
     NO_WORKERS = "no_workers"
     MODEL_FAILED = "model_failed"
     TENANT_QUOTA = "tenant_quota"

@@ -79,6 +79,7 @@ UNKNOWN_MS = -1
 # By reason, or by limit where there are several for a reason.
 _SENTENCES = {
     "no_workers": "no worker of model {model!r} is ready",
+    "lane_paused": "lane {lane!r} is paused: it takes no jobs until it is resumed",
     "unknown_lane": "lane {lane!r} is none of {lanes}",
     "storage_full": "what is kept of all jobs takes all the bytes it may",
     "deadline_infeasible": "the job could not end before its deadline",

@@ -17,6 +17,7 @@ log = logging.getLogger("batchway.redis")
 LIBRARY = "batchway_v1"
 _SHARED = (  # in this order
     "shared",
+    "pauses",
     "fairness",
     "ledger",
     "outbox",

@@ -25,6 +25,7 @@ from gateway.routes import (
     files,
     health,
     jobs,
+    lanes,
     models,
     objects,
     pages,
@@ -43,7 +44,7 @@ _DESCRIPTION = (
 _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
-_MODULES = (calls, responses, dead_letters, jobs, objects, files, batches, models, health)
+_MODULES = (calls, responses, dead_letters, jobs, lanes, objects, files, batches, models, health)
 _ROUTES = [route for module in _MODULES for route in module.router.routes]
 
 

@@ -25,6 +25,7 @@ from infra.engine_choice import choose_engine, engine_python
 from infra.fleet import fleet_of, share_memory, share_threads, worker_arguments, worker_names
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
+from infra.lanes_command import run_lanes
 from infra.measure.options import run_command
 from infra.parser import build_parser
 from infra.plan_command import run_plan
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands |= {"compare": _compare, "cascade": _cascade, "plan": run_plan}
     commands |= {"simulate": run_simulate, "record": partial(_with_redis, run_record)}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
+    commands |= {"lanes": partial(_with_redis, run_lanes)}
     commands |= {"ab": partial(_with_redis, run_ab), "check": partial(_with_redis, run_check)}
     try:
         return commands[options.command](options)

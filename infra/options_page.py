@@ -39,6 +39,7 @@ _CALLS = {
 _OTHERS = {
     "Jobs and quotes": "ChatJob",
     "Changes of a job": "JobChange",
+    "Pauses": "PauseBody",
     "Callbacks": "CallbackBody",
     "Batches": "BatchBody",
 }

@@ -17,6 +17,7 @@ from infra.check_command import add_check_options
 from infra.drain_command import add_drain_options
 from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
+from infra.lanes_command import add_lanes_options
 from infra.measure.options import add_bench_options, add_cascade_options, add_compare_options
 from infra.plan_command import add_plan_options
 from infra.profile_command import add_profile_options
@@ -107,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_jobs_options(
         _add(commands, "jobs", "list, show, cancel and delete jobs; manage quarantined jobs")
     )
+    add_lanes_options(_add(commands, "lanes", "pause and resume lanes and tenants"))
     add_drain_options(_add(commands, "drain", "order workers to finish their jobs and end"))
     add_check_options(
         _add(commands, "check", "compare counters and lists in Redis with the jobs' records")

@@ -37,7 +37,7 @@ _READ_COMMANDS = (
 # Key families: what follows the tag in contract/keys.py.
 _JOB_KEYS = (
     "ab ab_jobs active alone attended back corrections counters deadlines due idle job jobs kept "
-    "leases lengths line orphaned log out outbox own poison q quarantine run runid stored "
+    "leases lengths line orphaned log out outbox own paused poison q quarantine run runid stored "
     "tenant totals weights"
 )
 _FLEET_KEYS = "pool worker workers models model tokenizer"
@@ -46,7 +46,7 @@ _API_KEYS = "api_keys api_key key_pepper"
 
 _READING_FUNCTIONS = "read list quote outbox_dead snapshot watch"
 _GATEWAY_FUNCTIONS = (
-    "enter submit cancel delete detach reprioritise attend sweep outbox_replay "
+    "enter submit cancel delete detach reprioritise attend sweep pause resume outbox_replay "
     + _READING_FUNCTIONS
 )
 _FILE_FUNCTIONS = (
@@ -105,7 +105,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "lrange lrem persist pexpire rpush sadd scard set smembers srem time ttl xadd "
             "xlen xrange xtrim zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
-            reads="clock active counters job line log model pool run tenant weights workers",
+            reads="clock active counters job line log model paused pool run tenant weights workers",
             other_keys="{rq}:*",
         ),
         "pool": RedisRole(
@@ -174,8 +174,8 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 # Families with a single key; the others continue after a colon.
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
-    "memory models api_keys key_pepper object_store weights batches_fed batches_open file_bytes "
-    "objects_due"
+    "memory models api_keys key_pepper object_store paused weights batches_fed batches_open "
+    "file_bytes objects_due"
 )
 
 

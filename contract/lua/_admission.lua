@@ -5,12 +5,27 @@ local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 
 local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact: no promise is needed
 local UNMEASURED_MS = 10000  -- two heartbeats, by which busy workers have measured their rate
 
+-- Takes what is paused off the waiting jobs of a lane.
+local function leave_out_paused(tag, model, lane, load, paused)
+  if pauses.hold(paused, lane, '') then
+    load.queued_jobs, load.queued_tokens = 0, 0
+    return
+  end
+  for tenant in pairs(pauses.tenants_in(paused, lane)) do
+    local line = numbers(tag .. ':line:' .. model .. ':' .. lane .. ':' .. tenant, {'jobs', 'tokens'})
+    load.queued_jobs = math.max(0, load.queued_jobs - line.jobs)
+    load.queued_tokens = math.max(0, load.queued_tokens - line.tokens)
+  end
+end
+
 -- Estimates the work ahead of a job with `own_jobs` and `own_tokens` of its tenant ahead of it.
 -- Fair sharing serves other tenants of the lane in proportion to their weights; all that waits in
--- more urgent lanes comes first. `itself` is 1 where the counters include the job.
+-- more urgent lanes comes first, but for what is paused. `itself` is 1 where the counters include the
+-- job.
 function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
   local lane = numbers(tag .. ':counters:' .. job.model .. ':' .. job.lane, LOAD)
-  local others = fairness.weight_of_others(tag, job.model, job.lane, job.tenant)
+  local paused = pauses.find(tag, job.model)
+  local others = fairness.weight_of_others(tag, job.model, job.lane, job.tenant, paused)
   local times = (others + job.weight) / job.weight
   local own = math.max(0, math.min(math.floor(own_tokens * times),
     lane.queued_tokens - itself * job.cost))
@@ -19,7 +34,7 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     tokens = own, own_tokens = own,
     lane_jobs = lane.queued_jobs, lane_tokens = lane.queued_tokens,
     lane_running_tokens = lane.running_tokens,
-    other_weight = others,
+    other_weight = others, paused = paused,
     running_jobs = 0, remaining_tokens = 0, running_tokens = 0, young_tokens = 0,
     own_young_tokens = lane.running_tokens - 2 * lane.done_tokens,
   }
@@ -30,6 +45,7 @@ function admission.ahead(tag, job, pool, own_jobs, own_tokens, itself)
     local load = name == job.lane and lane
       or numbers(tag .. ':counters:' .. job.model .. ':' .. name, LOAD)
     is_before = is_before and name ~= job.lane
+    if name ~= job.lane and paused then leave_out_paused(tag, job.model, name, load, paused) end
     if is_before then
       ahead.jobs = ahead.jobs + load.queued_jobs
       ahead.tokens = ahead.tokens + load.queued_tokens
@@ -233,6 +249,10 @@ function admission.evaluate(tag, job, terms, now, room)
     return found
   end
   if not serves_lane(pool, job.lane) then return refused('unknown_lane', pool.lanes, UNKNOWN) end
+  if not ledger.is_call(job) and pauses.hold(ahead.paused, job.lane, job.tenant) then
+    found.refusal = {'lane_paused', '', PAUSED_RETRY_MS}
+    return found
+  end
   if pool.live == 0 and terms.needs_worker then
     found.refusal = {'no_workers', '', pools.start_ms(pool, now)}  -- no promise: it may have room for all
     return found

@@ -37,15 +37,15 @@ function fairness.set_weight(tag, tenant, weight)
   end
 end
 
--- The sum of the weights of all other tenants with waiting jobs in the lane.
-function fairness.weight_of_others(tag, model, lane, tenant)
+-- The sum of the weights of all other tenants with waiting jobs in the lane, but paused ones.
+function fairness.weight_of_others(tag, model, lane, tenant, paused)
   local active = lane_key(tag, 'active', model, lane)
   local names = redis.call('ZRANGE', active, 0, MAX_WEIGHED - 1)
   if #names == 0 then return 0 end
   local sum = redis.call('ZCARD', active) - #names
   local weights = redis.call('HMGET', tag .. ':weights', unpack(names))
   for i, name in ipairs(names) do
-    if name ~= tenant then sum = sum + readable_weight(weights[i]) end
+    if name ~= tenant and not pauses.hold(paused, lane, name) then sum = sum + readable_weight(weights[i]) end
   end
   return sum
 end
@@ -57,6 +57,14 @@ function fairness.activate(tag, model, lane, tenant)
   redis.call('ZREM', idle, tenant)
   redis.call('ZADD', lane_key(tag, 'active', model, lane), math.max(own, lane_clock(tag, model, lane)),
     tenant)
+end
+
+-- Moves the counter of a tenant whose waiting jobs are paused on to the clock: it saves no credit.
+function fairness.keep_up(tag, model, lane, tenant)
+  local active = lane_key(tag, 'active', model, lane)
+  local own = tonumber(redis.call('ZSCORE', active, tenant))
+  local now = redis.call('GET', lane_key(tag, 'clock', model, lane))
+  if own and now and own < tonumber(now) then redis.call('ZADD', active, now, tenant) end
 end
 
 -- Called when the tenant has no waiting job in the lane; a counter above the clock is kept.

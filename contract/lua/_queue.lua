@@ -27,46 +27,55 @@ end
 -- Adds ids of jobs that do not fit to `skipped`. The second result is true where one of them was
 -- passed over MAX_PASSED times: no job may be claimed ahead of it.
 -- With `fair` (see fairness.parse_slots) the room is what is left of each tenant's share; the result
--- names the tenant, and jobs of tenants without room are ignored.
-local function find_fit(tag, key, room, skipped, fair)
+-- names the tenant, and jobs of tenants without room are ignored. So are `paused` ones (pauses.find);
+-- where it met any, the search goes on behind its window.
+local function find_fit(tag, key, room, skipped, fair, paused)
   if redis.call('EXISTS', key) == 0 then return nil end
-  local entries = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT',
-    fair and FAIR_WINDOW or WINDOW)
-  local num_skipped, is_first = 0, true
-  for _, entry in ipairs(entries) do
-    local id, cost = entry[2][2], whole_number(entry[2][4])
-    local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices',
-      'tenant')
-    local choices = math.max(1, whole_number(job[4] or 1) or 1)
-    local is_here = cost and job[1] and job[2] == entry[1]
-    if fair then room = fairness.tenant_room(tag, fair, job[5] or '') end
-    if not is_here then
-      discard_entry(key, entry[1])
-    elseif job[1] == 'queued' and cost / choices <= room then
-      return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
-        is_first = is_first,
-        tenant = fair and job[5]}
-    elseif job[1] == 'queued' and fair and room <= 0 then
-      is_first = false
-    elseif job[1] == 'queued' then
-      if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
-      table.insert(skipped, id)
-      num_skipped, is_first = num_skipped + 1, false
-      if num_skipped == MAX_SKIPPED then return nil end
+  local most, num_skipped, is_first = fair and FAIR_WINDOW or WINDOW, 0, true
+  local last = last_delivered(key)
+  repeat
+    local entries, num_paused = redis.call('XRANGE', key, '(' .. last, '+', 'COUNT', most), 0
+    for _, entry in ipairs(entries) do
+      last = entry[1]
+      local id, cost = entry[2][2], whole_number(entry[2][4])
+      local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices',
+        'tenant', 'lane')
+      local choices = math.max(1, whole_number(job[4] or 1) or 1)
+      local is_here = cost and job[1] and job[2] == entry[1]
+      if fair then room = fairness.tenant_room(tag, fair, job[5] or '') end
+      if not is_here then
+        discard_entry(key, entry[1])
+      elseif job[1] == 'queued' and pauses.hold(paused, job[6] or '', job[5] or '') then
+        num_paused, is_first = num_paused + 1, false
+      elseif job[1] == 'queued' and cost / choices <= room then
+        return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
+          is_first = is_first,
+          tenant = fair and job[5]}
+      elseif job[1] == 'queued' and fair and room <= 0 then
+        is_first = false
+      elseif job[1] == 'queued' then
+        if tonumber(job[3] or 0) >= MAX_PASSED then return nil, true end
+        table.insert(skipped, id)
+        num_skipped, is_first = num_skipped + 1, false
+        if num_skipped == MAX_SKIPPED then return nil end
+      end
     end
-  end
+  until num_paused == 0 or #entries < most
   return nil
 end
 
 -- What `find` returns for the first of a lane's tenants, by their counters, for which it returns
 -- anything. `searched`: see ab.searched.
-local function first_of_tenants(tag, model, lane, searched, find)
+local function first_of_tenants(tag, model, lane, searched, paused, find)
   local active = lane_key(tag, 'active', model, lane)
-  for first = 0, searched.most - 1, MAX_TENANTS do
+  local most = searched.most + (paused and paused.num_tenants or 0)
+  for first = 0, most - 1, MAX_TENANTS do
     local tenants = redis.call('ZRANGE', active, first, first + MAX_TENANTS - 1)
     for _, tenant in ipairs(tenants) do
-      local found, is_blocked = find(tenant)
-      if found or is_blocked then return found, is_blocked end
+      if not pauses.hold(paused, lane, tenant) then
+        local found, is_blocked = find(tenant)
+        if found or is_blocked then return found, is_blocked end
+      end
     end
     if #tenants < MAX_TENANTS then return nil end
   end
@@ -82,10 +91,11 @@ local function next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
 end
 
 -- The next job of a lane that fits: returned jobs first, then tenants by their counters. As find_fit.
-local function next_in_lane(tag, model, lane, room, skipped, searched)
-  local found, is_blocked = find_fit(tag, lane_key(tag, 'back', model, lane), room, skipped)
+local function next_in_lane(tag, model, lane, room, skipped, searched, paused)
+  local back = lane_key(tag, 'back', model, lane)
+  local found, is_blocked = find_fit(tag, back, room, skipped, nil, paused)
   if found or is_blocked then return found, is_blocked end
-  return first_of_tenants(tag, model, lane, searched, function(tenant)
+  return first_of_tenants(tag, model, lane, searched, paused, function(tenant)
     return next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
   end)
 end

@@ -3,7 +3,7 @@
 -- returned jobs, then tenants by fair sharing (_fairness.lua). Jobs that fit may pass a job that does
 -- not fit, at most MAX_PASSED times.
 -- A suspect job runs alone: at most one worker in four gets the turn to run one. It claims nothing else
--- until it is idle, and then that job alone.
+-- until it is idle, and then that job alone. What is paused (_pauses.lua) stays where it waits.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most
 --       6 '1' where the worker is idle
@@ -21,9 +21,9 @@ local ANY = 2 ^ 53
 local MAX_DEFICIT = 2 ^ 20  -- tokens
 
 -- Whether this worker has or gets the turn to run a suspect; a turn is `<worker> <until ms>`.
-local function has_turn(tag, model, incarnation, lease_ms, now)
+local function has_turn(tag, model, incarnation, lease_ms, now, paused)
   local queue, turn = tag .. ':q:' .. model .. ':suspect', tag .. ':turn:' .. model
-  if not find_fit(tag, queue, ANY, {}) then return false end
+  if not find_fit(tag, queue, ANY, {}, nil, paused) then return false end
   local holder, until_ms = string.match(redis.call('GET', turn) or '', '^(%S+) (%d+)$')
   if not holder or tonumber(until_ms) <= now then
     local quota = math.max(1, math.floor(redis.call('ZCARD', tag .. ':workers:' .. model) / 4))
@@ -36,9 +36,9 @@ local function has_turn(tag, model, incarnation, lease_ms, now)
 end
 
 -- Claims a suspect for an idle worker with the turn: {job}, or {} where all have expired.
-local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
+local function claim_suspect(tag, model, incarnation, lease_ms, now, config, paused)
   local queue = tag .. ':q:' .. model .. ':suspect'
-  local found = find_fit(tag, queue, ANY, {})
+  local found = find_fit(tag, queue, ANY, {}, nil, paused)
   while found do
     local job = claim_job(tag, found, incarnation, lease_ms, now, config)
     if job then
@@ -46,24 +46,35 @@ local function claim_suspect(tag, model, incarnation, lease_ms, now, config)
       redis.call('DEL', tag .. ':turn:' .. model)
       return {job}
     end
-    found = find_fit(tag, queue, ANY, {})
+    found = find_fit(tag, queue, ANY, {}, nil, paused)
   end
   return {}
 end
 
--- The lanes of the call: {name, share, slots, room, max_deficit_slots, num_taken, fair}, …
-local function lanes_of(tag, argv)
+-- The lanes of the call that are not paused:
+-- {name, share, slots, room, max_deficit_slots, num_taken, fair}, …
+local function lanes_of(tag, argv, paused)
   local lanes = {}
   for i = 8, #argv, 2 do
     local words = {}
     for word in string.gmatch(argv[i + 1], '%S+') do table.insert(words, word) end
-    table.insert(lanes, {
-      name = argv[i], share = tonumber(words[1]), slots = tonumber(words[2] or argv[4]),
-      room = tonumber(words[3] or argv[5]), max_deficit_slots = tonumber(words[4]) or ANY, num_taken = 0,
-      fair = words[5] and fairness.parse_slots(tag, words),
-    })
+    if not pauses.hold(paused, argv[i], '') then
+      table.insert(lanes, {
+        name = argv[i], share = tonumber(words[1]), slots = tonumber(words[2] or argv[4]),
+        room = tonumber(words[3] or argv[5]), max_deficit_slots = tonumber(words[4]) or ANY,
+        num_taken = 0, fair = words[5] and fairness.parse_slots(tag, words),
+      })
+    end
   end
   return lanes
+end
+
+local function keep_up(tag, model, lanes, paused)
+  for _, lane in ipairs(lanes) do
+    for tenant in pairs(pauses.tenants_in(paused, lane.name)) do
+      fairness.keep_up(tag, model, lane.name, tenant)
+    end
+  end
 end
 
 -- Whether a job may wait in one of the lanes: one command in place of two for each lane. The last
@@ -79,14 +90,15 @@ end
 
 -- The next job of a tenant below its share of a lane's slots, returned jobs first; adds the jobs that it
 -- passes over to `skipped`.
-local function next_below_share(tag, model, lane, skipped, searched)
+local function next_below_share(tag, model, lane, skipped, searched, paused)
   local passed = {}
-  local found = find_fit(tag, lane_key(tag, 'back', model, lane.name), 0, passed, lane.fair)
+  local back = lane_key(tag, 'back', model, lane.name)
+  local found = find_fit(tag, back, 0, passed, lane.fair, paused)
   if found then
     for _, id in ipairs(passed) do table.insert(skipped, id) end
     return found
   end
-  return (first_of_tenants(tag, model, lane.name, searched, function(tenant)
+  return (first_of_tenants(tag, model, lane.name, searched, paused, function(tenant)
     local room = fairness.tenant_room(tag, lane.fair, tenant)
     if room > 0 then
       local passed = {}
@@ -101,7 +113,7 @@ local function next_below_share(tag, model, lane, skipped, searched)
 end
 
 -- The job to claim next, and its lane; adds the jobs that it passes over to `skipped`.
-local function choose(tag, model, lanes, num_filled, skipped, searched)
+local function choose(tag, model, lanes, num_filled, skipped, searched, paused)
   for _, lane in ipairs(lanes) do
     local deficit = 0
     if num_filled < lane.slots and lane.num_taken < lane.max_deficit_slots and lane.share > 0 then
@@ -109,7 +121,8 @@ local function choose(tag, model, lanes, num_filled, skipped, searched)
     end
     if deficit > 0 then
       local passed = {}
-      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, passed, searched)
+      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, passed, searched,
+        paused)
       if is_blocked then return nil end
       if found and found.cost <= deficit then
         for _, id in ipairs(passed) do table.insert(skipped, id) end
@@ -119,10 +132,11 @@ local function choose(tag, model, lanes, num_filled, skipped, searched)
   end
   for _, lane in ipairs(lanes) do
     if lane.slots > num_filled then
-      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped, searched)
+      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped, searched,
+        paused)
       if found or is_blocked then return found, lane.name end
     elseif lane.slots == 0 and lane.fair then
-      local found = next_below_share(tag, model, lane, skipped, searched)
+      local found = next_below_share(tag, model, lane, skipped, searched, paused)
       if found then return found, lane.name end
     end
   end
@@ -147,17 +161,19 @@ end
 
 local function claim(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
-  local now, lanes = now_ms(), lanes_of(tag, argv)
+  local now, paused = now_ms(), pauses.find(tag, model)
+  local lanes = lanes_of(tag, argv, paused)
   local config, is_candidate = string.match(argv[7], '^(%S*)( ?)')
-  if has_turn(tag, model, incarnation, lease_ms, now) then
-    return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, config)
+  if has_turn(tag, model, incarnation, lease_ms, now, paused) then
+    return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, config, paused)
       or {}
   end
+  if paused then keep_up(tag, model, lanes, paused) end
   local claimed, num_filled, searched = {}, 0, nil
   while has_waiting(tag, model, lanes) do
     local skipped = {}
     searched = searched or ab.searched(tag, model, is_candidate ~= '', now)
-    local found, lane = choose(tag, model, lanes, num_filled, skipped, searched)
+    local found, lane = choose(tag, model, lanes, num_filled, skipped, searched, paused)
     if not found then break end
     local job = claim_job(tag, found, incarnation, lease_ms, now, config)
     if job then

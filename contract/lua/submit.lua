@@ -27,7 +27,7 @@
 --       {'MEMORY_FULL'}          what Redis holds beside jobs leaves no memory for any; the rest is
 --                                for running jobs, and for the calls of flows
 --       {'REFUSED', reason, limit, ms until a retry may succeed (-1: unknown), rates}
---         reason  unknown_lane, no_workers, storage_full, tenant_quota, lane_full,
+--         reason  unknown_lane, lane_paused, no_workers, storage_full, tenant_quota, lane_full,
 --                 deadline_infeasible
 --         limit   the limit exceeded: stored_bytes, requests_per_min, tokens_per_min,
 --                 concurrent_tokens, lane_share, lane_tokens, lane_wait, lane_memory and

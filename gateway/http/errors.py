@@ -40,6 +40,7 @@ CONTEXT_EXCEEDED = "context_length_exceeded"
 # HTTP status of each ErrorCode of the contract; a test checks that all are here.
 STATUS_BY_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.LANE_FULL: 429,
+    ErrorCode.LANE_PAUSED: 503,
     ErrorCode.TENANT_QUOTA: 429,
     ErrorCode.DEADLINE_INFEASIBLE: 429,
     ErrorCode.UNKNOWN_LANE: 400,

@@ -50,6 +50,7 @@ from contract.jobs import Job, JobStatus, StoredPrompt
 from contract.keys import Keys
 from contract.library import check_fitness, ensure_library
 from contract.outbox import CallbackState, Outbox, callback_state
+from contract.pauses import Pauses
 from contract.payloads import open_store
 from contract.payloads.encoding import decode_log, encode_prompts, with_prompts
 from contract.payloads.store import (
@@ -217,6 +218,7 @@ class Broker:
         self._outbox = Outbox(self._client, self.keys)
         self._files = Files(self._client, self.keys)
         self._batches = Batches(self._client, self.keys)
+        self._pauses = Pauses(self._client, self.keys)
         self._starts = Starts(self._client, self.keys)
         self._breaker = Breaker(settings.breaker_open_s)
         self._slots = asyncio.Semaphore(MAX_CALLS)
@@ -339,6 +341,10 @@ class Broker:
     async def ask_outbox(self, ask: Callable[[Outbox], Awaitable[T]]) -> T:
         """One call to the outbox of callbacks. Raises WireError."""
         return await self._call(lambda: ask(self._outbox))
+
+    async def ask_pauses(self, ask: Callable[[Pauses], Awaitable[T]]) -> T:
+        """One call to what is paused. Raises TooManyPauses, PausedByOperator, WireError."""
+        return await self._call(lambda: ask(self._pauses))
 
     async def ask_files(self, ask: Callable[[Files], Awaitable[T]]) -> T:
         """One call to the records of files. Raises RecordUnreadable."""

@@ -48,6 +48,7 @@ from contract.functions import (
     stored_bytes,
 )
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
+from contract.pauses import Line, Pause, PausedBy
 from tests.oracle.reference_admission import (
     MIN_LENGTHS,
     Ahead,
@@ -158,6 +159,7 @@ class Reference:
         self.totals: dict[str, Counter[str]] = defaultdict(Counter)  # by model; without buckets
         self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
+        self.paused: dict[Line, int] = {}  # since ms
         self.is_restarted = False
         self.memory_room = math.inf
         self.wakes: list[tuple[str, str]] = []  # (model, lane) of each hint published to workers
@@ -243,7 +245,7 @@ class Reference:
         pool = self._pool(model)
         weight = self._weight(tenant)
         weights = weight, self._weight_of_others(model, lane, tenant)
-        ahead = Ahead.of(self._loads(model), pool, lane, own, weights, (1, record.cost))
+        ahead = Ahead.of(self._loads(model, lane), pool, lane, own, weights, (1, record.cost))
         if is_below_share(pool, ahead, weight, self._tenants[tenant].reserved):
             return _place(ahead, 0)
         cold_ms = int(record.submission.cold_start_s * 1000)
@@ -336,6 +338,23 @@ class Reference:
                 views.append(_view(record))
         return JobPage(tuple(views), looked[-1].job.id if len(looked) == max_looks else "")
 
+    def pause(self, line: Line, by: PausedBy) -> Pause:
+        return Pause(line, self.paused.setdefault(line, self.now_ms), by)
+
+    def resume(self, line: Line, by: PausedBy) -> bool:
+        if self.paused.pop(line, None) is None:
+            return False
+        if line.model:
+            self.wakes.append((line.model, line.lane or "*"))
+        return True
+
+    def _is_paused(self, model: str, lane: str, tenant: str) -> bool:
+        """Without a tenant: whether all of the lane is."""
+        return any(
+            line.model in ("", model) and line.lane in ("", lane) and line.tenant in ("", tenant)
+            for line in self.paused
+        )
+
     def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
         record = self._owned(job_id, tenant)
         if record is not None and record.is_terminal:
@@ -363,7 +382,12 @@ class Reference:
         if self._has_turn(model, incarnation, lease_ms):
             return self._claim_suspect(model, incarnation, lease_ms) if is_idle else []
         claimed: list[Claimed] = []
+        lanes = [lane for lane in lanes if not self._is_paused(model, lane, "")]
         shares = [(lane, (min_shares or {}).get(lane, 0.0)) for lane in lanes]
+        for lane in lanes:
+            turns = self._turns_in(model, lane)
+            for tenant in [name for name in turns.active if self._is_paused(model, lane, name)]:
+                turns.active[tenant] = max(turns.active[tenant], turns.clock)
         if rooms is None:
             rooms = dict.fromkeys(lanes, LaneRoom(max_jobs, max_tokens))
         places = {
@@ -725,7 +749,8 @@ class Reference:
         """The weights of the other tenants that wait in a lane."""
         active = self._turns_in(model, lane).active
         names = sorted(active, key=lambda name: (active[name], name))
-        return sum(self._weight(name) for name in names if name != tenant)
+        others = [name for name in names if name != tenant]
+        return sum(self._weight(name) for name in others if not self._is_paused(model, lane, name))
 
     def _shares_in(self, model: str) -> Shares:
         return self._shares.setdefault(model, Shares())
@@ -783,8 +808,7 @@ class Reference:
         self, model: str, lane: str, places: Places, skipped: list[Record]
     ) -> Record | None:
         passed: list[Record] = []
-        for job_id in self._queues.get((model, lane, BACK), [])[:MAX_BACK]:
-            record = self.records[job_id]
+        for record in self._waiting((model, lane, BACK))[:MAX_BACK]:
             room = places.room_of(record.job.tenant)
             if room <= 0:
                 continue
@@ -813,8 +837,7 @@ class Reference:
         self, line: tuple[str, str, str], room: int, skipped: list[Record]
     ) -> tuple[Record | None, bool]:
         """The same for one tenant's queue."""
-        for num_skipped, job_id in enumerate(self._queues.get(line, []), start=1):
-            record = self.records[job_id]
+        for num_skipped, record in enumerate(self._waiting(line), start=1):
             if record.cost / record.job.num_places <= room:
                 return record, False
             if record.passed >= self._max_passed:
@@ -824,8 +847,13 @@ class Reference:
                 break
         return None, False
 
+    def _waiting(self, queue: tuple[str, str, str]) -> list[Record]:
+        """The jobs of a queue that are not paused."""
+        records = [self.records[job_id] for job_id in self._queues.get(queue, [])]
+        return [r for r in records if not self._is_paused(r.job.model, r.lane, r.job.tenant)]
+
     def _has_turn(self, model: str, incarnation: str, lease_ms: int) -> bool:
-        if not self._queues.get((model, "", SUSPECT)):
+        if not self._waiting((model, "", SUSPECT)):
             return False
         holder, until_ms = self._turns.get(model, ("", 0))
         if until_ms <= self.now_ms:
@@ -839,9 +867,8 @@ class Reference:
         return holder == incarnation
 
     def _claim_suspect(self, model: str, incarnation: str, lease_ms: int) -> list[Claimed]:
-        queue = self._queues[(model, "", SUSPECT)]
-        while queue:
-            taken = self._take(self.records[queue[0]], incarnation, lease_ms)
+        while queue := self._waiting((model, "", SUSPECT)):
+            taken = self._take(queue[0], incarnation, lease_ms)
             if taken is not None:
                 del self._turns[model]
                 return [taken]
@@ -851,6 +878,7 @@ class Reference:
 
     def _candidate(self, job: Job, s: Submission) -> Candidate:
         model, lane, tenant = job.model, job.lane, job.tenant
+        is_paused = not job.parent and self._is_paused(model, lane, tenant)
         known = [self.lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
         expected = job.params.expected_tokens * job.num_places
         num_output = min(expected, s.max_output_tokens) or predicted_output(
@@ -861,6 +889,7 @@ class Reference:
         pool = self._pool(model)
         weights = job.weight, self._weight_of_others(model, lane, tenant)
         return Candidate(
+            is_paused=is_paused,
             submission=s,
             line=(lane, tenant),
             cost=job.num_prompt_tokens + num_output,
@@ -871,7 +900,7 @@ class Reference:
             weight=job.weight,
             tenant=self._tenants.setdefault(tenant, Tenant()),
             line_tokens=own[1],
-            ahead=Ahead.of(self._loads(model), pool, lane, own, weights),
+            ahead=Ahead.of(self._loads(model, lane), pool, lane, own, weights),
             pool=pool,
             now_ms=self.now_ms,
             need=need_of(
@@ -931,13 +960,16 @@ class Reference:
         pool.num_live, pool.now_ms = len(self._live(model)), self.now_ms
         return pool
 
-    def _loads(self, model: str) -> dict[str, Load]:
+    def _loads(self, model: str, of: str | None = None) -> dict[str, Load]:
+        """`of`: a lane, whose jobs do not wait for paused ones of others."""
         loads: dict[str, Load] = {}
         for record in self.records.values():
             if record.job.model != model or record.is_terminal:
                 continue
             load = loads.setdefault(record.lane, Load())
             if record.state is JobStatus.QUEUED:
+                if of not in (None, record.lane) and self._is_left_out(record):
+                    continue
                 load.queued_jobs += 1
                 load.queued_tokens += record.cost
             else:
@@ -945,6 +977,12 @@ class Reference:
                 load.running_tokens += record.cost
                 load.done_tokens += record.done
         return loads
+
+    def _is_left_out(self, record: Record) -> bool:
+        model, lane, tenant = record.job.model, record.lane, record.job.tenant
+        if self._is_paused(model, lane, ""):
+            return True
+        return self._line(record) is not None and self._is_paused(model, lane, tenant)
 
     # --- permissions --------------------------------------------------------------------------
 

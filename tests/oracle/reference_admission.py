@@ -20,6 +20,7 @@ from tests.oracle.reference_promises import UNPROMISED_RATIO, Line, Promises
 
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
 MIN_LENGTHS = 5  # outputs needed for an estimate of their length
+PAUSED_RETRY_MS = 30_000
 UNMEASURED_MS = 10_000  # full workers have measured their rate by then: two heartbeats
 
 
@@ -249,6 +250,7 @@ class Refusal:
 class Candidate:
     """A job before its admission: all inputs of the decision."""
 
+    is_paused: bool
     submission: Submission
     line: Line
     cost: int
@@ -292,12 +294,16 @@ class Candidate:
         gap_ms = drain_ms(self.pool.rate, UNPROMISED_RATIO * self.cost)
         if refused is None or UNKNOWN_MS in (refused.retry_ms, gap_ms) or refused.limit in METERS:
             return refused
+        if refused.reason is ErrorCode.LANE_PAUSED:
+            return refused
         at_ms, after_ms = promises.next(self.line, gap_ms, refused.retry_ms, self.now_ms)
         return replace(refused, retry_ms=at_ms - self.now_ms, promised_ms=after_ms)
 
     def _refusal(self) -> Refusal | None:
         if not self.pool.knows(self.line[0]):
             return Refusal(ErrorCode.UNKNOWN_LANE, " ".join(self.pool.lanes))
+        if self.is_paused:
+            return Refusal(ErrorCode.LANE_PAUSED, "", PAUSED_RETRY_MS)
         if self.pool.num_live == 0 and self.submission.needs_worker:
             return Refusal(ErrorCode.NO_WORKERS)
         if 0 < self.submission.max_stored_bytes < self.all_stored_bytes + self.stored_bytes:

@@ -29,6 +29,7 @@ lanes = st.sampled_from(LANES)
 ENDED_BATCHES = tuple(status.value for status in END_KINDS)
 REFUSALS = (
     "unknown_lane",
+    "lane_paused",
     "no_workers",
     "storage_full",
     "tenant_quota stored_bytes",
@@ -72,6 +73,8 @@ REPLIES = {
     "detach": ("None", "OK", "succeeded", "failed", "cancelled", "expired"),
     "attend": ("some", "none"),
     "delete": ("True", "False", "queued", "claimed", "streaming"),
+    "pause": ("paused",),
+    "resume": ("True", "False"),
     "list_jobs": ("some", "none", "some and more", "none and more", "None"),
     "sweep": ("lapsed", "expired", "unattended", "forgotten", "nothing"),
 }

@@ -5,6 +5,7 @@ from typing import Any
 
 from contract.function_types import FairRoom, LaneRoom, TenantLimits, Wanted, WorkerCapacity
 from contract.jobs import JobStatus
+from contract.pauses import Line
 from tests.oracle.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
 
 # Steps and their weights. A world with all kinds of steps stays small and has many conflicts. The
@@ -77,6 +78,9 @@ class Walk:
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
         self._rng = random.Random(seed)
+        self._pausing = random.Random(seed)
+        self._pauses = seed % 5 == 2  # the other worlds stay as they were
+        self._paused: list[Line] = []
         self._limits = TenantLimits(
             requests_per_min=self._rng.choice([0, 0, 3]),
             tokens_per_min=self._rng.choice([0, 45]),
@@ -91,6 +95,8 @@ class Walk:
         self._measures = seed % 18 != 9  # in a third of the worlds of _LIMITS no worker does
 
     def step(self) -> None:
+        if self._pauses and self._pausing.random() < 0.05:
+            self._pause()
         [name] = self._rng.choices(list(self._stage), list(self._stage.values()))
         getattr(self, f"_{name}")()
 
@@ -220,6 +226,21 @@ class Walk:
         )
         max_looks = rng.choice([2, 500])
         self._world.list_jobs(rng.choice(TENANTS), wanted, max_looks=max_looks)
+
+    def _pause(self) -> None:
+        """Pauses end more often than they begin."""
+        rng = self._pausing
+        if self._paused and rng.random() < 0.6:
+            self._world.resume(self._paused.pop(rng.randrange(len(self._paused))))
+            return
+        lane, tenant = rng.choice(["", *LANES]), rng.choice(["", *TENANTS])
+        line = Line(rng.choice(["", "m"]), lane, tenant)
+        if rng.random() < 0.1:
+            self._world.resume(line)  # mostly of none
+            self._paused = [each for each in self._paused if each != line]
+        elif lane or tenant:
+            self._world.pause(line)
+            self._paused = [*(each for each in self._paused if each != line), line]
 
     def _detach(self) -> None:
         rng = self._rng

@@ -48,6 +48,7 @@ from contract.jobs import (
 )
 from contract.keys import Keys
 from contract.library import library_source
+from contract.pauses import Line, Pause, Pauses
 from tests.clock import TEST_CLOCK, with_test_clock
 from tests.oracle.audit import Audit
 from tests.oracle.feeders import Feeders
@@ -106,6 +107,7 @@ class World:
         self.client.set(self.keys.of("memory"), "free")
         self.async_client = connect(self.redis_url)
         self.functions = Functions(self.async_client, self.keys)
+        self.pauses = Pauses(self.async_client, self.keys)
         self.audit = Audit(self.client, self.keys)
         self.postmen = Postmen(self)
         self.feeders = Feeders(self)
@@ -240,6 +242,12 @@ class World:
 
     def detach(self, job_id: str, tenant: str, deadline_s: float, retention_s: float) -> None:
         self._both("detach", job_id, tenant, deadline_s=deadline_s, retention_s=retention_s)
+
+    def pause(self, line: Line) -> None:
+        self._both("pause", line, "operator")
+
+    def resume(self, line: Line) -> None:
+        self._both("resume", line, "operator")
 
     def attend(self, job_ids: list[str]) -> None:
         self._both("attend", job_ids)
@@ -376,7 +384,8 @@ class World:
     def _both(self, name: str, *args: Any, sort: bool = False, **options: Any) -> Any:
         """Calls function and reference, compares replies and records, and audits Redis."""
         self.hold_clock()
-        there = _comparable(self._call(getattr(self.functions, name), *args, **options))
+        functions = self.pauses if name in ("pause", "resume") else self.functions
+        there = _comparable(self._call(getattr(functions, name), *args, **options))
         here = _comparable(_outcome(lambda: getattr(self.reference, name)(*args, **options)))
         if sort:
             there, here = _by_id(there), _by_id(here)
@@ -541,6 +550,8 @@ def _kinds(reply: Any) -> list[str]:
         return [f"{code} {limit}" if code in ("tenant_quota", "lane_full") else code]
     if isinstance(reply, tuple):
         return [str(reply[0])]
+    if isinstance(reply, Pause):
+        return ["paused"]
     if isinstance(reply, bool):
         return [str(reply)]
     if isinstance(reply, int):

@@ -1,0 +1,136 @@
+"""POST /v1/lanes/pause and /v1/lanes/resume; GET /v1/lanes/paused."""
+
+from typing import Annotated, Literal, Self
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, model_validator
+
+from contract.api_keys import Scope
+from contract.jobs import DEFAULT_LANES
+from contract.pauses import Line, Pause, PausedBy, PausedByOperator, TooManyPauses
+from gateway.follow.job_objects import UnixSeconds
+from gateway.http.errors import MISSING, ApiError, invalid_value, no_such_model, not_found
+from gateway.http.handlers import answers
+from gateway.prepare.admission import Caller, JobsReader, JobsWriter
+from gateway.prepare.unsupported import OwnModel, refusal
+from gateway.routes.requests import StrictRoute, WellFormed
+from gateway.state import Gateway, ThisGateway
+
+router = APIRouter(route_class=StrictRoute, tags=["lanes"], responses=answers(401, 403, 429))
+
+Name = Annotated[str | None, Field(min_length=1, max_length=256, pattern=r"^[^\s*]+$")]
+
+
+class PauseBody(OwnModel):
+    """What to pause or to resume: at least one of these."""
+
+    lane: Name = Field(None, description="only this lane")
+    tenant: Name = Field(
+        None, description="only this tenant; without the scope `admin` always the key's own"
+    )
+    model: Name = Field(None, description="only this model")
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Self:
+        if self.lane is None and self.tenant is None and self.model is None:
+            raise refusal("give a lane, a tenant or a model", "lane", MISSING)
+        return self
+
+
+class PauseObject(BaseModel):
+    """Null: all. `by`: `operator` or `tenant`, who may both end a tenant's pause."""
+
+    object: Literal["pause"] = "pause"
+    lane: str | None
+    tenant: str | None
+    model: str | None
+    since: UnixSeconds
+    by: PausedBy
+
+
+class PauseList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[PauseObject]
+
+
+class Resumed(BaseModel):
+    object: Literal["pause"] = "pause"
+    lane: str | None
+    tenant: str | None
+    model: str | None
+    resumed: Literal[True] = True
+
+
+@router.post("/v1/lanes/pause", responses=answers(404, 415))
+async def pause_lane(
+    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, asked: PauseBody
+) -> PauseObject:
+    """Refuses new jobs with `lane_paused` and keeps the waiting ones in order; running ones go
+    on."""
+    line, by = _line(caller, asked)
+    await _check_names(gateway, line)
+    try:
+        pause = await gateway.broker.ask_pauses(lambda pauses: pauses.pause(line, by))
+    except TooManyPauses:
+        message = "tenants may have no more pauses: resume one first"
+        raise ApiError(429, "tenant_quota", message) from None
+    return _shown(pause)
+
+
+@router.post("/v1/lanes/resume", responses=answers(404, 415))
+async def resume_lane(
+    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, asked: PauseBody
+) -> Resumed:
+    """Ends the pause of the same names; 404 if there is none."""
+    line, by = _line(caller, asked)
+    try:
+        was_paused = await gateway.broker.ask_pauses(lambda pauses: pauses.resume(line, by))
+    except PausedByOperator:
+        message = "an operator has paused this: a key with the scope 'admin' can resume it"
+        raise ApiError(403, "missing_scope", message) from None
+    if not was_paused:
+        raise not_found("this pause", "pause_not_found")
+    return Resumed(**_names(line))
+
+
+@router.get("/v1/lanes/paused")
+async def list_pauses(caller: JobsReader, gateway: ThisGateway) -> PauseList:
+    """What is paused, the oldest first: all for `admin`, else what holds the tenant's jobs."""
+    found = await gateway.broker.ask_pauses(lambda pauses: pauses.all())
+    is_admin = caller.has(Scope.ADMIN)
+    own = [each for each in found if is_admin or each.line.tenant in ("", caller.tenant)]
+    return PauseList(data=[_shown(each) for each in own])
+
+
+def _line(caller: Caller, asked: PauseBody) -> tuple[Line, PausedBy]:
+    """What is meant, and by whom. Raises ApiError without the right to it."""
+    line = Line(asked.model or "", asked.lane or "", asked.tenant or "")
+    if caller.has(Scope.ADMIN):
+        return line, "operator"
+    if line.tenant not in ("", caller.tenant):
+        caller.check_scope(Scope.ADMIN)
+    if caller.terms.lanes:
+        caller.check_lane(line.lane)
+    return Line(line.model, line.lane, caller.tenant), "tenant"
+
+
+async def _check_names(gateway: Gateway, line: Line) -> None:
+    """Raises ApiError for a lane or a model that does not exist: nothing would be paused."""
+    cards = await gateway.broker.known.models()
+    lanes = {*DEFAULT_LANES, *(lane for card in cards.values() for lane in card.lanes)}
+    if line.lane and line.lane not in lanes:
+        raise invalid_value("lane", f"lane must be one of {', '.join(sorted(lanes))}")
+    if line.model and line.model not in cards:
+        raise no_such_model(line.model, cards)
+
+
+def _names(line: Line) -> dict[str, str | None]:
+    return {
+        "lane": line.lane or None,
+        "tenant": line.tenant or None,
+        "model": line.model or None,
+    }
+
+
+def _shown(pause: Pause) -> PauseObject:
+    return PauseObject(**_names(pause.line), since=pause.since_ms / 1000, by=pause.by)
