@@ -46,7 +46,7 @@ _API_KEYS = "api_keys api_key key_pepper"
 
 _READING_FUNCTIONS = "read list quote outbox_dead snapshot watch"
 _GATEWAY_FUNCTIONS = (
-    "enter submit cancel delete detach reprioritise attend sweep pause resume outbox_replay "
+    "enter submit cancel delete detach drain reprioritise attend sweep pause resume outbox_replay "
     + _READING_FUNCTIONS
 )
 _FILE_FUNCTIONS = (
@@ -75,8 +75,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             purpose="batchway gateway, and the functions in front on AWS",
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS}",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
-            keeps=f"{_JOB_KEYS} {_FILE_KEYS} dead idem memory object_store promised wanted",
-            reads=f"clock {_FLEET_KEYS} {_API_KEYS} deliveries",
+            keeps=f"{_JOB_KEYS} {_FILE_KEYS} dead idem memory object_store promised wanted worker",
+            reads=f"clock pool workers models model tokenizer {_API_KEYS} deliveries",
             channels="ev wake ctl",
         ),
         "worker": RedisRole(

@@ -97,7 +97,7 @@ function chart(parent, title, series, format, scales) {
     label, stroke: colour(LINES[i]), width: 2, spanGaps: false, value: (_, value) => (value === null ? "–" : format(value)),
   }));
   const plot = new uPlot({
-    width: Math.max(200, box.clientWidth - 16), height: 180, cursor: { drag: { x: false, y: false } },
+    width: Math.max(200, box.clientWidth - 16), height: 180, legend: { live: false }, cursor: { drag: { x: false, y: false } },
     axes: axes(format), scales, series: [{}, ...shown],
   }, [[], ...series.map(() => [])], box);
   new ResizeObserver(() => plot.setSize({ width: Math.max(200, box.clientWidth - 16), height: 180 })).observe(box);
@@ -287,7 +287,7 @@ function drawSteps() {
     const series = [["measured"], ["predicted"]];
     const plain = axes(seconds);
     steps = new uPlot({
-      width: Math.max(200, $("steps").clientWidth), height: 220, cursor: { drag: { x: false, y: false } }, scales: { x: { time: false } }, axes: plain,
+      width: Math.max(200, $("steps").clientWidth), height: 220, legend: { live: false }, cursor: { drag: { x: false, y: false } }, scales: { x: { time: false } }, axes: plain,
       series: [{ label: "sequences in a step" }, ...series.map(([label], i) => ({ label, stroke: colour(LINES[i]), width: 2, points: { show: true, size: 6 }, value: (_, value) => seconds(value) }))],
     }, [[], [], []], $("steps"));
     new ResizeObserver(() => steps.setSize({ width: Math.max(200, $("steps").clientWidth), height: 220 })).observe($("steps"));

@@ -187,6 +187,7 @@ AnyCaller = Annotated[Caller, Security(counted_caller)]
 Inference = Annotated[Caller, Security(counted_caller, scopes=[Scope.INFERENCE])]
 JobsReader = Annotated[Caller, Security(counted_caller, scopes=[Scope.JOBS_READ])]
 JobsWriter = Annotated[Caller, Security(counted_caller, scopes=[Scope.JOBS_WRITE])]
+Admin = Annotated[Caller, Security(counted_caller, scopes=[Scope.ADMIN])]
 MetricsReader = Annotated[Caller, Security(counted_caller, scopes=[Scope.METRICS])]
 
 

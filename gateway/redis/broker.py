@@ -342,6 +342,11 @@ class Broker:
         """One call to the outbox of callbacks. Raises WireError."""
         return await self._call(lambda: ask(self._outbox))
 
+    async def drain(self, incarnation: str) -> bool:
+        """Orders a worker to drain; False if there is none. Raises BrokerUnavailable."""
+        [is_there] = await self._call(lambda: self._functions.drain([incarnation]))
+        return is_there
+
     async def ask_pauses(self, ask: Callable[[Pauses], Awaitable[T]]) -> T:
         """One call to what is paused. Raises TooManyPauses, PausedByOperator, WireError."""
         return await self._call(lambda: ask(self._pauses))

@@ -1,4 +1,5 @@
-"""POST /v1/lanes/pause and /v1/lanes/resume; GET /v1/lanes/paused."""
+"""What operators do with a fleet: POST /v1/lanes/pause and /v1/lanes/resume; GET /v1/lanes/paused;
+POST /v1/workers/{id}/drain."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,7 +12,7 @@ from contract.pauses import Line, Pause, PausedBy, PausedByOperator, TooManyPaus
 from gateway.follow.job_objects import UnixSeconds
 from gateway.http.errors import MISSING, ApiError, invalid_value, no_such_model, not_found
 from gateway.http.handlers import answers
-from gateway.prepare.admission import Caller, JobsReader, JobsWriter
+from gateway.prepare.admission import Admin, Caller, JobsReader, JobsWriter
 from gateway.prepare.unsupported import OwnModel, refusal
 from gateway.routes.requests import StrictRoute, WellFormed
 from gateway.state import Gateway, ThisGateway
@@ -61,6 +62,16 @@ class Resumed(BaseModel):
     resumed: Literal[True] = True
 
 
+class DrainedWorker(BaseModel):
+    id: str
+    object: Literal["worker"] = "worker"
+    state: Literal["draining"] = "draining"
+
+
+class NoFields(OwnModel):
+    """An empty object."""
+
+
 @router.post("/v1/lanes/pause", responses=answers(404, 415))
 async def pause_lane(
     caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, asked: PauseBody
@@ -100,6 +111,17 @@ async def list_pauses(caller: JobsReader, gateway: ThisGateway) -> PauseList:
     is_admin = caller.has(Scope.ADMIN)
     own = [each for each in found if is_admin or each.line.tenant in ("", caller.tenant)]
     return PauseList(data=[_shown(each) for each in own])
+
+
+@router.post("/v1/workers/{worker_id}/drain", responses=answers(404, 415))
+async def drain_worker(
+    _caller: Admin, _checked: WellFormed, gateway: ThisGateway, worker_id: str, _body: NoFields
+) -> DrainedWorker:
+    """Orders a worker to take no more jobs, to give back those that do not end in time, and to
+    exit."""
+    if not await gateway.broker.drain(worker_id):
+        raise not_found(f"the worker {worker_id[:64]!r}", "worker_not_found")
+    return DrainedWorker(id=worker_id)
 
 
 def _line(caller: Caller, asked: PauseBody) -> tuple[Line, PausedBy]:

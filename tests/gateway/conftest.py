@@ -35,9 +35,9 @@ def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
 
 
 @contextmanager
-def running_gateway(settings: GatewaySettings) -> Iterator[str]:
-    """Runs a gateway in its own thread; yields its base URL."""
-    listener = bind(settings, "127.0.0.1", 0)
+def running_gateway(settings: GatewaySettings, *, port: int = 0) -> Iterator[str]:
+    """Runs a gateway in its own thread; yields its base URL. `port`: 0 for a free one."""
+    listener = bind(settings, "127.0.0.1", port)
     server = build_server(settings)
     thread = threading.Thread(
         target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True

@@ -51,6 +51,7 @@ REPLIES = {
     "quote": ("OK", *REFUSALS),
     "read": ("place", "nothing"),
     "snapshot": ("totals",),
+    "watch": ("some", "none"),
     "claim": ("job", "alone", "nothing"),
     "mine": ("job", "nothing"),  # and "alone", seldom
     "append": (

@@ -481,6 +481,13 @@ class World:
             num_running = sum(state not in TERMINAL_STATUSES for state in states) - num_queued
             assert (found.num_queued, found.num_running) == (num_queued, num_running), lane
         self.replies["snapshot totals"] += 1
+        watched = self.loop.run_until_complete(self.functions.watch("m", LANES))
+        for job in watched.held:
+            record = self.reference.records[job.job_id]
+            here = record.owner, record.job.tenant, record.lane, record.attempt, record.num_tokens
+            there = job.worker, job.tenant, job.lane, job.attempt, job.num_output_tokens
+            assert there == here, job.job_id
+        self.replies["watch some" if watched.held else "watch none"] += 1
 
     def read(self, job_id: str, tenant: str) -> None:
         """Compares the reported place of a job."""

@@ -1,0 +1,278 @@
+"""The front door and the console, in a real Chromium: what a call changes, the pages show."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+from axe_playwright_python.base import AXE_FILE_PATH
+from playwright.async_api import Browser, Page, expect
+
+from contract.api_keys import ApiKeys, KeyTerms, Scope
+from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Claimed
+from contract.functions import Functions
+from contract.jobs import FinishReason
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.browser import chromium, needs_chromium
+from tests.fakes import encode_text
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+
+pytestmark = [pytest.mark.anyio, needs_chromium]
+
+JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
+VIEWS = ("overview", "batch", "jobs", "flows")
+HOSTILE = (
+    "<script>window.hit=1</script>",
+    "<img src=x onerror=window.hit=1>",
+    "\"><svg onload='window.hit=1'>",
+    "javascript:window.hit=1",
+    "{{constructor.constructor('window.hit=1')()}}",
+    "</td></table><iframe srcdoc='<script>parent.hit=1</script>'></iframe>",
+    "'-window.hit=1-'",
+)
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    async with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+async def page(browser: Browser, gateway_url: str) -> AsyncIterator[Page]:
+    """A page that fails its test if a script fails or the policy forbids something."""
+    context = await browser.new_context(base_url=gateway_url)
+    page = await context.new_page()
+    problems = watch_for_problems(page)
+    yield page
+    assert problems == []
+    await context.close()
+
+
+def watch_for_problems(page: Page) -> list[str]:
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on(
+        "console",
+        lambda message: (
+            problems.append(message.text) if "Content Security Policy" in message.text else None
+        ),
+    )
+    page.on("dialog", lambda dialog: problems.append(dialog.message))
+    return problems
+
+
+async def submit(http: httpx.AsyncClient, **changes: Any) -> str:
+    answer = await http.post("/v1/jobs", json=JOB | changes)
+    assert answer.status_code == 202, answer.text
+    job_id: str = answer.json()["id"]
+    return job_id
+
+
+async def say(worker: FakeWorker, claimed: Claimed, number: int, text: str, *, end: bool) -> None:
+    """The job's next event: four bytes, each a token."""
+    assert len(encode_text(text)) == 4
+    reason = FinishReason.STOP if end else None
+    delta = ChoiceDelta(0, 4 * (number - 1), encode_text(text), text, reason)
+    await worker.say(claimed, number, Tokens((delta,)))
+
+
+async def test_each_view_shows_what_a_call_changed(
+    page: Page, http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """Without a reload: a waiting job in its lane and tenant, then in the batch, then ended in the
+    list; a pause and its end by the console's own buttons."""
+    await page.goto("/console")
+    lane = page.locator("#lanes tr", has_text="standard")
+    await expect(lane.locator("td").nth(3)).to_have_text("0", timeout=20_000)
+    job_id = await submit(http)
+    await expect(lane.locator("td").nth(3)).to_have_text("1", timeout=10_000)
+    await expect(page.locator("#tenants tr", has_text="default")).to_contain_text("standard")
+
+    await page.locator("#tab-batch").click()
+    claimed = await idle_worker.claim()
+    held = page.locator("#held tr", has_text=job_id[-8:])
+    await expect(held).to_contain_text("prefill", timeout=10_000)
+    await say(idle_worker, claimed, 1, "abcd", end=False)
+    await expect(held).to_contain_text("decode", timeout=10_000)
+
+    await page.locator("#tab-jobs").click()
+    listed = page.locator("#list tr", has_text=job_id[-8:])
+    await expect(listed).to_contain_text("running", timeout=10_000)
+    await say(idle_worker, claimed, 2, "efgh", end=True)
+    await idle_worker.finish(claimed, 3)
+    await expect(listed).to_contain_text("succeeded", timeout=10_000)
+    await listed.locator("a").click()
+    await expect(page.locator("#job")).to_contain_text("attempt 1")
+    assert "abcdefgh" not in await page.locator("#job").inner_text()
+    await page.locator("#job button", has_text="with output").click()
+    await expect(page.locator("#job pre")).to_contain_text("abcd", timeout=10_000)
+
+    await page.locator("#tab-overview").click()
+    await lane.locator("button", has_text="Pause").click()
+    await page.locator("#confirm-yes").click()
+    await expect(lane).to_contain_text("paused", timeout=10_000)
+    refused = await http.post("/v1/completions", json=JOB["body"])
+    assert refused.json()["error"]["code"] == "lane_paused"
+    await expect(page.locator("#refusals")).to_contain_text("lane_paused", timeout=10_000)
+    await lane.locator("button", has_text="Resume").click()
+    await page.locator("#confirm-no").click()
+    await expect(lane).to_contain_text("paused")
+    await lane.locator("button", has_text="Resume").click()
+    await page.locator("#confirm-yes").click()
+    await expect(lane).to_contain_text("open", timeout=10_000)
+
+
+async def test_a_waiting_job_is_moved_and_cancelled_from_its_page(
+    page: Page, http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    job_id = await submit(http, metadata={"team": "blue"})
+    await submit(http)
+    await page.goto("/console#jobs")
+    await page.locator("#f-metadata").fill("team=blue")
+    await page.locator("#f-metadata").press("Tab")
+    await expect(page.locator("#list tr")).to_have_count(1, timeout=10_000)
+    await page.locator("#list a").click()
+    await page.locator("#to-lane").fill("batch")
+    await page.locator("#job button", has_text="Move").click()
+    await page.locator("#confirm-yes").click()
+    await expect(page.locator("#list tr")).to_contain_text("batch", timeout=10_000)
+    await page.locator("#job button", has_text="Cancel").click()
+    await page.locator("#confirm-yes").click()
+    await expect(page.locator("#list tr")).to_contain_text("cancelled", timeout=10_000)
+    assert (await http.get(f"/v1/jobs/{job_id}")).json()["status"] == "cancelled"
+
+
+async def test_the_answer_goes_on_after_the_gateway_was_restarted(
+    browser: Browser, redis_server: EmbeddedRedis, idle_worker: FakeWorker
+) -> None:
+    """The chat box resumes by itself and says so; the page has each token once."""
+    settings = make_settings(redis_server.url)
+    words = [f"{number:03d} " for number in range(40)]
+    page = await (await browser.new_context()).new_page()
+    problems = watch_for_problems(page)
+    with running_gateway(settings) as url:
+        await page.goto(url)
+        await page.locator("#said").fill("Count.")
+        await page.locator("#send").click(timeout=20_000)
+        claimed = await idle_worker.claim()
+        for number, word in enumerate(words[:20], 1):
+            await say(idle_worker, claimed, number, word, end=False)
+        await expect(page.locator("#talk")).to_contain_text("019", timeout=10_000)
+    await expect(page.locator("#status")).to_contain_text("broke", timeout=10_000)
+    for number, word in enumerate(words[20:], 21):
+        await say(idle_worker, claimed, number, word, end=number == len(words))
+    await idle_worker.finish(claimed, len(words) + 1)
+    with running_gateway(settings, port=int(url.rpartition(":")[2])):
+        await expect(page.locator("#status")).to_contain_text("resumed after", timeout=20_000)
+        said = await page.locator("#talk .said").last.text_content()
+        assert said == "".join(words)
+    assert problems == []
+
+
+async def test_hostile_names_and_texts_stay_text(
+    page: Page,
+    http: httpx.AsyncClient,
+    idle_worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    functions: Functions,
+) -> None:
+    """In metadata, outputs, names of models and reasons of failures: nothing runs, and the policy
+    is not even needed."""
+    for number, text in enumerate(HOSTILE):
+        await submit(http, metadata={"note": text})
+        name = text.replace("/", "").replace(" ", "/")
+        await publish_model(redis_client, keys, name)
+        await FakeWorker(functions, model=name, incarnation=f"w{number}-{text}").beat()
+    claimed = await idle_worker.claim()
+    shown = ChoiceDelta(0, 0, (97,), "".join(HOSTILE), FinishReason.STOP)
+    await idle_worker.say(claimed, 1, Tokens((shown,)))
+    await idle_worker.finish(claimed, 2)
+    await page.goto("/")
+    await expect(page.locator("#models tr")).to_have_count(len(HOSTILE) + 1, timeout=20_000)
+    for name in VIEWS:
+        await page.goto(f"/console#{name}")
+        await expect(page.locator("#live")).to_contain_text("live", timeout=20_000)
+        for option in await page.locator("#model option").all_inner_texts():
+            await page.locator("#model").select_option(option)
+    await page.goto(f"/console#jobs/{claimed.job.id}")
+    await page.locator("#job button", has_text="with output").click(timeout=20_000)
+    await expect(page.locator("#job pre")).to_contain_text("window.hit", timeout=10_000)
+    assert await page.evaluate("window.hit") is None
+    assert await page.locator("iframe, td svg, td img, main script").count() == 0
+
+
+async def test_a_login_and_what_a_tenant_cannot_do(
+    browser: Browser,
+    redis_server: EmbeddedRedis,
+    idle_worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """A wrong key is told so; a tenant's page has no workers and no other tenant's jobs; scripts
+    cannot read the cookie."""
+    api_keys = ApiKeys(redis_client, keys)
+    own, _ = await api_keys.create(KeyTerms(tenant="own"))
+    other, _ = await api_keys.create(KeyTerms(tenant="other", scopes=(Scope.ADMIN,)))
+    with running_gateway(make_settings(redis_server.url)) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            headers = {"authorization": f"Bearer {other}"}
+            assert (await http.post("/v1/jobs", json=JOB, headers=headers)).status_code == 202
+        page = await (await browser.new_context(base_url=url)).new_page()
+        await page.goto("/console#jobs")
+        await page.locator("#login-key").fill("bw-nonsense", timeout=20_000)
+        await page.locator("#login button").click()
+        await expect(page.locator("#login [role=alert]")).to_contain_text("no valid API key")
+        await page.locator("#login-key").fill(own)
+        await page.locator("#login-key").press("Enter")
+        await expect(page.locator("#who")).to_contain_text("tenant own", timeout=20_000)
+        assert await page.evaluate("document.cookie") == ""
+        await expect(page.locator("#live")).to_contain_text("live", timeout=20_000)
+        assert await page.locator("#list tr").count() == 0
+        await page.locator("#tab-overview").click()
+        assert await page.locator("#workers tr, #lanes tr, #tenants tr").count() == 0
+        await page.locator("#who button").click()
+        await expect(page.locator("#login-key")).to_be_visible(timeout=20_000)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_pages_suit_narrow_screens_keyboards_and_screen_readers(
+    browser: Browser,
+    gateway_url: str,
+    http: httpx.AsyncClient,
+    idle_worker: FakeWorker,
+    scheme: Any,
+) -> None:
+    """At 375 pixels nothing is wider than the screen; axe-core finds nothing serious; arrows move
+    between the tabs."""
+    await submit(http)
+    await idle_worker.claim()
+    context = await browser.new_context(
+        base_url=gateway_url, viewport={"width": 375, "height": 700}, color_scheme=scheme
+    )
+    page = await context.new_page()
+    for path in ("/", *(f"/console#{name}" for name in VIEWS)):
+        await page.goto(path)
+        await expect(page.locator("#live, #chosen")).to_be_visible(timeout=20_000)
+        await expect(page.locator("#model option")).to_have_count(1, timeout=20_000)
+        width = await page.evaluate("document.scrollingElement.scrollWidth")
+        assert width <= 375, path
+        await page.evaluate(AXE_FILE_PATH.read_text())
+        found = json.loads(await page.evaluate("axe.run().then((r) => JSON.stringify(r))"))
+        serious = [
+            (each["id"], [node["html"] for node in each["nodes"]])
+            for each in found["violations"]
+            if each["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], path
+    await page.locator("#tab-flows").focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(page.locator("#overview")).to_be_visible()
+    assert await page.evaluate("document.activeElement.id") == "tab-overview"
+    await context.close()

@@ -1,0 +1,185 @@
+"""The pages over HTTP: their policy, sessions of browsers, and who sees what in the feed."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.api_keys import ApiKeys, KeyTerms, Scope
+from contract.keys import Keys
+from gateway.redis.key_ring import csrf_token
+from infra.embedded_redis import EmbeddedRedis
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker
+
+pytestmark = pytest.mark.anyio
+
+PAGES = ("/", "/docs", "/console", "/assets/console.js", "/assets/vendor/uPlot.iife.min.js")
+JOB = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
+
+
+@pytest.fixture
+async def fresh(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client, with a browser's jar of cookies, of a gateway that remembers no key."""
+    with running_gateway(make_settings(redis_server.url)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            yield client
+
+
+async def key_of(client: redis.asyncio.Redis, keys: Keys, tenant: str, *scopes: Scope) -> str:
+    terms = KeyTerms(tenant=tenant, scopes=scopes) if scopes else KeyTerms(tenant=tenant)
+    return (await ApiKeys(client, keys).create(terms))[0]
+
+
+async def log_in(http: httpx.AsyncClient, key: str) -> dict[str, Any]:
+    answer = await http.post("/console/session", json={"key": key})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def status_of(url: httpx.URL | str, session: str = "") -> int:
+    """The status for a caller of its own, with this session."""
+    async with httpx.AsyncClient() as http:
+        answer = await http.get(url, headers={"cookie": f"batchway_session={session}"})
+    return answer.status_code
+
+
+async def first_state(http: httpx.AsyncClient) -> dict[str, Any]:
+    """The first state of the feed that names a model."""
+    async with http.stream("GET", "/console/feed") as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: ") and (found := json.loads(line[6:])).get("models"):
+                state: dict[str, Any] = found
+                return state
+    raise AssertionError("the feed has ended")
+
+
+async def test_the_pages_need_no_key_and_permit_no_other_script(
+    fresh: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Each has a policy without `unsafe-inline`, and holds no inline script, style or handler."""
+    await key_of(redis_client, keys, "a")
+    for path in PAGES:
+        answer = await fresh.get(path)
+        assert answer.status_code == 200, path
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        if answer.headers["content-type"].startswith("text/html"):
+            assert "<style" not in answer.text
+            assert " style=" not in answer.text
+            assert " on" not in answer.text.replace(" on where", "").partition("<main")[0]
+            assert "<script>" not in answer.text
+    for path in ("/assets/nothing.js", "/assets/../app.py", "/assets/%2e%2e/app.py"):
+        assert (await fresh.get(path)).status_code == 404, path
+
+
+async def test_the_pages_are_off_by_a_setting(redis_server: EmbeddedRedis) -> None:
+    with running_gateway(make_settings(redis_server.url, console=False)) as url:
+        for path in (*PAGES, "/console/feed", "/console/session"):
+            assert await status_of(url + path) == 404, path
+
+
+async def test_a_key_becomes_a_session_that_ends_with_it(
+    fresh: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """The cookie is hidden from scripts and other sites; a wrong key gets none; a revoked key's
+    session is refused."""
+    api_keys = ApiKeys(redis_client, keys)
+    key, prefix = await api_keys.create(KeyTerms(tenant="a"))
+    assert (await fresh.get("/v1/jobs")).status_code == 401
+    answer = await fresh.post("/console/session", json={"key": key[:-1] + "0"})
+    assert answer.status_code == 401 or key.endswith("0")
+    found = await log_in(fresh, key)
+    assert (found["tenant"], found["is_admin"], found["sees_fleet"]) == ("a", False, False)
+    answer = await fresh.post("/console/session", json={"key": key})
+    cookie = answer.headers["set-cookie"]
+    assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Max-Age=3600"))
+    assert key not in cookie
+    assert (await fresh.get("/v1/jobs")).status_code == 200
+    forged = fresh.cookies["batchway_session"]
+    name, last = forged[:-1], forged[-1]
+    for wrong in (f"{name}{'0' if last != '0' else '1'}", forged.replace(prefix, "abcdefgh"), "x"):
+        assert await status_of(fresh.base_url.join("/v1/jobs"), wrong) == 401, wrong
+    end = forged.split("-")[2]
+    later = forged.replace(end, str(int(end) + 3600))
+    assert await status_of(fresh.base_url.join("/v1/jobs"), later) == 401
+
+    token = {"x-csrf-token": (await fresh.get("/console/session")).json()["token"]}
+    assert (await fresh.delete("/console/session")).status_code == 403
+    assert (await fresh.delete("/console/session", headers=token)).status_code == 204
+    assert (await fresh.get("/v1/jobs")).status_code == 401
+    await log_in(fresh, key)
+    await api_keys.revoke(prefix)
+
+    async def is_refused() -> bool:
+        return (await fresh.get("/v1/jobs")).status_code == 401
+
+    await until(is_refused)
+
+
+async def test_a_change_in_a_session_needs_the_pages_token(
+    fresh: httpx.AsyncClient, worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Each method that changes something is refused without it; reading is not."""
+    found = await log_in(fresh, await key_of(redis_client, keys, "a"))
+    token = found["token"]
+    assert token == csrf_token(fresh.cookies["batchway_session"])
+    job = (await fresh.post("/v1/jobs", json=JOB, headers={"x-csrf-token": token})).json()
+    for method, path, body in (
+        ("POST", "/v1/jobs", JOB),
+        ("POST", f"/v1/jobs/{job['id']}/cancel", None),
+        ("PATCH", f"/v1/jobs/{job['id']}", {"lane": "batch"}),
+        ("DELETE", f"/v1/jobs/{job['id']}", None),
+        ("POST", "/v1/lanes/pause", {"tenant": "a"}),
+        ("POST", "/v1/chat/completions", {"model": MODEL, "messages": []}),
+    ):
+        for wrong in ({}, {"x-csrf-token": ""}, {"x-csrf-token": token[:-1] + "g"}):
+            answer = await fresh.request(method, path, json=body, headers=wrong)
+            assert answer.status_code == 403, (method, path, wrong)
+            assert answer.json()["error"]["code"] == "csrf_token_missing"
+    assert (await fresh.get(f"/v1/jobs/{job['id']}")).status_code == 200
+
+
+async def test_tenants_see_their_own_and_operators_all(
+    fresh: httpx.AsyncClient, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Held and waiting jobs of another tenant, workers and lanes are in the feed of those who may
+    read the metrics, and in no other's."""
+    own, other = [await key_of(redis_client, keys, name) for name in ("own", "other")]
+    operators = await key_of(redis_client, keys, "ops", Scope.ADMIN)
+    for key in (own, other, other):
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await fresh.post("/v1/jobs", json=JOB, headers=headers)).status_code == 202
+    await idle_worker.claim()
+    await log_in(fresh, operators)
+    state = await first_state(fresh)
+    assert {row["tenant"] for row in (*state["held"], *state["waiting"])} == {"own", "other"}
+    assert [worker["incarnation"] for worker in state["workers"]] == ["w1"]
+    assert state["lanes"]
+    await log_in(fresh, own)
+    state = await first_state(fresh)
+    assert {row["tenant"] for row in (*state["held"], *state["waiting"])} <= {"own"}
+    assert not {"workers", "lanes", "engines", "refusals", "newest"} & state.keys()
+
+
+async def test_a_worker_is_drained_by_an_operator_alone(
+    fresh: httpx.AsyncClient, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """The order is in the worker's record; an unknown worker is 404."""
+    for scopes, status in (((), 403), ((Scope.ADMIN,), 200)):
+        headers = {"authorization": f"Bearer {await key_of(redis_client, keys, 'a', *scopes)}"}
+        answer = await fresh.post("/v1/workers/w1/drain", json={}, headers=headers)
+        assert answer.status_code == status
+    record = await redis_client.hget(keys.of("worker", "w1"), "order")  # type: ignore[misc]
+    assert record == b"drain"
+    answer = await fresh.post("/v1/workers/nobody/drain", json={}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")
