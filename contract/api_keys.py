@@ -27,6 +27,11 @@ _KEY = re.compile(rf"bw-([a-z0-9]{{{_PREFIX_CHARS}}})-[0-9a-f]{{{2 * _SECRET_BYT
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+def is_tenant(name: str) -> bool:
+    """Whether a tenant may have this name."""
+    return _TENANT.fullmatch(name) is not None
+
+
 class Scope(StrEnum):
     """What a key permits; `admin` includes the others."""
 
@@ -60,7 +65,7 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     retention_s: float = 0.0  # of jobs that request none
 
     def __post_init__(self) -> None:
-        if not _TENANT.fullmatch(self.tenant):
+        if not is_tenant(self.tenant):
             raise ValueError(
                 "a tenant is named by at most 64 letters, digits and ._- that begin with one of "
                 "the first two"

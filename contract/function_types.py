@@ -194,13 +194,16 @@ class Swept(msgspec.Struct, frozen=True):
     num_forgotten: int
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """Filters of a list of jobs; an empty one admits all."""
+class Wanted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Filters of jobs, of a list or an operation; an empty one admits all. The functions read them
+    under their `name` where one is given."""
 
-    statuses: frozenset[JobStatus] = frozenset()
-    lane: str = ""
+    statuses: frozenset[JobStatus] = msgspec.field(default=frozenset(), name="states")
+    lanes: frozenset[str] = frozenset()
     model: str = ""
-    created_after_ms: int = 0
+    error_code: str = msgspec.field(default="", name="code")
+    created_after_ms: int = msgspec.field(default=0, name="since")
+    created_before_ms: int = msgspec.field(default=0, name="before")  # 0: any
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 

@@ -331,16 +331,11 @@ class Functions(Partition):
         max_jobs: int = 20,
         max_looks: int = MAX_LOOKS,
     ) -> JobPage | None:
-        """A tenant's jobs after the job `after`, youngest first; None where that job is not in the
-        list. Reads at most `max_looks` records; omits unreadable ones.
+        """A tenant's jobs (without a tenant: all) after the job `after`, youngest first; None where
+        that job is not in the list. Reads at most `max_looks` records; omits unreadable ones.
         """
-        states = "".join(f"{status} " for status in sorted(wanted.statuses))
-        metadata = [part for pair in wanted.metadata.items() for part in pair]
         reply = await self._call(
-            "list",
-            *(tenant, after, wanted.created_after_ms, max_jobs, max_looks),
-            *(states, wanted.lane, wanted.model, *metadata),
-            reads=True,
+            "list", tenant, after, max_jobs, max_looks, encode(wanted), reads=True
         )
         if reply == [b"NOT_FOUND"]:
             return None

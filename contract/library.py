@@ -18,6 +18,7 @@ LIBRARY = "batchway_v1"
 _SHARED = (  # in this order
     "shared",
     "pauses",
+    "filters",
     "fairness",
     "ledger",
     "outbox",

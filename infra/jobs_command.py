@@ -18,7 +18,7 @@ import msgspec
 
 from contract.catalogue import Catalogue
 from contract.codec import decode_job, decode_metadata
-from contract.connection import broker_errors, connect
+from contract.connection import broker_errors, connect, now_ms
 from contract.errors import JobRefused, wire_errors
 from contract.function_types import JobView, Submission, Submitted, Wanted
 from contract.functions import Functions
@@ -32,7 +32,18 @@ from workers.settings import LANES
 
 JOB_ACTIONS = ("list", "show", "cancel", "delete")
 DEFAULT_TENANT = "default"
-_LIST_HEADING = ("job", "submitted", "status", "model", "lane", "prompt", "output", "metadata")
+ALL_TENANTS = "*"
+_LIST_HEADING = (
+    "job",
+    "tenant",
+    "submitted",
+    "status",
+    "model",
+    "lane",
+    "prompt",
+    "output",
+    "metadata",
+)
 _METADATA = re.compile(r"([^=]{1,64})=(.{0,512})")
 
 
@@ -51,6 +62,9 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
         "status": Option("only this state", tuple(PUBLIC_STATUSES), shown="any"),
         "lane": Option("only this lane", LANES, shown="any"),
         "served_model_name": Option("only this one", opts.NAME, shown="any"),
+        "error_code": Option("only jobs that failed with it", opts.NAME, shown="any"),
+        "older_than": Option("only jobs submitted before so long", opts.SECONDS, shown="any"),
+        "newer_than": Option("only jobs submitted since so long", opts.SECONDS, shown="any"),
         "metadata": Option(
             "only jobs with this metadata; may be repeated",
             Value(_metadata, "NAME=VALUE"),
@@ -76,23 +90,40 @@ def _metadata(raw: str) -> tuple[str, str]:
 
 async def _run_on_job(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Functions, argparse.Namespace], Awaitable[None]]]
-    actions = {"list": _list_jobs, "show": _show_job, "cancel": _cancel, "delete": _delete}
+    actions = {"show": _show_job, "cancel": _cancel, "delete": _delete}
     async with connect(redis_url) as client:
-        await actions[options.kind](Functions(client, Keys(options.namespace)), options)
+        functions = Functions(client, Keys(options.namespace))
+        if options.kind == "list":
+            await _list_jobs(functions, options, await _wanted(client, options))
+        else:
+            await actions[options.kind](functions, options)
 
 
-async def _list_jobs(functions: Functions, options: argparse.Namespace) -> None:
-    wanted = Wanted(
+async def _wanted(client: Any, options: argparse.Namespace) -> Wanted:
+    """The filters of the options; ages by the Redis clock."""
+    at_ms = await now_ms(client)
+
+    def before(age_s: float | None) -> int:
+        return 0 if age_s is None else at_ms - int(age_s * 1000)
+
+    return Wanted(
         statuses=PUBLIC_STATUSES[options.status] if options.status else frozenset(),
-        lane=options.lane or "",
+        lanes=frozenset([options.lane] if options.lane else []),
         model=options.served_model_name or "",
+        error_code=options.error_code or "",
+        created_after_ms=before(options.newer_than),
+        created_before_ms=before(options.older_than),
         metadata=dict(options.metadata),
     )
+
+
+async def _list_jobs(functions: Functions, options: argparse.Namespace, wanted: Wanted) -> None:
+    tenant = "" if options.tenant == ALL_TENANTS else options.tenant
     views: list[JobView] = []
     after = ""
     while len(views) < options.limit:
         room = options.limit - len(views)
-        page = await functions.list_jobs(options.tenant, wanted, after=after, max_jobs=room)
+        page = await functions.list_jobs(tenant, wanted, after=after, max_jobs=room)
         if page is None:
             break  # deleted while we read
         views += page.views
@@ -142,6 +173,7 @@ def _shown(view: JobView) -> dict[str, Any]:
 
     return {
         "id": view.job.id,
+        "tenant": view.job.tenant,
         "status": public_status(view.status),
         "model": view.job.model,
         "lane": view.lane,
@@ -162,7 +194,16 @@ def _job_row(view: JobView) -> tuple[str, ...]:
     metadata = ",".join(f"{name}={value}" for name, value in sorted(view.metadata.items()))
     sizes = (str(view.num_prompt_tokens), str(view.num_output_tokens))
     created, status = date(view.created_ms / 1000), public_status(view.status)
-    return (view.job.id, created, status, view.job.model, view.lane, *sizes, metadata)
+    return (
+        view.job.id,
+        view.job.tenant,
+        created,
+        status,
+        view.job.model,
+        view.lane,
+        *sizes,
+        metadata,
+    )
 
 
 ACTIONS = ("list", "show", "requeue")

@@ -1,49 +1,62 @@
--- list: a tenant's jobs, youngest first; reads a bounded number of records.
+-- list: the jobs of a tenant, or of all, youngest first; reads a bounded number of records.
 -- KEYS  1 tag
--- ARGV  1 tenant  2 after this job ('': from the youngest)  3 created after this time (ms, 0: any)
---       4 jobs at most  5 records read at most  6 states, each followed by a space ('': any)
---       7 lane ('': any)  8 model ('': any)  9… metadata: key, value, …
+-- ARGV  1 tenant ('': all)  2 after this job ('': from the youngest)  3 jobs at most
+--       4 records read at most  5 filters (msgpack, _filters.lua)
 -- reply {'NOT_FOUND'}      the job of argument 2 is not in the list
 --       {'OK', job id, {{field, value, …}, …}}  job to continue after ('': none), records
+local MIN_EACH = 32  -- rows of each tenant that a list of all reads
 
--- Whether a job matches the filters.
-local function matches(key, argv)
-  local state, lane, model, raw = unpack(
-    redis.call('HMGET', key, 'state', 'lane', 'model', 'metadata'))
-  if not state then return false end  -- expired since the last sweep
-  if argv[6] ~= '' and not string.find(argv[6], state .. ' ', 1, true) then return false end
-  if argv[7] ~= '' and argv[7] ~= lane then return false end
-  if argv[8] ~= '' and argv[8] ~= model then return false end
-  if #argv < 9 then return true end
-  if not raw or raw == '' then return false end
-  local metadata = cmsgpack.unpack(raw)
-  for i = 9, #argv, 2 do
-    if metadata[argv[i]] ~= argv[i + 1] then return false end
+-- As filters.rows, of all tenants. It ends where a tenant may have more rows than were read.
+local function rows_of_all(tag, cursor, most)
+  local tenants, rows, last = filters.tenants(tag), {}, nil
+  local each = math.max(MIN_EACH, math.ceil(most / math.max(1, #tenants)))
+  for _, tenant in ipairs(tenants) do
+    local own, is_more = filters.rows(tag .. ':jobs:' .. tenant, cursor, each)
+    for _, row in ipairs(own) do table.insert(rows, row) end
+    if is_more and (not last or filters.is_before(own[#own], last)) then last = own[#own] end
   end
-  return true
+  table.sort(rows, filters.is_before)
+  local is_more = last ~= nil or #rows >= most
+  while #rows > most or last and filters.is_before(last, rows[#rows]) do table.remove(rows) end
+  return rows, is_more
+end
+
+-- Where the list begins; false: the job of the argument is gone.
+local function start_of(tag, tenant, after, before)
+  local start = before > 0 and {created = before, id = ''} or nil
+  if after == '' then return start end
+  local created = tenant ~= '' and redis.call('ZSCORE', tag .. ':jobs:' .. tenant, after)
+    or tenant == '' and redis.call('HGET', tag .. ':job:' .. after, 'created')
+  if not created then return false end
+  local cursor = {created = tonumber(created), id = after}
+  return start and filters.is_before(cursor, start) and start or cursor
+end
+
+local function matches(key, filter)
+  local record = redis.call('HMGET', key, 'state', 'lane', 'model', 'code', 'metadata')
+  return record[1] and filters.match(filter, record, record[5])  -- it may have expired
 end
 
 local function list(keys, argv)
-  local tag, jobs = keys[1], keys[1] .. ':jobs:' .. argv[1]
-  local since, max_jobs, max_looks = tonumber(argv[3]), tonumber(argv[4]), tonumber(argv[5])
-  local first = 0
-  if argv[2] ~= '' then
-    local rank = redis.call('ZREVRANK', jobs, argv[2])
-    if not rank then return {'NOT_FOUND'} end
-    first = rank + 1
+  local tag, tenant, filter = keys[1], argv[1], filters.unpack(argv[5])
+  local max_jobs, max_looks = tonumber(argv[3]), tonumber(argv[4])
+  local cursor = start_of(tag, tenant, argv[2], filter.before)
+  if cursor == false then return {'NOT_FOUND'} end
+  local rows, is_more
+  if tenant == '' then
+    rows, is_more = rows_of_all(tag, cursor, max_looks)
+  else
+    rows, is_more = filters.rows(tag .. ':jobs:' .. tenant, cursor, max_looks)
   end
   local found = {}
-  local rows = redis.call('ZREVRANGE', jobs, first, first + max_looks - 1, 'WITHSCORES')
-  for i = 1, #rows, 2 do
-    local id, created = rows[i], tonumber(rows[i + 1])
-    if created <= since then return {'OK', '', found} end
-    local key = tag .. ':job:' .. id
-    if try(matches, key, argv) then  -- not a record that cannot be read
-      if #found == max_jobs then return {'OK', rows[i - 2], found} end
-      table.insert(found, view(tag, rows[i]))
+  for i, row in ipairs(rows) do
+    if row.created <= filter.since then return {'OK', '', found} end
+    if try(matches, tag .. ':job:' .. row.id, filter) then  -- not a record that cannot be read
+      if #found == max_jobs then return {'OK', rows[i - 1].id, found} end
+      table.insert(found, view(tag, row.id))
     end
   end
-  return {'OK', #rows == 2 * max_looks and rows[#rows - 1] or '', found}
+  return {'OK', is_more and rows[#rows].id or '', found}
 end
 
 register('list', list, 'no-writes')

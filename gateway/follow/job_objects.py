@@ -72,6 +72,7 @@ class MemberObject(BaseModel):
 class JobObject(AcceptedJob):
     """The job without its result, which `GET /v1/jobs/{id}` adds."""
 
+    tenant: str
     attempt: int
     metadata: dict[str, str]
     usage: Usage
@@ -177,6 +178,7 @@ def job_object(view: JobView, members: Sequence[MemberRun] = ()) -> JobObject:
         num_output = sum(run.output_tokens for run in members)
     return JobObject(
         **_shown(view.job.id, view.job, view.status, view.lane, view.position),
+        tenant=view.job.tenant,
         attempt=view.attempt,
         metadata=dict(view.metadata),
         usage=Usage(**usage(view.job, num_prompt, num_output)),

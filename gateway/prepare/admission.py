@@ -16,11 +16,11 @@ import msgspec
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
-from contract.api_keys import KeyTerms, Scope
+from contract.api_keys import KeyTerms, Scope, is_tenant
 from contract.callbacks import Callback
 from contract.endpoints import VECTOR_ENDPOINTS
 from contract.function_types import Submission, TenantLimits
-from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
+from contract.jobs import DEFAULT_LANES, Endpoint, Job, SamplingParams, new_job_id
 from contract.model_cards import ModelCard
 from gateway.http.errors import ApiError, bad_request, invalid_value, no_such_model
 from gateway.http.limits import ConcurrencyCap
@@ -37,6 +37,7 @@ from gateway.turns import Owner, Turns, take_turns, turn, work_for
 SESSION_COOKIE = "batchway_session"
 CSRF_HEADER = "x-csrf-token"
 _READING = frozenset(("GET", "HEAD"))
+ALL_TENANTS = "*"
 
 _NO_KEY = ""
 
@@ -99,6 +100,18 @@ class Caller(msgspec.Struct, frozen=True):
 
     def has(self, scope: Scope) -> bool:
         return bool({scope, Scope.ADMIN} & set(self.terms.scopes))
+
+    def tenant_of(self, asked: str, *, may_be_all: bool) -> str:
+        """The tenant that a request names, by default the key's own; '' for `*`, all tenants.
+        Raises ApiError if that needs the scope `admin`."""
+        if asked in ("", self.tenant):
+            return self.tenant
+        self.check_scope(Scope.ADMIN)
+        if asked == ALL_TENANTS and may_be_all:
+            return ""
+        if not is_tenant(asked):
+            raise invalid_value("tenant", "tenant must be the name of one tenant")
+        return asked
 
     def check_scope(self, scope: Scope) -> None:
         """Raises ApiError (403) if the key lacks the scope."""
@@ -349,6 +362,14 @@ def check_lane(card: ModelCard, lane: str) -> None:
     if lane not in card.lanes:
         message = f"lane {lane!r} is none of {', '.join(card.lanes)}"
         raise bad_request("unknown_lane", message, "lane")
+
+
+async def check_is_lane(gateway: Gateway, lane: str) -> None:
+    """Raises ApiError if no model has such a lane."""
+    cards = await gateway.broker.known.models()
+    lanes = {*DEFAULT_LANES, *(name for card in cards.values() for name in card.lanes)}
+    if lane not in lanes:
+        raise invalid_value("lane", f"lane must be one of {', '.join(sorted(lanes))}")
 
 
 def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:

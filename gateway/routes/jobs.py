@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 from contract.function_types import JobView, Quote, Submission, Wanted
-from contract.jobs import DEFAULT_LANES, PUBLIC_STATUSES, Endpoint, Job, JobStatus
+from contract.jobs import PUBLIC_STATUSES, Endpoint, Job, JobStatus
 from gateway.follow.answer_models import EndpointPath
 from gateway.follow.job_objects import (
     AcceptedJob,
@@ -48,6 +48,7 @@ from gateway.prepare.admission import (
     JobsWriter,
     Terms,
     check_goes_on,
+    check_is_lane,
     check_lane,
 )
 from gateway.prepare.calls import prepare_call
@@ -66,7 +67,8 @@ router = APIRouter(route_class=CallRoute, tags=["jobs"], responses=answers(401, 
 AskedJob = Annotated[AnyJob, Body(discriminator="endpoint")]
 
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
-_PARAMETERS = {"status", "lane", "model", "created_after", "limit", "after"}
+_PARAMETERS = {"status", "lane", "model", "error_code", "created_after", "created_before", "tenant"}
+_PARAMETERS |= {"limit", "after"}
 _METADATA_PARAMETER = {
     "name": "metadata",
     "in": "query",
@@ -219,6 +221,9 @@ def _retention_s(settings: GatewaySettings, asked: AnyJob, caller: Caller) -> fl
     return asked.retention_s
 
 
+_Time = Annotated[float, Query(ge=0, le=10**11, description="Unix seconds; 0: any")]
+
+
 class JobList(BaseModel):
     object: Literal["list"] = "list"
     data: list[JobObject]
@@ -255,22 +260,33 @@ async def list_jobs(
     status: Annotated[JobState | None, Query()] = None,
     lane: str = "",
     model: str = "",
-    created_after: Annotated[float, Query(ge=0, le=10**11, description="Unix seconds")] = 0,
+    error_code: str = "",
+    created_after: _Time = 0,
+    created_before: _Time = 0,
+    tenant: Annotated[
+        str, Query(description="for the scope `admin`: another tenant, or `*` for all")
+    ] = "",
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str, Query(description="the `last_id` of the page before")] = "",
 ) -> JobList:
     """A page of the tenant's jobs, youngest first, without results."""
     broker = gateway.broker
-    cards = (await broker.known.models()).values()
-    lanes = {*DEFAULT_LANES, *(lane for card in cards for lane in card.lanes)}
-    if lane and lane not in lanes:
-        raise invalid_value("lane", f"lane must be one of {', '.join(sorted(lanes))}")
-    statuses = PUBLIC_STATUSES[status] if status else frozenset()
-    wanted = Wanted(statuses, lane, model, round(created_after * 1000), metadata)
+    if lane:
+        await check_is_lane(gateway, lane)
+    wanted = Wanted(
+        statuses=PUBLIC_STATUSES[status] if status else frozenset(),
+        lanes=frozenset([lane] if lane else []),
+        model=model,
+        error_code=error_code,
+        created_after_ms=round(created_after * 1000),
+        created_before_ms=round(created_before * 1000),
+        metadata=metadata,
+    )
+    of_tenant = caller.tenant_of(tenant, may_be_all=True)
     await broker.sweep()
     try:
         start = checked_id(after) if after else ""
-        page = await broker.list_jobs(caller.tenant, wanted, after=start, max_jobs=limit)
+        page = await broker.list_jobs(of_tenant, wanted, after=start, max_jobs=limit)
     except UnknownJob:
         message = "after is no job that is kept here: start at the first page"
         raise invalid_value("after", message) from None

@@ -7,12 +7,17 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 
 from contract.api_keys import Scope
-from contract.jobs import DEFAULT_LANES
 from contract.pauses import Line, Pause, PausedBy, PausedByOperator, TooManyPauses
 from gateway.follow.job_objects import UnixSeconds
-from gateway.http.errors import MISSING, ApiError, invalid_value, no_such_model, not_found
+from gateway.http.errors import MISSING, ApiError, no_such_model, not_found
 from gateway.http.handlers import answers
-from gateway.prepare.admission import Admin, Caller, JobsReader, JobsWriter
+from gateway.prepare.admission import (
+    Admin,
+    Caller,
+    JobsReader,
+    JobsWriter,
+    check_is_lane,
+)
 from gateway.prepare.unsupported import OwnModel, refusal
 from gateway.routes.requests import StrictRoute, WellFormed
 from gateway.state import Gateway, ThisGateway
@@ -101,7 +106,8 @@ async def resume_lane(
         raise ApiError(403, "missing_scope", message) from None
     if not was_paused:
         raise not_found("this pause", "pause_not_found")
-    return Resumed(**_names(line))
+    lane, tenant, model = _names(line)
+    return Resumed(lane=lane, tenant=tenant, model=model)
 
 
 @router.get("/v1/lanes/paused")
@@ -138,21 +144,18 @@ def _line(caller: Caller, asked: PauseBody) -> tuple[Line, PausedBy]:
 
 async def _check_names(gateway: Gateway, line: Line) -> None:
     """Raises ApiError for a lane or a model that does not exist: nothing would be paused."""
+    if line.lane:
+        await check_is_lane(gateway, line.lane)
     cards = await gateway.broker.known.models()
-    lanes = {*DEFAULT_LANES, *(lane for card in cards.values() for lane in card.lanes)}
-    if line.lane and line.lane not in lanes:
-        raise invalid_value("lane", f"lane must be one of {', '.join(sorted(lanes))}")
     if line.model and line.model not in cards:
         raise no_such_model(line.model, cards)
 
 
-def _names(line: Line) -> dict[str, str | None]:
-    return {
-        "lane": line.lane or None,
-        "tenant": line.tenant or None,
-        "model": line.model or None,
-    }
+def _names(line: Line) -> tuple[str | None, str | None, str | None]:
+    return line.lane or None, line.tenant or None, line.model or None
 
 
 def _shown(pause: Pause) -> PauseObject:
-    return PauseObject(**_names(pause.line), since=pause.since_ms / 1000, by=pause.by)
+    lane, tenant, model = _names(pause.line)
+    since = pause.since_ms / 1000
+    return PauseObject(lane=lane, tenant=tenant, model=model, since=since, by=pause.by)

@@ -184,7 +184,7 @@ async def test_resuming_wakes_the_workers(
     await redis_client.sadd(keys.of("models"), "m", "n")
     async with redis_client.pubsub() as pubsub:
         await pubsub.psubscribe(keys.of("wake", "*"))
-        woken = []
+        woken: list[str] = []
         for line in (Line(model="m", lane="batch"), Line(tenant="t")):
             await pauses.pause(line, "operator")
             await pauses.resume(line, "operator")

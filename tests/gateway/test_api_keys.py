@@ -190,6 +190,21 @@ async def test_an_idempotency_key_does_not_lead_to_a_job_of_another_lane(
     assert code(call) == (403, "lane_not_allowed")
 
 
+async def test_only_an_admin_lists_the_jobs_of_other_tenants(
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, worker: FakeWorker
+) -> None:
+    """By `tenant`; one's own name is always possible."""
+    acme, admin = await bearer(api_keys), await bearer(api_keys, "ops", scopes=(Scope.ADMIN,))
+    job_id = (await fresh.post("/v1/jobs", json=JOB, headers=acme)).json()["id"]
+    for tenant in ("ops", "*"):
+        answer = await fresh.get("/v1/jobs", params={"tenant": tenant}, headers=acme)
+        assert code(answer) == (403, "missing_scope")
+    for who, tenant in ((acme, "acme"), (admin, "acme"), (admin, "*")):
+        answer = await fresh.get("/v1/jobs", params={"tenant": tenant}, headers=who)
+        assert [each["id"] for each in answer.json()["data"]] == [job_id]
+    assert (await fresh.get("/v1/jobs", headers=admin)).json()["data"] == []
+
+
 async def test_another_tenant_s_job_is_not_found(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:

@@ -9,9 +9,9 @@ import pytest
 import redis.asyncio
 from msgspec.structs import replace
 
-from contract.function_types import Submission
+from contract.function_types import Append, Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
 from gateway.app import create_app
 from gateway.settings import GatewaySettings
@@ -104,6 +104,64 @@ async def test_jobs_are_filtered(idle_worker: FakeWorker, http: httpx.AsyncClien
     assert len(ids(await listed(http, created_after=f"{after - 3600:.3f}"))) == 3
 
 
+async def test_jobs_are_filtered_by_error_and_time(
+    idle_worker: FakeWorker,
+    http: httpx.AsyncClient,
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+) -> None:
+    """`created_before` excludes its own time, as `created_after` does."""
+    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    old = await submit(http)
+    claimed = await idle_worker.claim()
+    end = Append(old, claimed.epoch, 1, fin=JobStatus.FAILED, code="engine_error", message="it")
+    await functions.append(idle_worker.incarnation, [end], lease_s=10)
+    await redis_client.set(TEST_CLOCK, "=1700000010000")
+    young = await submit(http)
+    assert ids(await listed(http, error_code="engine_error")) == [old]
+    assert ids(await listed(http, error_code="poison")) == []
+    assert ids(await listed(http, created_before="1700000010.001")) == [young, old]
+    assert ids(await listed(http, created_before="1700000010")) == [old]
+    between = {"created_after": "1700000000", "created_before": "1700000010"}
+    assert ids(await listed(http, **between)) == []
+
+
+async def test_an_admin_lists_the_jobs_of_all_tenants(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, functions: Functions
+) -> None:
+    """In the order of their submission, page by page; `tenant` names each."""
+    expected: list[str] = []
+    job = Job(
+        id="",
+        tenant="",
+        model=MODEL,
+        lane="standard",
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=(97,),
+        params=SamplingParams(max_tokens=4, seed=0),
+        created_s=0,
+    )
+    for number in range(150):
+        tenant = "busy" if number % 3 else f"t{number % 7}"
+        each = replace(job, id=new_job_id(), tenant=tenant)
+        await functions.submit(each, Submission(4, 60, 60))
+        expected.append(each.id)
+    seen: list[dict[str, Any]] = []
+    page: dict[str, Any] = {"has_more": True}
+    while page["has_more"]:
+        after = {"after": page["last_id"]} if seen else {}
+        page = await listed(http, tenant="*", limit=40, **after)
+        seen += page["data"]
+    order = [(each["timings"]["queued_at"], each["id"]) for each in seen]
+    assert order == sorted(order, reverse=True)
+    assert sorted(each["id"] for each in seen) == sorted(expected)
+    assert {each["tenant"] for each in seen} == {"busy", *(f"t{number}" for number in range(7))}
+    busy = await listed(http, tenant="busy", limit=100)
+    assert len(busy["data"]) == 100
+    assert {each["tenant"] for each in busy["data"]} == {"busy"}
+    assert ids(await listed(http)) == []  # without `tenant`, one's own
+
+
 async def test_jobs_of_an_operators_lane_are_found(
     http: httpx.AsyncClient, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
@@ -160,6 +218,8 @@ async def test_a_rare_job_is_found_behind_many(
         ("status=claimed", "status"),
         ("lane=fast", "lane"),
         ("created_after=yesterday", "created_after"),
+        ("created_before=-1", "created_before"),
+        ("tenant=a%20b", "tenant"),
         ("after=x", "after"),
         ("after=job-0-" + "0" * 32, "after"),
         ("colour=red", "colour"),

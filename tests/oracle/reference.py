@@ -321,12 +321,15 @@ class Reference:
         max_jobs: int = 20,
         max_looks: int = MAX_LOOKS,
     ) -> JobPage | None:
-        records = [r for r in self.records.values() if r.job.tenant == tenant]
+        records = [r for r in self.records.values() if tenant in ("", r.job.tenant)]
         records.sort(key=lambda r: (r.created_ms, r.job.id), reverse=True)
         ids = [r.job.id for r in records]
         if after and after not in ids:
             return None
         first = ids.index(after) + 1 if after else 0
+        if wanted.created_before_ms:
+            younger = [r for r in records if r.created_ms >= wanted.created_before_ms]
+            first = max(first, len(younger))
         looked = records[first : first + max_looks]
         views: list[JobView] = []
         for index, record in enumerate(looked):
@@ -1025,7 +1028,8 @@ def _fence(record: Record | None, incarnation: str, epoch: int) -> Verdict | Job
 def _matches(record: Record, wanted: Wanted) -> bool:
     return (
         (not wanted.statuses or record.state in wanted.statuses)
-        and wanted.lane in ("", record.lane)
+        and (not wanted.lanes or record.lane in wanted.lanes)
+        and wanted.error_code in ("", record.code)
         and wanted.model in ("", record.job.model)
         and wanted.metadata.items() <= record.submission.metadata.items()
     )

@@ -142,7 +142,9 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule(tenant=tenants, lane=st.sampled_from(["", *LANES]), max_looks=st.sampled_from([1, 500]))
     def list_jobs(self, tenant: str, lane: str, max_looks: int) -> None:
-        self.world.list_jobs(tenant, Wanted(lane=lane), max_jobs=2, max_looks=max_looks)
+        self.world.list_jobs(
+            tenant, Wanted(lanes=frozenset([lane] if lane else [])), max_jobs=2, max_looks=max_looks
+        )
 
     @rule(
         data=st.data(),

@@ -219,13 +219,24 @@ class Walk:
             [
                 Wanted(),
                 Wanted(statuses=frozenset(rng.sample(sorted(JobStatus), 3))),
-                Wanted(lane=rng.choice(LANES), model=rng.choice(["", "m", "other"])),
-                Wanted(created_after_ms=self._world.reference.now_ms - 9000),
+                Wanted(lanes=frozenset([rng.choice(LANES)]), model=rng.choice(["", "m", "other"])),
+                self._of_times(),
                 Wanted(metadata=rng.choice(COLOURS)),
             ]
         )
         max_looks = rng.choice([2, 500])
-        self._world.list_jobs(rng.choice(TENANTS), wanted, max_looks=max_looks)
+        tenant = rng.choice(TENANTS)
+        if self._pausing.random() < 0.3:
+            tenant = ""
+        self._world.list_jobs(tenant, wanted, max_looks=max_looks)
+
+    def _of_times(self) -> Wanted:
+        now_ms, draw = self._world.reference.now_ms, self._pausing.random()
+        if draw < 0.3:
+            return Wanted(created_before_ms=now_ms - 3000)
+        if draw < 0.6:
+            return Wanted(error_code="engine_error", created_before_ms=now_ms + 1)
+        return Wanted(created_after_ms=now_ms - 9000)
 
     def _pause(self) -> None:
         """Pauses end more often than they begin."""
