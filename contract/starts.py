@@ -1,5 +1,5 @@
-"""What processes that start workers announce of a model: when its next worker will be ready, or why
-its workers do not stay up; and whether a worker is wanted.
+"""What processes that start workers announce of a model: when its next worker will be ready, how
+many there should be, or why its workers do not stay up; and whether a worker is wanted.
 
 All but the wish are fields of the hash `pool:<model>`. `submit` gives the time in its refusals
 while no worker lives. Such a refusal leaves no job, so the gateway sets `wanted:<model>:<lane>` for
@@ -17,6 +17,9 @@ from contract.errors import wire_errors
 from contract.library import Partition
 
 MAX_REASON = 300  # characters
+ANY_LANE = ""  # of a wish: the lanes of a model that no worker has announced are not known
+DECISION_TTL_S = 60.0  # who sizes a pool decides every few seconds
+_OVERDUE_MS, _OVERDUE_RETRY_MS = 60_000, 1_000  # as in contract/lua/_pools.lua
 _FAILURE = ("failed", "failed_at", "retry_at")  # of `pool:<model>`
 _KEPT_S = 1_800.0  # after the next try, whose start may take long
 
@@ -60,6 +63,30 @@ class Starts(Partition):
             took_s = None if took is None else int(took) / 1000
         if took_s is not None:
             await self.announce(model, starts_in_s + took_s)
+
+    async def expected_s(self, model: str) -> float | None:
+        """The seconds until the announced worker is ready; None where none is announced, or none
+        came. Raises WireError."""
+        now = await now_ms(self._client)
+        with wire_errors("start of a worker"), broker_errors(self._client, "HGET"):
+            ready_at: Any = await self._client.hget(self._key(model), "ready_at")
+            left_ms = int(ready_at or 0) - now
+        return None if left_ms < -_OVERDUE_MS else max(left_ms, _OVERDUE_RETRY_MS) / 1000
+
+    async def decide(self, model: str, num_workers: int) -> None:
+        """Publishes how many workers the pool should have."""
+        value = f"{num_workers} {await now_ms(self._client)}"
+        with wire_errors("start of a worker"), broker_errors(self._client, "HSET"):
+            await self._client.hset(self._key(model), "num_wanted", value)
+
+    async def num_wanted(self, model: str) -> int | None:
+        """How many workers the pool should have; None where nobody has decided it lately. Raises
+        WireError."""
+        now = await now_ms(self._client)
+        with wire_errors("start of a worker"), broker_errors(self._client, "HGET"):
+            raw: Any = await self._client.hget(self._key(model), "num_wanted")
+            num, at_ms = map(int, (raw or b"0 0").split())
+        return num if now - at_ms < DECISION_TTL_S * 1000 else None
 
     async def want(self, model: str, lane: str, for_s: float) -> None:
         """Records that a call was refused for want of a worker. It may come again in `for_s`."""
