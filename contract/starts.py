@@ -64,15 +64,6 @@ class Starts(Partition):
         if took_s is not None:
             await self.announce(model, starts_in_s + took_s)
 
-    async def expected_s(self, model: str) -> float | None:
-        """The seconds until the announced worker is ready; None where none is announced, or none
-        came. Raises WireError."""
-        now = await now_ms(self._client)
-        with wire_errors("start of a worker"), broker_errors(self._client, "HGET"):
-            ready_at: Any = await self._client.hget(self._key(model), "ready_at")
-            left_ms = int(ready_at or 0) - now
-        return None if left_ms < -_OVERDUE_MS else max(left_ms, _OVERDUE_RETRY_MS) / 1000
-
     async def decide(self, model: str, num_workers: int) -> None:
         """Publishes how many workers the pool should have."""
         value = f"{num_workers} {await now_ms(self._client)}"
@@ -134,16 +125,16 @@ class Starts(Partition):
         return found
 
     async def expected(self, model: str) -> ExpectedStart | None:
-        """The model's next worker, as it was announced; None if none is or it is overdue."""
+        """The model's next worker, as it was announced; None if none was, or none came. One that is
+        overdue for less than a minute may be ready at any moment. Raises WireError."""
         now = await now_ms(self._client)
         with wire_errors("start of a worker"), broker_errors(self._client, "HMGET"):
             raw: Any = await self._client.hmget(self._key(model), ["ready_at", "start_ms"])
             ready_ms, took_ms = (int(value or 0) for value in raw)
-        if ready_ms <= now:
+        if now > ready_ms + _OVERDUE_MS:
             return None
-        return ExpectedStart(
-            since_s=(ready_ms - took_ms) / 1000, ready_in_s=(ready_ms - now) / 1000
-        )
+        left_ms = max(ready_ms - now, _OVERDUE_RETRY_MS)
+        return ExpectedStart(since_s=(ready_ms - took_ms) / 1000, ready_in_s=left_ms / 1000)
 
     def _wish_key(self, model: str, lane: str) -> str:
         return self._keys.of("wanted", model, lane)

@@ -77,7 +77,7 @@ class FakeEcs:
         return {"taskArns": [t.arn for t in (self.tasks if desiredStatus == "RUNNING" else lately)]}
 
     def describe_tasks(self, *, tasks: list[str], **_: Any) -> dict[str, Any]:
-        running = [(task, {}) for task in self.tasks]
+        running: list[tuple[Task, dict[str, Any]]] = [(task, {}) for task in self.tasks]
         ended = [
             (task, {"stoppedAt": self._time(tick), **self.reason}) for task, tick in self.stopped
         ]
