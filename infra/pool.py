@@ -101,12 +101,13 @@ class Decision:
 
 def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()) -> Decision:
     needed = max(policy.min_workers, min(policy.max_workers, num_needed(policy, view)))
-    paused_s = breaker_left_s(policy, view)
+    paused_s = breaker_left_s(policy, view.failed_starts_s, view.now_s)
     is_starting = _is_starting(policy, view, memory)
     needs = _recall(policy, view, max(needed, is_starting * view.num_desired), memory)
     since_s = view.now_s if memory.since_s is None else memory.since_s
     if paused_s and max(view.num_starting, needed - view.num_desired) > 0:
-        num, reason = min(view.num_desired, view.num_ready), "breaker"
+        # Workers of a former version stay by their protection, and are not replaced.
+        num, reason = min(view.num_desired, view.num_current), "breaker"
     elif needed > view.num_desired:
         num, reason = _grown(policy, view, needed)
     elif needed == view.num_desired:
@@ -160,14 +161,14 @@ def backlog_over_target(policy: PoolPolicy, view: PoolView) -> float:
     return max((tokens / (rate * target_s) for tokens, target_s in _ahead(policy, view)), default=0)
 
 
-def breaker_left_s(policy: PoolPolicy, view: PoolView) -> float:
+def breaker_left_s(policy: PoolPolicy, failed_starts_s: Sequence[float], now_s: float) -> float:
     """The seconds for which no worker is started, because starts failed in a row; 0: none. There is
     no window of time: a model that fails after an hour of loading must not be tried for ever."""
     until_s, pause_s = -math.inf, policy.breaker_s
-    for at_s in sorted(view.failed_starts_s)[policy.crashes - 1 :]:
+    for at_s in sorted(failed_starts_s)[policy.crashes - 1 :]:
         if at_s >= until_s:  # not one of several that started together
             until_s, pause_s = at_s + pause_s, min(2 * pause_s, policy.breaker_max_s)
-    return max(0.0, until_s - view.now_s)
+    return max(0.0, until_s - now_s)
 
 
 def _rate(policy: PoolPolicy, view: PoolView) -> float:

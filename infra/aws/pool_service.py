@@ -42,6 +42,7 @@ from infra.pool import (
     PoolMemory,
     PoolPolicy,
     PoolView,
+    breaker_left_s,
     decide,
     num_outdated_to_retire,
 )
@@ -185,24 +186,27 @@ class PoolService:
     def size(self, observed: PoolState) -> tuple[Decision, list[str]]:
         """Protects, decides and resizes. Returns also the workers to drain. Raises what boto3
         raises."""
-        live = self.workforce.keep(observed.incarnations)
+        now_s, live = self.clock_s(), self.workforce.keep(observed.incarnations)
+        failed_s = self.failures.look(self.workforce, live, now_s)
         num_desired = self.workforce.num_desired()
         names = [worker.incarnation for worker in observed.workers]
         outdated = self.workforce.outdated(names)
-        num_replaced = num_outdated_to_retire(
-            num_desired,
-            len(names) - len(outdated),
-            len(outdated),
-            self.workforce.min_healthy_share(),
-        )
+        num_replaced = 0
+        if not breaker_left_s(self.policy, failed_s, now_s):  # their successors may start
+            num_replaced = num_outdated_to_retire(
+                num_desired,
+                len(names) - len(outdated),
+                len(outdated),
+                self.workforce.min_healthy_share(),
+            )
         view = PoolView(
-            now_s=self.clock_s(),
+            now_s=now_s,
             queued_tokens=observed.queued_tokens,
             num_desired=num_desired,
             num_ready=len(names) - num_replaced,
             load=sum(worker.load for worker in observed.workers),
             tokens_per_s=observed.tokens_per_s,
-            failed_starts_s=self.failures.look(self.workforce, live, self.clock_s()),
+            failed_starts_s=failed_s,
             is_wanted=observed.is_wanted,
             num_outdated=len(outdated) - num_replaced,
         )

@@ -200,7 +200,7 @@ def test_each_try_that_fails_doubles_the_pause() -> None:
     failed, pauses = [10.0, 10.0, 10.0, 11.0, 12.0], []
     for _ in range(9):
         now_s = max(failed)
-        pauses.append(breaker_left_s(POLICY, view(0, at=now_s, failed_starts_s=failed)))
+        pauses.append(breaker_left_s(POLICY, failed, now_s))
         failed.append(now_s + pauses[-1] + 3_600)
     assert pauses[0] == 900 - 2
     assert pauses[1:] == [1_800, 3_600, 7_200, 14_400, 28_800, 57_600, 86_400, 86_400]
