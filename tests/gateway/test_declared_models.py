@@ -13,6 +13,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from contract.starts import ANY_LANE, Starts
 from infra.embedded_redis import EmbeddedRedis
+from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -65,8 +66,12 @@ async def test_a_call_of_a_declared_model_asks_for_its_first_worker(
 async def test_the_first_worker_may_have_failed(http: httpx.AsyncClient, starts: Starts) -> None:
     """The caller gets the reason, and the next try has something to do."""
     await starts.report_failure(MODEL, "no weights", retry_in_s=900.0)
-    answer = await http.post("/v1/completions", json=TEXT)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_failed")
+
+    async def is_told() -> bool:  # a gateway knows failures a second late
+        answer = await http.post("/v1/completions", json=TEXT)
+        return (answer.status_code, answer.json()["error"]["code"]) == (503, "model_failed")
+
+    await until(is_told)
     assert await starts.is_wanted(MODEL, ANY_LANE)
 
 
