@@ -18,8 +18,10 @@ class JobError:
 @dataclass(frozen=True, slots=True)
 class Job:
     """The state of a job; `raw` is the gateway's whole response. A submission returns only id,
-    status, endpoint, model, lane and `position`.
+    status, endpoint, model, lane, `position` and the wait for a worker.
 
+    `waiting_for` is "worker" while no worker of the model is ready, and `expected_start_s` the
+    seconds until one should be, if that is known.
     `result` is the endpoint's response once the job has ended; for a long result, `result_url` is
     a temporary URL that needs no key. Lists contain neither.
     """
@@ -31,6 +33,8 @@ class Job:
     lane: str
     metadata: Mapping[str, str]
     position: int | None
+    waiting_for: str | None
+    expected_start_s: float | None
     error: JobError | None
     result: Mapping[str, Any] | None
     result_url: str | None
@@ -51,6 +55,8 @@ class Job:
             lane=raw["lane"],
             metadata=raw.get("metadata") or {},
             position=raw.get("position"),
+            waiting_for=raw.get("waiting_for"),
+            expected_start_s=raw.get("expected_start_s"),
             error=JobError(error["code"], error["message"]) if error else None,
             result=raw.get("result"),
             result_url=raw.get("result_url"),

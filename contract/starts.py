@@ -1,5 +1,5 @@
-"""What processes that start workers announce of a model: when its next worker will be ready, or why
-its workers do not stay up; and whether a worker is wanted.
+"""What processes that start workers announce of a model: when its next worker will be ready, how
+many there should be, or why its workers do not stay up; and whether a worker is wanted.
 
 All but the wish are fields of the hash `pool:<model>`. `submit` gives the time in its refusals
 while no worker lives. Such a refusal leaves no job, so the gateway sets `wanted:<model>:<lane>` for
@@ -17,6 +17,9 @@ from contract.errors import wire_errors
 from contract.library import Partition
 
 MAX_REASON = 300  # characters
+ANY_LANE = ""  # of a wish: the lanes of a model that no worker has announced are not known
+DECISION_TTL_S = 60.0  # who sizes a pool decides every few seconds
+_OVERDUE_MS, _OVERDUE_RETRY_MS = 60_000, 1_000  # as in contract/lua/_pools.lua
 _FAILURE = ("failed", "failed_at", "retry_at")  # of `pool:<model>`
 _KEPT_S = 1_800.0  # after the next try, whose start may take long
 
@@ -60,6 +63,21 @@ class Starts(Partition):
             took_s = None if took is None else int(took) / 1000
         if took_s is not None:
             await self.announce(model, starts_in_s + took_s)
+
+    async def decide(self, model: str, num_workers: int) -> None:
+        """Publishes how many workers the pool should have."""
+        value = f"{num_workers} {await now_ms(self._client)}"
+        with wire_errors("start of a worker"), broker_errors(self._client, "HSET"):
+            await self._client.hset(self._key(model), "num_wanted", value)
+
+    async def num_wanted(self, model: str) -> int | None:
+        """How many workers the pool should have; None where nobody has decided it lately. Raises
+        WireError."""
+        now = await now_ms(self._client)
+        with wire_errors("start of a worker"), broker_errors(self._client, "HGET"):
+            raw: Any = await self._client.hget(self._key(model), "num_wanted")
+            num, at_ms = map(int, (raw or b"0 0").split())
+        return num if now - at_ms < DECISION_TTL_S * 1000 else None
 
     async def want(self, model: str, lane: str, for_s: float) -> None:
         """Records that a call was refused for want of a worker. It may come again in `for_s`."""
@@ -107,16 +125,16 @@ class Starts(Partition):
         return found
 
     async def expected(self, model: str) -> ExpectedStart | None:
-        """The model's next worker, as it was announced; None if none is or it is overdue."""
+        """The model's next worker, as it was announced; None if none was, or none came. One that is
+        overdue for less than a minute may be ready at any moment. Raises WireError."""
         now = await now_ms(self._client)
         with wire_errors("start of a worker"), broker_errors(self._client, "HMGET"):
             raw: Any = await self._client.hmget(self._key(model), ["ready_at", "start_ms"])
             ready_ms, took_ms = (int(value or 0) for value in raw)
-        if ready_ms <= now:
+        if now > ready_ms + _OVERDUE_MS:
             return None
-        return ExpectedStart(
-            since_s=(ready_ms - took_ms) / 1000, ready_in_s=(ready_ms - now) / 1000
-        )
+        left_ms = max(ready_ms - now, _OVERDUE_RETRY_MS)
+        return ExpectedStart(since_s=(ready_ms - took_ms) / 1000, ready_in_s=left_ms / 1000)
 
     def _wish_key(self, model: str, lane: str) -> str:
         return self._keys.of("wanted", model, lane)

@@ -158,6 +158,11 @@ class GatewaySettings(BaseSettings):
         "", "secrets that sign callbacks without a secret of their own"
     )
     models: str = _set("", "the `models.yaml` whose flows this gateway publishes and runs")
+    declared_models: _Names = _set(
+        (),
+        "models whose workers are started on demand; a call of one that no worker has announced "
+        "yet starts the first",
+    )
     max_body_bytes: PositiveInt = _set(
         4 * 1024 * 1024,
         "the longest decoded body: 32 bytes for each of 131,072 tokens. English takes 4 to 5 "

@@ -4,6 +4,8 @@ pure: they do no I/O, and the clock is an argument.
 Demand is the sum of two parts: waiting work (for each lane, the tokens ahead of its last one
 divided by what a worker computes in the lane's allowed wait) and running work (how full the workers
 are). Unlike a target on an average, this also works with no workers.
+
+A worker that starts counts as needed: ended now, the next call would wait for another cold start.
 """
 
 import math
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 
 MAX_WORKERS = 8  # by default
 FULL = 0.8  # of a worker's KV cache; above it, sequences preempt each other
+START_LIMIT_S = 3600.0  # of one start: machine, weights and load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +30,10 @@ class PoolPolicy:
     cold_start_s: float = 300.0  # from requesting a worker to its first token
     scale_in_after_s: float = 300.0  # scale in after so long with less demand
     growth: float = 2.0  # at most so many times the ready workers may be starting
-    crashes: int = 3  # workers that end before they are ready …
-    crash_window_s: float = 1800.0  # … within this time open the breaker …
-    breaker_s: float = 900.0  # … for so long; then one may try
+    start_limit_s: float = START_LIMIT_S  # a start that takes longer counts as none
+    crashes: int = 3  # workers in a row that end before they are ready open the breaker …
+    breaker_s: float = 900.0  # … for so long; then one may try. Twice as long after each …
+    breaker_max_s: float = 86_400.0  # … that fails again, at most so long
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_workers <= self.max_workers or self.max_workers < 1:
@@ -50,12 +54,17 @@ class PoolView:
     num_ready: int = 0  # workers with recent heartbeats
     load: float = 0.0  # of the ready, the sum of how full each is: 0 to 1
     tokens_per_s: float | None = None  # of one worker, as measured
-    failed_starts_s: Sequence[float] = ()  # when workers ended that had never been ready
+    failed_starts_s: Sequence[float] = ()  # in a row: when workers ended that had never been ready
     is_wanted: bool = False  # calls were refused lately because no worker was ready
+    num_outdated: int = 0  # of the ready, those that a deployment replaces
+
+    @property
+    def num_current(self) -> int:
+        return self.num_ready - self.num_outdated
 
     @property
     def num_starting(self) -> int:
-        return max(0, self.num_desired - self.num_ready)
+        return max(0, self.num_desired - self.num_current)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +73,14 @@ class PoolMemory:
 
     needs: tuple[tuple[float, int], ...] = ()  # (time, number needed); see _recall
     since_s: float | None = None  # of the first decision
-    started_s: float | None = None  # when the oldest starting worker was requested
+    started_s: float | None = None  # since when workers start without one becoming ready
+    num_current: int = 0  # ready workers of the current version
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The desired number of workers and the reason. `eta_s`: the time until one is ready, or would
-    be if it were requested at once; None while starts are stopped.
+    be if it were requested at once; None while starts are stopped, for `paused_s`.
 
     Workers to retire take no more jobs and end when their jobs have ended.
     """
@@ -81,37 +91,44 @@ class Decision:
     eta_s: float | None
     backlog_s: float
     backlog_over_target: float
-    is_breaker_open: bool = False
+    paused_s: float = 0.0
     memory: PoolMemory = field(default_factory=PoolMemory)
+
+    @property
+    def is_breaker_open(self) -> bool:
+        return self.paused_s > 0
 
 
 def decide(policy: PoolPolicy, view: PoolView, memory: PoolMemory = PoolMemory()) -> Decision:
     needed = max(policy.min_workers, min(policy.max_workers, num_needed(policy, view)))
-    is_open = is_breaker_open(policy, view)
-    needs = _recall(policy, view, needed, memory)
+    paused_s = breaker_left_s(policy, view.failed_starts_s, view.now_s)
+    is_starting = _is_starting(policy, view, memory)
+    needs = _recall(policy, view, max(needed, is_starting * view.num_desired), memory)
     since_s = view.now_s if memory.since_s is None else memory.since_s
-    if is_open and max(view.num_starting, needed - view.num_desired) > 0:
-        num, reason = min(view.num_desired, view.num_ready), "breaker"
+    if paused_s and max(view.num_starting, needed - view.num_desired) > 0:
+        # Workers of a former version stay by their protection, and are not replaced.
+        num, reason = min(view.num_desired, view.num_current), "breaker"
     elif needed > view.num_desired:
         num, reason = _grown(policy, view, needed)
     elif needed == view.num_desired:
         num, reason = needed, "enough"
+    elif is_starting:
+        num, reason = view.num_desired, "starting"
     elif view.now_s - since_s < policy.scale_in_after_s or needs[0][1] >= view.num_desired:
         num, reason = view.num_desired, "not yet"
     else:
         num, reason = needs[0][1], "in"
     num = min(num, policy.max_workers)
     started_s = _started_s(view, memory, num)
-    wait_s = backlog_s(policy, view)
     return Decision(
         num,
-        0 if is_open else max(0, view.num_ready - num),
+        0 if paused_s else max(0, view.num_ready - num),
         reason,
-        None if is_open and not view.num_ready else _eta_s(policy, view, started_s),
-        wait_s,
+        None if paused_s and not view.num_ready else _eta_s(policy, view, started_s),
+        backlog_s(policy, view),
         backlog_over_target(policy, view),
-        is_open,
-        PoolMemory(needs, since_s, started_s),
+        paused_s,
+        PoolMemory(needs, since_s, started_s, view.num_current),
     )
 
 
@@ -144,12 +161,14 @@ def backlog_over_target(policy: PoolPolicy, view: PoolView) -> float:
     return max((tokens / (rate * target_s) for tokens, target_s in _ahead(policy, view)), default=0)
 
 
-def is_breaker_open(policy: PoolPolicy, view: PoolView) -> bool:
-    """Whether starts failed too often to try again now."""
-    lately = [at for at in view.failed_starts_s if view.now_s - at < policy.crash_window_s]
-    if len(lately) < policy.crashes:
-        return False
-    return view.now_s - max(lately) < policy.breaker_s
+def breaker_left_s(policy: PoolPolicy, failed_starts_s: Sequence[float], now_s: float) -> float:
+    """The seconds for which no worker is started, because starts failed in a row; 0: none. There is
+    no window of time: a model that fails after an hour of loading must not be tried for ever."""
+    until_s, pause_s = -math.inf, policy.breaker_s
+    for at_s in sorted(failed_starts_s)[policy.crashes - 1 :]:
+        if at_s >= until_s:  # not one of several that started together
+            until_s, pause_s = at_s + pause_s, min(2 * pause_s, policy.breaker_max_s)
+    return max(0.0, until_s - now_s)
 
 
 def _rate(policy: PoolPolicy, view: PoolView) -> float:
@@ -190,10 +209,18 @@ def _grown(policy: PoolPolicy, view: PoolView, needed: int) -> tuple[int, str]:
     return num, "out" if num > view.num_desired else "starting"
 
 
+def _is_starting(policy: PoolPolicy, view: PoolView, memory: PoolMemory) -> bool:
+    """Whether a start may still succeed. One over its limit, for example for want of a machine,
+    must not keep idle workers."""
+    started_s = view.now_s if memory.started_s is None else memory.started_s
+    return view.num_starting > 0 and view.now_s - started_s < policy.start_limit_s
+
+
 def _started_s(view: PoolView, memory: PoolMemory, num: int) -> float | None:
-    if num <= view.num_ready:
+    if num <= view.num_current:
         return None
-    return view.now_s if memory.started_s is None else memory.started_s
+    has_begun = memory.started_s is None or view.num_current > memory.num_current
+    return view.now_s if has_begun else memory.started_s
 
 
 def _eta_s(policy: PoolPolicy, view: PoolView, started_s: float | None) -> float:

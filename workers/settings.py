@@ -3,7 +3,7 @@
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from contract.jobs import DEFAULT_LANES
@@ -38,6 +38,8 @@ class WorkerSettings:
     candidate_share: float = 0.5  # of the jobs, for the workers of the candidate
     metrics_port: int | None = None  # serves metrics on loopback; None: not served
     auto_truncate: bool = False  # gateways cut prompts that are too long for the model
+    # Of LoadProgress; '': none. Set where a container's entry reads it for its health check.
+    progress_path: str = field(default_factory=lambda: os.environ.get("BATCHWAY_PROGRESS", ""))
 
     def engine_options(self) -> EngineOptions:
         """The engine's options with its file as it is now. Raises ConfigurationError."""

@@ -183,6 +183,12 @@ _ALL = (
         "reason",
         is_gauge=True,
     ),
+    _gateway(
+        "pool_workers_wanted",
+        "Workers that a model's pool should have, as its service decided within the last minute.",
+        "model_name",
+        is_gauge=True,
+    ),
     _gateway("broker_up", "1 where Redis answered for this page, else 0.", is_gauge=True),
     _gateway("webhook_deliveries_total", "Attempts to deliver callbacks, of all.", "outcome"),
     _gateway(

@@ -44,12 +44,14 @@ async def families(gateway: Gateway) -> "tuple[list[Family], Mapping[str, FleetS
     snapshots: Mapping[str, FleetSnapshot] | None
     try:
         snapshots, failures = await known.snapshots(), await known.failures()
+        num_wanted = await known.num_wanted()
     except BrokerUnavailable:
-        snapshots, failures = None, {}
+        snapshots, failures, num_wanted = None, {}, {}
     now: dict[str, Mapping[Labels, int]] = {
         "broker_up": {(): int(snapshots is not None)},
         "unreadable_models": {(): known.num_unreadable},
         "failed_models": {(model, failed.reason): 1 for model, failed in failures.items()},
+        "pool_workers_wanted": {(model,): num for model, num in num_wanted.items()},
     }
     found = [*gateway_families({**gateway.metrics.counts(), **now})]
     if snapshots is not None:

@@ -26,6 +26,7 @@ from gateway.follow.answer_models import (
 from gateway.follow.answers import usage
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
+from gateway.redis.known_models import WorkerWait
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 UnixSeconds = Annotated[float, Field(description="Unix seconds")]
@@ -44,6 +45,12 @@ class AcceptedJob(BaseModel):
     lane: str
     position: int | None = Field(description="jobs ahead; null where it does not wait")
     eta_s: float | None = Field(description="seconds until it starts; null where unknown")
+    waiting_for: Literal["worker"] | None = Field(
+        description="what it waits for beside its turn: no worker of its model is ready"
+    )
+    expected_start_s: float | None = Field(
+        description="seconds until that worker should be ready; null where none is announced"
+    )
     events_url: str
 
 
@@ -144,15 +151,25 @@ def place(position: QueuePosition | None) -> dict[str, Any]:
     return {"position": position.num_jobs_ahead, "eta_s": eta_s}
 
 
-def submitted_object(job: Job, submitted: Submitted, status: JobStatus) -> AcceptedJob:
+def worker_wait_fields(wait: WorkerWait | None) -> dict[str, Any]:
+    """Both null where a worker lives, or the job does not wait."""
+    if wait is None:
+        return {"waiting_for": None, "expected_start_s": None}
+    expected_s = None if wait.expected_s is None else round(wait.expected_s, 1)
+    return {"waiting_for": "worker", "expected_start_s": expected_s}
+
+
+def submitted_object(
+    job: Job, submitted: Submitted, status: JobStatus, wait: WorkerWait | None
+) -> AcceptedJob:
     """The response to a submission. If an earlier job was found, its position is not known."""
     position = submitted.position if submitted.is_new else None
-    return AcceptedJob(**_shown(submitted.job_id, job, status, job.lane, position))
+    return AcceptedJob(**_shown(submitted.job_id, job, status, job.lane, position, wait))
 
 
-def accepted_object(view: JobView) -> AcceptedJob:
+def accepted_object(view: JobView, wait: WorkerWait | None) -> AcceptedJob:
     """The object of a call that has become a job."""
-    return AcceptedJob(**_shown(view.job.id, view.job, view.status, view.lane, view.position))
+    return AcceptedJob(**_shown(view.job.id, view.job, view.status, view.lane, view.position, wait))
 
 
 def has_result(view: JobView) -> bool:
@@ -170,14 +187,16 @@ def accepted_response(shown: AcceptedJob, headers: Mapping[str, str]) -> Respons
     return json_response(shown.model_dump(), status=202, headers={**headers, **own})
 
 
-def job_object(view: JobView, members: Sequence[MemberRun] = ()) -> JobObject:
+def job_object(
+    view: JobView, members: Sequence[MemberRun] = (), wait: WorkerWait | None = None
+) -> JobObject:
     """Returns the object of a job. `members`: the calls of a flow."""
     num_prompt, num_output = view.num_prompt_tokens, view.num_output_tokens
     if view.job.flow is not None and members:
         num_prompt = sum(run.prompt_tokens for run in members)
         num_output = sum(run.output_tokens for run in members)
     return JobObject(
-        **_shown(view.job.id, view.job, view.status, view.lane, view.position),
+        **_shown(view.job.id, view.job, view.status, view.lane, view.position, wait),
         tenant=view.job.tenant,
         attempt=view.attempt,
         metadata=dict(view.metadata),
@@ -220,7 +239,12 @@ def callback_object(found: CallbackState | None) -> dict[str, Any] | None:
 
 
 def _shown(
-    job_id: str, job: Job, status: JobStatus, lane: str, position: QueuePosition | None
+    job_id: str,
+    job: Job,
+    status: JobStatus,
+    lane: str,
+    position: QueuePosition | None,
+    wait: WorkerWait | None,
 ) -> dict[str, Any]:
     return {
         "id": job_id,
@@ -229,6 +253,7 @@ def _shown(
         "model": job.named_model,
         "lane": lane,
         **place(position),
+        **worker_wait_fields(wait),
         "events_url": events_url(job_id),
     }
 

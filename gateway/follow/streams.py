@@ -25,7 +25,7 @@ from contract.response_events import (
 )
 from contract.vector_answers import VectorAnswer
 from gateway.follow.answers import Answer, Chunks, response_logprobs
-from gateway.follow.job_objects import events_url, job_object, place
+from gateway.follow.job_objects import events_url, job_object, place, worker_wait_fields
 from gateway.follow.stored_responses import ended_response, record_of_job, replay
 from gateway.follow.sync_call import SyncCall
 from gateway.http import sse
@@ -35,6 +35,7 @@ from gateway.http.errors import (
     failure_of,
     to_call_error,
 )
+from gateway.redis.broker import Broker
 from gateway.redis.hints import Idle, Reset
 from gateway.state import Gateway
 
@@ -274,10 +275,10 @@ async def job_stream(
         await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     last_id = position.sse_id
-    queue_news = _QueueNews()
+    queue_news = _QueueNews(gateway.broker)
     if position is not START:
         gateway.metrics.note_resumed()
-    yield queue_news.of(view) or sse.COMMENT
+    yield await queue_news.of(view) or sse.COMMENT
     if begun and position is START:
         yield begun
     try:
@@ -300,7 +301,7 @@ async def job_stream(
                     chunks.reset()
                     yield _RESET + _begun(chunks)
                 case Idle(view=read):
-                    if read is not None and (news := queue_news.of(read)):
+                    if read is not None and (news := await queue_news.of(read)):
                         yield news
                         heartbeat.touch()
                     elif heartbeat.is_due():
@@ -337,18 +338,20 @@ def _chunk_messages(chunks: Chunks | ResponseEvents, entry: LogEntry, *, has_id:
 
 
 class _QueueNews:
-    """The `queued` events of one stream: one for each change of the position or the ETA
-    (seconds)."""
+    """The `queued` events of one stream: one for each change of the position, the ETA (seconds) or
+    the wait for a worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
         self._told: object = None
 
-    def of(self, view: JobView) -> bytes:
+    async def of(self, view: JobView) -> bytes:
         """Returns a `queued` event; empty if nothing has changed."""
         if view.status is not JobStatus.QUEUED:
             return b""
-        shown = place(view.position)
-        news = (shown["position"], shown["eta_s"] and round(shown["eta_s"]))
+        wait = await self._broker.worker_wait(view.job, view.status)
+        shown = place(view.position) | worker_wait_fields(wait)
+        news = (shown["position"], shown["eta_s"] and round(shown["eta_s"]), wait is None)
         if news == self._told:
             return b""
         self._told = news

@@ -129,7 +129,8 @@ class SyncCall:
         sent."""
         await self.detach()
         view, _ = await self._broker.read(self.job.id, self.job.tenant)
-        return AnsweredOtherwise(accepted_response(accepted_object(view), self.headers))
+        wait = await self._broker.worker_wait(view.job, view.status)
+        return AnsweredOtherwise(accepted_response(accepted_object(view, wait), self.headers))
 
     async def on_gone(self) -> None:
         """The caller has disconnected: cancels the job, unless it does not need a caller."""

@@ -19,10 +19,17 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityS
 from contract.api_keys import KeyTerms, Scope, is_tenant
 from contract.callbacks import Callback
 from contract.endpoints import VECTOR_ENDPOINTS
+from contract.errors import BatchwayError
 from contract.function_types import Submission, TenantLimits
 from contract.jobs import DEFAULT_LANES, Endpoint, Job, SamplingParams, new_job_id
 from contract.model_cards import ModelCard
-from gateway.http.errors import ApiError, bad_request, invalid_value, no_such_model
+from gateway.http.errors import (
+    ApiError,
+    NotAnnounced,
+    bad_request,
+    invalid_value,
+    no_such_model,
+)
 from gateway.http.limits import ConcurrencyCap
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.revocation import watch_key
@@ -327,12 +334,24 @@ async def admit(gateway: Gateway, endpoint: Endpoint, body: CallBody, terms: Ter
     known = gateway.broker.known
     card = (await known.models()).get(body.model)
     if card is None:
-        if (failure := (await known.failures()).get(body.model)) is not None:
-            raise model_failed(body.model, failure)
-        raise no_such_model(body.model, await known.models())
+        raise await why_unknown(gateway.broker, body.model)
     check_endpoint(card, endpoint)
     check_lane(card, lane)
     return Admission(gateway, endpoint, card, lane, terms)
+
+
+async def why_unknown(broker: Broker, model: str) -> BatchwayError:
+    """The error for a model that no worker has published. If it is declared, the call is noted as
+    demand, in no lane, because its lanes are not known: otherwise its first worker never starts."""
+    known = broker.known
+    if model in known.declared:
+        await broker.want_worker(model)
+    if (failure := (await known.failures()).get(model)) is not None:
+        return model_failed(model, failure)
+    if model in known.declared:
+        start = await known.expected_start(model)
+        return NotAnnounced(model, None if start is None else start.ready_in_s)
+    return no_such_model(model, {*await known.models(), *known.declared})
 
 
 def _lane_of(endpoint: Endpoint, body: CallBody) -> str:

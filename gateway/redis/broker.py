@@ -60,11 +60,11 @@ from contract.payloads.store import (
     prompt_key,
     response_key,
 )
-from contract.starts import Starts
+from contract.starts import ANY_LANE, Starts
 from gateway.http.errors import UnknownJob, readable
 from gateway.redis.hints import Cursor, Hints, Idle, Reset, is_end
 from gateway.redis.key_ring import KeyRing
-from gateway.redis.known_models import KnownModels
+from gateway.redis.known_models import KnownModels, WorkerWait
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
@@ -224,7 +224,7 @@ class Broker:
         self._slots = asyncio.Semaphore(MAX_CALLS)
         self._has_library = False
         self._followed: Counter[str] = Counter()  # the jobs that callers follow here
-        self.known = KnownModels(self._call, self._client, self.keys)
+        self.known = KnownModels(self._call, self._client, self.keys, settings.declared_models)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         api_keys = ApiKeys(self._client, self.keys, pepper or None)
         self.key_ring = KeyRing(api_keys, self._call, own_key=settings.api_key)
@@ -276,7 +276,7 @@ class Broker:
             submitted = await self._call(lambda: self._functions.submit(held, submission))
         except JobRefused as exc:
             await self._discard(held)
-            await self._want_worker(job, exc)
+            await self._note_refusal(job, exc)
             raise await self.known.explained(job.model, exc) from exc
         if submitted.job_id != job.id:
             await self._discard(held)
@@ -287,13 +287,23 @@ class Broker:
         if held.has_objects:
             await self.payloads.discard(held.id)
 
-    async def _want_worker(self, job: Job, refusal: JobRefused | None) -> None:
-        """Asks for a worker if the refusal says that there is none: starters of workers see waiting
-        jobs, but not refused calls. A failure changes nothing."""
+    async def _note_refusal(self, job: Job, refusal: JobRefused | None) -> None:
         if refusal is not None and refusal.code is ErrorCode.NO_WORKERS:
-            wanted_s = self._settings.cold_start_s + _WANTED_S
-            with contextlib.suppress(BatchwayError):
-                await self._call(lambda: self._starts.want(job.model, job.lane, wanted_s))
+            await self.want_worker(job.model, job.lane)
+
+    async def want_worker(self, model: str, lane: str = ANY_LANE) -> None:
+        """Asks for a worker for a refused call: starters of workers see waiting jobs only. A
+        failure changes nothing."""
+        wanted_s = self._settings.cold_start_s + _WANTED_S
+        with contextlib.suppress(BatchwayError):
+            await self._call(lambda: self._starts.want(model, lane, wanted_s))
+
+    async def worker_wait(self, job: Job, status: JobStatus) -> WorkerWait | None:
+        """The wait for a worker of a job with this status; None where it does not wait for one, or
+        Redis does not answer: the job is accepted all the same."""
+        with contextlib.suppress(BatchwayError):
+            return await self.known.worker_wait(job.model) if status is JobStatus.QUEUED else None
+        return None
 
     async def knows_key(self, tenant: str, idempotency_key: str) -> bool:
         """Whether a job was accepted under this Idempotency-Key."""
@@ -301,7 +311,7 @@ class Broker:
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
         quote = await self._call(lambda: self._functions.quote(job, submission))
-        await self._want_worker(job, quote.refusal)
+        await self._note_refusal(job, quote.refusal)
         refusal = quote.refusal and await self.known.explained(job.model, quote.refusal)
         return replace(quote, refusal=refusal)
 

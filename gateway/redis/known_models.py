@@ -6,8 +6,11 @@ Each method raises BrokerUnavailable.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
+import msgspec
 import redis.asyncio
 from cachetools import LRUCache, TTLCache
 
@@ -33,10 +36,19 @@ REFUSED_S = 10.0  # a worker may publish the model again
 _SOON_S = 1.0  # the next try of a failed model is under way
 
 
+class WorkerWait(msgspec.Struct, frozen=True):
+    """The wait for a worker. `expected_s`: until it is ready; None where none is announced."""
+
+    expected_s: float | None
+
+
 class KnownModels:
     """The models that one gateway process knows."""
 
-    def __init__(self, call: Guard, client: redis.asyncio.Redis, keys: Keys) -> None:
+    def __init__(
+        self, call: Guard, client: redis.asyncio.Redis, keys: Keys, declared: Sequence[str]
+    ) -> None:
+        self.declared = declared  # somebody starts their workers, also the first
         self._call = call
         self._client = client
         self._catalogue = Catalogue(client, keys)
@@ -143,7 +155,25 @@ class KnownModels:
 
     async def expected_start(self, model: str) -> ExpectedStart | None:
         """The model's next worker, if one was announced."""
-        return await self._call(lambda: self._catalogue.starts.expected(model))
+        with suppress(WireError):
+            return await self._call(lambda: self._catalogue.starts.expected(model))
+        return None
+
+    async def worker_wait(self, model: str) -> "WorkerWait | None":
+        """What a waiting job of the model waits for beside its turn; None if a worker lives."""
+        if await self.num_live_workers(model):
+            return None
+        start = await self.expected_start(model)
+        return WorkerWait(None if start is None else start.ready_in_s)
+
+    async def num_wanted(self) -> dict[str, int]:
+        """How many workers there should be by model, where somebody decides that."""
+        found: dict[str, int] = {}
+        for model in sorted({*await self.models(), *self.declared}):
+            with suppress(WireError):
+                num = await self._call(partial(self._catalogue.starts.num_wanted, model))
+                found |= {} if num is None else {model: num}
+        return found
 
     async def explained(self, model: str, refused: JobRefused) -> JobRefused:
         """The refusal; if there is no worker because the model cannot stay up, one that says so."""

@@ -101,7 +101,8 @@ async def submit_job(
     else:
         view = await _known_job(gateway, submitted.job_id, job.tenant)
         job, status = view.job, view.status
-    shown = submitted_object(job, submitted, status)
+    wait = await gateway.broker.worker_wait(job, status)
+    shown = submitted_object(job, submitted, status, wait)
     answer_headers = {**headers, **rate_headers(submitted.rates), **timing.headers()}
     return accepted_response(shown, answer_headers)
 

@@ -64,10 +64,11 @@ async def _readiness(gateway: Gateway, asked: str = "") -> Response:
     if gateway.drain.has_begun:
         return _not_ready("draining")
     try:
-        models = await gateway.broker.known.models()
-        served = [card.name for card in models.values() if card.flow is None]
-        num_workers = {name: await gateway.broker.known.num_live_workers(name) for name in served}
-        failures = await gateway.broker.known.failures()
+        known = gateway.broker.known
+        served = [card.name for card in (await known.models()).values() if card.flow is None]
+        models = dict.fromkeys([*served, *known.declared])
+        num_workers = {name: await known.num_live_workers(name) for name in models}
+        failures = await known.failures()
     except (BrokerUnavailable, CommandDenied) as exc:
         return _not_ready("redis", _reason(exc))
     if asked:

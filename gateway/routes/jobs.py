@@ -105,7 +105,8 @@ async def get_job(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> Re
     await gateway.broker.sweep()
     view, _ = await gateway.broker.read(job_id, caller.tenant)
     members = await members_of(gateway.broker, view)
-    shown = job_object(view, members).model_dump()
+    wait = await gateway.broker.worker_wait(view.job, view.status)
+    shown = job_object(view, members, wait).model_dump()
     shown |= {"result": None, "result_url": await _result_url(gateway, view)}
     shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, caller.tenant))
     if has_result(view):
@@ -168,7 +169,7 @@ async def change_job(
     if ended is not None:
         raise _already_terminal(ended)
     view, _ = await broker.read(job_id, caller.tenant)
-    return job_object(view)
+    return job_object(view, wait=await broker.worker_wait(view.job, view.status))
 
 
 def _already_terminal(status: JobStatus) -> ApiError:
@@ -290,7 +291,12 @@ async def list_jobs(
     except UnknownJob:
         message = "after is no job that is kept here: start at the first page"
         raise invalid_value("after", message) from None
-    jobs = [job_object(view) for view in page.views]
+    waiting = {view.job.model: view for view in page.views if view.status is JobStatus.QUEUED}
+    waits = {m: await broker.worker_wait(view.job, view.status) for m, view in waiting.items()}
+    jobs = [
+        job_object(view, wait=waits[view.job.model] if view.status is JobStatus.QUEUED else None)
+        for view in page.views
+    ]
     return JobList(
         data=jobs,
         first_id=jobs[0].id if jobs else None,

@@ -95,12 +95,13 @@ class ModelList(BaseModel):
 
 @router.get("/v1/models")
 async def list_models(_: AnyCaller, gateway: ThisGateway) -> ModelList:
-    """All published models, and those that have failed before they could be."""
+    """All published models, declared ones, and those that have failed before they could be
+    published."""
     known = gateway.broker.known
     cards, failures = await known.models(), await known.failures()
     served = [_shown(card, failures.get(name)) for name, card in cards.items()]
-    others = [_failed(name, failure) for name, failure in failures.items() if name not in cards]
-    return ModelList(data=served + others)
+    others = [name for name in dict.fromkeys([*known.declared, *failures]) if name not in cards]
+    return ModelList(data=served + [_unpublished(name, failures.get(name)) for name in others])
 
 
 @router.get("/v1/models/{model_id:path}", responses=answers(404))
@@ -114,20 +115,20 @@ async def get_model(
     cards, failure = await known.models(), (await known.failures()).get(model_id)
     if model_id in cards:
         return _shown(cards[model_id], failure)
-    if failure is None:
-        raise no_such_model(model_id, cards)
-    return _failed(model_id, failure)
+    if failure is None and model_id not in known.declared:
+        raise no_such_model(model_id, {*cards, *known.declared})
+    return _unpublished(model_id, failure)
 
 
-def _failed(name: str, failure: ModelFailure) -> Model:
-    """The object of a model of which only its failure is known."""
+def _unpublished(name: str, failure: ModelFailure | None) -> Model:
+    """The object of a model that no worker has published."""
     card = ModelCard(
         name=name,
         context_length=0,
         vocab_size=0,
         eos_token_ids=(),
         tokenizer_sha256="",
-        created_s=int(failure.since_s),
+        created_s=0 if failure is None else int(failure.since_s),
     )
     return _shown(card, failure).model_copy(update={"endpoints": []})
 

@@ -9,21 +9,24 @@ incarnation begins with the task's id, by which the pool knows its task.
 
 import logging
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from contract.connection import redis_url_of
-from infra.aws.worker_health import host_name
+from infra.aws.worker_health import PROGRESS_PATH, host_name
 from infra.options import MODELS_VARIABLE
+from workers.supervisor.load_progress import LoadProgress
 
 log = logging.getLogger("batchway.weights")
 
 FOLDER = Path("/var/lib/batchway/model")
 EXIT_NO_WEIGHTS = 3
+EXIT_NEVER_READY = 128 + signal.SIGTERM  # as the worker's
 
 
 class WeightsMissing(Exception):
@@ -41,7 +44,9 @@ def fetch_flows(environ: MutableMapping[str, str]) -> None:
         environ[MODELS_VARIABLE] = path
 
 
-def fetch_weights(client: Any, url: str, folder: Path) -> Path:
+def fetch_weights(
+    client: Any, url: str, folder: Path, on_bytes: Callable[[int], object] = lambda _: None
+) -> Path:
     """Downloads all of s3://BUCKET/PREFIX and returns the folder. Keeps files of the right size; a
     file gets its name when it is complete. Raises WeightsMissing, and what boto3 raises."""
     bucket, prefix = urlsplit(url).netloc, urlsplit(url).path.strip("/")
@@ -60,20 +65,26 @@ def fetch_weights(client: Any, url: str, folder: Path) -> Path:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
-        client.download_file(bucket, prefix + name, str(part))
+        client.download_file(bucket, prefix + name, str(part), Callback=on_bytes)
         part.rename(path)
         log.info("fetched %s num_bytes=%d", name, num_bytes)
     return folder
 
 
-def model_arguments(environ: Mapping[str, str], folder: Path = FOLDER) -> list[str]:
-    """Options of `batchway worker` for the model, after fetching it. Raises WeightsMissing."""
+def model_arguments(
+    environ: Mapping[str, str], folder: Path = FOLDER, progress: Path = PROGRESS_PATH
+) -> list[str]:
+    """Options of `batchway worker` for the model, after fetching it. Notes in `progress` that it
+    gets on. Raises WeightsMissing."""
+    loading = LoadProgress(str(progress))
+    loading.begin()
     model, name = environ.get("BATCHWAY_MODEL", "demo"), environ.get("BATCHWAY_SERVED_MODEL_NAME")
     arguments = [f"--served-model-name={name}"] if name else []
     if model.startswith("s3://"):
         import boto3
 
-        model = str(fetch_weights(boto3.client("s3"), model, folder))
+        note = lambda _: loading.note()  # noqa: E731
+        model = str(fetch_weights(boto3.client("s3"), model, folder, note))
     return arguments if model == "demo" else [f"--model={model}", *arguments]
 
 
@@ -87,12 +98,15 @@ def main(arguments: Sequence[str]) -> None:
         if redis_url_of(os.environ) is None:
             print("no Redis given: set the variable REDIS_URL", file=sys.stderr)
             sys.exit(2)
+        # The first process of a container ignores a signal that it does not handle.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_NEVER_READY))
         try:
             options = [*model_arguments(os.environ), *options]
         except WeightsMissing as exc:
             print(exc, file=sys.stderr)
             sys.exit(EXIT_NO_WEIGHTS)
         os.environ["BATCHWAY_HOST"] = host_name(os.environ)
+        os.environ["BATCHWAY_PROGRESS"] = str(PROGRESS_PATH)
     os.execv(sys.executable, [sys.executable, "-m", "infra", command, *options])  # noqa: S606
 
 

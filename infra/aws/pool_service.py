@@ -2,11 +2,13 @@
 
     python -m infra.aws.pool_service --ecs-cluster NAME --ecs-service NAME [options]
     python -m infra.aws.pool_service --auto-scaling-group NAME [options]
+    python -m infra.aws.pool_service --decide-only [options]
 
 One process per pool. It keeps its state in memory: after a restart it waits as long as usual before
-any scale-in, and counts tasks that ended before the restart as never ready. It writes
-metrics to standard output in CloudWatch's embedded format; use --put-metrics where CloudWatch does
-not receive the log.
+any scale-in, and counts tasks that ended before the restart as never ready, if no worker lives. It
+writes metrics to standard output in CloudWatch's embedded format; use --put-metrics where
+CloudWatch does not receive the log. With --decide-only it publishes how many workers there should
+be, and another scaler follows that.
 
 Over 300 lines: what is observed, decided and reported in one step is read together.
 """
@@ -30,16 +32,17 @@ from contract.connection import broker_errors, connect, now_ms, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.starts import Starts
+from contract.starts import ANY_LANE, Starts
 from contract.telemetry.metrics import embedded_line
 from infra.aws.pool_metrics import FleetLines, MetricSender
-from infra.aws.workforce import EcsService, ScalingGroup, Workforce
+from infra.aws.workforce import EcsService, OtherScaler, ScalingGroup, Workforce
 from infra.pool import (
     MAX_WORKERS,
     Decision,
     PoolMemory,
     PoolPolicy,
     PoolView,
+    breaker_left_s,
     decide,
     num_outdated_to_retire,
 )
@@ -56,6 +59,7 @@ METRICS = {
     "BacklogOverTarget": "None",
     "StrandedTokens": "Count",
     "BreakerOpen": "Count",
+    "FailedStarts": "Count",
     "DeadCallbacks": "Count",
 }
 
@@ -105,7 +109,8 @@ class PoolWatch:
             seen = [await self._worker(name) for name in incarnations]
             rate: Any = await self.client.hget(self.keys.of("pool", self.model), "tokens_per_s")
         starts = Starts(self.client, self.keys)
-        wishes = [await starts.is_wanted(self.model, lane) for lane in self.lanes]
+        lanes = (*self.lanes, ANY_LANE)
+        wishes = [await starts.is_wanted(self.model, lane) for lane in lanes]
         workers = tuple(worker for worker in seen if worker is not None)
         return PoolState(queued, workers, float(rate or 0) or None, incarnations, any(wishes))
 
@@ -132,7 +137,7 @@ class PoolService:
     clock_s: Callable[[], float] = time.time
     memory: PoolMemory = field(default_factory=PoolMemory)
     fleet: FleetLines = field(init=False)
-    healthy_at_s: dict[str, float] = field(default_factory=dict)  # by name, when last seen healthy
+    failures: "Failures" = field(default_factory=lambda: Failures())
     num_dead: int | None = None  # callbacks given up, as last seen
 
     def __post_init__(self) -> None:
@@ -155,10 +160,7 @@ class PoolService:
         decision, retired = await asyncio.to_thread(self.size, observed)
         if retired:
             await self.functions.drain(retired)
-        if decision.eta_s:
-            await Starts(self.watch.client, self.watch.keys).announce(
-                self.watch.model, decision.eta_s
-            )
+        await self._tell(decision)
         snapshot = await self.functions.snapshot(self.watch.model, self.watch.lanes)
         num_dead = snapshot.deliveries.get("dead", 0)
         new_dead = max(0, num_dead - (num_dead if self.num_dead is None else self.num_dead))
@@ -167,30 +169,49 @@ class PoolService:
         await asyncio.to_thread(self._emit_all, lines)
         return decision
 
+    async def _tell(self, decision: Decision) -> None:
+        """Publishes the decision for gateways and other scalers. Raises BrokerUnavailable."""
+        starts, model = Starts(self.watch.client, self.watch.keys), self.watch.model
+        await starts.decide(model, decision.num_workers)
+        if decision.eta_s:
+            await starts.announce(model, decision.eta_s)
+        if decision.is_breaker_open:
+            reason = f"{self.failures.num} workers in a row ended before they were ready"
+            await starts.report_failure(model, reason, retry_in_s=decision.paused_s)
+            self.failures.is_reported = True
+        elif self.failures.is_reported and not self.failures.num:
+            await starts.forget_failures([model])
+            self.failures.is_reported = False
+
     def size(self, observed: PoolState) -> tuple[Decision, list[str]]:
         """Protects, decides and resizes. Returns also the workers to drain. Raises what boto3
         raises."""
+        now_s, live = self.clock_s(), self.workforce.keep(observed.incarnations)
+        failed_s = self.failures.look(self.workforce, live, now_s)
         num_desired = self.workforce.num_desired()
-        self.workforce.keep(observed.incarnations)
         names = [worker.incarnation for worker in observed.workers]
         outdated = self.workforce.outdated(names)
-        num_replaced = num_outdated_to_retire(
-            num_desired,
-            len(names) - len(outdated),
-            len(outdated),
-            self.workforce.min_healthy_share(),
-        )
+        num_replaced = 0
+        if not breaker_left_s(self.policy, failed_s, now_s):  # their successors may start
+            num_replaced = num_outdated_to_retire(
+                num_desired,
+                len(names) - len(outdated),
+                len(outdated),
+                self.workforce.min_healthy_share(),
+            )
         view = PoolView(
-            now_s=self.clock_s(),
+            now_s=now_s,
             queued_tokens=observed.queued_tokens,
             num_desired=num_desired,
             num_ready=len(names) - num_replaced,
             load=sum(worker.load for worker in observed.workers),
             tokens_per_s=observed.tokens_per_s,
-            failed_starts_s=self._failed_starts_s(),
+            failed_starts_s=failed_s,
             is_wanted=observed.is_wanted,
+            num_outdated=len(outdated) - num_replaced,
         )
         decision = decide(self.policy, view, self.memory)
+        self.failures.log_pause(decision.paused_s)
         self.memory = decision.memory
         if decision.num_workers != num_desired:
             log.info(
@@ -202,22 +223,12 @@ class PoolService:
         ordered = sorted(
             observed.workers, key=lambda w: (w.incarnation not in outdated, w.num_jobs, w.load)
         )
-        num_retired = num_replaced + decision.num_to_retire
+        num_retired = self.workforce.drains * (num_replaced + decision.num_to_retire)
         return decision, [worker.incarnation for worker in ordered[:num_retired]]
 
     def _emit_all(self, lines: Sequence[str]) -> None:
         for line in lines:
             self.emit(line)
-
-    def _failed_starts_s(self) -> list[float]:
-        """When workers failed before they were ever ready. Raises what boto3 raises."""
-        now_s = self.clock_s()
-        self.healthy_at_s |= dict.fromkeys(self.workforce.healthy(), now_s)
-        self.healthy_at_s = {
-            name: at_s for name, at_s in self.healthy_at_s.items() if now_s - at_s < _REMEMBERED_S
-        }
-        failed = self.workforce.failed()
-        return [one.at_s for one in failed if one.name not in self.healthy_at_s]
 
     def _metrics(self, observed: PoolState, decision: Decision, num_dead: int) -> str:
         values: dict[str, float | list[float]] = {
@@ -228,9 +239,51 @@ class PoolService:
             "BacklogOverTarget": round(decision.backlog_over_target, 3),
             "StrandedTokens": 0 if observed.workers else sum(observed.queued_tokens.values()),
             "BreakerOpen": int(decision.is_breaker_open),
+            "FailedStarts": self.failures.num,
             "DeadCallbacks": num_dead,
         }
         return embedded_line({"Model": self.watch.model}, values, METRICS, self.clock_s())
+
+
+@dataclass(slots=True)
+class Failures:
+    """The starts that failed in a row: since a worker became ready, or what workers run changed."""
+
+    is_reported: bool = False  # to gateways
+    _failed_at_s: dict[str, float] = field(default_factory=dict)  # by task or machine
+    _ready_at_s: dict[str, float] = field(default_factory=dict)  # by the same, when last ready
+    _since_s: float = 0.0
+    _version: str | None = None
+    _num_logged: int = 0
+
+    @property
+    def num(self) -> int:
+        return len(self._failed_at_s)
+
+    def look(self, workforce: Workforce, live: Sequence[str], now_s: float) -> list[float]:
+        """When they failed. `live`: tasks or machines of live workers. Raises what boto3 raises."""
+        version = workforce.version()
+        if self._version not in (None, version) or set(live) - self._ready_at_s.keys():
+            self._failed_at_s.clear()
+            self._since_s, self._num_logged = now_s, 0
+        self._version = version
+        self._ready_at_s |= dict.fromkeys(live, now_s)
+        self._ready_at_s = {
+            name: at_s for name, at_s in self._ready_at_s.items() if now_s - at_s < _REMEMBERED_S
+        }
+        for one in workforce.failed():
+            if one.name not in self._ready_at_s and one.at_s > self._since_s:
+                self._failed_at_s[one.name] = one.at_s
+        return list(self._failed_at_s.values())
+
+    def log_pause(self, paused_s: float) -> None:
+        """Logs once for each further failure that no worker is started."""
+        if paused_s and self.num != self._num_logged:
+            self._num_logged = self.num
+            log.error(
+                "no worker is started for %.0f s: %d in a row ended before they were ready; the "
+                "workers' log says why", paused_s, self.num,
+            )  # fmt: skip
 
 
 def wait_targets(raw: str) -> dict[str, float]:
@@ -254,6 +307,10 @@ def build_parser() -> argparse.ArgumentParser:
     workforce.add_argument(
         "--auto-scaling-group", metavar="NAME", help="a group of machines that each run one worker"
     )
+    workforce.add_argument(
+        "--decide-only", action="store_true",
+        help="resize nothing: another scaler follows the gateways' batchway_pool_workers_wanted",
+    )  # fmt: skip
     parser.add_argument(
         "--put-metrics",
         action="store_true",
@@ -286,6 +343,8 @@ def policy_of(given: argparse.Namespace) -> PoolPolicy:
 
 def workforce_of(given: argparse.Namespace, client_of: Callable[[str], Any]) -> Workforce:
     """Raises ValueError."""
+    if given.decide_only:
+        return OtherScaler()
     if given.auto_scaling_group:
         return ScalingGroup(client_of("autoscaling"), given.auto_scaling_group)
     if not given.ecs_cluster:
@@ -298,6 +357,8 @@ def emitter_of(
 ) -> Callable[[str], object]:
     if given.put_metrics:
         return MetricSender(client_of("cloudwatch"))
+    if given.decide_only:
+        return lambda _: None  # the gateways' pages have it
     return lambda line: print(line, flush=True)
 
 
@@ -321,17 +382,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no Redis given: set the variable REDIS_URL", file=sys.stderr)
         return 2
 
-    import boto3
-
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     namespace = os.environ.get("BATCHWAY_NAMESPACE") or "default"
     try:
-        asyncio.run(serve(given, boto3.client, url, namespace))
+        asyncio.run(serve(given, _client_of, url, namespace))
     except ValueError as exc:
         print(exc, file=sys.stderr)
         return 2
     return 0
+
+
+def _client_of(service: str) -> Any:
+    import boto3  # not needed by --decide-only
+
+    return boto3.client(service)
 
 
 if __name__ == "__main__":

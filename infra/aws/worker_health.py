@@ -1,15 +1,20 @@
-"""Health check of this host's worker: its heartbeats are recent. Exit status 0 or 1.
+"""Health check of this host's worker: its heartbeats are recent, or it loads and gets on. Exit
+status 0 or 1.
 
-The check's start period must cover loading the model. If Redis is unreachable, the worker counts as
-healthy: ending it would not help.
+Loading may take an hour, and half an hour without a step. Within the check's start period, in which
+failures do not count, a loading worker is not healthy: a deployment would take it for a good one.
+If Redis is unreachable, the worker counts as healthy: ending it would not help.
 """
 
 import asyncio
 import json
 import os
 import socket
+import tempfile
+import time
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import redis.asyncio
@@ -18,8 +23,13 @@ from contract.catalogue import WORKER_TTL_S
 from contract.connection import broker_errors, connect, now_ms, redis_url_of
 from contract.errors import BrokerUnavailable, WireError, wire_errors
 from contract.keys import Keys
+from infra.pool import START_LIMIT_S
+from workers.supervisor.load_progress import AGAIN
 
+PROGRESS_PATH = Path(tempfile.gettempdir()) / "batchway-loading"  # of LoadProgress
 _TIMEOUT_S = 2.0
+_SILENCE_LIMIT_S = 1_800.0  # an engine reads its weights without a word
+_START_PERIOD_S = 270.0  # less than the 300 s of Dockerfile.worker and template.yaml
 
 
 def host_name(environ: Mapping[str, str]) -> str:
@@ -47,7 +57,20 @@ async def is_live(client: redis.asyncio.Redis, keys: Keys, host: str) -> bool:
     return False
 
 
-async def check(redis_url: str, namespace: str, host: str) -> bool:
+def is_loading(path: Path, now_s: float) -> bool:
+    """Whether the worker has loaded for some time and still gets on. `now_s`: Unix time."""
+    try:
+        began, _, what = path.read_text().partition(" ")
+        since_s, silent_s = now_s - float(began), now_s - path.stat().st_mtime
+    except (OSError, ValueError):  # it has ended, or begins just now
+        return False
+    least_s = 0.0 if what == AGAIN else _START_PERIOD_S
+    return least_s <= since_s < START_LIMIT_S and silent_s < _SILENCE_LIMIT_S
+
+
+async def check(redis_url: str, namespace: str, host: str, progress: Path = PROGRESS_PATH) -> bool:
+    if is_loading(progress, time.time()):
+        return True
     try:
         async with connect(redis_url) as client:
             return await is_live(client, Keys(namespace), host)

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 log = logging.getLogger("batchway.pool")
 
@@ -20,7 +20,10 @@ class Failed:
 
 
 class Workforce(Protocol):
-    """Every method raises botocore's ClientError or BotoCoreError."""
+    """Every method raises botocore's ClientError or BotoCoreError. `drains`: whether workers that
+    are too many are ordered to drain; otherwise who runs them chooses which to end."""
+
+    drains: ClassVar[bool]
 
     def num_desired(self) -> int:
         """The desired number of workers. Raises LookupError if there is no such service or
@@ -30,8 +33,11 @@ class Workforce(Protocol):
     def resize(self, num: int) -> None:
         """Sets the desired number; protected workers stay."""
 
-    def keep(self, incarnations: Collection[str]) -> None:
-        """Protects these live workers from scale-in."""
+    def keep(self, incarnations: Collection[str]) -> list[str]:
+        """Protects these live workers from scale-in, and returns their tasks or machines."""
+
+    def version(self) -> str:
+        """Names what new workers run; '' where that is not known."""
 
     def outdated(self, incarnations: Collection[str]) -> set[str]:
         """The live workers that a running deployment replaces."""
@@ -40,10 +46,39 @@ class Workforce(Protocol):
         """The share of the desired workers that a deployment keeps, 0 to 1."""
 
     def failed(self) -> list[Failed]:
-        """Workers that ended with an error recently."""
+        """Workers of the current version that ended with an error recently."""
 
-    def healthy(self) -> list[str]:
-        """Names of healthy workers."""
+
+@dataclass(slots=True)
+class OtherScaler:
+    """A scaler that follows the metric `pool_workers_wanted`. It is not asked: what was decided
+    last is the desired number, at first the number of live workers."""
+
+    drains: ClassVar[bool] = False
+    num: int | None = None
+
+    def num_desired(self) -> int:
+        return self.num or 0
+
+    def resize(self, num: int) -> None:
+        self.num = num
+
+    def keep(self, incarnations: Collection[str]) -> list[str]:
+        if self.num is None:
+            self.num = len(incarnations)
+        return list(incarnations)
+
+    def version(self) -> str:
+        return ""
+
+    def outdated(self, incarnations: Collection[str]) -> set[str]:
+        return set()
+
+    def min_healthy_share(self) -> float:
+        return 1.0
+
+    def failed(self) -> list[Failed]:
+        return []
 
 
 # --- ECS ----------------------------------------------------------------------------------------
@@ -54,6 +89,8 @@ _NOT_A_WORKER_ERROR = (
     "UserInitiated",
     "ServiceSchedulerInitiated",
 )
+# Of a service's task, whichever its stop code is.
+_UNHEALTHY = re.compile("failed container health check", re.IGNORECASE)
 _NO_CAPACITY = re.compile("capacity|RESOURCE:|VcpuLimitExceeded|LimitExceeded", re.IGNORECASE)
 _MAX_DESCRIBED = 100  # per call
 _MAX_PROTECTED_TASKS = 10  # per call
@@ -66,6 +103,7 @@ class EcsService:
     """One service of one cluster. A task is matched to its worker by the task's id, with which the
     worker's incarnation begins (worker_health.host_name). `clock_s` is monotonic."""
 
+    drains: ClassVar[bool] = True
     client: Any
     cluster: str
     service: str
@@ -80,9 +118,10 @@ class EcsService:
         """Sets the desired count. ECS ends unprotected tasks only."""
         self.client.update_service(cluster=self.cluster, service=self.service, desiredCount=num)
 
-    def keep(self, incarnations: Collection[str]) -> None:
-        """Protects the tasks of these live workers, draining ones included, until they end. A
-        starting task holds no jobs, so ECS may end it."""
+    def keep(self, incarnations: Collection[str]) -> list[str]:
+        """Protects the tasks of these live workers until they end, and returns them. A starting
+        task is not protected, as that would also keep it in a deployment that is rolled back:
+        infra/pool.py lowers the desired count only when none starts."""
         now_s = self.clock_s()
         live = [task["taskArn"] for task, _ in self._workers(incarnations)]
         due = [arn for arn in live if now_s - self._protected_s.get(arn, -_RENEW_S) >= _RENEW_S]
@@ -99,10 +138,15 @@ class EcsService:
             self._protected_s.update(dict.fromkeys(protected, now_s))
         for arn in self._protected_s.keys() - set(live):
             del self._protected_s[arn]
+        return live
+
+    def version(self) -> str:
+        """The service's task definition."""
+        return str(self._described()["taskDefinition"])
 
     def outdated(self, incarnations: Collection[str]) -> set[str]:
         """Returns the workers whose task has another task definition than the service."""
-        current = self._described()["taskDefinition"]
+        current = self.version()
         return {
             name
             for task, name in self._workers(incarnations)
@@ -115,17 +159,14 @@ class EcsService:
         return float(settings.get("minimumHealthyPercent", 100)) / 100
 
     def failed(self) -> list[Failed]:
-        """Tasks of the last hour (ECS keeps no more) whose container ended with an error."""
+        """Tasks of the last hour (ECS keeps no more) whose container ended with an error, or was
+        ended because its health check failed."""
+        current = self.version()
         return [
             Failed(task["taskArn"], task["stoppedAt"].timestamp())
             for task in self._tasks("STOPPED")
-            if "stoppedAt" in task and _has_failed(task)
+            if "stoppedAt" in task and task["taskDefinitionArn"] == current and _has_failed(task)
         ]
-
-    def healthy(self) -> list[str]:
-        """Names of running tasks whose health check has passed."""
-        running = self._tasks("RUNNING")
-        return [task["taskArn"] for task in running if task.get("healthStatus") == "HEALTHY"]
 
     def _described(self) -> dict[str, Any]:
         found = self.client.describe_services(cluster=self.cluster, services=[self.service])
@@ -154,6 +195,8 @@ class EcsService:
 
 def _has_failed(task: dict[str, Any]) -> bool:
     """Whether a task failed. Not if it found no machine: starting it later may succeed."""
+    if _UNHEALTHY.search(task.get("stoppedReason", "")):
+        return True
     if task.get("stopCode") in _NOT_A_WORKER_ERROR:
         return False
     if task.get("stopCode") == "TaskFailedToStart":
@@ -176,6 +219,7 @@ class ScalingGroup:
     to its worker by host name: the launch template must name hosts by instance (`HostnameType:
     resource-name`). The machines need no permissions for this."""
 
+    drains: ClassVar[bool] = True
     client: Any
     name: str
 
@@ -189,9 +233,9 @@ class ScalingGroup:
             AutoScalingGroupName=self.name, DesiredCapacity=num, HonorCooldown=False
         )
 
-    def keep(self, incarnations: Collection[str]) -> None:
-        """Protects only the machines of these workers from scale-in: starting machines hold no
-        jobs, and a machine whose worker has left should end."""
+    def keep(self, incarnations: Collection[str]) -> list[str]:
+        """Protects only the machines of these workers from scale-in, and returns them: a machine
+        whose worker has left should end."""
         machines = self._in_service()
         for is_kept in (True, False):
             changed = [
@@ -206,6 +250,10 @@ class ScalingGroup:
                     InstanceIds=changed[start : start + _MAX_PROTECTED_MACHINES],
                     ProtectedFromScaleIn=is_kept,
                 )
+        return [m["InstanceId"] for m in machines if _has_worker(m, incarnations)]
+
+    def version(self) -> str:
+        return ""
 
     def outdated(self, incarnations: Collection[str]) -> set[str]:
         """Returns none: an instance refresh of the group replaces machines by itself."""
@@ -225,10 +273,6 @@ class ScalingGroup:
             if (ended := _ENDED.match(activity.get("Description", "")))
             and _REPORTED_BY_WORKER in activity["Cause"]
         ]
-
-    def healthy(self) -> list[str]:
-        """Returns the protected machines, whose workers send heartbeats."""
-        return [m["InstanceId"] for m in self._in_service() if m["ProtectedFromScaleIn"]]
 
     def _in_service(self) -> list[dict[str, Any]]:
         """Returns the machines in service, as others cannot be protected."""

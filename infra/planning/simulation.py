@@ -18,7 +18,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from msgspec.structs import replace
 
@@ -73,6 +73,7 @@ class _Call:
 class _Workforce:
     """The workers, as the pool's service sees them."""
 
+    drains: ClassVar[bool] = True
     simulation: "Simulation"
     num: int
 
@@ -84,8 +85,12 @@ class _Workforce:
             self.simulation.start_worker()
         self.num = num
 
-    def keep(self, incarnations: Iterable[str]) -> None:
+    def keep(self, incarnations: Iterable[str]) -> list[str]:
         """All are kept that have work."""
+        return list(incarnations)
+
+    def version(self) -> str:
+        return ""
 
     def outdated(self, incarnations: Iterable[str]) -> set[str]:
         return set()
@@ -95,9 +100,6 @@ class _Workforce:
 
     def failed(self) -> list[Any]:
         return []
-
-    def healthy(self) -> list[str]:
-        return [worker.name for worker in self.simulation.workers.values()]
 
 
 class Simulation:

@@ -7,11 +7,15 @@ https://docs.aws.amazon.com/AmazonECS/latest/developerguide/service-scheduler-co
 import math
 import random
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from infra.aws.pool_service import PoolState, ReadyWorker
 
 START_TICKS = 3
+TICK_S = 5.0
+EPOCH_S = 1_000.0  # of tick 0, in Unix time
+KEPT_TICKS = 720  # an hour, for which ECS shows stopped tasks
 
 
 @dataclass(eq=False)
@@ -20,7 +24,8 @@ class Task:
 
     number: int
     definition: str
-    ready_tick: int
+    ready_tick: int  # of its first heartbeat
+    fails_tick: float = math.inf  # when it ends by itself
     num_jobs: int = 0
     is_protected: bool = False
     is_draining: bool = False
@@ -37,7 +42,8 @@ class Task:
 @dataclass
 class FakeEcs:
     """Has the methods of boto3's client that the pool calls. `ended_with_jobs` are tasks that ECS
-    ended although their worker held jobs."""
+    ended although their worker held jobs, `ended_starting` those that it ended before they were
+    ready. A tick is TICK_S."""
 
     rng: random.Random
     num_desired: int
@@ -46,8 +52,13 @@ class FakeEcs:
     definition: str = "worker:1"
     now: int = 0
     num_started: int = 0
+    start_ticks: int = 0  # of each task; 0: up to START_TICKS
+    unfit: dict[str, int] = field(default_factory=dict)  # definitions: after how long they fail
+    reason: dict[str, Any] = field(default_factory=dict)  # of a failure, as in DescribeTasks
     tasks: list[Task] = field(default_factory=list)
+    stopped: list[tuple[Task, int]] = field(default_factory=list)  # with the tick
     ended_with_jobs: list[Task] = field(default_factory=list)
+    ended_starting: list[Task] = field(default_factory=list)
 
     def describe_services(self, **_: Any) -> dict[str, Any]:
         limits = {
@@ -62,11 +73,20 @@ class FakeEcs:
         return {"services": [service]}
 
     def list_tasks(self, *, desiredStatus: str, **_: Any) -> dict[str, Any]:
-        return {"taskArns": [t.arn for t in self.tasks] if desiredStatus == "RUNNING" else []}
+        lately = [task for task, tick in self.stopped if self.now - tick < KEPT_TICKS]
+        return {"taskArns": [t.arn for t in (self.tasks if desiredStatus == "RUNNING" else lately)]}
 
     def describe_tasks(self, *, tasks: list[str], **_: Any) -> dict[str, Any]:
-        shown = [task for task in self.tasks if task.arn in tasks]
-        return {"tasks": [{"taskArn": t.arn, "taskDefinitionArn": t.definition} for t in shown]}
+        running: list[tuple[Task, dict[str, Any]]] = [(task, {}) for task in self.tasks]
+        ended = [
+            (task, {"stoppedAt": self._time(tick), **self.reason}) for task, tick in self.stopped
+        ]
+        shown = [(task, more) for task, more in (*running, *ended) if task.arn in tasks]
+        known = [{"taskArn": t.arn, "taskDefinitionArn": t.definition, **more} for t, more in shown]
+        return {"tasks": known}
+
+    def _time(self, tick: int) -> datetime:
+        return datetime.fromtimestamp(EPOCH_S + tick * TICK_S, UTC)
 
     def update_service(self, *, desiredCount: int, **_: Any) -> None:
         self.num_desired = desiredCount
@@ -79,8 +99,11 @@ class FakeEcs:
 
     def start(self, num: int, *, is_ready: bool = False) -> None:
         for _ in range(num):
-            ready_tick = self.now if is_ready else self.now + self.rng.randint(1, START_TICKS)
-            self.tasks.append(Task(self.num_started, self.definition, ready_tick))
+            ticks = 0 if is_ready else self.start_ticks or self.rng.randint(1, START_TICKS)
+            task = Task(self.num_started, self.definition, self.now + ticks)
+            if (fails_after := self.unfit.get(self.definition)) is not None:
+                task.ready_tick, task.fails_tick = 2**62, self.now + fails_after
+            self.tasks.append(task)
             self.num_started += 1
 
     def drain(self, incarnations: list[str]) -> None:
@@ -94,6 +117,9 @@ class FakeEcs:
             if task.num_jobs and self.rng.random() < 0.3:
                 task.num_jobs -= 1
         self.tasks = [task for task in self.tasks if task.num_jobs or not task.is_draining]
+        for task in [task for task in self.tasks if task.fails_tick <= self.now]:
+            self.tasks.remove(task)
+            self.stopped.append((task, self.now))
         current = [task for task in self.tasks if task.definition == self.definition]
         most = self.num_desired * self.max_percent // 100
         fewest = math.ceil(self.num_desired * self.min_percent / 100)
@@ -111,6 +137,8 @@ class FakeEcs:
             self.tasks.remove(task)
             if task.num_jobs:
                 self.ended_with_jobs.append(task)
+            if task.ready_tick > self.now and task.definition == self.definition:
+                self.ended_starting.append(task)
 
     def sight(self, load: float = 0.0, queued_tokens: int = 0) -> PoolState:
         """What Redis knows of the workers: those that send heartbeats. `load` is each one's."""

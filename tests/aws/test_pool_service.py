@@ -18,6 +18,7 @@ from infra.aws.workforce import EcsService
 from infra.pool import PoolPolicy
 from tests.aws.conftest import Clock, Invoke
 from tests.aws.lambda_events import rest_event
+from tests.fleet import until
 from tests.gateway.conftest import make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -143,10 +144,12 @@ class StoppedTasks:
     """An ECS with ended tasks, in the format of DescribeTasks."""
 
     num_desired = 3
+    definition = "t:1"
 
     def __init__(self, *tasks: dict[str, Any]) -> None:
+        at = datetime.fromtimestamp(100, UTC)
         self.tasks = [
-            {"taskArn": f"t{number}", "stoppedAt": datetime.fromtimestamp(100, UTC), **task}
+            {"taskArn": f"t{number}", "taskDefinitionArn": "t:1", "stoppedAt": at, **task}
             for number, task in enumerate(tasks)
         ]
         self.running: list[dict[str, Any]] = []
@@ -160,10 +163,14 @@ class StoppedTasks:
         return {"tasks": [task for task in known if task["taskArn"] in tasks]}
 
     def describe_services(self, **_: Any) -> dict[str, Any]:
-        return {"services": [{"desiredCount": self.num_desired, "taskDefinition": "t"}]}
+        service = {"desiredCount": self.num_desired, "taskDefinition": self.definition}
+        return {"services": [service]}
 
     def update_service(self, *, desiredCount: int, **_: Any) -> None:
         self.num_desired = desiredCount
+
+    def update_task_protection(self, *, tasks: list[str], **_: Any) -> dict[str, Any]:
+        return {"protectedTasks": [{"taskArn": arn} for arn in tasks]}
 
     def end(self, arn: str, at_s: float) -> None:
         """Ends a task with an error."""
@@ -171,6 +178,7 @@ class StoppedTasks:
         self.tasks.append(
             {
                 "taskArn": arn,
+                "taskDefinitionArn": self.definition,
                 "stopCode": "EssentialContainerExited",
                 "containers": [{"exitCode": 3}],
                 "stoppedAt": datetime.fromtimestamp(at_s, UTC),
@@ -179,7 +187,8 @@ class StoppedTasks:
 
 
 def test_only_tasks_that_end_with_an_error_count_as_failed() -> None:
-    """Tasks that were stopped, found no machine, lost it, or exited with 0 do not."""
+    """Also by the health check, whatever the container then exits with. Tasks that were stopped,
+    found no machine, lost it, or exited with 0 do not."""
     ended: Any = StoppedTasks(
         {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 3}]},
         {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 0}]},
@@ -187,36 +196,113 @@ def test_only_tasks_that_end_with_an_error_count_as_failed() -> None:
         {"stopCode": "ServiceSchedulerInitiated", "containers": [{"exitCode": 137}]},
         {"stopCode": "SpotInterruption", "containers": [{"exitCode": 137}]},
         {"stopCode": "TaskFailedToStart", "stoppedReason": "Capacity is unavailable at this time"},
+        {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 143}]},
+        {
+            "stopCode": "ServiceSchedulerInitiated",
+            "stoppedReason": "Task failed container health checks",
+            "containers": [{"exitCode": 0}],
+        },
+        {"containers": [{"exitCode": 3}], "taskDefinitionArn": "t:0"},  # of an earlier version
     )
     failed = EcsService(ended, "c", "s").failed()
-    assert [(task.name, task.at_s) for task in failed] == [("t0", 100.0), ("t2", 100.0)]
+    assert [task.name for task in failed] == ["t0", "t2", "t6", "t7"]
+    assert {task.at_s for task in failed} == {100.0}
     assert EcsService(StoppedTasks(), "c", "s").failed() == []
+
+
+@pytest.fixture
+async def stopped(service: PoolService, invoke: Invoke) -> StoppedTasks:
+    """What the pool sees of ECS, and a waiting job."""
+    client: Any = StoppedTasks()
+    service.workforce = EcsService(client, "c", "s")
+    client.running = [
+        {"taskArn": f"x/r{number}", "taskDefinitionArn": "t:1"} for number in range(3)
+    ]
+    await invoke(rest_event("POST", "/v1/jobs", JOB))
+    tasks: StoppedTasks = client
+    return tasks
 
 
 @pytest.mark.parametrize("were_ready", [True, False])
 async def test_the_breaker_opens_for_tasks_that_were_never_ready(
-    service: PoolService, invoke: Invoke, were_ready: bool
+    service: PoolService, stopped: StoppedTasks, functions: Functions, were_ready: bool
 ) -> None:
-    """It stays closed for three failed tasks that were healthy at any earlier time."""
-    client: Any = StoppedTasks()
-    service.workforce = EcsService(client, "c", "s")
-    health = "HEALTHY" if were_ready else "UNKNOWN"
-    client.running = [{"taskArn": f"r{n}", "healthStatus": health} for n in range(3)]
-    await invoke(rest_event("POST", "/v1/jobs", JOB))
+    """It stays closed for three failed tasks whose workers took jobs at any earlier time."""
+    workers = [FakeWorker(functions, incarnation=f"r{n}-1-ab") for n in range(3 * were_ready)]
+    for worker in workers:
+        await worker.beat()
     assert not (await service.step()).is_breaker_open
 
     service.clock_s.now_s += 600.0  # type: ignore[attr-defined]
-    client.running = [task | {"healthStatus": "UNHEALTHY"} for task in client.running]
-    await service.step()
     for number in range(3):
-        client.end(f"r{number}", service.clock_s() - number)
+        stopped.end(f"x/r{number}", service.clock_s() - number)
+    for worker in workers:
+        await functions.leave(worker.incarnation, MODEL)
 
     assert (await service.step()).is_breaker_open is not were_ready
-    # ECS forgets them after an hour, and then so does the pool.
-    client.tasks = []
-    service.clock_s.now_s += 7200.0  # type: ignore[attr-defined]
+
+
+async def test_failures_count_until_a_worker_is_ready_or_another_version_runs(
+    service: PoolService, stopped: StoppedTasks, functions: Functions
+) -> None:
+    """Also those that ECS has forgotten meanwhile."""
+
+    async def fail(number: int) -> bool:
+        service.clock_s.now_s += 4_000.0  # type: ignore[attr-defined]
+        stopped.tasks = []  # ECS shows them for an hour
+        stopped.end(f"x/f{number}", service.clock_s())
+        return (await service.step()).is_breaker_open
+
+    assert [await fail(number) for number in range(3)] == [False, False, True]
+    stopped.definition = "t:2"
+    assert not (await service.step()).is_breaker_open
+    assert [await fail(number) for number in range(3, 5)] == [False, False]
+    await FakeWorker(functions, incarnation="r0-1-ab").beat()
     await service.step()
-    assert not service.healthy_at_s
+    assert [await fail(number) for number in range(5, 7)] == [False, False]
+    assert await fail(7) is True
+
+
+async def test_a_pool_that_stops_its_starts_says_so(
+    service: PoolService,
+    stopped: StoppedTasks,
+    invoke: Invoke,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once in its log, as a metric, and to callers with the time of the next try. After the next
+    version's start no more."""
+    lines: list[str] = []
+    service.emit = lines.append
+    call = rest_event("POST", "/v1/completions", JOB["body"])
+    await service.step()
+    for number in range(3):
+        stopped.end(f"x/r{number}", service.clock_s() + 1)
+    for _ in range(3):
+        await service.step()
+    logged = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert [text.partition(":")[0] for text in logged] == ["no worker is started for 901 s"]
+    metrics = [json.loads(line) for line in lines if "Lane" not in line]
+    assert [(one["BreakerOpen"], one["FailedStarts"]) for one in metrics[1:]] == [(1, 3)] * 3
+    answer = await refused_with("model_failed", invoke, call)
+    error = json.loads(answer["body"])["error"]
+    assert "3 workers in a row ended before they were ready" in error["message"]
+    assert int(answer["headers"]["retry-after"]) >= 890
+    stopped.definition = "t:2"
+    await service.step()
+    await refused_with("no_workers", invoke, call)
+
+
+async def refused_with(code: str, invoke: Invoke, call: dict[str, Any]) -> dict[str, Any]:
+    """The first refusal with this code: a gateway knows of failures a second late."""
+    answers: list[dict[str, Any]] = []
+
+    async def is_refused() -> bool:
+        answers.append(await invoke(call))
+        return bool(json.loads(answers[-1]["body"])["error"]["code"] == code)
+
+    await until(is_refused)
+    assert answers[-1]["statusCode"] == 503
+    return answers[-1]
 
 
 def test_a_missing_service_is_an_error(ecs: EcsService) -> None:

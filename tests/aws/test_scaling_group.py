@@ -56,9 +56,9 @@ def test_machines_are_kept_while_their_worker_sends_heartbeats(group: ScalingGro
     """The group ends another machine, although it is younger. Protection is removed later."""
     group.resize(3)
     one, two, three = machines(group)
-    group.keep([f"{one}-7-ab", f"{three}-8-cd", "elsewhere-9-ef"])
+    kept = group.keep([f"{one}-7-ab", f"{three}-8-cd", "elsewhere-9-ef"])
     assert machines(group) == {one: True, two: False, three: True}
-    assert sorted(group.healthy()) == sorted([one, three])
+    assert sorted(kept) == sorted([one, three])
 
     group.resize(2)
     assert (group.num_desired(), set(machines(group))) == (2, {one, three})
@@ -80,7 +80,8 @@ async def test_the_pool_starts_machines_and_ends_idle_ones(
     functions: Functions,
     invoke: Invoke,
 ) -> None:
-    """From zero to one for a job; of two machines the busy one is kept."""
+    """From zero to one for a job; of two machines the busy one is kept, and the other's worker
+    drains. No machine is ended whose worker still starts."""
     await publish_model(redis_client, keys)
     clock = Clock()
     watch = PoolWatch(redis_client, keys, MODEL, tuple(POLICY.wait_targets_s))
@@ -91,7 +92,8 @@ async def test_the_pool_starts_machines_and_ends_idle_ones(
     assert len(machines(group)) == 1
 
     group.resize(2)
-    _, second = machines(group)
+    first, second = machines(group)
+    idle = FakeWorker(functions, incarnation=f"{first}-7-ab")
     busy = FakeWorker(functions, incarnation=f"{second}-7-ab")
     await busy.beat()
     claimed = await busy.claim()
@@ -100,8 +102,15 @@ async def test_the_pool_starts_machines_and_ends_idle_ones(
     await functions.heartbeat(busy.incarnation, MODEL, held, lease_s=10.0, info=info)
     await service.step()
     clock.now_s += 60.0
+    assert (await service.step()).reason == "starting"
+    await idle.beat()
+    await service.step()
+    clock.now_s += 60.0
     assert (await service.step()).num_workers == 1
-    assert machines(group) == {second: True}
+    assert machines(group) == {first: True, second: True}
+    await functions.leave(idle.incarnation, MODEL)
+    await service.step()
+    assert machines(group) == {first: False, second: True}
 
 
 class Activities:

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from infra.pool import Decision, PoolMemory, PoolPolicy, PoolView, decide, num_needed
+from infra.pool import (
+    Decision,
+    PoolMemory,
+    PoolPolicy,
+    PoolView,
+    breaker_left_s,
+    decide,
+    num_needed,
+)
 
 POLICY = PoolPolicy(
     wait_targets_s={"interactive": 5.0, "standard": 60.0, "batch": 900.0},
@@ -120,15 +128,46 @@ def test_the_pool_shrinks_to_the_recent_maximum() -> None:
 
 
 def test_surplus_workers_are_retired() -> None:
-    """They are drained. Workers that still start are ended without."""
+    """They are drained."""
     _, four = follow(view(4, at=0, load=0.9), view(4, at=300, load=0.9))
-    _, starting = follow(view(4, at=0, num_ready=1), view(4, at=300, num_ready=1, load=0.5))
     assert (four.num_workers, four.num_to_retire, four.reason) == (2, 2, "in")
-    assert (starting.num_workers, starting.num_to_retire) == (1, 0)
+
+
+@pytest.mark.parametrize("num_ready", range(4))
+@pytest.mark.parametrize("cold_start_s", [60, 150, 240, 420, 900, 3_500])
+def test_a_pool_with_a_starting_worker_does_not_shrink(cold_start_s: int, num_ready: int) -> None:
+    """However long it starts, and although nothing needs it any more: it is kept as long after it
+    is ready as after its last work. So is one that somebody else has requested."""
+    quiet = [view(0, at=at) for at in range(-1000, 0, 5)]
+    starting = [view(4, at=at, num_ready=num_ready) for at in range(0, cold_start_s, 5)]
+    ready = [view(4, at=cold_start_s + at) for at in (0, 5, 290, 295)]
+    decisions = follow(*quiet, *starting, *ready)[len(quiet) :]
+    assert [decision.num_workers for decision in decisions] == [4] * (len(decisions) - 1) + [0]
+    assert {decision.reason for decision in decisions[: len(starting)]} == {"starting"}
+
+
+def test_the_successors_of_a_deployment_are_starting_workers() -> None:
+    """The old worker is idle and ready, the new one starts beside it."""
+    before = [view(1, at=at, load=0.5) for at in (0, 500)]
+    during = [view(1, at=at, num_outdated=1) for at in range(505, 1400, 5)]
+    *_, still = follow(*before, *during)
+    after = decide(POLICY, view(1, at=1700), still.memory)
+    assert (still.num_workers, still.reason, still.eta_s) == (1, "starting", 0.0)
+    assert after.num_workers == 0
+
+
+def test_a_start_over_its_limit_keeps_no_idle_workers() -> None:
+    """Where no machine is to be had, seven idle workers do not wait for the eighth for ever; one
+    that becomes ready gives the others another hour."""
+    views = [view(8, at=at, num_ready=6 if at < 3000 else 7) for at in range(0, 7000, 5)]
+    sizes = [decision.num_workers for decision in follow(*views)]
+    num_kept = sizes.index(0) * 5
+    assert 3000 + 3600 <= num_kept <= 3000 + 3600 + 300
 
 
 def test_a_crash_loop_stops_the_starts() -> None:
-    """After three failures in a row only ready workers stay. Later one worker is tried."""
+    """After three failures in a row only ready workers stay. Later one worker is tried. However
+    far they are apart: a model may fail after an hour of loading."""
     queued = {"interactive": 10**6}
     failed = (100.0, 400.0, 700.0)
 
@@ -144,7 +183,7 @@ def test_a_crash_loop_stops_the_starts() -> None:
     idle = decide(POLICY, view(0, at=701, failed_starts_s=failed))
     trial = decide(POLICY, seen(1600, 0, 0, *failed))
     failed_again = decide(POLICY, seen(1800, 1, 0, *failed, 1790.0))
-    forgotten = decide(POLICY, seen(2500, 0, 0, *failed[:2], 2499.0))
+    slow = decide(POLICY, seen(10_801, 0, 0, 3_600.0, 7_200.0, 10_800.0))
 
     assert (twice.num_workers, twice.is_breaker_open) == (1, False)
     assert (open_.num_workers, open_.is_breaker_open, open_.eta_s) == (0, True, None)
@@ -153,7 +192,18 @@ def test_a_crash_loop_stops_the_starts() -> None:
     assert (idle.num_workers, idle.eta_s) == (0, None)
     assert (trial.num_workers, trial.reason) == (1, "from zero")
     assert failed_again.num_workers == 0
-    assert forgotten.num_workers == 1
+    assert (slow.num_workers, slow.is_breaker_open) == (0, True)
+
+
+def test_each_try_that_fails_doubles_the_pause() -> None:
+    """Up to a day. Workers that started and failed together are one try."""
+    failed, pauses = [10.0, 10.0, 10.0, 11.0, 12.0], []
+    for _ in range(9):
+        now_s = max(failed)
+        pauses.append(breaker_left_s(POLICY, failed, now_s))
+        failed.append(now_s + pauses[-1] + 3_600)
+    assert pauses[0] == 900 - 2
+    assert pauses[1:] == [1_800, 3_600, 7_200, 14_400, 28_800, 57_600, 86_400, 86_400]
 
 
 def test_a_waiting_job_has_an_eta() -> None:

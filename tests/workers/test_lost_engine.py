@@ -1,4 +1,4 @@
-"""What callers are told while a worker loads an engine again that was lost."""
+"""What callers and health checks are told while a worker loads an engine, or loads it again."""
 
 import asyncio
 import os
@@ -17,6 +17,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until
 from tests.workers.test_supervisor import assert_exact, children_of
+from workers.supervisor.load_progress import AGAIN
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
@@ -122,3 +123,36 @@ async def test_a_worker_that_loads_again_can_be_drained(
         assert await caller.functions.drain([incarnations[0].decode()]) == [True]
 
         assert await asyncio.to_thread(worker.wait, 60) == 0
+
+
+async def test_a_worker_shows_that_it_loads_and_with_what_it_ends_then(
+    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """A file for its health check, gone while the engine is ready. SIGTERM before the first engine
+    is ready is no success: whoever counts failed starts would not see it."""
+    fifo, progress = tmp_path / "fifo", tmp_path / "progress"
+    os.mkfifo(fifo)
+    model = structs.replace(SLOW, load_fifo=str(fifo))
+
+    async def has_begun() -> bool:
+        return progress.exists() and bool(progress.read_text())
+
+    async with fleet(redis_server.url, 1, model, progress_path=str(progress)) as [worker]:
+        await until(has_begun)
+        await until(lambda: has_children(worker.pid))
+        assert await worker.stop() == 143
+        assert progress.exists()  # it never ended to load
+    progress.unlink()
+    async with fleet(redis_server.url, 1, model, progress_path=str(progress)) as [worker]:
+        await let_load(fifo)
+        await caller.num_workers(1)
+        assert not progress.exists()
+        [engine_pid] = children_of(worker.pid)
+        os.kill(engine_pid, signal.SIGKILL)
+        await until(has_begun)
+        assert progress.read_text().endswith(AGAIN)
+        assert await worker.stop() == 0
+
+
+async def has_children(pid: int) -> bool:
+    return bool(children_of(pid))

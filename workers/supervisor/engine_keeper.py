@@ -38,6 +38,7 @@ from workers.ipc.messages import (
 from workers.settings import WorkerSettings
 from workers.supervisor.held_job import HeldJob, OutputFormats
 from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.load_progress import LoadProgress
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
 from workers.supervisor.worker_broker import WorkerBroker
@@ -70,6 +71,7 @@ class EngineKeeper:
         self._holding = holding
         self._publisher = publisher
         self._meter = meter
+        self._progress = LoadProgress(settings.progress_path)
         self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
         self._started_s = 0.0  # when the current engine was started
         self._frees_place = False  # whether the current step frees a place: claim when it ends
@@ -86,6 +88,7 @@ class EngineKeeper:
         num_failed_starts = 0
         while True:
             self._started_s = time.monotonic()
+            self._progress.note()
             client = await EngineClient.start(
                 self._settings.engine_module,
                 self._engine.options,
@@ -176,7 +179,9 @@ class EngineKeeper:
                 self._engine.load_s = time.monotonic() - self._started_s
                 self._engine.changed.set()
                 self._holding.wake.set()
+                self._progress.end()
             case Loading(text):
+                self._progress.note()
                 log.info("%s", text)
             case LoadFailed(text):
                 raise EngineRefused(text)

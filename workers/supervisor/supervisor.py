@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_LOAD_FAILED = 3
+EXIT_NEVER_READY = 128 + signal.SIGTERM  # ended while loading: who counts failures must see it
 
 _RETRY_S = 0.2  # between attempts while Redis is unreachable
 _MIN_GRACE_S = 0.5  # for releasing jobs, even if the budget is spent
@@ -126,7 +127,7 @@ class Supervisor:
         except (EngineRefused, BrokerUnfit, CommandDenied, MetricsUnservable) as refusal:
             log.error("%s", refusal)
             return EXIT_LOAD_FAILED
-        return EXIT_OK
+        return EXIT_OK if self._keeper.tokenizer is not None else EXIT_NEVER_READY
 
     # --- claiming -----------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from contract.connection import end_tasks
 from contract.files import StoredFile
 from contract.payloads.store import ObjectStore, PayloadLost
 from gateway.files import lines, write_content
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, NotAnnounced
 from gateway.prepare.admission import check_endpoint, check_lane
 from gateway.runners.batches.lease import LeasedBatch
 from gateway.runners.batches.lines import BadLine, Line, Validation, parse_line, requests
@@ -174,10 +174,13 @@ async def _validate(leased: LeasedBatch) -> None:
 
 
 async def _model_errors(leased: LeasedBatch, validation: Validation) -> list[LineError]:
-    """Returns errors unless the model answers such calls in the batch lane."""
-    number = validation.first_number
-    card = (await leased.gateway.broker.known.models()).get(validation.model)
+    """Returns errors unless the model answers such calls in the batch lane. Raises NotAnnounced."""
+    number, broker = validation.first_number, leased.gateway.broker
+    card = (await broker.known.models()).get(validation.model)
     if card is None:
+        if validation.model in broker.known.declared:
+            await broker.want_worker(validation.model)
+            raise NotAnnounced(validation.model, None)
         return [LineError("model_not_found", "the model does not exist", number, "body.model")]
     try:
         check_endpoint(card, leased.batch.asked.endpoint)

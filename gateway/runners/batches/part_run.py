@@ -24,6 +24,7 @@ from gateway.follow.members import delete_whole
 from gateway.follow.streams import ended_answer
 from gateway.http.errors import (
     ApiError,
+    NotAnnounced,
     UnknownJob,
     failure_of,
     internal_error,
@@ -54,7 +55,7 @@ _CUT_OFF = {
     CANCELLED: "This request was cut off: the batch was cancelled while it ran.",
     EXPIRED: "This request was cut off: the completion window expired while it ran.",
 }
-TEMPORARY = (BrokerUnavailable, PayloadUnavailable, Busy)
+TEMPORARY = (BrokerUnavailable, PayloadUnavailable, Busy, NotAnnounced)
 
 
 class PartRun:

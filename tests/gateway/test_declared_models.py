@@ -1,0 +1,155 @@
+"""Models whose workers are started on demand, before the first has announced itself; and what a job
+says while it waits for a worker."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.functions import Functions
+from contract.keys import Keys
+from contract.starts import ANY_LANE, Starts
+from infra.embedded_redis import EmbeddedRedis
+from tests.fleet import until
+from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
+TEXT = {"model": MODEL, "prompt": "ab"}
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/completions": TEXT,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"model": MODEL, "input": "a"},
+    "/v1/embeddings": {"model": MODEL, "input": "a"},
+    "/v1/rerank": {"model": MODEL, "query": "a", "documents": ["b"]},
+    "/v1/jobs": {"endpoint": "/v1/completions", "body": TEXT},
+    "/v1/quote": {"endpoint": "/v1/completions", "body": TEXT},
+}
+JOB = CALLS["/v1/jobs"]
+
+
+@pytest.fixture
+async def http(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+    settings = make_settings(redis_server.url, declared_models=(MODEL, "second"))
+    with running_gateway(settings) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            yield client
+
+
+@pytest.fixture
+def starts(redis_client: redis.asyncio.Redis, keys: Keys) -> Starts:
+    return Starts(redis_client, keys)
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_a_call_of_a_declared_model_asks_for_its_first_worker(
+    http: httpx.AsyncClient, starts: Starts, path: str
+) -> None:
+    """It gets 503 with the expected time, never 404, and leaves a wish that no lane limits."""
+    answer = await http.post(path, json=CALLS[path])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
+    assert "retry-after" not in answer.headers  # nobody has announced a start
+    assert await starts.is_wanted(MODEL, ANY_LANE)
+    await starts.announce(MODEL, 200.0)
+    answer = await http.post(path, json=CALLS[path])
+    assert answer.status_code == 503
+    assert 195 <= int(answer.headers["retry-after"]) <= 260  # with jitter
+    assert answer.headers["x-dropped-reason"] == "no_workers"
+    assert "should be ready in 200 s" in answer.json()["error"]["message"]
+
+
+async def test_the_first_worker_may_have_failed(http: httpx.AsyncClient, starts: Starts) -> None:
+    """The caller gets the reason, and the next try has something to do."""
+    await starts.report_failure(MODEL, "no weights", retry_in_s=900.0)
+
+    async def is_told() -> bool:  # a gateway knows failures a second late
+        answer = await http.post("/v1/completions", json=TEXT)
+        return (answer.status_code, answer.json()["error"]["code"]) == (503, "model_failed")
+
+    await until(is_told)
+    assert await starts.is_wanted(MODEL, ANY_LANE)
+
+
+async def test_other_models_are_unknown_as_ever(http: httpx.AsyncClient, starts: Starts) -> None:
+    """And ask for nothing. The error names the declared ones."""
+    answer = await http.post("/v1/completions", json=TEXT | {"model": "hasch"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "model_not_found")
+    assert "did you mean 'hash'" in error["message"]
+    assert not await starts.is_wanted("hasch", ANY_LANE)
+
+
+async def test_declared_models_are_listed_and_not_ready(
+    http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys, functions: Functions
+) -> None:
+    """Without endpoints, which nobody knows yet. /readyz says what is missing: workers."""
+    for listed in ((await http.get("/v1/models")).json()["data"], [await get_model(http)]):
+        assert {(one["id"], len(one["endpoints"]), one["failed"]) for one in listed} <= {
+            (MODEL, 0, None),
+            ("second", 0, None),
+        }
+    for params in ({}, {"model": MODEL}):
+        ready = await http.get("/readyz", params=params)
+        assert (ready.status_code, ready.json()["missing"]) == (503, "workers")
+    await publish_model(redis_client, keys)
+    await FakeWorker(functions).beat()
+    ready = await http.get("/readyz")
+    assert ready.json() == {"status": "ready", "workers": {MODEL: 1, "second": 0}}
+
+
+async def get_model(http: httpx.AsyncClient) -> dict[str, Any]:
+    model: dict[str, Any] = (await http.get(f"/v1/models/{MODEL}")).json()
+    return model
+
+
+WAITS = {"waiting_for": "worker", "expected_start_s": pytest.approx(200.0, abs=5.0)}
+WAITS_NO_MORE = {"waiting_for": None, "expected_start_s": None}
+
+
+async def waits_in(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The waits of a stream's `queued` events."""
+    async for line in answer.aiter_lines():
+        if line.startswith("data: {"):
+            yield wait_of(json.loads(line.removeprefix("data: ")))
+
+
+def wait_of(shown: dict[str, Any]) -> dict[str, Any]:
+    return {name: shown[name] for name in WAITS}
+
+
+async def test_a_job_says_that_it_waits_for_a_worker(
+    http: httpx.AsyncClient,
+    starts: Starts,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    functions: Functions,
+) -> None:
+    """When it is queued and whenever it is read: by itself, in a list, changed, in its stream. Not
+    once a worker lives."""
+    await publish_model(redis_client, keys)
+    unannounced = (await http.post("/v1/jobs", json=JOB)).json()
+    assert wait_of(unannounced) == {"waiting_for": "worker", "expected_start_s": None}
+    await starts.announce(MODEL, 200.0)
+    respond_async = {"prefer": "respond-async"}
+    assert wait_of((await http.post("/v1/jobs", json=JOB)).json()) == WAITS
+    call = await http.post("/v1/completions", json=TEXT, headers=respond_async)
+    assert wait_of(call.json()) == WAITS
+    path = f"/v1/jobs/{call.json()['id']}"
+    assert wait_of((await http.get(path)).json()) == WAITS
+    assert wait_of((await http.patch(path, json={"lane": "batch"})).json()) == WAITS
+    listed = (await http.get("/v1/jobs")).json()["data"]
+    assert [wait_of(job) for job in listed] == [WAITS] * 3
+    worker = FakeWorker(functions)
+    async with http.stream("GET", f"{path}/events") as answer:
+        waits = waits_in(answer)
+        assert await anext(waits) == WAITS
+        await worker.beat()
+        assert await anext(waits) == WAITS_NO_MORE
+    assert wait_of((await http.get(path)).json()) == WAITS_NO_MORE
+    cancelled = (await http.post(f"{path}/cancel")).json()
+    assert wait_of(cancelled) == WAITS_NO_MORE
