@@ -27,7 +27,7 @@ from contract.vector_answers import VectorAnswer
 from gateway.follow.answers import Answer, Chunks, response_logprobs
 from gateway.follow.job_objects import events_url, job_object, place, worker_wait_fields
 from gateway.follow.stored_responses import ended_response, record_of_job, replay
-from gateway.follow.sync_call import SyncCall
+from gateway.follow.sync_call import Patience, SyncCall
 from gateway.http import sse
 from gateway.http.errors import (
     ApiError,
@@ -261,9 +261,9 @@ def _became_job(job: Job, last_id: str) -> bytes:
 
 
 async def job_stream(
-    gateway: Gateway, view: JobView, position: LogPosition
+    gateway: Gateway, view: JobView, position: LogPosition, patience: Patience
 ) -> AsyncGenerator[bytes, None]:
-    """The events of `GET /v1/jobs/{id}/events`, from a position on."""
+    """The events of `GET /v1/jobs/{id}/events`, from a position on. `patience`: the platform's."""
     job = await gateway.whole(view.job)
     tokenizer = await gateway.tokenizer_for(job)
     chunks: Chunks | ResponseEvents = Chunks(job, tokenizer)
@@ -306,6 +306,8 @@ async def job_stream(
                         heartbeat.touch()
                     elif heartbeat.is_due():
                         yield sse.COMMENT
+            if patience.is_over(has_sent=True):
+                raise Draining
     except Draining:
         yield sse.message({"id": job.id, "last_event_id": last_id}, event="reconnect")
     else:
@@ -382,10 +384,16 @@ async def whole_response(call: SyncCall, record: ResponseRecord) -> dict[str, An
 
 
 async def response_stream(
-    gateway: Gateway, job: Job, record: ResponseRecord, *, after: int, call: SyncCall | None = None
+    gateway: Gateway,
+    job: Job,
+    record: ResponseRecord,
+    *,
+    after: int,
+    patience: Patience,
+    call: SyncCall | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """The events with sequence numbers over `after`. `call`: the call that waits for them; the
-    platform may limit its time."""
+    """The events with sequence numbers over `after`. `patience`: the platform may limit the time.
+    `call`: the call that waits for them."""
     events = ResponseEvents(job, record, response_logprobs(await gateway.tokenizer_for(job)))
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     yield _messages(events.begin(), after) or sse.EMPTY_LINE
@@ -408,8 +416,9 @@ async def response_stream(
                     events.begin()
             if heartbeat.is_due():
                 yield sse.EMPTY_LINE
-            if call is not None and call.patience.is_over(has_sent=True):
-                await _outlive(call, record)
+            if patience.is_over(has_sent=True):
+                if call is not None:
+                    await _outlive(call, record)
                 raise _time_is_up(job, events.num_events)
     except BatchwayError as exc:
         error = to_call_error(exc)

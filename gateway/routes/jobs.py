@@ -31,6 +31,7 @@ from gateway.follow.job_objects import (
 )
 from gateway.follow.members import cancel_whole, delete_whole, members_of
 from gateway.follow.streams import AskedPosition, ended_answer, job_stream
+from gateway.follow.sync_call import Patience
 from gateway.http import sse
 from gateway.http.errors import (
     ApiError,
@@ -128,7 +129,7 @@ async def stream_job(
 ) -> Response:
     """Streams a job's events, from the start or after any event. A disconnect cancels nothing."""
     view, _ = await gateway.broker.read(job_id, caller.tenant)
-    events = job_stream(gateway, view, position)
+    events = job_stream(gateway, view, position, Patience.of(request, gateway.settings))
     return await sse.sse_response(request, events, headers={"x-job-id": job_id})
 
 

@@ -72,7 +72,9 @@ async def _prepared(
 
 async def _stream(request: Request, call: SyncCall, record: ResponseRecord) -> Response:
     async def events() -> AsyncGenerator[bytes, None]:
-        stream = response_stream(call.gateway, call.job, record, after=-1, call=call)
+        stream = response_stream(
+            call.gateway, call.job, record, after=-1, patience=call.patience, call=call
+        )
         async with contextlib.aclosing(stream):
             async for part in stream:
                 yield part
@@ -179,7 +181,8 @@ async def get_response(
         return sse.json_response(await shown_response(gateway, response_id, caller.tenant))
     view, record = await read_response(gateway, response_id, caller.tenant)
     after = -1 if starting_after is None else starting_after
-    events = response_stream(gateway, view.job, record, after=after)
+    patience = Patience.of(request, gateway.settings)
+    events = response_stream(gateway, view.job, record, after=after, patience=patience)
     headers = {"x-job-id": view.job.id}
     return await sse.sse_response(request, events, headers=headers)
 

@@ -17,7 +17,7 @@ from tests.gateway import conftest as gateway_conftest
 idle_worker = gateway_conftest.idle_worker
 worker = gateway_conftest.worker
 
-Invoke = Callable[[dict[str, Any]], Any]
+Invoke = Callable[..., Any]  # an event, and the context of the invocation
 
 
 class Clock:
@@ -44,7 +44,11 @@ async def running_function(settings: GatewaySettings) -> AsyncIterator[Invoke]:
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(max_workers=1) as thread:
         function = await loop.run_in_executor(thread, Function, settings)
-        yield lambda event: loop.run_in_executor(thread, function, event, None)
+
+        def invoke(event: dict[str, Any], context: Any = None) -> Any:
+            return loop.run_in_executor(thread, function, event, context)
+
+        yield invoke
         await loop.run_in_executor(thread, function.close)
 
 

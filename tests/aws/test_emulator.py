@@ -7,7 +7,15 @@ import pytest
 
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.emulator import EMULATOR, Emulator, emulating
-from tests.aws.lambda_events import KEY, http_event, rest_event
+from tests.aws.lambda_events import (
+    KEY,
+    event_bus_event,
+    given_up,
+    http_event,
+    rest_event,
+    sns_event,
+    sqs_event,
+)
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = [
@@ -67,3 +75,19 @@ async def test_calls_and_direct_invocations_are_answered(
     assert json.loads(called["body"])["choices"][0]["text"] == "Hello wörld!"
     assert invoked["statusCode"] == 202
     assert invoked["body"]["object"] == "job"
+
+
+async def test_events_that_were_not_accepted_are_errors(
+    api_function: Emulator, idle_worker: FakeWorker
+) -> None:
+    """Lambda sees a failed invocation, and tries again; of messages it is told which failed."""
+    text, bad = json.dumps(JOB), {"endpoint": "/v1/completions", "body": {"model": "none"}}
+    for event in (event_bus_event("1", JOB), sns_event("1", text), JOB):
+        assert (await api_function.invoke(event)).json()["statusCode"] == 202
+    for event in (event_bus_event("2", bad), sns_event("2", json.dumps(bad)), bad):
+        failed = (await api_function.invoke(event)).json()
+        assert failed["errorType"] == "JobRefused"
+        assert json.loads(failed["errorMessage"])["statusCode"] in (400, 404)
+    messages = sqs_event(("a", text), ("b", json.dumps(bad)), ("c", json.dumps(given_up(JOB, "3"))))
+    answer = (await api_function.invoke(messages)).json()
+    assert answer == {"batchItemFailures": [{"itemIdentifier": "b"}]}

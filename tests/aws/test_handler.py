@@ -11,6 +11,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from gateway.aws import handler
 from gateway.aws.environment import load_settings
+from gateway.aws.intake import JobRefused
 from gateway.settings import GatewaySettings
 from tests.aws.conftest import Invoke
 from tests.aws.lambda_events import KEY, http_event, rest_event, sqs_event
@@ -93,14 +94,15 @@ async def test_a_job_body_is_submitted_without_http(
     """`lambda.invoke` with a body of POST /v1/jobs, with and without headers."""
     event = JOB | {"headers": {"Idempotency-Key": "once"}}
     first, second = await invoke(event), await invoke(event)
-    wrong = await invoke(
-        {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "a", "n": 9}}
-    )
+    wrong = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "a", "n": 9}}
+    with pytest.raises(JobRefused) as refused:
+        await invoke(wrong)
+    answer = json.loads(str(refused.value))
 
     assert first["statusCode"] == second["statusCode"] == 202
     assert first["body"]["id"] == second["body"]["id"] == first["headers"]["x-job-id"]
-    assert wrong["statusCode"] == 400
-    assert wrong["body"]["error"]["param"] == "body.n"
+    assert answer["statusCode"] == 400
+    assert answer["body"]["error"]["param"] == "body.n"
 
 
 async def test_rejected_messages_stay_in_the_queue(

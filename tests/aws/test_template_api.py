@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.aws.environment import SECRETS_VARIABLE
+from gateway.aws.intake import DEAD_LETTERS_VARIABLE
 from gateway.settings import GatewaySettings, variable
 from tests.aws.template import (
     ROOT,
@@ -116,7 +117,8 @@ def test_streams_go_through_the_web_adapter(name: str) -> None:
 
 def test_every_variable_of_a_function_is_a_setting() -> None:
     """The gateway reads each of our variables."""
-    known = {variable(name) for name in GatewaySettings.model_fields} | {SECRETS_VARIABLE}
+    known = {variable(name) for name in GatewaySettings.model_fields}
+    known |= {SECRETS_VARIABLE, DEAD_LETTERS_VARIABLE}
     for name, function in of_type("AWS::Lambda::Function").items():
         given = set(function["Environment"]["Variables"])
         assert {v for v in given if v.startswith("BATCHWAY_")} <= known, name
