@@ -156,22 +156,25 @@ class FleetWatch:
         return await self._gateway.broker.watch(model, card.lanes if card is not None else ())
 
     async def _models(self, snapshots: Mapping[str, FleetSnapshot]) -> list[dict[str, Any]]:
+        """The models that workers serve or that are started on demand, each with its state."""
         known = self._gateway.broker.known
-        failures = await known.failures()
+        cards, failures = await known.models(), await known.failures()
+        wanted = await known.num_wanted()
+        flows = {name for name, card in cards.items() if card.flow is not None}
         shown = []
-        for name, card in (await known.models()).items():
-            if card.flow is not None:
-                continue
+        for name in sorted({*cards, *known.declared, *failures} - flows):
             num_workers = len(snapshots[name].workers) if name in snapshots else 0
             start = None if num_workers else await known.expected_start(name)
             failed = failures.get(name)
             state = "ready" if num_workers else "failed" if failed else "no worker"
+            since_s = start.since_s if start else failed.since_s if failed else None
             shown.append(
                 {
                     "name": name,
-                    "state": "starting" if start is not None and not num_workers else state,
+                    "state": "starting" if start else state,
                     "workers": num_workers,
-                    "since_s": start.since_s if start else failed.since_s if failed else None,
+                    "wanted": wanted.get(name),
+                    "since_s": since_s,
                     "ready_in_s": start.ready_in_s if start else None,
                     "reason": failed.reason if failed else None,
                 }

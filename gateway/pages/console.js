@@ -126,6 +126,7 @@ function drawOverview() {
   const point = state.newest?.[model()];
   const parts = found ? [`${found.name}: ${found.state}, ${found.workers} ${found.workers === 1 ? "worker" : "workers"}`] : [];
   if (found?.state === "starting") parts.push(`since ${clock(found.since_s)}, expected in ${seconds(found.ready_in_s)}`);
+  if (found?.wanted !== null && found?.wanted !== undefined) parts.push(`${found.wanted} wanted`);
   if (found?.reason) parts.push(found.reason);
   if (point) parts.push(`${number(point.tokens_out)} output tokens/s`, `${number(point.jobs, 1)} jobs/s`);
   if (point?.tokens_out > 0 && state.worker_price > 0) {
@@ -339,7 +340,7 @@ async function refreshJobs() {
   if (chosen) await refreshJob();
 }
 
-const stateText = (job) => (job.waiting_for === "worker" ? "waiting for a worker" : job.status);
+const stateText = (job) => (job.waiting_for === "worker" ? `waiting for a worker, expected in ${seconds(job.expected_start_s)}` : job.status);
 const took = ({ timings }) => (timings.started_at && timings.finished_at ? seconds(timings.finished_at - timings.started_at) : "–");
 
 async function refreshJob() {

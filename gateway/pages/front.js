@@ -9,11 +9,13 @@ let running = null; // the job that answers
 let shownModels = "";
 
 function showModels(state) {
-  const rows = [...cards.values()].map((card) => {
+  const announced = (state?.models ?? []).filter((model) => !cards.has(model.name));
+  const rows = announced.map((model) => [model.name, stateOf(model, {}), number(model.workers), "", ""]);
+  rows.push(...[...cards.values()].map((card) => {
     const known = (state?.models ?? []).find((model) => model.name === card.id);
     const text = card.flow ? `flow (${card.flow})` : stateOf(known, card);
     return [card.id, text, card.flow ? "" : number(known?.workers ?? 0), card.endpoints.join(" "), number(card.max_model_len)];
-  });
+  }));
   if (JSON.stringify(rows) === shownModels) return;
   shownModels = JSON.stringify(rows);
   $("models").replaceChildren(...rows.map((row) => h("tr", {}, ...row.map((text, i) =>
@@ -46,7 +48,7 @@ async function watch() {
       for await (const { event, data } of events(await call("/console/feed"))) {
         if (event !== "state") continue;
         const state = JSON.parse(data);
-        if ((state.models ?? []).some((model) => !cards.has(model.name))) await loadCards();
+        if ((state.models ?? []).some((model) => model.workers && !cards.has(model.name))) await loadCards();
         showModels(state);
       }
     } catch (error) {
@@ -134,7 +136,7 @@ async function follow(id) {
 }
 
 function queued(job) {
-  if (job.waiting_for === "worker") return `Waiting for a worker, expected in ${seconds(job.eta_s)}`;
+  if (job.waiting_for === "worker") return `Waiting for a worker, expected in ${seconds(job.expected_start_s)}`;
   return job.eta_s === null ? "Waiting" : `Waiting, ${number(job.position)} jobs ahead, about ${seconds(job.eta_s)}`;
 }
 
