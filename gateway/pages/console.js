@@ -86,11 +86,15 @@ const LINES = ["--accent", "--prefill", "--bad"];
 
 function axes(format) {
   const plain = { stroke: colour("--weak"), grid: { stroke: colour("--line"), width: 0.5 }, ticks: { stroke: colour("--line") } };
-  return [plain, { ...plain, size: 70, values: (_, ticks) => ticks.map((tick) => format(tick)) }];
+  return [{ ...plain, space: 80 }, { ...plain, size: 70, values: (_, ticks) => ticks.map((tick) => format(tick)) }];
 }
 
-function chart(parent, title, series, format, scales) {
-  const text = h("p", { class: "weak" });
+function ofTime(format) {
+  const [time, values] = axes(format);
+  return [{ ...time, values: (_, ticks) => ticks.map((tick) => new Date(1000 * tick).toLocaleTimeString("en-GB", { timeStyle: "short" })) }, values];
+}
+
+function chart(parent, title, series, format) {
   const box = h("div", { class: "chart", role: "img" }, h("h3", {}, title));
   parent.append(box);
   const shown = series.map(([label], i) => ({
@@ -98,10 +102,10 @@ function chart(parent, title, series, format, scales) {
   }));
   const plot = new uPlot({
     width: Math.max(200, box.clientWidth - 16), height: 180, legend: { live: false }, cursor: { drag: { x: false, y: false } },
-    axes: axes(format), scales, series: [{}, ...shown],
+    axes: ofTime(format), scales: { x: { range: () => [(state?.at ?? 0) - PAST_S, state?.at ?? 0] } }, series: [{}, ...shown],
   }, [[], ...series.map(() => [])], box);
   new ResizeObserver(() => plot.setSize({ width: Math.max(200, box.clientWidth - 16), height: 180 })).observe(box);
-  return { plot, box, title, series, format, text };
+  return { plot, box, title, series, format };
 }
 
 function drawCharts() {
@@ -207,31 +211,30 @@ const stripes = new Map(); // job and attempt -> {row, job, ended_s}
 const preempted = []; // times
 
 function noteBatch() {
-  const now = new Set();
+  const keyOf = (job) => `${job.job_id} ${job.attempt} ${job.worker}`;
+  const now = new Map((state.held ?? []).map((job) => [keyOf(job), job]));
   const taken = new Map(); // worker -> its rows that are in use
-  for (const stripe of stripes.values()) {
-    if (stripe.ended_s) continue;
-    if (!taken.has(stripe.job.worker)) taken.set(stripe.job.worker, new Set());
-    taken.get(stripe.job.worker).add(stripe.row);
+  for (const [key, stripe] of stripes) {
+    if (!now.has(key)) stripe.ended_s ||= state.at;
+    if (stripe.ended_s && state.at - stripe.ended_s > SHOWN_S) stripes.delete(key);
+    if (!stripe.ended_s) rowsOf(taken, stripe.job.worker).add(stripe.row);
   }
-  for (const job of state.held ?? []) {
-    const key = `${job.job_id} ${job.attempt} ${job.worker}`;
-    now.add(key);
+  for (const [key, job] of now) {
     const known = stripes.get(key);
     if (known) { known.job = job; continue; }
-    const used = taken.get(job.worker) ?? new Set();
+    const used = rowsOf(taken, job.worker);
     let row = 0;
     while (used.has(row)) row += 1;
     used.add(row);
-    taken.set(job.worker, used);
     stripes.set(key, { row, job, ended_s: 0 });
-  }
-  for (const [key, stripe] of stripes) {
-    if (!now.has(key) && !stripe.ended_s) stripe.ended_s = state.at;
-    if (stripe.ended_s && state.at - stripe.ended_s > SHOWN_S) stripes.delete(key);
   }
   if (Object.values(state.newest ?? {}).some((point) => point.preemptions > 0)) preempted.push(state.at);
   while (preempted.length && state.at - preempted[0] > SHOWN_S) preempted.shift();
+}
+
+function rowsOf(taken, worker) {
+  if (!taken.has(worker)) taken.set(worker, new Set());
+  return taken.get(worker);
 }
 
 function drawBatch() {
@@ -301,6 +304,7 @@ function drawSteps() {
 let after = "";
 let lastId = "";
 let chosen = "";
+let isShown = false; // the chosen job: it was scrolled to once
 const jobLink = (id) => h("a", { href: `#jobs/${id}`, title: id }, short(id));
 
 function filter() {
@@ -333,9 +337,9 @@ async function refreshJobs() {
   $("older").disabled = !lastId;
   rows("list", found.data.map((job) => h("tr", {}, h("td", {}, jobLink(job.id)), h("td", { class: { succeeded: "good", failed: "bad" }[job.status] ?? "" }, stateText(job)),
     cell(job.lane, "text"), cell(job.model, "text"), cell(job.endpoint, ""), cell(clock(job.timings.queued_at), ""), cell(seconds(job.wait_s)), cell(took(job)),
-    cell(number(job.usage?.prompt_tokens)), cell(number(job.usage?.completion_tokens)), cell(job.error?.code ?? "", "text"))));
+    cell(number(job.usage?.prompt_tokens)), cell(number(job.usage?.completion_tokens)), cell(job.error?.code ?? "", ""))));
   const dead = await attempt(() => json("/v1/callbacks/dead?limit=25"));
-  rows("dead", (dead?.data ?? []).map((each) => h("tr", {}, h("td", {}, jobLink(each.id)), cell(each.type, ""), cell(number(each.attempts)), cell(each.last_error, "text"), cell(clock(each.died_at), ""),
+  rows("dead", (dead?.data ?? []).map((each) => h("tr", {}, h("td", {}, jobLink(each.id)), cell(each.type, ""), cell(number(each.attempts)), cell(each.last_error, "wrap"), cell(clock(each.died_at), ""),
     h("td", {}, button("Replay", act("Deliver this callback again?", `/v1/callbacks/dead/${each.id}/replay`), `Replay the callback of ${each.id}`)))));
   if (chosen) await refreshJob();
 }
@@ -366,6 +370,7 @@ async function refreshJob() {
       over ? null : h("button", { onclick: () => act(`Move the job to the lane ${$("to-lane").value}?`, `/v1/jobs/${job.id}`, { method: "PATCH", body: { lane: $("to-lane").value } })() }, "Move to this lane"),
       h("button", { onclick: () => showOutput(job.id) }, "Show its events, with output")),
     ...(job.members ? [tree(job)] : []), ...(open ? [open] : []));
+  if (!isShown) { isShown = true; $("job").scrollIntoView(); }
 }
 
 // Only now, by a click and with the tenant's own rights, the page asks for text.
@@ -499,7 +504,7 @@ async function listen() {
 
 function follow() {
   const [name, id] = location.hash.slice(1).split("/");
-  if (id) { chosen = id; $("job").replaceChildren(); }
+  if (id) { chosen = id; isShown = false; $("job").replaceChildren(); }
   show(VIEWS.includes(name) ? name : "overview");
 }
 

@@ -133,9 +133,11 @@ def running_stack(
 
 
 @contextlib.contextmanager
-def running_demo_stack(*arguments: str) -> Iterator[Stack]:
+def running_demo_stack(
+    *arguments: str, environ: Mapping[str, str] | None = None
+) -> Iterator[Stack]:
     """Runs `batchway up` on the demo model, as a newcomer does, with a small KV cache."""
-    with _running(["--kv-cache-gib=0.25", *arguments], {}) as stack:
+    with _running(["--kv-cache-gib=0.25", *arguments], environ or {}) as stack:
         yield stack
 
 

@@ -1,0 +1,111 @@
+"""The story of docs/console.md, with its pictures: a lane is flooded, callers are refused, a worker
+is killed, and the answer goes on.
+
+`python -m tests.e2e.test_console_story docs/images` makes the pictures of the documents."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Browser, Page, expect
+
+from tests.browser import chromium, needs_chromium
+from tests.infra.stack import running_demo_stack
+
+pytestmark = [pytest.mark.anyio, needs_chromium, pytest.mark.campaign]
+
+_CHAT = "/v1/chat/completions"
+_ASKED = "Count from 1 to 90."
+_NUM_FLOOD = 120
+_ARGUMENTS = ("--workers=2", "--max-num-seqs=8")
+_ENVIRON = {"BATCHWAY_LANE_BOUNDS": "batch=20000"}
+_WAIT_MS = 60_000
+
+
+async def test_a_flood_refusals_a_kill_and_an_answer_that_goes_on(tmp_path: Path) -> None:
+    """The chat box shows the text of an undisturbed answer, though its worker was killed."""
+    await tell(tmp_path)
+
+
+async def tell(folder: Path) -> None:
+    """Runs the story, and draws its pictures into the folder."""
+    with running_demo_stack(*_ARGUMENTS, environ=_ENVIRON) as stack:
+        async with (
+            httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+            chromium() as browser,
+        ):
+            usual = await http.post(_CHAT, json=_body(_ASKED, max_tokens=400))
+            expected = usual.json()["choices"][0]["message"]["content"]
+            page = await _page(browser, stack.url)
+            await page.goto("/console")
+            await expect(page.locator("#workers tr")).to_have_count(2, timeout=_WAIT_MS)
+            await asyncio.gather(*(_flood(http) for _ in range(2)))
+            await expect(page.locator("#refusals")).to_contain_text("lane", timeout=_WAIT_MS)
+            await page.screenshot(path=folder / "console-overview.png", full_page=True)
+            await page.locator("#tab-batch").click()
+            await expect(page.locator("#held tr")).to_have_count(8, timeout=_WAIT_MS)
+            await page.screenshot(path=folder / "console-batch.png", full_page=True)
+
+            await page.goto("/")
+            await page.locator("#said").fill(_ASKED, timeout=_WAIT_MS)
+            await page.locator("#temperature").fill("0")
+            await page.locator("#max-tokens").fill("400")
+            await page.locator("#send").click()
+            await expect(page.locator("#talk")).to_contain_text("1, 2, 3", timeout=_WAIT_MS)
+            killed = await _kill_worker_of_chat(page, stack.url)
+            await expect(page.locator("#status")).to_contain_text("Done", timeout=_WAIT_MS)
+            assert await page.locator("#talk .said").last.text_content() == expected
+            await page.screenshot(path=folder / "console-chat.png", full_page=True)
+            await _see_resumed(browser, stack.url, killed, folder / "console-job.png")
+
+
+def _body(text: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "demo", "temperature": 0, "messages": messages, **fields}
+
+
+async def _flood(http: httpx.AsyncClient) -> None:
+    body = _body("Count from 1 to 60.", max_tokens=400)
+    asked = {"endpoint": _CHAT, "lane": "batch", "body": body}
+    answers = await asyncio.gather(*(http.post("/v1/jobs", json=asked) for _ in range(_NUM_FLOOD)))
+    assert {answer.status_code for answer in answers} == {202, 429}
+
+
+async def _page(browser: Browser, url: str, **options: Any) -> Page:
+    return await (await browser.new_context(base_url=url, **options)).new_page()
+
+
+async def _kill_worker_of_chat(page: Page, url: str) -> str:
+    """Kills the worker that answers, by the console's own word; returns the job."""
+    console = await _page(page.context.browser, url)  # type: ignore[arg-type]
+    await console.goto("/console#batch")
+    held = console.locator("#held tr", has_text="interactive")
+    for name in ("the first", "the second"):
+        options = await console.locator("#worker option").all_inner_texts()
+        await console.locator("#worker").select_option(options[name == "the second"])
+        if await held.count():
+            break
+    worker = await console.locator("#worker").input_value()
+    job_id = await held.locator("a").first.get_attribute("title", timeout=_WAIT_MS)
+    os.kill(int(worker.split("-")[-2]), signal.SIGKILL)
+    await console.context.close()
+    assert job_id is not None
+    return job_id
+
+
+async def _see_resumed(browser: Browser, url: str, job_id: str, picture: Path) -> None:
+    narrow = {"width": 375, "height": 700}
+    page = await _page(browser, url, viewport=narrow, color_scheme="dark")
+    await page.goto(f"/console#jobs/{job_id}")
+    await expect(page.locator("#job")).to_contain_text("(resumed)", timeout=_WAIT_MS)
+    await page.screenshot(path=picture)
+    await page.context.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(tell(Path(sys.argv[1])))
