@@ -62,6 +62,5 @@ def _run(arguments: Any) -> int:
 
 def _refused(reason: str) -> int:
 
-
     print(f"batchway: {reason}", file=sys.stderr)
     return EXIT_USAGE
