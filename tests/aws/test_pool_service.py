@@ -67,7 +67,9 @@ async def test_a_waiting_job_starts_the_first_worker(
     assert (first.num_workers, first.reason) == (1, "from zero")
     assert (second.num_workers, second.eta_s) == (1, 300.0)
     assert ecs.num_desired() == 1
-    metrics = next(record for record in map(json.loads, reversed(lines)) if "Lane" not in record)
+    metrics = next(
+        record for record in map(json.loads, reversed(lines)) if "DesiredWorkers" in record
+    )
     names = [metric["Name"] for metric in metrics["_aws"]["CloudWatchMetrics"][0]["Metrics"]]
     assert set(names) == set(metrics) - {"_aws", "Model"}
     assert metrics["DesiredWorkers"] == 1
@@ -335,7 +337,12 @@ async def test_events_are_counted_once_per_lane(
         lines.clear()
         await service.step()
         records = [json.loads(line) for line in lines]
-        return next(record for record in records if record.get("Lane") == "standard")
+        [lane] = [record for record in records if record.get("Lane") == "standard"]
+        [of_all] = [r for r in records if "JobsSucceeded" in r and "Lane" not in r]
+        for name in ("JobsSucceeded", "JobsFailed"):  # other lanes have no jobs here
+            assert of_all[name] == lane[name]
+        found: dict[str, Any] = lane
+        return found
 
     worker = FakeWorker(functions)
     await worker.beat()

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from infra.aws import pool_metrics, pool_service
+from infra.aws import pool_metrics
 from tests.aws.template import (
     ROOT,
     TEMPLATE,
@@ -65,13 +65,6 @@ def test_old_versions_are_deleted() -> None:
     resources = transformed()["Resources"].values()
     kept = [r["DeletionPolicy"] for r in resources if r["Type"] == "AWS::Lambda::Version"]
     assert kept == ["Delete"] * 5
-
-
-def test_every_alarm_watches_a_metric_that_exists() -> None:
-    """Of the pool's own metrics, which no linter knows."""
-    alarms = of_type("AWS::CloudWatch::Alarm").values()
-    ours = {alarm["MetricName"] for alarm in alarms if alarm["Namespace"] == "batchway"}
-    assert ours <= set(pool_service.METRICS)
 
 
 def test_the_dashboard_is_json() -> None:

@@ -66,9 +66,9 @@ def may_be_absent(guards: frozenset[Guard], target: str) -> bool:
     ]
     for chosen in itertools.product(*choices):
         values = dict(zip(involved, chosen, strict=True))
-        if all(holds(conditions[name], values) == is_so for name, is_so in guards):
-            if not holds(conditions[target], values):
-                return True
+        is_there = all(holds(conditions[name], values) == is_so for name, is_so in guards)
+        if is_there and not holds(conditions[target], values):
+            return True
     return False
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import boto3
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from tests.aws.fake_ecs import FakeEcs
-from tests.aws.template import ROOT, as_list, functions, of_type, transformed, written
+from tests.aws.template import as_list, functions, of_type, transformed, written
 
 WORKERS = {"Cluster": "c", "Service": "s", "Task": "arn:1"}
 LIBRARY = {"Function": "keeper", "Version": "1"}
@@ -100,7 +99,7 @@ def test_a_changed_namespace_is_refused_and_can_be_rolled_back(answers: Answers)
 class Keeper:
     """A Lambda on which the right to call it is known at the third try."""
 
-    class exceptions:  # noqa: N801
+    class exceptions:
         ClientError = LookupError
 
     def __init__(self, *, fails: bool = False, tries: int = 3) -> None:
