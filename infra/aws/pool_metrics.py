@@ -1,7 +1,8 @@
 """Metrics of a pool for CloudWatch: a model's lanes in the embedded format, and their sender.
 
-One line per lane and snapshot, and one for all lanes. Counts are differences to the previous snapshot. First-token times
-are reported as upper bounds of their buckets, so percentiles are exact to a bucket.
+One line per lane and snapshot, and one for all lanes. Counts are differences to the previous
+snapshot. First-token times are reported as upper bounds of their buckets, so percentiles are exact
+to a bucket.
 """
 
 import json
