@@ -283,7 +283,7 @@ async def test_a_pool_that_stops_its_starts_says_so(
         await service.step()
     logged = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert [text.partition(":")[0] for text in logged] == ["no worker is started for 901 s"]
-    metrics = [json.loads(line) for line in lines if "Lane" not in line]
+    metrics = [json.loads(line) for line in lines if "BreakerOpen" in line]
     assert [(one["BreakerOpen"], one["FailedStarts"]) for one in metrics[1:]] == [(1, 3)] * 3
     answer = await refused_with("model_failed", invoke, call)
     error = json.loads(answer["body"])["error"]
