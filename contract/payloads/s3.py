@@ -64,7 +64,9 @@ class S3Store(ObjectStore):
             names = [{"Key": item["Key"]} for item in listed.get("Contents", ())]
             if not names:
                 return
-            self._call("delete_objects", Delete={"Objects": names, "Quiet": True})
+            answer = self._call("delete_objects", Delete={"Objects": names, "Quiet": True})
+            if errors := answer.get("Errors"):  # of single objects; the call itself succeeds
+                raise PayloadUnavailable(f"S3 refused a deletion ({errors[0].get('Code')})")
 
     def delete_older(self, age_s: float) -> int:
         return 0  # the bucket's lifecycle deletes them

@@ -1,12 +1,14 @@
 """Counts of one gateway, and their log lines in CloudWatch's embedded metric format. Jobs are
 counted in Redis, for all gateways together."""
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from contract.errors import ErrorCode
 from contract.jobs import Job
 from contract.telemetry.metrics import embedded_line
 
@@ -14,6 +16,8 @@ MAX_TENANTS = 50  # with a label of their own; further ones share one
 OTHER = "other"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "DELETE", "OPTIONS", "PUT"})
 _NO_LABELS = ()
+_FUNCTION_VARIABLE = "AWS_LAMBDA_FUNCTION_NAME"  # set by Lambda
+_COLD = (b"x-dropped-reason", ErrorCode.NO_WORKERS.encode())
 
 Labels = tuple[str, ...]  # label values, in the order of contract/telemetry/metrics.py
 
@@ -80,24 +84,33 @@ class EmbeddedMetrics:
         metrics: GatewayMetrics,
         write_line: Callable[[str], object] = lambda line: print(line, flush=True),
         clock_s: Callable[[], float] = time.time,
+        function: str = os.environ.get(_FUNCTION_VARIABLE, ""),
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._write_line = write_line
         self._clock_s = clock_s
         self._written: _Figures = Counter()
+        self._function = function
+        self._num_cold = 0  # since the last line
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start" and _COLD in message["headers"]:
+                self._num_cold += 1
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, observed)
         finally:
             if scope["type"] == "http":
                 for line in self.lines():
                     self._write_line(line)
 
     def lines(self) -> Iterator[str]:
-        """Lines with what was counted since the last call: one for each lane, and one
-        for requests."""
+        """Lines with what was counted since the last call: one for each lane, one for requests,
+        and one for calls that were refused because no worker was ready. Alarms of one stack watch
+        the last, so it has the function's name."""
         now = _figures(self._metrics)
         gained = now - self._written
         self._written = now
@@ -105,6 +118,10 @@ class EmbeddedMetrics:
             values = {name: n for (m, at, name), n in gained.items() if (m, at) == (model, lane)}
             labels = {"Model": model, "Lane": lane} if model else {}
             yield embedded_line(labels, values, dict.fromkeys(values, "Count"), self._clock_s())
+        if self._num_cold:
+            counted, self._num_cold = {"RefusedNoWorkers": self._num_cold}, 0
+            labels = {"Function": self._function} if self._function else {}
+            yield embedded_line(labels, counted, {"RefusedNoWorkers": "Count"}, self._clock_s())
 
 
 def _figures(metrics: GatewayMetrics) -> _Figures:

@@ -1,11 +1,13 @@
 """Metrics of a pool for CloudWatch: a model's lanes in the embedded format, and their sender.
 
-One line per lane and snapshot. Counts are differences to the previous snapshot. First-token times
-are reported as upper bounds of their buckets, so percentiles are exact to a bucket.
+One line per lane and snapshot, and one for all lanes. Counts are differences to the previous
+snapshot. First-token times are reported as upper bounds of their buckets, so percentiles are exact
+to a bucket.
 """
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,10 +43,20 @@ class FleetLines:
         before = snapshot.totals if self._reported is None else self._reported
         gained = {f: max(0, value - before.get(f, 0)) for f, value in snapshot.totals.items()}
         self._reported = snapshot.totals
+        yield embedded_line({"Model": self.model}, _ended(gained), UNITS, snapshot.now_s)
         for lane, lane_snapshot in snapshot.lanes.items():
             labels = {"Model": self.model, "Lane": lane}
             values = _values(lane, lane_snapshot, gained)
             yield embedded_line(labels, values, UNITS, snapshot.now_s)
+
+
+def _ended(gained: Mapping[str, int]) -> dict[str, float | list[float]]:
+    """Of all lanes together, which alarms watch: they take no search over lanes."""
+    totals: Counter[str] = Counter()
+    for name, num in gained.items():
+        if name.startswith("requests_total:"):
+            totals[name.rpartition(":")[2]] += num
+    return {"JobsSucceeded": totals["succeeded"], "JobsFailed": totals["failed"]}
 
 
 def _values(

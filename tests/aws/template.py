@@ -64,6 +64,12 @@ def of_type(kind: str) -> dict[str, dict[str, Any]]:
     return {name: found.get("Properties", {}) for name, found in resources if found["Type"] == kind}
 
 
+def functions() -> dict[str, dict[str, Any]]:
+    """Properties of the functions that run our packages, by name."""
+    found = of_type("AWS::Lambda::Function").items()
+    return {name: function for name, function in found if "ZipFile" not in function["Code"]}
+
+
 def statements() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every statement of every inline policy, with its resource's name."""
     for name, resource in transformed()["Resources"].items():

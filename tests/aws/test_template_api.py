@@ -11,6 +11,7 @@ from gateway.settings import GatewaySettings, variable
 from tests.aws.template import (
     ROOT,
     chosen,
+    functions,
     of_type,
     transformed,
 )
@@ -66,25 +67,25 @@ def test_other_routes_use_the_buffered_function() -> None:
 
 def test_functions_are_arm_and_one_starts_from_a_snapshot() -> None:
     """SnapStart needs published versions, which the API calls by their alias."""
-    functions = of_type("AWS::Lambda::Function")
-    assert set(functions) == {
-        "ApiFunction", "StreamFunction", STREAM_INSTANCES, "HousekeeperFunction"
+    made = functions()
+    assert set(made) == {
+        "ApiFunction", "StreamFunction", STREAM_INSTANCES, "HousekeeperFunction",
+        "OperatorFunction",
     }  # fmt: skip
-    for name, function in functions.items():
+    for name, function in made.items():
         assert function["Architectures"] == ["arm64"]
         assert function["Runtime"] == "python3.13"  # SnapStart needs 3.12 or later
         place = of_type("AWS::Lambda::CapacityProvider")["StreamInstances"]
         vpc = (place if name == STREAM_INSTANCES else function)["VpcConfig"]
         assert vpc["SubnetIds"] == {"Ref": "PrivateSubnetIds"}
-    assert functions["ApiFunction"]["SnapStart"] == {"ApplyOn": "PublishedVersions"}
-    assert "SnapStart" not in functions["StreamFunction"]
-    assert len(of_type("AWS::Lambda::Version")) == len(of_type("AWS::Lambda::Alias")) == 4
+    assert made["ApiFunction"]["SnapStart"] == {"ApplyOn": "PublishedVersions"}
+    assert "SnapStart" not in made["StreamFunction"]
+    assert len(of_type("AWS::Lambda::Version")) == len(of_type("AWS::Lambda::Alias")) == 5
 
 
 def test_the_two_stream_functions_differ_in_where_they_run() -> None:
     """One has an environment for each stream, the other shares machines."""
-    functions = of_type("AWS::Lambda::Function")
-    one, other = (dict(functions[name]) for name in ("StreamFunction", STREAM_INSTANCES))
+    one, other = (dict(functions()[name]) for name in ("StreamFunction", STREAM_INSTANCES))
     differ = {name for name in one | other if one.get(name) != other.get(name)}
     assert differ == {
         "MemorySize", "ReservedConcurrentExecutions", "VpcConfig", "CapacityProviderConfig",
@@ -119,7 +120,7 @@ def test_every_variable_of_a_function_is_a_setting() -> None:
     """The gateway reads each of our variables."""
     known = {variable(name) for name in GatewaySettings.model_fields}
     known |= {SECRETS_VARIABLE, DEAD_LETTERS_VARIABLE}
-    for name, function in of_type("AWS::Lambda::Function").items():
+    for name, function in functions().items():
         given = set(function["Environment"]["Variables"])
         assert {v for v in given if v.startswith("BATCHWAY_")} <= known, name
         assert {"REDIS_URL", SECRETS_VARIABLE} <= given

@@ -9,12 +9,13 @@ from infra.redis_roles import REDIS_ROLES, acl_rules
 from tests.aws.template import (
     as_list,
     chosen,
+    functions,
     of_type,
     statements,
     transformed,
 )
 
-PARTS = ("gateway", "worker", "flows", "callbacks", "pool", "housekeeper")
+PARTS = ("gateway", "worker", "flows", "callbacks", "pool", "housekeeper", "operator")
 
 
 def test_no_secret_is_in_plain_text() -> None:
@@ -22,7 +23,7 @@ def test_no_secret_is_in_plain_text() -> None:
     made = of_type("AWS::SecretsManager::Secret")
     assert all("SecretString" not in secret for secret in made.values())
     assert all(secret["GenerateSecretString"]["PasswordLength"] >= 43 for secret in made.values())
-    for function in of_type("AWS::Lambda::Function").values():
+    for function in functions().values():
         for name, value in function["Environment"]["Variables"].items():
             assert "resolve:" not in json.dumps(value), name
             assert not re.search(r"PASSWORD|API_KEY|TOKEN", name)
@@ -63,7 +64,7 @@ def test_the_cache_is_a_cluster_where_it_is_durable(is_durable: bool) -> None:
     assert ("NumCacheClusters" in properties) != is_durable
     assert settings.get("cluster-enabled") == ("yes" if is_durable else None)
     urls = re.findall(r"rediss://[^\"]+", json.dumps(template))
-    assert len(urls) == 9
+    assert len(urls) == 10
     assert all(url.endswith("?cluster=true") == is_durable for url in urls)
     assert all(("ConfigurationEndPoint" in url) == is_durable for url in urls)
 
@@ -129,6 +130,7 @@ def test_each_part_reads_its_own_secrets() -> None:
         "ApiRole": {"ApiKeySecret", "KeyPepperSecret", "GatewayCacheSecret"},
         "StreamRole": {"ApiKeySecret", "KeyPepperSecret", "GatewayCacheSecret"},
         "HousekeeperRole": {"HousekeeperCacheSecret"},
+        "OperatorRole": {"KeyPepperSecret", "OperatorCacheSecret"},
         "WorkerExecutionRole": {"WorkerCacheSecret"},
         "MachineRole": {"WorkerCacheSecret"},
         "CallbacksExecutionRole": {"CallbacksCacheSecret", "CallbackKeySecret"},

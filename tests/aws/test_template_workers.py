@@ -26,7 +26,7 @@ def test_a_worker_has_a_gpu_and_time_to_drain() -> None:
     assert int(command[command.index("--drain-s") + 1]) < container["StopTimeout"] == 120
     assert task["RequiresCompatibilities"][0]["Fn::If"] == ["IsManaged", "MANAGED_INSTANCES", "EC2"]
     service = of_type("AWS::ECS::Service")["WorkerService"]
-    assert "DesiredCount" not in service  # the pool sets it, not the stack
+    assert service["DesiredCount"] == {"Fn::GetAtt": ["WorkerCount", "DesiredCount"]}
     capacity = of_type("AWS::ECS::CapacityProvider")
     managed = capacity["ManagedCapacity"]["ManagedInstancesProvider"]["InstanceLaunchTemplate"]
     assert managed["InstanceRequirements"]["AcceleratorNames"] == [{"Ref": "GpuName"}]
@@ -90,8 +90,8 @@ def test_machines_of_the_operator_need_no_ecs() -> None:
     conditions = {name: r.get("Condition") for name, r in transformed()["Resources"].items()}
     tasks = {name for name, condition in conditions.items() if condition == "HasTasks"}
     assert tasks == {
-        "WorkerLog", "WorkerExecutionRole", "WorkerTaskRole", "WorkerTask", "WorkerService",
-        "InstanceRole", "InstanceProfile",
+        "WorkerLog", "WorkerExecutionRole", "WorkerTaskRole", "WorkerTask", "WorkerCount",
+        "WorkerService", "InstanceRole", "InstanceProfile",
     }  # fmt: skip
     allowed = {
         (name, action): statement["Resource"]

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from contract.keys import Keys
 from gateway.aws.environment import load_settings
 from gateway.http.metrics import EmbeddedMetrics, GatewayMetrics
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.gateway.test_metrics import BODY, _job
 
 pytestmark = pytest.mark.anyio
@@ -57,6 +58,40 @@ async def test_each_metric_line_has_the_increase() -> None:
     lines.clear()
     await app({"type": "http"}, _nothing, _nothing)
     assert lines == []
+
+
+async def test_calls_without_a_worker_are_counted_for_their_function(redis_server: Any) -> None:
+    """Each answer that a cold start explains, by the function whose alarms watch it. Other errors
+    are not counted there."""
+    metrics, lines = GatewayMetrics(), list[str]()
+    headers: list[tuple[bytes, bytes]] = []
+
+    async def refuse(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+
+    app = EmbeddedMetrics(refuse, metrics, lines.append, lambda: 5.0, "stack-Stream")
+    await app({"type": "http"}, _nothing, _nothing)
+    headers.append((b"x-dropped-reason", b"draining"))
+    await app({"type": "http"}, _nothing, _nothing)
+    assert lines == []
+    headers[0] = (b"x-dropped-reason", b"no_workers")
+    await app({"type": "http"}, _nothing, _nothing)
+    assert parsed(lines) == [{"Function": "stack-Stream", "RefusedNoWorkers": 1}]
+
+
+async def test_a_refused_call_writes_that_metric(
+    redis_server: Any, redis_client: Any, keys: Keys, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the app itself, whose model has a card and no live worker."""
+    import httpx
+
+    await publish_model(redis_client, keys)
+    settings = make_settings(redis_server.url, embedded_metrics=True)
+    with running_gateway(settings) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            assert (await http.post("/v1/completions", json=BODY)).status_code == 503
+    lines = [line for line in capfd.readouterr().out.splitlines() if "_aws" in line]
+    assert any("RefusedNoWorkers" in line for line in lines)
 
 
 def test_only_functions_log_metrics_by_default(

@@ -1,0 +1,66 @@
+"""The way in for operators on AWS: a Lambda function that runs one of their commands on the cache.
+
+    {"arguments": ["keys", "create", "--tenant", "acme"]}
+
+Whoever may invoke it is an operator. What the command prints, a new API key among it, goes to the
+caller alone and into no log.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from contract.connection import redis_url_of
+from contract.errors import BatchwayError
+from gateway.aws.environment import SECRETS_VARIABLE, read_secrets
+from infra.callbacks_command import run_callbacks_command
+from infra.check_command import run_check
+from infra.drain_command import run_drain
+from infra.jobs_command import run_jobs
+from infra.keys_command import run_keys
+from infra.parser import build_parser
+from infra.preconditions import UsageError
+
+EXIT_USAGE = 2
+COMMANDS: Mapping[str, Callable[[argparse.Namespace, str], int]] = {
+    "keys": run_keys,
+    "jobs": run_jobs,
+    "drain": run_drain,
+    "check": run_check,
+    "callbacks": run_callbacks_command,
+}
+
+
+def handler(event: Mapping[str, Any], _context: Any) -> dict[str, Any]:
+    """The entry point of OperatorFunction; returns the exit status and what was printed."""
+    os.environ.update(read_secrets(os.environ[SECRETS_VARIABLE].split(",")))
+    output, messages = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(messages):
+        status = _run(event.get("arguments"))
+    return {"status": status, "output": output.getvalue(), "messages": messages.getvalue()}
+
+
+def _run(arguments: Any) -> int:
+    if not isinstance(arguments, list) or not all(isinstance(one, str) for one in arguments):
+        return _refused("`arguments` must be a list of strings")
+    try:
+        options = build_parser().parse_args(arguments)
+    except SystemExit as exc:  # argparse has printed why
+        return exc.code if isinstance(exc.code, int) else EXIT_USAGE
+    run = COMMANDS.get(options.command)
+    if run is None or (options.command == "callbacks" and options.callbacks is None):
+        return _refused(f"`{options.command}` does not run here; {', '.join(COMMANDS)} dead do")
+    try:
+        return run(options, redis_url_of(os.environ) or "")
+    except (BatchwayError, UsageError, ValueError, argparse.ArgumentTypeError) as exc:
+        return _refused(str(exc))
+
+
+def _refused(reason: str) -> int:
+
+    print(f"batchway: {reason}", file=sys.stderr)
+    return EXIT_USAGE
