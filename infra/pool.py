@@ -201,6 +201,8 @@ def _recall(
 
 
 def _grown(policy: PoolPolicy, view: PoolView, needed: int) -> tuple[int, str]:
+    if len(view.failed_starts_s) >= policy.crashes:
+        return max(view.num_desired, min(needed, view.num_current + 1)), "one try"
     if view.num_desired == 0:
         return max(1, min(needed, math.ceil(policy.growth))), "from zero"
     # A backlog that grows while workers start does not show that more are needed.

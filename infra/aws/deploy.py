@@ -3,14 +3,14 @@
     scripts/deploy [--yes] [--region R] [--profile P] [--stack-name NAME] [--parameters FILE]
 
 The steps: check the account, build the images that no parameter names (by CodeBuild), build and
-deploy the stack, load the function library, and start one worker if the pool is at zero, so that
-an image that cannot start is noticed now.
+deploy the stack, load the function library, and send one job through it, so that an image that
+cannot start is noticed now.
 """
 
 import hashlib
+import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ from infra.aws.installation import (
     run_script,
     write_parameters,
 )
+from infra.aws.trial import Trial, asker, failures_of
 
 BUILT = Path(".aws-sam/build")
 _SAM = Path(".venv-sam/bin/sam")
-_CANARY_EVERY_S = 10.0
-_CANARY_S = 1800.0
 
 
 def ask_for_missing(one: Installation, ask: Callable[[str], str] = input) -> None:
@@ -87,32 +86,14 @@ def load_library(client: Any, function: str) -> None:
         raise DeployError(f"{function} failed: see its log")
 
 
-def start_canary(
-    client: Any,
-    cluster: str,
-    service: str,
-    clock_s: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Starts one worker if the service has none, and waits until it is healthy; the pool ends it
-    when it is idle. Raises DeployError, and what boto3 raises."""
-    [found] = client.describe_services(cluster=cluster, services=[service])["services"]
-    if found["desiredCount"]:
-        return
-    client.update_service(cluster=cluster, service=service, desiredCount=1)
-    end_s = clock_s() + _CANARY_S
-    while clock_s() < end_s:
-        [found] = client.describe_services(cluster=cluster, services=[service])["services"]
-        primary = next(d for d in found["deployments"] if d["status"] == "PRIMARY")
-        print(f"first worker: {primary['runningCount']} running", flush=True)
-        if primary.get("failedTasks"):
-            raise DeployError(f"the first worker ended: see the log of {service}")
-        arns = client.list_tasks(cluster=cluster, serviceName=service)["taskArns"]
-        tasks = client.describe_tasks(cluster=cluster, tasks=arns)["tasks"] if arns else []
-        if any(task.get("healthStatus") == "HEALTHY" for task in tasks):
-            return
-        sleep(_CANARY_EVERY_S)
-    raise DeployError(f"no worker of {service} was healthy within {_CANARY_S / 60:.0f} minutes")
+def try_worker(one: Installation, found: Mapping[str, str]) -> None:
+    """Sends one job through the new stack. Raises DeployError, and what boto3 raises."""
+    secret = one.client("secretsmanager").get_secret_value(SecretId=found["ApiKeySecretArn"])
+    [key] = json.loads(secret["SecretString"]).values()
+    given = {**declared_parameters(), **one.parameters}
+    failures = failures_of(one.client("ecs"), found["ClusterName"], f"{one.stack}-worker")
+    lane = str(given["Lanes"]).partition(",")[0]
+    Trial(asker(found["Url"], key), str(given["ServedModelName"]), lane, failures).run()
 
 
 def next_steps(found: Mapping[str, str]) -> str:
@@ -146,7 +127,7 @@ def deploy(one: Installation) -> int:
     found = one.outputs(one.stack)
     load_library(one.client("lambda"), found["HousekeeperFunctionName"])
     if one.parameters.get("CapacityKind") != "own-machines":
-        start_canary(one.client("ecs"), found["ClusterName"], f"{one.stack}-worker")
+        try_worker(one, found)
     print(next_steps(found))
     return 0
 

@@ -42,7 +42,6 @@ from infra.pool import (
     PoolMemory,
     PoolPolicy,
     PoolView,
-    breaker_left_s,
     decide,
     num_outdated_to_retire,
 )
@@ -192,7 +191,7 @@ class PoolService:
         names = [worker.incarnation for worker in observed.workers]
         outdated = self.workforce.outdated(names)
         num_replaced = 0
-        if not breaker_left_s(self.policy, failed_s, now_s):  # their successors may start
+        if len(failed_s) < self.policy.crashes:  # otherwise their successors do not start
             num_replaced = num_outdated_to_retire(
                 num_desired,
                 len(names) - len(outdated),

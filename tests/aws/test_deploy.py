@@ -5,7 +5,6 @@ CloudFormation in moto knows no SAM: there the stack's resources are left out.
 
 import json
 import os
-import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from moto.core.config import default_user_config
 
 from infra.aws import artifacts, deploy, destroy, installation, preflight
 from infra.aws.installation import DeployError, Installation
-from tests.aws.fake_ecs import FakeEcs
 from tests.aws.template import ROOT, written
 
 # moto makes no CodeBuild projects by CloudFormation.
@@ -206,38 +204,6 @@ class CodeBuild:
     def batch_get_builds(self, *, ids: list[str]) -> dict[str, Any]:
         status, logs = self._statuses.pop(0), {"deepLink": "https://log"}
         return {"builds": [{"projectName": i, "buildStatus": status, "logs": logs} for i in ids]}
-
-
-class Service(FakeEcs):
-    """One whose worker becomes healthy, or ends."""
-
-    num_failed = 0
-
-    def describe_services(self, **given: Any) -> dict[str, Any]:
-        answer = super().describe_services(**given)
-        self.tick()
-        deployment = {"status": "PRIMARY", "runningCount": len(self.tasks)}
-        answer["services"][0]["deployments"] = [deployment | {"failedTasks": self.num_failed}]
-        return answer
-
-    def list_tasks(self, *, desiredStatus: str = "RUNNING", **given: Any) -> dict[str, Any]:
-        return super().list_tasks(desiredStatus=desiredStatus, **given)
-
-    def describe_tasks(self, *, tasks: list[str], **_: Any) -> dict[str, Any]:
-        ready = [task for task in self.tasks if task.ready_tick <= self.now]
-        return {"tasks": [{"healthStatus": "HEALTHY"} for _ in ready]}
-
-
-def test_a_pool_at_zero_tries_one_worker() -> None:
-    """A worker that ends fails the deployment; a running pool needs no trial."""
-    service = Service(random.Random(0), num_desired=0)
-    deploy.start_canary(service, "c", "s", sleep=lambda _: None)
-    assert (service.num_desired, len(service.tasks)) == (1, 1)
-    deploy.start_canary(service, "c", "s", sleep=lambda _: pytest.fail("waited"))
-    broken = Service(random.Random(0), num_desired=0)
-    broken.num_failed = 1
-    with pytest.raises(DeployError, match="first worker ended"):
-        deploy.start_canary(broken, "c", "s", sleep=lambda _: None)
 
 
 class Draining:

@@ -190,7 +190,7 @@ def test_a_crash_loop_stops_the_starts() -> None:
     assert beside_good_ones.num_workers == 2
     assert still.num_workers == 0
     assert (idle.num_workers, idle.eta_s) == (0, None)
-    assert (trial.num_workers, trial.reason) == (1, "from zero")
+    assert (trial.num_workers, trial.reason) == (1, "one try")
     assert failed_again.num_workers == 0
     assert (slow.num_workers, slow.is_breaker_open) == (0, True)
 
