@@ -27,6 +27,7 @@ from gateway.routes import (
     models,
     objects,
     responses,
+    uploads,
 )
 from gateway.runners.batches.feeder import Feeder
 from gateway.settings import GatewaySettings
@@ -41,7 +42,7 @@ _DESCRIPTION = (
 _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
-_MODULES = (calls, responses, dead_letters, jobs, objects, files, batches, models, health)
+_MODULES = (calls, responses, dead_letters, jobs, objects, files, uploads, batches, models, health)
 _ROUTES = [route for module in _MODULES for route in module.router.routes]
 
 
