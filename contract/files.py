@@ -3,6 +3,9 @@ Functions.
 
 A content is announced, then written, then recorded, and deleted after its record. Whatever is due
 for deletion, at once or later, is in `objects_due` until it has been deleted.
+
+An upload in parts has a record like a file's, with all bytes that the file is to have and the
+purpose `upload:` with the seconds that it will be kept; lists leave it out.
 """
 
 import contextlib
@@ -18,6 +21,7 @@ from contract.library import Partition
 
 UPLOAD_S = 3_600.0  # until a content without a record is deleted
 _LIST_PAGE = 500  # records per read
+_UPLOAD_PURPOSE = "upload:"
 
 
 class FilesFull(BatchwayError):
@@ -45,6 +49,46 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def new_file_id() -> str:
     return f"file-{secrets.token_hex(16)}"
+
+
+class Upload(msgspec.Struct, frozen=True):
+    """A file that arrives in parts."""
+
+    record: StoredFile
+    file_lifetime_s: int
+
+    @classmethod
+    def new(cls, tenant: str, num_bytes: int, filename: str, *, file_lifetime_s: float) -> "Upload":
+        seconds = int(file_lifetime_s)
+        record = StoredFile(
+            id=f"upload_{secrets.token_hex(16)}",
+            tenant=tenant,
+            num_bytes=num_bytes,
+            purpose=f"{_UPLOAD_PURPOSE}{seconds}",
+            filename=filename,
+        )
+        return cls(record, seconds)
+
+    @classmethod
+    def of(cls, record: StoredFile) -> "Upload":
+        """Raises WireError."""
+        with wire_errors("upload"):
+            return cls(record, int(record.purpose.removeprefix(_UPLOAD_PURPOSE)))
+
+    def file(self) -> StoredFile:
+        """The file that it becomes, which is the same each time it is completed."""
+        return msgspec.structs.replace(
+            self.record, id=file_of_upload(self.record.id), purpose="batch"
+        )
+
+
+def file_of_upload(upload_id: str) -> str:
+    return upload_id.replace("upload_", "file-", 1)
+
+
+def part_key(upload_id: str, part_id: str) -> str:
+    """The key of a part in the object store."""
+    return f"{upload_id}/{part_id}"
 
 
 def content_key(file_id: str) -> str:
@@ -117,7 +161,7 @@ class Files(Partition):
                 first = start
                 ids: Any = await repeated(lambda: read(key, first, first + _LIST_PAGE - 1))  # noqa: B023
                 found = await self._readable([file_id.decode() for file_id in ids])
-                files += [file for file in found if purpose in ("", file.purpose)]
+                files += [file for file in found if _is_listed(file, purpose)]
                 if len(ids) < _LIST_PAGE:
                     break
                 start += _LIST_PAGE
@@ -137,6 +181,10 @@ class Files(Partition):
         """Reports that the objects of a file or batch have been deleted."""
         with broker_errors(self._client, "ZREM"):
             await repeated(lambda: self._client.zrem(self._keys.of("objects_due"), object_id))
+
+
+def _is_listed(file: StoredFile, purpose: str) -> bool:
+    return not file.purpose.startswith(_UPLOAD_PURPOSE) and purpose in ("", file.purpose)
 
 
 def _record(file_id: str, flat: list[bytes]) -> StoredFile | None:

@@ -30,6 +30,7 @@ from gateway.routes import (
     objects,
     pages,
     responses,
+    uploads,
 )
 from gateway.runners.batches.feeder import Feeder
 from gateway.settings import GatewaySettings
@@ -44,7 +45,19 @@ _DESCRIPTION = (
 _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
-_MODULES = (calls, responses, dead_letters, jobs, lanes, objects, files, batches, models, health)
+_MODULES = (
+    calls,
+    responses,
+    dead_letters,
+    jobs,
+    lanes,
+    objects,
+    files,
+    uploads,
+    batches,
+    models,
+    health,
+)
 _ROUTES = [route for module in _MODULES for route in module.router.routes]
 
 

@@ -2,16 +2,21 @@
 in memory; the bytes that a Range header asks for (RFC 9110, section 14); a tenant's quota."""
 
 import asyncio
+import hashlib
+import io
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import BinaryIO
 
 from contract.files import content_key
-from contract.payloads.store import ObjectStore, PayloadError
+from contract.payloads.store import ObjectStore, PayloadError, PayloadLost
 from gateway.http.errors import ApiError, bad_request
 from gateway.state import Gateway
 
+# Key in the request's state: the most bytes of an answer that the platform takes.
+ANSWER_BYTES = "answer_bytes"
 CHUNK_BYTES = 256 * 1024
+_JOIN_BYTES = 2**20  # of one read of a part that is joined with others
 _LINES_PER_TURN = 50  # to check them takes about 1.5 ms
 
 _SPEC = re.compile(r"(\d+)-(\d*)|-(\d+)", re.ASCII)
@@ -78,6 +83,44 @@ async def chunks(store: ObjectStore, file_id: str, span: Span) -> AsyncGenerator
 async def write_content(store: ObjectStore, file_id: str, content: BinaryIO) -> None:
     """Raises PayloadUnavailable."""
     await asyncio.to_thread(store.write, content_key(file_id), content)
+
+
+class Joined(io.RawIOBase):
+    """Objects one after the other, read once. Its methods block and raise PayloadError."""
+
+    def __init__(self, store: ObjectStore, parts: Sequence[tuple[str, int]]) -> None:
+        """`parts`: key and bytes of each object."""
+        self._store = store
+        self._parts = [part for part in reversed(parts) if part[1]]
+        self._at = 0
+        self._md5 = hashlib.md5(usedforsecurity=False)
+
+    def buffered(self) -> BinaryIO:
+        return io.BufferedReader(self, _JOIN_BYTES)  # type: ignore[return-value]
+
+    @property
+    def md5(self) -> str:
+        """Of what was read."""
+        return self._md5.hexdigest()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        if not self._parts:
+            return 0
+        key, num_bytes = self._parts[-1]
+        asked = min(len(buffer), num_bytes - self._at)
+        data = self._store.read(key, self._at, asked)
+        if len(data) != asked:
+            raise PayloadLost(f"object {key} is shorter than it was")
+        buffer[:asked] = data
+        self._md5.update(data)
+        self._at += asked
+        if self._at == num_bytes:
+            self._parts.pop()
+            self._at = 0
+        return asked
 
 
 async def lines(

@@ -42,6 +42,7 @@ _OTHERS = {
     "Pauses": "PauseBody",
     "Callbacks": "CallbackBody",
     "Batches": "BatchBody",
+    "Uploads": "UploadBody",
 }
 _MAX_NAMES = 9  # of fields of an object in a cell
 _HUGE = 2**31 - 1  # from here on, a bound says only that a number has 32 or 64 bits

@@ -62,6 +62,15 @@ class DirectoryStore(ObjectStore):
         except OSError as exc:
             raise PayloadUnavailable(f"cannot read an object: {exc.strerror}") from exc
 
+    def sizes(self, job_id: str) -> dict[str, int]:
+        try:
+            found = list(os.scandir(self._path / Path(job_id).name))
+            return {each.name: each.stat().st_size for each in found if "." not in each.name}
+        except FileNotFoundError:
+            return {}
+        except OSError as exc:
+            raise PayloadUnavailable(f"cannot list objects: {exc.strerror}") from exc
+
     def delete_job(self, job_id: str) -> None:
         try:
             shutil.rmtree(self._path / Path(job_id).name)

@@ -8,6 +8,7 @@ lifecycle, which the operator sets, expires old objects.
 import importlib
 from functools import cached_property
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
 from contract.jobs import ObjectRef
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable, is_key
@@ -58,6 +59,12 @@ class S3Store(ObjectStore):
             raise PayloadUnavailable(f"S3 broke off an object ({type(exc).__name__})") from exc
         return data
 
+    def sizes(self, job_id: str) -> dict[str, int]:
+        prefix = f"{self._prefix}{job_id}/"
+        listed = self._call("list_objects_v2", Prefix=prefix, MaxKeys=_PAGE)
+        found = listed.get("Contents", ())
+        return {item["Key"].removeprefix(prefix): item["Size"] for item in found}
+
     def delete_job(self, job_id: str) -> None:
         while True:
             listed = self._call("list_objects_v2", Prefix=f"{self._prefix}{job_id}/", MaxKeys=_PAGE)
@@ -72,9 +79,16 @@ class S3Store(ObjectStore):
         return 0  # the bucket's lifecycle deletes them
 
     def url(self, ref: ObjectRef, ttl_s: float) -> str:
-        url: str = self._client.generate_presigned_url(
+        return self._signed(ref.key, ttl_s)
+
+    def download_url(self, key: str, filename: str, ttl_s: float) -> str | None:
+        name = f"attachment; filename*=UTF-8''{quote(filename, safe='')}"
+        return self._signed(key, ttl_s, ResponseContentDisposition=name)
+
+    def _signed(self, key: str, ttl_s: float, **arguments: str) -> str:
+        url: str = self._signer.generate_presigned_url(
             "get_object",
-            Params={"Bucket": self._bucket, "Key": self._prefix + ref.key},
+            Params={"Bucket": self._bucket, "Key": self._prefix + key, **arguments},
             ExpiresIn=int(ttl_s),
         )
         return url
@@ -97,6 +111,16 @@ class S3Store(ObjectStore):
 
     @cached_property
     def _client(self) -> Any:
+        return self._opened()
+
+    @cached_property
+    def _signer(self) -> Any:
+        """Signs URLs with the regional name of a bucket on AWS. Its global name leads elsewhere
+        while the bucket is young, which a signature does not survive."""
+        is_aws = ".amazonaws." in self._client.meta.endpoint_url
+        return self._opened(s3={"addressing_style": "virtual"}) if is_aws else self._client
+
+    def _opened(self, **options: Any) -> Any:
         try:
             boto3 = importlib.import_module("boto3")
             config = importlib.import_module("botocore.config").Config(
@@ -104,6 +128,7 @@ class S3Store(ObjectStore):
                 read_timeout=_READ_TIMEOUT_S,
                 retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
                 signature_version="s3v4",
+                **options,
             )
         except ImportError as exc:
             raise PayloadUnavailable(

@@ -7,7 +7,8 @@ PayloadError
 Objects are written once, under a job's id: `<job id>/prompt` and `<job id>/response` before the job
 is submitted, `<job id>/result-<epoch>` before its end. Readers find objects only through the job's
 record, which only fenced transitions write, so that an object of a stale worker is never read.
-Files and the parts of a batch's results lie under their own ids; their records name them.
+Files and the parts of a batch's results lie under their own ids; their records name them. Parts of
+an upload are found under its id.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ MAX_AGE_S = 38 * 86_400.0
 _KEY = re.compile(
     r"job-\d{1,4}-[0-9a-f]{32}/(?:prompt|response|result-\d{1,9})"
     r"|file-[0-9a-f]{32}/content"
+    r"|upload_[0-9a-f]{32}/part_[0-9a-f]{32}"
     r"|batch_[0-9a-f]{32}/(?:output|error)-\d{1,9}-[0-9a-f]{16}"
 )
 
@@ -75,6 +77,10 @@ class ObjectStore(ABC):
         """Bytes of an object, fewer at its end. Raises PayloadLost where it is missing."""
 
     @abstractmethod
+    def sizes(self, job_id: str) -> dict[str, int]:
+        """The bytes of a job's or upload's objects by their names, of some thousand at most."""
+
+    @abstractmethod
     def delete_job(self, job_id: str) -> None:
         """Deletes all objects of a job, file or batch, if any."""
 
@@ -87,6 +93,11 @@ class ObjectStore(ABC):
     def url(self, ref: ObjectRef, ttl_s: float) -> str:
         """A URL that reads the object without a key for `ttl_s` seconds. For a directory, path and
         query relative to the gateway's address."""
+
+    def download_url(self, key: str, filename: str, ttl_s: float) -> str | None:
+        """A URL of the store itself that reads the object, under this name, without a key; None if
+        it has none."""
+        return None
 
 
 def prompt_key(job_id: str) -> str:

@@ -38,17 +38,10 @@ def load_settings() -> GatewaySettings:
 
 
 def read_secrets(arns: list[str]) -> dict[str, str]:
-    """Returns the entries of all these secrets. Raises SecretUnavailable.
-
-    boto3 comes with Lambda's Python. It is imported here because that takes 0.2 s of processor
-    time.
-    """
-    import boto3
-    from botocore.config import Config
+    """Returns the entries of all these secrets. Raises SecretUnavailable."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S)
-    client: Any = boto3.client("secretsmanager", config=config)
+    client = aws_client("secretsmanager")
     entries: dict[str, str] = {}
     for arn in arns:
         try:
@@ -60,3 +53,13 @@ def read_secrets(arns: list[str]) -> dict[str, str]:
         except msgspec.DecodeError as exc:
             raise SecretUnavailable(f"{arn}: not a JSON object of strings") from exc
     return entries
+
+
+def aws_client(service: str) -> Any:
+    """A client of boto3, which comes with Lambda's Python. It is imported here because that takes
+    0.2 s of processor time."""
+    import boto3
+    from botocore.config import Config
+
+    config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S)
+    return boto3.session.Session().client(service, config=config)

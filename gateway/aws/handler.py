@@ -16,6 +16,7 @@ from mangum import Mangum
 from gateway.app import create_app
 from gateway.aws.environment import load_settings
 from gateway.aws.intake import DEAD_LETTERS_VARIABLE, Intake
+from gateway.files import ANSWER_BYTES
 from gateway.follow.sync_call import TIME_LEFT
 from gateway.memory import give_back_memory
 from gateway.settings import GatewaySettings
@@ -39,6 +40,7 @@ def load_ahead(environ: Mapping[str, str] = os.environ) -> None:
 load_ahead()
 
 _MARGIN_S = 2.0  # time to answer before Lambda stops the function
+_ANSWER_BYTES = 4 * 2**20  # Lambda takes 6 MB with what is around them, in base64
 
 _function: "Function | None" = None
 
@@ -80,11 +82,12 @@ class Function:
         return self._run(self._intake.answer(event, invocation_id))
 
     async def _timed(self, scope: Any, receive: Any, send: Any) -> None:
-        """Calls the app with the time that the request has left: a call that needs more becomes a
-        job."""
+        """Calls the app with the time that the request has left, in which a call becomes a job,
+        and the length that its answer may have."""
+        state = scope.setdefault("state", {})
+        state[ANSWER_BYTES] = _ANSWER_BYTES
         if (context := scope.get("aws.context")) is not None:
-            left_s = context.get_remaining_time_in_millis() / 1000 - _MARGIN_S
-            scope.setdefault("state", {})[TIME_LEFT] = left_s
+            state[TIME_LEFT] = context.get_remaining_time_in_millis() / 1000 - _MARGIN_S
         await self._app(scope, receive, send)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from contract.errors import BatchwayError
-from gateway.aws.environment import TIMEOUT_S
+from gateway.aws.environment import aws_client
 from gateway.aws.events import (
     Event,
     EventUnavailable,
@@ -79,7 +79,7 @@ class Intake:
         self._api_key = api_key
         self._max_bytes = max_bytes
         self._dead_letters_url = dead_letters_url
-        self._clients = functools.cache(_client)
+        self._clients = functools.cache(aws_client)
 
     async def answer(self, event: Event, invocation_id: str) -> dict[str, Any]:
         """Queues the jobs of an event that may have been invoked asynchronously. Raises JobRefused
@@ -172,15 +172,6 @@ class Intake:
         answered = {name.decode(): value.decode() for name, value in start["headers"]}
         body = b"".join(part.get("body", b"") for part in parts)
         return Answer(start["status"], answered, json.loads(body))
-
-
-def _client(service: str) -> Any:
-    """boto3 is imported here because that takes 0.2 s of processor time."""
-    import boto3
-    from botocore.config import Config
-
-    config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S)
-    return boto3.session.Session().client(service, config=config)
 
 
 def _refused(status: int, code: str, exc: BatchwayError) -> Answer:

@@ -18,7 +18,7 @@ _ZLIB_METHOD = 8  # in the low four bits of its first byte; deflate without zlib
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_HEADER_BYTES = 16 * 1024
-_UPLOAD = "/v1/files"
+_UPLOAD = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 _FORM_BYTES = 64 * 1024  # of an upload around the file
 
 _HOST = re.compile(r"\[([0-9a-f:.]+)\](:\d+)?|([^:\[\]]+)(:\d+)?")
@@ -180,8 +180,8 @@ class Body:
 
 
 def is_upload(scope: Scope) -> bool:
-    """Whether the request's body is a file."""
-    return (scope["method"], scope["path"]) == ("POST", _UPLOAD)
+    """Whether the request's body is a file, or a part of one."""
+    return scope["method"] == "POST" and _UPLOAD.fullmatch(scope["path"]) is not None
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

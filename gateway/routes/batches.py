@@ -15,7 +15,7 @@ from gateway.http.handlers import answers
 from gateway.prepare.admission import JobsReader, JobsWriter
 from gateway.prepare.job_bodies import CallbackBody, to_callback
 from gateway.prepare.unsupported import Metadata, OwnModel
-from gateway.routes.files import MAX_LIFETIME_S, MIN_LIFETIME_S, known_file
+from gateway.routes.files import ExpiresAfter, known_file
 from gateway.routes.requests import StrictRoute, WellFormed
 from gateway.state import AcceptingGateway, ThisGateway
 
@@ -23,11 +23,6 @@ router = APIRouter(route_class=StrictRoute, tags=["batches"], responses=answers(
 
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _WINDOW_S = 86_400.0
-
-
-class ExpiresAfter(OwnModel):
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)]
 
 
 class BatchBody(OwnModel):

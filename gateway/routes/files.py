@@ -1,20 +1,21 @@
 """POST and GET /v1/files; GET and DELETE /v1/files/{id}; GET /v1/files/{id}/content."""
 
 import asyncio
+import math
 import os
 import re
 from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.datastructures import FormData, UploadFile
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from contract.files import FilesFull, StoredFile, content_key, new_file_id
 from contract.payloads.store import ObjectStore
 from gateway.files import (
+    ANSWER_BYTES,
     Span,
     check_quota,
     chunks,
@@ -26,6 +27,8 @@ from gateway.files import (
 from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid_value, not_found
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, JobsReader, JobsWriter
+from gateway.prepare.unsupported import OwnModel
+from gateway.routes.requests import check_is_form, form_of
 from gateway.settings import GatewaySettings
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
@@ -33,8 +36,8 @@ router = APIRouter(tags=["files"], responses=answers(401, 403, 429))
 
 MIN_LIFETIME_S, MAX_LIFETIME_S = 3_600, 30 * 86_400  # OpenAI's; the store deletes older objects
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
-_MAX_FIELD_BYTES = 1_024
-_MAX_FILENAME = 255
+MAX_FILENAME = 255
+_REDIRECT_S = 300.0  # in which a download from the store must begin
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _UPLOAD = {
     "requestBody": {
@@ -61,6 +64,11 @@ _UPLOAD = {
 }
 
 Purpose = Literal["batch", "batch_output"]
+
+
+class ExpiresAfter(OwnModel):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)]
 
 
 class FileObject(BaseModel):
@@ -108,17 +116,10 @@ async def create_file(
 ) -> FileObject:
     """Stores a file for batches, as it arrives."""
     store = store_of(gateway)
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "multipart/form-data":
-        message = "the content-type must be multipart/form-data"
-        raise ApiError(415, "unsupported_media_type", message)
+    check_is_form(request)
     await check_quota(gateway, caller.tenant)
-    limits = {"max_files": 1, "max_fields": len(_FIELDS), "max_part_size": _MAX_FIELD_BYTES}
-    try:
-        async with request.form(**limits) as form:
-            return await _stored(gateway, store, caller, form)
-    except ClientDisconnect:
-        raise ApiError(499, "client_closed_request", "the caller has left") from None
+    async with form_of(request, len(_FIELDS)) as form:
+        return await _stored(gateway, store, caller, form)
 
 
 @router.get("/v1/files")
@@ -164,13 +165,15 @@ async def get_file(caller: JobsReader, gateway: ThisGateway, file_id: str) -> Fi
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "The whole file"},
         206: {"content": {"application/octet-stream": {}}, "description": "The range asked for"},
+        307: {"description": "More than the platform takes: `location` is the object store's"},
         **answers(404, 416),
     },
 )
 async def get_content(
     request: Request, caller: JobsReader, gateway: ThisGateway, file_id: str
 ) -> Response:
-    """A file's content, or the bytes that `Range` asks for."""
+    """A file's content, or the bytes that `Range` asks for; or where the object store has it, if
+    that is longer than an answer may be."""
     file = await known_file(gateway, caller, file_id)
     # Answers have no validator that If-Range could name, so it asks for the whole file.
     header = None if "if-range" in request.headers else ",".join(request.headers.getlist("range"))
@@ -186,6 +189,12 @@ async def get_content(
         headers["content-range"] = f"bytes {span.start}-{span.end - 1}/{file.num_bytes}"
     store = store_of(gateway)
     await asyncio.to_thread(store.read, content_key(file_id), span.start, 1)  # or an error, in time
+    if span.num_bytes > request.scope["state"].get(ANSWER_BYTES, math.inf):
+        url = await asyncio.to_thread(
+            store.download_url, content_key(file_id), file.filename, _REDIRECT_S
+        )
+        if url is not None:
+            return RedirectResponse(url, headers={"cache-control": "no-store"})
     content = chunks(store, file_id, span)
     status = 200 if asked is None else 206
     return StreamingResponse(
@@ -232,7 +241,7 @@ async def _stored(
     most = gateway.settings.max_file_bytes
     if num_bytes > most:
         raise ApiError(413, "body_too_large", f"the file has more than {most} bytes", param="file")
-    filename = os.path.basename(upload.filename or "upload")[:_MAX_FILENAME]
+    filename = os.path.basename(upload.filename or "upload")[:MAX_FILENAME]
     file = StoredFile(
         id=new_file_id(),
         tenant=caller.tenant,

@@ -1,13 +1,16 @@
 """Requests whose bodies are read strictly, once the caller may be answered.
 
-FastAPI reads each body through `StrictRequest`; pydantic models validate the result.
+FastAPI reads each body through `StrictRequest`; pydantic models validate the result. Forms with a
+file are read by `form_of`.
 """
 
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.routing import APIRoute
+from starlette.datastructures import FormData
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -18,6 +21,7 @@ from gateway.prepare.admission import Caller, count_call
 from gateway.turns import Busy, Owner, Turns
 
 _SHORT_BYTES = 64 * 1024
+_MAX_FIELD_BYTES = 1_024  # of a form's field that is no file
 
 
 class StrictRequest(Request):
@@ -106,3 +110,22 @@ class CallRoute(StrictRoute):
     """A StrictRoute of calls, each of which counts against its caller's limit of requests."""
 
     counts_calls = True
+
+
+def check_is_form(request: Request) -> None:
+    """Raises ApiError (415)."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "multipart/form-data":
+        message = "the content-type must be multipart/form-data"
+        raise ApiError(415, "unsupported_media_type", message)
+
+
+@contextlib.asynccontextmanager
+async def form_of(request: Request, max_fields: int) -> AsyncIterator[FormData]:
+    """A form with one file. Raises ApiError if the client disconnects."""
+    limits = {"max_files": 1, "max_fields": max_fields, "max_part_size": _MAX_FIELD_BYTES}
+    try:
+        async with request.form(**limits) as form:
+            yield form
+    except ClientDisconnect:
+        raise ApiError(499, "client_closed_request", "the caller has left") from None

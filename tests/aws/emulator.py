@@ -53,6 +53,34 @@ async def emulating(
         await process.wait()
 
 
+@asynccontextmanager
+async def serving_web(environ: Mapping[str, str]) -> AsyncIterator[str]:
+    """Runs StreamFunction's program, probed for readiness as the Web Adapter does; its URL."""
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        ROOT / "gateway" / "aws" / "serve-web",
+        cwd=ROOT,
+        env={
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "AWS_LWA_PORT": str(port),
+            **environ,
+        },
+        stderr=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        while True:
+            try:
+                assert (await http.get("/livez")).status_code == 200
+                break
+            except httpx.ConnectError:
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+    yield f"http://127.0.0.1:{port}"
+    process.terminate()
+    await process.wait()
+
+
 class Emulator:
     """The invoke API. The first call waits until the emulator listens."""
 

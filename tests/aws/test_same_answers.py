@@ -1,12 +1,8 @@
 """`batchway up` and the functions on one Redis give the same responses, byte by byte."""
 
-import asyncio
 import json
-import os
 import re
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,13 +11,12 @@ import pytest
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.conftest import Invoke, running_function
+from tests.aws.emulator import serving_web
 from tests.aws.lambda_events import HEADERS, rest_event
 from tests.infra.stack import MODEL, running_stack
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 NAMESPACE = "same"
 COMPLETION = {
     "model": MODEL,
@@ -55,32 +50,14 @@ async def api_function(settings: GatewaySettings, local_url: str) -> AsyncIterat
 
 @pytest.fixture
 async def stream_url(redis_server: EmbeddedRedis) -> AsyncIterator[str]:
-    """StreamFunction's program, started and probed for readiness as the Web Adapter does."""
-    port = free_port()
-    process = await asyncio.create_subprocess_exec(
-        ROOT / "gateway" / "aws" / "serve-web",
-        cwd=ROOT,
-        env={
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "REDIS_URL": redis_server.url,
-            "BATCHWAY_NAMESPACE": NAMESPACE,
-            "BATCHWAY_REQUIRE_KEY": "0",
-            "AWS_LWA_PORT": str(port),
-        },
-        stderr=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-        while True:
-            try:
-                assert (await http.get("/livez")).status_code == 200
-                break
-            except httpx.ConnectError:
-                assert process.returncode is None
-                await asyncio.sleep(0.05)
-    yield f"http://127.0.0.1:{port}"
-    process.terminate()
-    await process.wait()
+    """StreamFunction's program."""
+    environ = {
+        "REDIS_URL": redis_server.url,
+        "BATCHWAY_NAMESPACE": NAMESPACE,
+        "BATCHWAY_REQUIRE_KEY": "0",
+    }
+    async with serving_web(environ) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def integration(path: str, method: str) -> dict[str, Any]:
         ("/v1/responses", "post"),
         ("/v1/responses/{response}", "get"),
         ("/v1/jobs/{job}/events", "get"),
+        ("/v1/uploads/{upload}/complete", "post"),
     ],
 )
 def test_streaming_routes_use_the_streaming_function(path: str, method: str) -> None:
@@ -60,7 +61,7 @@ def test_other_routes_use_the_buffered_function() -> None:
     uri, arguments = found["uri"]["Fn::Sub"]
     assert uri.endswith(":lambda:path/2015-03-31/functions/${Function}/invocations")
     assert arguments["Function"] == {"Ref": "ApiFunctionAliaslive"}
-    assert len(paths()) == 7
+    assert len(paths()) == 8
     timeout_s = of_type("AWS::Lambda::Function")["ApiFunction"]["Timeout"]
     assert timeout_s * 1000 <= found["timeoutInMillis"]
 

@@ -149,11 +149,20 @@ def some_batch_ids(url: str) -> list[str]:
     return [httpx.post(f"{url}/v1/batches", json=body).json()["id"], "no id"]
 
 
+def some_upload_ids(url: str) -> list[str]:
+    """Ids of uploads without bytes and with some, and of none."""
+    body = {"purpose": "batch", "filename": "a.jsonl", "mime_type": "text/plain"}
+    asked = [body | {"bytes": num_bytes} for num_bytes in (0, 10**6, 10**6)]
+    known = [httpx.post(f"{url}/v1/uploads", json=each).json()["id"] for each in asked]
+    return [*known, "no id"]
+
+
 SOME_IDS = {
     "job_id": some_job_ids,
     "response_id": some_response_ids,
     "file_id": some_file_ids,
     "batch_id": some_batch_ids,
+    "upload_id": some_upload_ids,
 }
 # Valid only together with certain values of other fields.
 _ONLY_WITH_OTHERS = (

@@ -14,6 +14,7 @@ from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.s3 import S3Store
 from contract.payloads.store import PayloadLost, PayloadUnavailable, prompt_key, result_key
+from tests.payloads.bucket import CREDENTIALS
 
 JOB = "job-0-" + "0" * 32
 OTHER = "job-0-" + "1" * 32
@@ -123,6 +124,42 @@ def test_a_presigned_url_of_s3_needs_no_credentials(s3_setting: str) -> None:
     query = dict(parse_qsl(urlsplit(url).query))
     assert query["X-Amz-Expires"] == "90"
     assert query["X-Amz-Signature"]
+
+
+def test_sizes_are_those_of_one_upload(store: DirectoryStore | S3Store) -> None:
+    """By the names of its parts; none without any."""
+    upload, part = "upload_" + "0" * 32, "part_" + "a" * 32
+    assert store.sizes(upload) == {}
+    store.put(f"{upload}/{part}", DATA)
+    store.put(prompt_key(JOB), b"1")
+    assert store.sizes(upload) == {part: len(DATA)}
+
+
+def test_a_download_has_the_name_of_its_file(s3_setting: str, tmp_path: Path) -> None:
+    """From S3; a directory has no server of its own."""
+    key, store = "file-" + "0" * 32 + "/content", open_store(s3_setting)
+    assert store is not None
+    store.put(key, DATA)
+    url = store.download_url(key, "ü.jsonl", 60)
+    assert url is not None
+    answer = httpx.get(url)
+    assert answer.content == DATA
+    assert answer.headers["content-disposition"] == "attachment; filename*=UTF-8''%C3%BC.jsonl"
+    assert DirectoryStore(tmp_path).download_url(key, "ü.jsonl", 60) is None
+
+
+def test_a_url_of_aws_names_the_bucket_in_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The global name leads there by a redirect while the bucket is young, and no signature
+    survives that."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    store = S3Store("a-bucket", "jobs/")
+    url = urlsplit(store.url(ObjectRef(store.name, prompt_key(JOB), "", 1), 60))
+    assert (url.hostname, url.path) == (
+        "a-bucket.s3.eu-central-1.amazonaws.com",
+        f"/jobs/{prompt_key(JOB)}",
+    )
 
 
 def test_an_s3_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

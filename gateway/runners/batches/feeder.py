@@ -115,9 +115,9 @@ class Feeder:
                     await leased.save(gives_back=True)
 
     async def _delete_due(self) -> None:
-        """Deletes expired files, and the parts of batches that have ended."""
+        """Deletes expired files and uploads, and the parts of batches that have ended."""
         broker = self._gateway.broker
         for object_id in await broker.ask_files(lambda files: files.due()):
-            if object_id.startswith("file-"):
+            if object_id.startswith(("file-", "upload_")):
                 await broker.ask_files(lambda files: files.drop(object_id))  # noqa: B023
             await delete_objects(self._gateway, object_id)
