@@ -216,6 +216,14 @@ class JobPage(msgspec.Struct, frozen=True):
     position: str
 
 
+class JobRun(msgspec.Struct, frozen=True):
+    """A claim of a job: by whom, when (Redis clock), and the number of its first event."""
+
+    worker: str
+    claimed_ms: int
+    first_number: int
+
+
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """A job as its caller may see it. Times are Unix milliseconds of the Redis clock.
 
@@ -241,6 +249,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     # At its submission; None where unknown or the job was moved.
     predicted_wait_ms: int | None = msgspec.field(default=None, name="predicted")
     position: QueuePosition | None = None  # of a queued job, where it is known
+    runs: tuple["JobRun", ...] = ()  # the last claims, oldest first
 
     @property
     def is_terminal(self) -> bool:

@@ -38,6 +38,7 @@ from contract.function_types import (
     Claimed,
     FleetSnapshot,
     JobPage,
+    JobRun,
     JobView,
     LaneRoom,
     LaneSnapshot,
@@ -533,11 +534,22 @@ def _view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
             "metadata": decode_metadata(raw.pop("metadata")) if "metadata" in raw else {},
             "result": decode_ref(raw.pop("result")) if "result" in raw else None,
             "position": decode_position(position) if position else None,
+            "runs": _runs(raw.pop("runs", b"")),
         }
         if raw.get("predicted") == b"-1":
             del raw["predicted"]
         fields |= {name: value.decode() for name, value in raw.items()}
         return msgspec.convert(fields, JobView, strict=False)
+
+
+def _runs(raw: bytes) -> tuple[JobRun, ...]:
+    """The lines of claims; the first may be cut."""
+    words = [line.split(" ", 2) for line in raw.decode(errors="replace").splitlines()]
+    return tuple(
+        JobRun(word[2], int(word[0]), int(word[1]))
+        for word in words
+        if len(word) == 3 and word[0].isdigit() and word[1].isdigit()
+    )
 
 
 def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:

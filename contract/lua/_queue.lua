@@ -110,6 +110,8 @@ local function mark_pending(found)
   end
 end
 
+local MAX_RUNS_BYTES = 1024  -- of the last claims of a job
+
 -- Claims a job that was found; nil where it has expired or cannot be read.
 local function claim_job(tag, found, incarnation, lease_ms, now, config)
   if #redis.call('XINFO', 'GROUPS', found.key) == 0 then
@@ -132,7 +134,8 @@ local function claim_job(tag, found, incarnation, lease_ms, now, config)
   local is_first = not job.claimed
   redis.call('HSET', job.key, 'state', 'claimed', 'owner', incarnation, 'epoch', job.epoch,
     'attempt', job.attempt, 'config', config, 'charged', job.charged,
-    'claimed', job.claimed or now)
+    'claimed', job.claimed or now, 'runs', string.sub(string.format('%s%d %d %s\n', job.runs or '',
+      now, job.next, incarnation), -MAX_RUNS_BYTES))
   totals.claimed(tag, job, now, is_first)
   if is_first then ledger.calibrate(tag, job, now) end
   if is_first and job.callback_started == '1' then

@@ -55,7 +55,7 @@ local OPEN = {queued = true, claimed = true, streaming = true}
 local VIEW_FIELDS = {
   'state', 'lane', 'attempt', 'next', 'tokens', 'prompt_tokens', 'created', 'claimed',
   'first_token', 'finished', 'deadline', 'code', 'message', 'metadata', 'result', 'job',
-  'predicted',
+  'predicted', 'runs',
 }
 
 local NUMBERS = {
@@ -68,7 +68,7 @@ local JOB_FIELDS = {
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
   'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
-  'part', 'arm', 'fixed', 'passing',
+  'part', 'arm', 'fixed', 'passing', 'runs',
 }
 
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}

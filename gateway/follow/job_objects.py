@@ -76,11 +76,20 @@ class MemberObject(BaseModel):
     usage: Usage
 
 
+class RunObject(BaseModel):
+    """A worker's claim of the job; a second one goes on after `after_event` events of its log."""
+
+    worker: str = Field(description="the last part of its name")
+    started_at: UnixSeconds
+    after_event: int
+
+
 class JobObject(AcceptedJob):
     """The job without its result, which `GET /v1/jobs/{id}` adds."""
 
     tenant: str
     attempt: int
+    runs: list[RunObject] = Field(description="the last claims by workers, oldest first")
     metadata: dict[str, str]
     usage: Usage
     timings: Timings
@@ -199,6 +208,14 @@ def job_object(
         **_shown(view.job.id, view.job, view.status, view.lane, view.position, wait),
         tenant=view.job.tenant,
         attempt=view.attempt,
+        runs=[
+            RunObject(
+                worker=run.worker.rpartition("-")[2],
+                started_at=run.claimed_ms / 1000,
+                after_event=run.first_number - 1,
+            )
+            for run in view.runs
+        ],
         metadata=dict(view.metadata),
         usage=Usage(**usage(view.job, num_prompt, num_output)),
         timings=Timings(

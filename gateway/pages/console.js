@@ -356,6 +356,7 @@ async function refreshJob() {
     .filter(([, from]) => from).map(([name, from, to]) => h("li", {}, h("span", { class: `key ${name}` }), `${name} ${clock(from)}, ${seconds(Math.max(0, to - from))}`));
   const held = (state?.held ?? []).find((each) => each.job_id === job.id);
   const facts = [`state: ${stateText(job)}`, `lane ${job.lane}, model ${job.model}`, `attempt ${job.attempt}${job.attempt > 1 ? " (resumed)" : ""}`,
+    ...job.runs.map((run, i) => `${i ? "resumed" : "claimed"} at ${clock(run.started_at)} by worker ${run.worker}${run.after_event ? `, after ${number(run.after_event)} events of its log` : ""}`),
     held ? `on worker ${held.worker}, ${number(held.num_output_tokens)} of ${number(held.max_output_tokens)} tokens` : null,
     job.error ? `${job.error.code}: ${job.error.message}` : null,
     job.callback ? `callback ${job.callback.state}, ${job.callback.attempts} attempts` : null,

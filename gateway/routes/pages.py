@@ -147,5 +147,10 @@ def _seen(state: dict[str, Any], caller: Caller, watch: FleetWatch) -> dict[str,
         return {**state, "newest": newest}
     shown = {name: value for name, value in state.items() if name not in _FLEET_ONLY}
     for name in ("held", "waiting"):
-        shown[name] = [row for row in shown.get(name, ()) if row["tenant"] == caller.tenant]
+        shown[name] = [_own(row) for row in shown.get(name, ()) if row["tenant"] == caller.tenant]
     return shown
+
+
+def _own(row: dict[str, Any]) -> dict[str, Any]:
+    """A tenant learns no name of a host."""
+    return {**row, "worker": row["worker"].rpartition("-")[2]} if "worker" in row else row

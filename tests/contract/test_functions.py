@@ -110,6 +110,11 @@ async def test_a_job_with_an_expired_lease_moves_to_another_worker(
     late = Append(job.id, 1, 2, tokens(1, 8), 1)
     assert await append(functions, "w1", late) == [(Verdict.FENCED, 0)]
     assert await append(functions, "w2", Append(job.id, 2, 2, tokens(1, 8), 1)) == [(Verdict.OK, 3)]
+    found = await functions.read(job.id, job.tenant)
+    assert found is not None
+    runs = found[0].runs
+    assert [(run.worker, run.first_number) for run in runs] == [("w1", 1), ("w2", 2)]
+    assert runs[1].claimed_ms - runs[0].claimed_ms >= 1000 * LEASE_S
 
 
 async def test_a_heartbeat_renews_leases_and_names_lost_jobs(
