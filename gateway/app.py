@@ -27,9 +27,11 @@ from gateway.routes import (
     lanes,
     models,
     objects,
+    operations,
     responses,
 )
 from gateway.runners.batches.feeder import Feeder
+from gateway.runners.operations import run_operations
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 from gateway.turns import take_turns
@@ -42,7 +44,10 @@ _DESCRIPTION = (
 _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
-_MODULES = (calls, responses, dead_letters, jobs, lanes, objects, files, batches, models, health)
+_MODULES = (
+    *(calls, responses, dead_letters, jobs, operations, lanes, objects),
+    *(files, batches, models, health),
+)
 _ROUTES = [route for module in _MODULES for route in module.router.routes]
 
 
@@ -59,6 +64,7 @@ def create_app(
         duties = [
             asyncio.create_task(gateway.broker.report_attendance()),
             asyncio.create_task(keep_trimmed()),
+            asyncio.create_task(run_operations(gateway)),
         ]
         if gateway.broker.payloads.store is not None:
             duties.append(asyncio.create_task(Feeder(gateway).run()))
