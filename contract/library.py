@@ -19,6 +19,7 @@ _SHARED = (  # in this order
     "shared",
     "pauses",
     "filters",
+    "operations",
     "fairness",
     "ledger",
     "outbox",

@@ -28,11 +28,13 @@ from gateway.routes import (
     lanes,
     models,
     objects,
+    operations,
     pages,
     responses,
     uploads,
 )
 from gateway.runners.batches.feeder import Feeder
+from gateway.runners.operations import run_operations
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 from gateway.turns import take_turns
@@ -46,17 +48,8 @@ _NO_TELEMETRY = TelemetryConfig(
     tracing=False, metrics=False, logs=False, operation_spans=False, auto_configure=False
 )
 _MODULES = (
-    calls,
-    responses,
-    dead_letters,
-    jobs,
-    lanes,
-    objects,
-    files,
-    uploads,
-    batches,
-    models,
-    health,
+    *(calls, responses, dead_letters, jobs, operations, lanes, objects),
+    *(files, uploads, batches, models, health),
 )
 _ROUTES = [route for module in _MODULES for route in module.router.routes]
 
@@ -74,6 +67,7 @@ def create_app(
         duties = [
             asyncio.create_task(gateway.broker.report_attendance()),
             asyncio.create_task(keep_trimmed()),
+            asyncio.create_task(run_operations(gateway)),
         ]
         if gateway.broker.payloads.store is not None:
             duties.append(asyncio.create_task(Feeder(gateway).run()))

@@ -7,7 +7,6 @@ Over 300 lines: one command with seven actions.
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import json
 import re
 import sys
@@ -17,13 +16,13 @@ from typing import Any
 import msgspec
 
 from contract.catalogue import Catalogue
-from contract.codec import decode_job, decode_metadata
 from contract.connection import broker_errors, connect, now_ms
 from contract.errors import JobRefused, wire_errors
-from contract.function_types import JobView, Submission, Submitted, Wanted
+from contract.function_types import JobView, Submitted, Wanted
 from contract.functions import Functions
 from contract.jobs import PUBLIC_STATUSES, JobStatus, public_status
 from contract.keys import Keys
+from contract.replays import replay_of, replayed_id
 from infra import options as opts
 from infra.option_values import model_name
 from infra.options import Option, Value
@@ -211,11 +210,6 @@ EXIT_REFUSED = 1
 # Shorter waits count as this, so that a small delay is no large relative error.
 _LEAST_WAIT_MS = 100
 _CALIBRATION_HEADING = ("lane", "jobs", "half within", "nine in ten within")
-_LEAST_RETENTION_S = 86_400.0  # of a requeued job, so that its result can be read
-_JOB_FIELDS = (
-    *("job", "lane", "max_tokens", "created", "deadline"),
-    *("ttl_ms", "max_attempts", "metadata"),
-)
 _HEADING = ("job", "since", "model", "lane", "tenant", "prompt", "output", "can run again")
 
 
@@ -252,30 +246,20 @@ class Quarantine(Functions):
         JobRefused, BrokerFull, WireError.
         """
         await self.find(job_id)
-        with wire_errors("job record"), broker_errors(self._client, "HMGET"):
-            values: Any = await self._client.hmget(self._keys.of("job", job_id), _JOB_FIELDS)
-        raw = dict(zip(_JOB_FIELDS, values, strict=True))
-        if raw["job"] is None:
+        found = await replay_of(self._client, self._keys, job_id)
+        if found is None:
             raise JobRefusal(f"the record and prompt of {job_id} have expired: submit the job anew")
-        job = decode_job(raw["job"])
+        job, terms = found
         if job.has_objects:
             raise JobRefusal(
                 f"the prompt of {job_id} is in an object store and expires: submit the job anew"
             )
-        with wire_errors("job record"):
-            given_s = (int(raw["deadline"]) - int(raw["created"])) / 1000
-            again = msgspec.structs.replace(job, id=requeued_id(job_id), lane=raw["lane"].decode())
-            terms = Submission(
-                max_output_tokens=int(raw["max_tokens"]),
-                deadline_s=given_s if deadline_s is None else deadline_s,
-                retention_s=max(_LEAST_RETENTION_S, int(raw["ttl_ms"]) / 1000),
-                max_attempts=int(raw["max_attempts"]),
-                metadata=decode_metadata(raw["metadata"]) if raw["metadata"] else {},
-            )
-        return await self.submit(again, terms)
+        if deadline_s is not None:
+            terms = msgspec.structs.replace(terms, deadline_s=deadline_s)
+        return await self.submit(job, terms)
 
     async def _record(self, job_id: str, since_ms: int) -> dict[str, Any]:
-        again = requeued_id(job_id)
+        again = replayed_id(job_id)
         with wire_errors("record of a poison job"), broker_errors(self._client, "HGET or EXISTS"):
             raw: Any = await self._client.hget(self._keys.of("poison"), job_id)
             has_record = bool(await self._client.exists(self._keys.of("job", job_id)))
@@ -290,13 +274,6 @@ class Quarantine(Functions):
             "can_run_again": has_record,
             "requeued_as": again if was_requeued else None,
         }
-
-
-def requeued_id(job_id: str) -> str:
-    """The id of the requeued job: unique for each poison job, in the same partition."""
-    head, _, _ = job_id.rpartition("-")
-    digest = hashlib.sha256(f"{job_id} again".encode()).hexdigest()
-    return f"{head}-{digest[:32]}"
 
 
 def add_jobs_options(parser: argparse.ArgumentParser) -> None:

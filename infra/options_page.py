@@ -39,6 +39,9 @@ _CALLS = {
 _OTHERS = {
     "Jobs and quotes": "ChatJob",
     "Changes of a job": "JobChange",
+    "Cancels by filter": "CancelBody",
+    "Replays by filter": "ReplayBody",
+    "Replays of callbacks by filter": "CallbacksBody",
     "Pauses": "PauseBody",
     "Callbacks": "CallbackBody",
     "Batches": "BatchBody",

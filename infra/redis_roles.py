@@ -49,6 +49,8 @@ _GATEWAY_FUNCTIONS = (
     "enter submit cancel delete detach drain reprioritise attend sweep pause resume outbox_replay "
     + _READING_FUNCTIONS
 )
+_OPERATION_KEYS = "operation operations operations_open"
+_OPERATION_FUNCTIONS = "operation_add operation_step operation_stop operation_take"
 _FILE_FUNCTIONS = (
     "file_add file_begin file_drop file_read batch_add batch_cancel batch_save batch_take "
     "objects_due"
@@ -73,9 +75,10 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
     {
         "gateway": RedisRole(
             purpose="batchway gateway, and the functions in front on AWS",
-            functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS}",
+            functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS}",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
-            keeps=f"{_JOB_KEYS} {_FILE_KEYS} dead idem memory object_store promised wanted worker",
+            keeps=f"{_JOB_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} dead idem memory object_store "
+            "promised wanted worker",
             reads=f"clock pool workers models model tokenizer {_API_KEYS} deliveries",
             channels="ev wake ctl",
         ),
@@ -89,11 +92,12 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         ),
         "flows": RedisRole(
             purpose="batchway gateway --models, which runs flows: a gateway, and a worker of them",
-            functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} claim mine append heartbeat release",
+            functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS} claim mine "
+            "append heartbeat release",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange lpush ltrim "
             "srandmember zrangebyscore",
-            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} calibration clock dead idem memory "
-            "object_store owed promised told turn wanted",
+            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} calibration clock "
+            "dead idem memory object_store owed promised told turn wanted",
             reads=f"{_API_KEYS} deliveries",
             channels="ev wake ctl",
         ),
@@ -128,9 +132,9 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         ),
         "operator": RedisRole(
             purpose="batchway keys, jobs, drain, check, callbacks list and replay",
-            functions=f"{_GATEWAY_FUNCTIONS} drain",
+            functions=f"{_GATEWAY_FUNCTIONS} {_OPERATION_FUNCTIONS} drain",
             commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange lrange",
-            keeps=f"{_JOB_KEYS} dead idem memory promised worker {_API_KEYS}",
+            keeps=f"{_JOB_KEYS} {_OPERATION_KEYS} dead idem memory promised worker {_API_KEYS}",
             reads=f"clock calibration {_FLEET_KEYS.replace('worker ', '')} deliveries",
             channels="ev wake ctl",
         ),
@@ -175,7 +179,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
     "memory models api_keys key_pepper object_store paused weights batches_fed batches_open "
-    "file_bytes objects_due"
+    "operations_open file_bytes objects_due"
 )
 
 

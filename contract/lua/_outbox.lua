@@ -24,6 +24,20 @@ function outbox.reschedule(tag, to, now, cap)
   end
 end
 
+-- Schedules a dead letter again, with a new series of attempts; the reply of outbox_replay.
+function outbox.replay(tag, id, tenant, now)
+  local key = tag .. ':out:' .. id
+  local record = redis.call('HMGET', key, 'state', 'tenant', 'to')
+  if record[2] ~= tenant then return 'NOT_FOUND' end
+  if record[1] ~= 'dead' then return record[1] end
+  redis.call('HSET', key, 'state', 'due', 'failures', 0)
+  redis.call('PEXPIRE', key, OUTBOX_KEEP_MS)
+  redis.call('ZREM', tag .. ':dead:' .. tenant, id)
+  redis.call('ZADD', tag .. ':due:' .. record[3], now, id)
+  outbox.wake(tag, record[3], now)
+  return 'OK'
+end
+
 -- Posts a message of a job with a callback: 'started', 'progress' or its final status. A job has one
 -- record, so its messages are sent one at a time: a new message replaces one that waits, and waits
 -- for one in flight. Therefore no message arrives after the final one.

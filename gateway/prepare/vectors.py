@@ -74,9 +74,13 @@ async def prepare_vectors(admission: Admission, body: VectorBody) -> tuple[Job, 
     may_cut = cut is not None or body is not shown
     num_cut_tokens = num_cut + asked.num_cut if may_cut else None
     job = msgspec.structs.replace(job, pooling=pooling, num_cut_tokens=num_cut_tokens)
-    num_numbers = pooling.dimensions or texts.can.num_outputs
-    vector_bytes = len(asked.prompts) * (num_numbers * _BYTES_PER_NUMBER + _VECTOR_OVERHEAD_BYTES)
-    return job, await admission.submission(max_output_tokens=0, vector_bytes=vector_bytes)
+    num_bytes = vector_bytes(len(asked.prompts), pooling.dimensions or texts.can.num_outputs)
+    return job, await admission.submission(max_output_tokens=0, vector_bytes=num_bytes)
+
+
+def vector_bytes(num_prompts: int, num_numbers: int) -> int:
+    """The bytes that the output of a prefill-only job may take."""
+    return num_prompts * (num_numbers * _BYTES_PER_NUMBER + _VECTOR_OVERHEAD_BYTES)
 
 
 class _Texts:

@@ -49,6 +49,7 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus, StoredPrompt
 from contract.keys import Keys
 from contract.library import check_fitness, ensure_library
+from contract.operations import Operations
 from contract.outbox import CallbackState, Outbox, callback_state
 from contract.pauses import Pauses
 from contract.payloads import open_store
@@ -60,6 +61,7 @@ from contract.payloads.store import (
     prompt_key,
     response_key,
 )
+from contract.replays import replay_of
 from contract.starts import ANY_LANE, Starts
 from gateway.http.errors import UnknownJob, readable
 from gateway.redis.hints import Cursor, Hints, Idle, Reset, is_end
@@ -218,6 +220,7 @@ class Broker:
         self._outbox = Outbox(self._client, self.keys)
         self._files = Files(self._client, self.keys)
         self._batches = Batches(self._client, self.keys)
+        self._operations = Operations(self._client, self.keys)
         self._pauses = Pauses(self._client, self.keys)
         self._starts = Starts(self._client, self.keys)
         self._breaker = Breaker(settings.breaker_open_s)
@@ -360,6 +363,17 @@ class Broker:
     async def ask_pauses(self, ask: Callable[[Pauses], Awaitable[T]]) -> T:
         """One call to what is paused. Raises TooManyPauses, PausedByOperator, WireError."""
         return await self._call(lambda: ask(self._pauses))
+
+    async def ask_operations(self, ask: Callable[[Operations], Awaitable[T]]) -> T:
+        """One call to operations on many jobs. Raises LeaseLost, OperationsFull,
+        RecordUnreadable."""
+        with readable("operation"):
+            return await self._call(lambda: ask(self._operations))
+
+    async def replay_of(self, job_id: str) -> tuple[Job, Submission] | None:
+        """An ended job as a new one; None if its record has expired. Raises RecordUnreadable."""
+        with readable("job"):
+            return await self._call(lambda: replay_of(self._client, self.keys, job_id))
 
     async def ask_files(self, ask: Callable[[Files], Awaitable[T]]) -> T:
         """One call to the records of files. Raises RecordUnreadable."""

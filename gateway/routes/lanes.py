@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from contract.api_keys import Scope
 from contract.pauses import Line, Pause, PausedBy, PausedByOperator, TooManyPauses
+from gateway.files import tenant_quota
 from gateway.follow.job_objects import UnixSeconds
 from gateway.http.errors import MISSING, ApiError, no_such_model, not_found
 from gateway.http.handlers import answers
@@ -88,8 +89,7 @@ async def pause_lane(
     try:
         pause = await gateway.broker.ask_pauses(lambda pauses: pauses.pause(line, by))
     except TooManyPauses:
-        message = "tenants may have no more pauses: resume one first"
-        raise ApiError(429, "tenant_quota", message) from None
+        raise tenant_quota("tenants may have no more pauses: resume one first") from None
     return _shown(pause)
 
 

@@ -2,9 +2,11 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from infra.aws.acl import with_rights
 from infra.redis_roles import REDIS_ROLES, acl_rules
 from tests.aws.template import (
     as_list,
@@ -50,6 +52,11 @@ def test_the_cache_evicts_nothing_and_authenticates_every_part() -> None:
     for user in users.values():
         rights = user["AccessString"]["Fn::Sub"].replace("${Namespace}", "NAME").split()
         assert rights == acl_rules(REDIS_ROLES[user["UserName"]], "NAME"), user["UserName"]
+
+
+def test_the_rights_are_written_by_the_command() -> None:
+    text = Path("template.yaml").read_text()
+    assert with_rights(text) == text, "python -m infra.aws.acl"
 
 
 @pytest.mark.parametrize("is_durable", [False, True])

@@ -12,9 +12,10 @@ from contract.function_types import Append, Blame
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
+from contract.replays import replayed_id
 from contract.roster import Roster
 from infra.embedded_redis import EmbeddedRedis
-from infra.jobs_command import JobRefusal, Quarantine, requeued_id
+from infra.jobs_command import JobRefusal, Quarantine
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
@@ -60,7 +61,7 @@ async def test_a_quarantined_job_is_requeued_under_a_new_id(
     first = await quarantine.requeue(poison.id)
     again = await quarantine.requeue(poison.id)
     assert (first.is_new, again.is_new) == (True, False)
-    assert first.job_id == again.job_id == requeued_id(poison.id) != poison.id
+    assert first.job_id == again.job_id == replayed_id(poison.id) != poison.id
     [claimed] = await claim(functions, "w2")
     new = claimed.job
     assert (new.prompt_ids, new.params, new.tenant) == (
@@ -105,7 +106,7 @@ async def test_the_command_lists_shows_and_requeues(
         redis_server, "jobs", "quarantine", "show", poison.id, "--json", "-"
     )
     shown = json.loads(out)
-    assert shown["requeued_as"] == requeued_id(poison.id)
+    assert shown["requeued_as"] == replayed_id(poison.id)
     assert shown["prompt_sha256"] == "ab12"
     status, _, err = await run_cli(redis_server, "jobs", "quarantine", "show", "nothing")
     assert (status, err) == (1, "batchway jobs: there is no 'nothing' in the quarantine\n")

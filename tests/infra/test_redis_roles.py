@@ -36,11 +36,12 @@ from contract.callbacks import Callback, CallbackKind
 from contract.connection import Listener, broker_errors, connect
 from contract.errors import CommandDenied
 from contract.files import Files, FilesFull, StoredFile, new_file_id
-from contract.function_types import Submission
+from contract.function_types import Submission, Wanted
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
+from contract.operations import OperationKind, Operations, new_operation_id
 from infra.embedded_redis import EmbeddedRedis
 from infra.preconditions import UsageError, check_store
 from infra.redis_roles import REDIS_ROLES, acl_rules
@@ -246,9 +247,35 @@ def test_every_function_runs_under_every_role_that_has_it(
                 walk(server.url, seed, 150, audit_every=50, draws=Walk)
                 walk(server.url, seed, 80, audit_every=50, draws=PostalWalk)
             asyncio.run(walk_of_files(RoleClients(server.url, turns, calls), random.Random(0)))
+            asyncio.run(walk_of_operations(RoleClients(server.url, turns, calls)))
         finally:
             make_users(admin, "test")
     assert set(calls) == owned
+
+
+async def walk_of_operations(client: Any) -> None:
+    """Jobs that wait and jobs that have ended, and each kind of operation on them, each several
+    times."""
+    functions, operations = Functions(client, Keys("world")), Operations(client, Keys("world"))
+    for kind in (*OperationKind, *OperationKind, *OperationKind):
+        job = Job(
+            id=new_job_id(),
+            tenant="t",
+            model="m",
+            lane="batch",
+            endpoint=Endpoint.COMPLETIONS,
+            prompt_ids=(1,),
+            params=SamplingParams(max_tokens=4, seed=0),
+            created_s=0,
+        )
+        callback = Callback(kind=CallbackKind.URL, target="https://a/x", secret=SECRET)
+        await functions.submit(job, Submission(4, 600, 600, callback=callback))
+        operation_id, wanted = new_operation_id(), Wanted(lanes=frozenset(["batch"]))
+        await operations.add(operation_id, kind, wanted, owner="t", tenant="t")
+        assert await operations.take("token", lease_s=60) == operation_id
+        await operations.step(operation_id, "token", lease_s=60)
+        await operations.stop(operation_id)
+    await client.aclose()
 
 
 async def walk_of_files(client: Any, rng: random.Random) -> None:

@@ -222,11 +222,42 @@ MUTANTS = [
     ),
     Mutant(
         "a list skips the job after its page",
-        "return {'OK', rows[i - 2], found}",
-        "return {'OK', rows[i], found}",
+        "return {'OK', rows[i - 1].id, found}",
+        "return {'OK', row.id, found}",
         seed=8,
     ),
-    Mutant("a list ends where it stopped to look", "rows[#rows - 1] or ''", "''"),
+    Mutant(
+        "a list of all tenants leaves out those before its page",
+        "while #rows > most or last",
+        "while #rows > most - 1 or last",
+        seed=2,
+    ),
+    Mutant(
+        "a tenant's pause does not hold it",
+        "      if not pauses.hold(paused, lane, tenant) then\n",
+        "      if true then\n",
+        seed=2,
+    ),
+    Mutant(
+        "what a paused tenant gave back is claimed",
+        "pauses.hold(paused, job[6] or '', job[5] or '')",
+        "false",
+        seed=2,
+    ),
+    Mutant(
+        "a paused tenant saves credit",
+        "if paused then keep_up(",
+        "if false then keep_up(",
+        seed=2,
+    ),
+    Mutant(
+        "others wait for what is paused",
+        "if name ~= job.lane and paused then leave_out_paused",
+        "if false then leave_out_paused",
+        seed=2,
+    ),
+    Mutant("a paused lane accepts jobs", "pauses.hold(ahead.paused, ", "pauses.hold(nil, ", seed=2),
+    Mutant("a list ends where it stopped to look", "is_more and rows[#rows].id or ''", "''"),
     Mutant(
         "a log that is kept elsewhere loses its end", "'MINID', (job.next - 1)", "'MINID', job.next"
     ),
@@ -243,7 +274,11 @@ MUTANTS = [
     Mutant(
         "poison is never poison", "if job.crashes < max_crashes then", "if job.crashes < 99 then"
     ),
-    Mutant("a cancel forgets the job's worker", "'cancelled', now_ms())", "'expired', now_ms())"),
+    Mutant(
+        "a cancel forgets the job's worker",
+        "job, 'cancelled', now_ms())",
+        "job, 'expired', now_ms())",
+    ),
     Mutant(
         "a key accepts another body",
         "body == terms.body_hash and 'EXISTS' or 'MISMATCH'",

@@ -103,12 +103,12 @@ _TEXTS = [
     ),
     (
         "a foreign tenant replays",
-        "if record[2] ~= argv[2] then return {'NOT_FOUND'} end",
-        "if not record[2] then return {'NOT_FOUND'} end",
+        "if record[2] ~= tenant then return 'NOT_FOUND' end",
+        "if not record[2] then return 'NOT_FOUND' end",
     ),
     (
         "a replayed letter stays dead",
-        "  redis.call('ZREM', tag .. ':dead:' .. argv[2], id)\n",
+        "  redis.call('ZREM', tag .. ':dead:' .. tenant, id)\n",
         "",
     ),
     (
