@@ -6,6 +6,7 @@ names of variables as keys, such as BATCHWAY_API_KEY and REDIS_PASSWORD.
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from contract.errors import BatchwayError
 from gateway.settings import GatewaySettings, variable
 
 SECRETS_VARIABLE = "BATCHWAY_SECRET_ARNS"
+SETTINGS_VARIABLE = "BATCHWAY_SETTINGS"
 TIMEOUT_S = 5.0
 
 
@@ -26,6 +28,7 @@ def load_settings() -> GatewaySettings:
     """Raises SecretUnavailable, ValueError."""
     # API Gateway checks no key, and no Prometheus scrapes a function.
     known = {"BATCHWAY_REQUIRE_KEY": "1", "BATCHWAY_EMBEDDED_METRICS": "1", **os.environ}
+    known |= operators_settings(os.environ)
     known["BATCHWAY_CONSOLE"] = "0"  # a page that watches would hold a function
     known["BATCHWAY_FEEDS_BATCHES"] = "0"  # Lambda stops a function between its invocations
     if arns := known.get(SECRETS_VARIABLE):
@@ -35,6 +38,18 @@ def load_settings() -> GatewaySettings:
     names = {name: variable(name) for name in GatewaySettings.model_fields}
     given = {name: known[names[name]] for name in names if known.get(names[name])}
     return GatewaySettings.from_env(**given)
+
+
+def operators_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that the stack's parameter GatewaySettings names, with their values. Raises
+    ValueError for a word that is none."""
+    words = environ.get(SETTINGS_VARIABLE, "").split()
+    known = {variable(name) for name in GatewaySettings.model_fields}
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"{SETTINGS_VARIABLE}: no setting {name!r}: see docs/options.md")
+    return dict(word.split("=", 1) for word in words)
 
 
 def read_secrets(arns: list[str]) -> dict[str, str]:

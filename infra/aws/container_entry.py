@@ -93,6 +93,9 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     command, *options = arguments
     if command == "gateway":
+        from gateway.aws.environment import operators_settings  # not in a worker's image
+
+        os.environ.update(operators_settings(os.environ))
         fetch_flows(os.environ)
     else:
         if redis_url_of(os.environ) is None:

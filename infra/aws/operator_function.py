@@ -22,6 +22,7 @@ from infra.check_command import run_check
 from infra.drain_command import run_drain
 from infra.jobs_command import run_jobs
 from infra.keys_command import run_keys
+from infra.lanes_command import run_lanes
 from infra.parser import build_parser
 from infra.preconditions import UsageError
 
@@ -29,6 +30,7 @@ EXIT_USAGE = 2
 COMMANDS: Mapping[str, Callable[[argparse.Namespace, str], int]] = {
     "keys": run_keys,
     "jobs": run_jobs,
+    "lanes": run_lanes,
     "drain": run_drain,
     "check": run_check,
     "callbacks": run_callbacks_command,

@@ -89,10 +89,13 @@ def chosen(value: Any, *conditions: str) -> Any:
             return chosen(yes if condition in conditions else no, *conditions)
         case dict():
             parts = {name: chosen(part, *conditions) for name, part in value.items()}
-            return {n: part for n, part in parts.items() if part != {"Ref": "AWS::NoValue"}}
+            return {n: part for n, part in parts.items() if part != _NOTHING}
         case list():
             return [chosen(part, *conditions) for part in value]
     return value
+
+
+_NOTHING = {"Ref": "AWS::NoValue"}
 
 
 def as_list(value: Any) -> list[Any]:
@@ -104,23 +107,30 @@ def container(task: str) -> dict[str, Any]:
     return dict(found)
 
 
-def arguments(task: str, *, has_machines: bool = False) -> list[str]:
-    """A task's command line, with each parameter replaced by its default."""
-    given = (_resolved(part, has_machines) for part in container(task)["Command"])
-    return [argument for argument in given if argument is not None]
+def arguments(
+    task: str, *, has_machines: bool = False, worker_options: str | None = None
+) -> list[str]:
+    """A task's command line, with each parameter replaced by its default or what is given."""
+    holds = {"HasMachines": has_machines, "HasTasks": not has_machines}
+    holds["HasWorkerOptions"] = worker_options is not None
+    command = chosen(container(task)["Command"], *(name for name, is_so in holds.items() if is_so))
+    given = {"WorkerOptions": worker_options or ""}
+    match command:
+        case {"Fn::Split": [separator, {"Fn::Join": [_, parts]}]}:
+            words = (_resolved(part, given) for part in parts if part != _NOTHING)
+            return separator.join(words).split(separator)
+    return [_resolved(part, given) for part in command if part != _NOTHING]
 
 
-def _resolved(value: Any, has_machines: bool) -> str | None:
-    if isinstance(value, str):
-        return value
-    [(function, operand)] = value.items()
-    if function == "Fn::If":
-        condition, then, otherwise = operand
-        is_so = {"HasMachines": has_machines, "HasTasks": not has_machines}[condition]
-        return _resolved(then if is_so else otherwise, has_machines)
-    if function == "Fn::Sub":
-        return re.sub(r"\$\{([^}]+)\}", lambda name: _default(name[1]), operand)
-    return None if operand == "AWS::NoValue" else _default(operand)
+def _resolved(value: Any, given: dict[str, str]) -> str:
+    match value:
+        case str():
+            return value
+        case {"Fn::Sub": str(text)}:
+            return re.sub(r"\$\{([^}]+)\}", lambda name: _default(name[1]), text)
+        case {"Ref": str(name)}:
+            return given.get(name, _default(name))
+    raise AssertionError(value)
 
 
 def _default(name: str) -> str:

@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
-from infra.aws.container_entry import fetch_flows
+from infra.aws.container_entry import fetch_flows, main
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.conftest import Invoke
 from tests.aws.lambda_events import rest_event
@@ -104,3 +104,15 @@ def test_flows_are_fetched_or_have_a_path(aws_environ: dict[str, str]) -> None:
         assert environ == before
     with pytest.raises(ClientError):
         fetch_flows({"BATCHWAY_MODELS": "s3://flows-2/none.yaml"})
+
+
+def test_the_container_takes_the_operators_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As functions do, before the gateway reads its environment."""
+    monkeypatch.setenv("BATCHWAY_POLL_S", "1")
+    monkeypatch.setenv("BATCHWAY_MODELS", "")
+    monkeypatch.setenv("BATCHWAY_SETTINGS", "BATCHWAY_POLL_S=7")
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: became.append(command))
+    main(["gateway", "--host", "127.0.0.1"])
+    assert became[0][1:] == ["-m", "infra", "gateway", "--host", "127.0.0.1"]
+    assert os.environ["BATCHWAY_POLL_S"] == "7"

@@ -82,7 +82,12 @@ def test_an_operator_makes_lists_and_revokes_keys(
 
 @pytest.mark.usefixtures("as_operator")
 def test_other_commands_of_operators_run_too() -> None:
-    for arguments in (("jobs", "list", "--json", "-"), ("check",), ("callbacks", "dead", "list")):
+    for arguments in (
+        ("jobs", "list"),
+        ("lanes", "list"),
+        ("check",),
+        ("callbacks", "dead", "list"),
+    ):
         answer = run(*arguments)
         assert answer["status"] == 0, answer
 

@@ -62,3 +62,20 @@ def test_redis_password_is_put_into_redis_url(
     """If REDIS_URL has no password."""
     environ = {"REDIS_PASSWORD": password} | ({"REDIS_URL": url} if url else {})
     assert redis_url_of(environ) == expected
+
+
+def test_settings_of_the_operator_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over those of the template. A word that is no setting is named; what a function must not do
+    stays off."""
+    monkeypatch.setenv("REDIS_URL", "redis://h:1")
+    monkeypatch.setenv("BATCHWAY_SYNC_DEADLINE_S", "900")
+    words = "BATCHWAY_SYNC_DEADLINE_S=60 BATCHWAY_LANE_BOUNDS=interactive=2s,standard=9s"
+    monkeypatch.setenv("BATCHWAY_SETTINGS", f"{words} BATCHWAY_FEEDS_BATCHES=1")
+    settings = load_settings()
+    assert settings.sync_deadline_s == 60
+    assert settings.lane_bounds == ("interactive=2s", "standard=9s")
+    assert not settings.feeds_batches
+    for wrong in ("BATCHWAY_LANE_BOUND=x", "BATCHWAY_LANE_BOUNDS", "x"):
+        monkeypatch.setenv("BATCHWAY_SETTINGS", wrong)
+        with pytest.raises(ValueError, match=f"no setting '{wrong.partition('=')[0]}'"):
+            load_settings()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.aws.environment import SECRETS_VARIABLE
+from gateway.aws.environment import SECRETS_VARIABLE, SETTINGS_VARIABLE
 from gateway.aws.intake import DEAD_LETTERS_VARIABLE
 from gateway.settings import GatewaySettings, variable
 from tests.aws.template import (
@@ -120,7 +120,7 @@ def test_streams_go_through_the_web_adapter(name: str) -> None:
 def test_every_variable_of_a_function_is_a_setting() -> None:
     """The gateway reads each of our variables."""
     known = {variable(name) for name in GatewaySettings.model_fields}
-    known |= {SECRETS_VARIABLE, DEAD_LETTERS_VARIABLE}
+    known |= {SECRETS_VARIABLE, DEAD_LETTERS_VARIABLE, SETTINGS_VARIABLE}
     for name, function in functions().items():
         given = set(function["Environment"]["Variables"])
         assert {v for v in given if v.startswith("BATCHWAY_")} <= known, name
@@ -136,3 +136,21 @@ def test_failed_messages_of_a_batch_are_retried_alone() -> None:
     assert queue["VisibilityTimeout"] >= 6 * timeout_s
     assert queue["RedrivePolicy"]["maxReceiveCount"] > 1
     assert queue["SqsManagedSseEnabled"]
+
+
+def test_a_domain_and_a_web_acl_belong_to_the_public_stage() -> None:
+    """Both are optional; callbacks then name the domain, as the output does."""
+    [mapping] = of_type("AWS::ApiGateway::BasePathMapping").values()
+    [stage] = of_type("AWS::ApiGateway::Stage")
+    assert mapping["Stage"] == {"Ref": stage}
+    [acl] = of_type("AWS::WAFv2::WebACLAssociation").values()
+    assert acl["ResourceArn"]["Fn::Sub"].endswith(f"::/restapis/${{Api}}/stages/${{{stage}}}")
+    urls = [
+        pair["Value"]
+        for pair in of_type("AWS::ECS::TaskDefinition")["CallbacksTask"]["ContainerDefinitions"][0][
+            "Environment"
+        ]
+        if pair["Name"] == "BATCHWAY_PUBLIC_URL"
+    ]
+    assert [*urls, transformed()["Outputs"]["Url"]["Value"]] == [urls[0]] * 2
+    assert chosen(urls[0], "HasDomain") == {"Fn::Sub": "https://${DomainName}"}

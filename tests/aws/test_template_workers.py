@@ -1,5 +1,7 @@
 """The GPU pool of template.yaml: ECS tasks, or machines that the operator runs."""
 
+import re
+
 import pytest
 
 from gateway.settings import variable
@@ -21,8 +23,9 @@ def test_a_worker_has_a_gpu_and_time_to_drain() -> None:
     """On Managed Instances or an Auto Scaling group. The drain fits a spot machine's notice."""
     task = of_type("AWS::ECS::TaskDefinition")["WorkerTask"]
     [container] = task["ContainerDefinitions"]
-    command = container["Command"]
-    assert container["ResourceRequirements"] == [{"Type": "GPU", "Value": "1"}]
+    command = arguments("WorkerTask")
+    gpus = {"Ref": "WorkerGpus"}
+    assert container["ResourceRequirements"] == [{"Type": "GPU", "Value": gpus}]
     assert int(command[command.index("--drain-s") + 1]) < container["StopTimeout"] == 120
     assert task["RequiresCompatibilities"][0]["Fn::If"] == ["IsManaged", "MANAGED_INSTANCES", "EC2"]
     service = of_type("AWS::ECS::Service")["WorkerService"]
@@ -30,6 +33,7 @@ def test_a_worker_has_a_gpu_and_time_to_drain() -> None:
     capacity = of_type("AWS::ECS::CapacityProvider")
     managed = capacity["ManagedCapacity"]["ManagedInstancesProvider"]["InstanceLaunchTemplate"]
     assert managed["InstanceRequirements"]["AcceleratorNames"] == [{"Ref": "GpuName"}]
+    assert managed["InstanceRequirements"]["AcceleratorCount"] == {"Min": gpus, "Max": gpus}
     group = capacity["GroupCapacity"]["AutoScalingGroupProvider"]
     assert group["ManagedTerminationProtection"] == "ENABLED"
     assert of_type("AWS::AutoScaling::AutoScalingGroup")["GpuGroup"]["MinSize"] == "0"
@@ -61,6 +65,21 @@ def test_every_service_runs_a_command_that_exists() -> None:
         batchway.parse_args(["callback"])
 
 
+def test_workers_take_any_option_of_their_command() -> None:
+    """From a parameter, which gives no empty word where it is empty; a wrong form is refused."""
+    options = "--dtype bfloat16 --engine-arg tensor_parallel_size=2 --max-num-seqs 64"
+    given = arguments("WorkerTask", worker_options=options)
+    worker = build_parser().parse_args(["worker", *given])
+    assert (worker.dtype, worker.max_num_seqs) == ("bfloat16", 64)
+    assert worker.engine_arg == [("tensor_parallel_size", "2")]
+    assert "" not in arguments("WorkerTask")
+    pattern = written()["Parameters"]["WorkerOptions"]["AllowedPattern"]
+    assert re.fullmatch(pattern, options)
+    assert re.fullmatch(pattern, "")
+    for wrong in (" --dtype float16", "--dtype  float16", "--dtype float16 "):
+        assert not re.fullmatch(pattern, wrong)
+
+
 def test_gateways_and_pool_have_the_same_cold_start() -> None:
     """ETAs include it."""
     cold_start = {"Ref": "ColdStartS"}
@@ -70,6 +89,17 @@ def test_gateways_and_pool_have_the_same_cold_start() -> None:
     assert {"Fn::Sub": "--cold-start-s=${ColdStartS}"} in container("PoolTask")["Command"]
     theirs = {pair["Name"]: pair["Value"] for pair in container("FlowsTask")["Environment"]}
     assert theirs[variable("cold_start_s")] == cold_start
+
+
+def test_gateways_know_the_model_before_any_worker() -> None:
+    """The pool starts the first one for a call, which else would be of an unknown model."""
+    served = {"Ref": "ServedModelName"}
+    for function in ("ApiFunction", "StreamFunction", "StreamInstancesFunction"):
+        theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
+        assert theirs[variable("declared_models")] == served
+    theirs = {pair["Name"]: pair["Value"] for pair in container("FlowsTask")["Environment"]}
+    assert theirs[variable("declared_models")] == served
+    assert {"Fn::Sub": "--model-name=${ServedModelName}"} in container("PoolTask")["Command"]
 
 
 def test_the_pool_is_given_a_service_or_a_group() -> None:
