@@ -72,6 +72,17 @@ def test_gateways_and_pool_have_the_same_cold_start() -> None:
     assert theirs[variable("cold_start_s")] == cold_start
 
 
+def test_gateways_know_the_model_of_the_pool() -> None:
+    """Before any worker has announced it: a call of it is the pool's demand."""
+    model = {"Ref": "ServedModelName"}
+    for function in ("ApiFunction", "StreamFunction"):
+        theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
+        assert theirs[variable("declared_models")] == model
+    flows = {pair["Name"]: pair["Value"] for pair in container("FlowsTask")["Environment"]}
+    assert flows[variable("declared_models")] == model
+    assert {"Fn::Sub": "--model-name=${ServedModelName}"} in container("PoolTask")["Command"]
+
+
 def test_the_pool_is_given_a_service_or_a_group() -> None:
     """An ECS service, or the group of the operator's machines. The policy is the same."""
     parser = pool_service.build_parser()
