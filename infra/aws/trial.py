@@ -17,7 +17,7 @@ from infra.pool import START_LIMIT_S
 TRIAL_S = START_LIMIT_S + 600.0
 _EVERY_S = 10.0
 _TIMEOUT_S = 30.0
-_TEXT = "Count from 1 to 3."
+_TEXT = "Count to 3."
 _UNKNOWN = "/v1/completions"  # until a worker has announced what its model answers
 BODIES: Mapping[str, Mapping[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": _TEXT}], "max_tokens": 8},
@@ -27,6 +27,7 @@ BODIES: Mapping[str, Mapping[str, Any]] = {
     "/v1/score": {"text_1": _TEXT, "text_2": _TEXT},
     "/v1/classify": {"input": _TEXT},
 }
+_PAIRS = {"input": [[_TEXT, _TEXT]]}  # which some classifiers take alone
 
 Ask = Callable[[str, str, Mapping[str, Any] | None], tuple[int, dict[str, Any]]]
 """Sends a request: method, path, body. Returns status and body; 0 and an error without answer."""
@@ -68,9 +69,12 @@ class Trial:
         _, shown = self._ask("GET", f"/v1/models/{self._model}", None)
         known = [path for path in shown.get("endpoints", ()) if path in BODIES]
         endpoint = known[0] if known else _UNKNOWN
-        body = {"model": self._model, **BODIES[endpoint]}
-        asked = {"endpoint": endpoint, "body": body, "lane": self._lane, "deadline_s": deadline_s}
-        status, answer = self._ask("POST", "/v1/jobs", asked)
+        asked = {"endpoint": endpoint, "lane": self._lane, "deadline_s": deadline_s}
+        for fields in (BODIES[endpoint], _PAIRS):
+            body = {"model": self._model, **fields}
+            status, answer = self._ask("POST", "/v1/jobs", {**asked, "body": body})
+            if status != 400 or endpoint != "/v1/classify":
+                break
         if status == 202:
             print(f"trial job {answer['id']}: accepted", flush=True)
             return str(answer["id"])
