@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import redis
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from infra.embedded_redis import find_server
 from tests.fakes import HashModelOptions
@@ -180,7 +180,7 @@ def text_of(url: str, job_id: str) -> str:
 
 def has_begun(url: str, job_id: str) -> bool:
     """Whether a job has output, which it will go on after."""
-    return job(url, job_id)["status"] == "running"
+    return bool(job(url, job_id)["status"] == "running")
 
 
 @pytest.mark.parametrize("kind", KINDS)
