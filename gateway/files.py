@@ -96,7 +96,7 @@ class Joined(io.RawIOBase):
         self._md5 = hashlib.md5(usedforsecurity=False)
 
     def buffered(self) -> BinaryIO:
-        return io.BufferedReader(self, _JOIN_BYTES)  # type: ignore[return-value]
+        return io.BufferedReader(self, _JOIN_BYTES)
 
     @property
     def md5(self) -> str:

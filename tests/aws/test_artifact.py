@@ -141,6 +141,23 @@ def test_compose_starts_every_part_safely() -> None:
         assert ":latest" not in services[name]["image"]
 
 
+def test_compose_fills_no_disk_and_keeps_objects() -> None:
+    """Each log has a limit. Parts that need the object store share one volume, in a folder that
+    their images' user owns; all that is kept is in a volume with a name."""
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    for name, service in compose["services"].items():
+        options = service["logging"]["options"]
+        assert int(options["max-size"].removesuffix("m")) * int(options["max-file"]) <= 100, name
+        mounts = [mount.rsplit(":") for mount in service["volumes"]]
+        for source in (mount[0] for mount in mounts if mount[0].isidentifier()):
+            assert source in compose["volumes"]
+        if "build" in service:
+            folder = service["environment"]["BATCHWAY_OBJECT_STORE"]
+            assert ["objects", folder] in mounts
+            image = (ROOT / service["build"]["dockerfile"]).read_text()
+            assert re.search(rf"install -d -o batchway \S*\s?{folder}\b", image)
+
+
 def test_compose_runs_commands_that_exist() -> None:
     """Each service runs a command of `batchway` that its image supports."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]

@@ -51,11 +51,12 @@ async def test_a_stream_of_14_minutes_is_whole(stream_url: str, idle_worker: Fak
     """Neither its deadline nor the platform's limit ends it."""
     common = {"model": MODEL, "stream": True}
     async with httpx.AsyncClient(base_url=stream_url, timeout=20) as http:
-        completion, response, *_ = await asyncio.gather(
+        talking = [asyncio.create_task(talk(idle_worker, 14)) for _ in range(2)]
+        completion, response = await asyncio.gather(
             http.post("/v1/completions", json=common | {"prompt": "ab"}),
             http.post("/v1/responses", json=common | {"input": "ab"}),
-            *(talk(idle_worker, 14) for _ in range(2)),
         )
+        await asyncio.gather(*talking)
     *texts, last, done = events_of(completion.text)
     assert len(texts) == 13
     assert (done, '"finish_reason":"stop"' in last) == ("data: [DONE]", True)

@@ -1,4 +1,4 @@
-"""The units of docs/deployment.md: systemd accepts them, and their commands exist."""
+"""The units in examples/systemd: systemd accepts them, and their commands exist."""
 
 import configparser
 import re
@@ -11,25 +11,14 @@ from pathlib import Path
 import pytest
 
 from infra.parser import build_parser
-from tests.markdown import code_blocks
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "deployment.md"
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "deployment.md"
 PROGRAM = "/opt/batchway/.venv/bin/batchway"
 
 
-def units() -> dict[str, str]:
-    """The page's units, by file name."""
-    found = {}
-    for block in code_blocks(PAGE.read_text()):
-        if block.language == "ini":
-            first, _, rest = block.text.partition("\n")
-            name = re.match(r"# /etc/systemd/system/(\S+)", first)
-            assert name is not None, first
-            found[name[1]] = rest
-    return found
-
-
-UNITS = units()
+UNITS = {path.name: path.read_text() for path in (ROOT / "examples" / "systemd").iterdir()}
+PARTS = sorted(name for name in UNITS if "health" not in name)
 
 
 def service(name: str) -> configparser.SectionProxy:
@@ -42,12 +31,22 @@ def service(name: str) -> configparser.SectionProxy:
 def test_every_part_has_a_unit() -> None:
     """And the page starts all of them."""
     parts = {"batchway-gateway", "batchway-worker@", "batchway-callbacks"}
-    assert {name.removesuffix(".service") for name in UNITS} == parts
+    assert {name.removesuffix(".service") for name in PARTS} == parts
     [line] = re.findall(r"^sudo systemctl enable --now (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert {re.sub(r"@\d+$", "@", name) for name in line.split()} == parts
+    started = {re.sub(r"@\d+$", "@", name) for name in line.split()}
+    assert started == parts | {"batchway-health.timer"}
 
 
-@pytest.mark.parametrize("name", sorted(UNITS))
+@pytest.mark.parametrize("name", PARTS)
+def test_a_unit_may_write_the_objects(name: str) -> None:
+    """The folder that the page's variables name; it stops before Redis does."""
+    [store] = re.findall(r"BATCHWAY_OBJECT_STORE=(\S+)", PAGE.read_text())
+    assert Path(store).is_relative_to(service(name)["ReadWritePaths"])
+    [after] = re.findall(r"^After=(.*)$", UNITS[name], re.MULTILINE)
+    assert "redis-server.service" in after.split()
+
+
+@pytest.mark.parametrize("name", PARTS)
 def test_a_unit_runs_a_command_that_exists(name: str) -> None:
     """As an unprivileged user. Its stop timeout exceeds the drain."""
     program, *arguments = shlex.split(service(name)["ExecStart"])
@@ -62,8 +61,10 @@ def test_a_unit_runs_a_command_that_exists(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(UNITS))
 def test_systemd_accepts_a_unit(name: str, tmp_path: Path) -> None:
     """`systemd-analyze verify` prints nothing. The program is replaced by an installed one."""
+    for each, text in UNITS.items():  # a timer's service, too
+        each = each.replace("@", "@0")
+        (tmp_path / each).write_text(text.replace(PROGRAM, sys.executable))
     path = tmp_path / name.replace("@", "@0")
-    path.write_text(UNITS[name].replace(PROGRAM, sys.executable))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(path)],
         capture_output=True,
