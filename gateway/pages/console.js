@@ -155,7 +155,7 @@ function laneRow(lane) {
   const action = pause
     ? button("Resume", act(`Resume the ${scope}? Its waiting jobs run in their order.`, "/v1/lanes/resume", { body: named(pause) }), `Resume ${scope}`)
     : button("Pause", act(`Pause the ${scope}? New calls are refused, ${lane.num_waiting} waiting jobs stay in order, ${lane.num_running} running ones go on.`, "/v1/lanes/pause", { body }), `Pause ${scope}`);
-  return h("tr", {}, cell(lane.lane, "text"), h("td", { class: pause ? "warn" : "" }, pause ? "paused" : "open"),
+  return h("tr", {}, cell(lane.lane, ""), h("td", { class: pause ? "warn" : "" }, pause ? "paused" : "open"),
     cell(number(lane.num_running)), cell(number(lane.num_waiting)), cell(has ? "0" : number(lane.num_waiting)),
     cell(lane.num_waiting ? seconds(lane.oldest_s) : "–"), cell(number(lane.queue_tokens)),
     cell(number(lane.jobs_per_s, 1)), cell(number(lane.tokens_per_s)), cell(pair(lane.wait_s, 0)), cell(pair(lane.wait_s, 1)),
@@ -189,9 +189,9 @@ function tenantRow(row, _, all) {
   const actions = who.is_admin || row.tenant === who.tenant ? [
     pause?.tenant ? button("Resume", act(`Resume the ${scope}?`, "/v1/lanes/resume", { body: named(pause) }), `Resume ${scope}`)
       : button("Pause", act(`Pause the ${scope} in all lanes? Its new calls are refused, its waiting jobs stay in order.`, "/v1/lanes/pause", { body: { tenant: row.tenant } }), `Pause ${scope}`),
-    " ", button("Cancel jobs", () => cancelAll({ tenant: row.tenant, lane: row.lane, status: ["queued", "running"] }, `all jobs of the ${scope} in the lane ${row.lane}`), `Cancel all jobs of ${scope} in ${row.lane}`),
+    " ", button("Cancel jobs", () => cancelAll({ tenant: row.tenant, lane: row.lane }, `all jobs of the ${scope} in the lane ${row.lane}`), `Cancel all jobs of ${scope} in ${row.lane}`),
   ] : [];
-  return h("tr", {}, cell(row.tenant, "text"), cell(row.lane, "text"), cell(row.weight === null ? "–" : number(row.weight, 2)), cell(number(row.running)),
+  return h("tr", {}, cell(row.tenant, ""), cell(row.lane, ""), cell(row.weight === null ? "–" : number(row.weight, 2)), cell(number(row.running)),
     cell(running ? `${Math.round((100 * row.running) / running)} %` : "–"), cell(`${Math.round((100 * (row.weight ?? 1)) / weights)} %`),
     cell(number(row.waiting)), cell(number(row.tokens)), h("td", {}, ...actions));
 }
@@ -199,7 +199,7 @@ function tenantRow(row, _, all) {
 function workerRow(worker) {
   const late = worker.seen_s > 7.5;
   const drain = button("Drain", act(`Drain the worker ${worker.incarnation}? It takes no more jobs, gives back those that do not end in time, and exits.`, `/v1/workers/${encodeURIComponent(worker.incarnation)}/drain`), `Drain ${worker.incarnation}`);
-  return h("tr", {}, cell(worker.incarnation, "text"), cell(worker.version, "text"), h("td", { class: late ? "bad" : "" }, late ? "silent" : "ready"),
+  return h("tr", {}, cell(worker.incarnation, ""), cell(worker.version, ""), h("td", { class: late ? "bad" : "" }, late ? "silent" : "ready"),
     cell(number(worker.num_jobs_held)), cell(number(worker.num_places)), cell(number(worker.num_running)), cell(number(worker.num_waiting)),
     cell(number(worker.num_blocks ? worker.num_blocks * worker.kv_usage : null)), cell(number(worker.num_running ? worker.num_free_blocks : worker.num_blocks)),
     cell(seconds(worker.seen_s)), h("td", {}, who.is_admin ? drain : null));
@@ -245,7 +245,7 @@ function drawBatch() {
   const held = (state.held ?? []).filter((job) => job.worker === $("worker").value);
   rows("held", held.map((job) => {
     const phase = job.first_token_ms ? "decode" : "prefill";
-    return h("tr", {}, h("td", {}, jobLink(job.job_id)), cell(job.tenant, "text"), cell(job.lane, "text"), cell(phase, ""),
+    return h("tr", {}, h("td", {}, jobLink(job.job_id)), cell(job.tenant, ""), cell(job.lane, ""), cell(phase, ""),
       cell(seconds(state.at - (job.first_token_ms || job.claimed_ms) / 1000)), cell(number(job.num_prompt_tokens)),
       cell(number(job.num_output_tokens)), cell(number(job.max_output_tokens)), cell(number(job.attempt)));
   }));
@@ -304,16 +304,17 @@ function drawSteps() {
 let after = "";
 let lastId = "";
 let chosen = "";
+const owners = new Map(); // job -> tenant
 let isShown = false; // the chosen job: it was scrolled to once
 const jobLink = (id) => h("a", { href: `#jobs/${id}`, title: id }, short(id));
 
 function filter() {
   const found = {};
-  if ($("f-status").value) found.status = [$("f-status").value];
+  if ($("f-status").value) found.status = $("f-status").value;
   if ($("f-lane").value) found.lane = $("f-lane").value;
   if ($("f-code").value) found.error_code = $("f-code").value;
   if ($("f-model").checked) found.model = model();
-  if (who.is_admin && $("f-tenant").value) found.tenant = $("f-tenant").value;
+  found.tenant = who.is_admin ? $("f-tenant").value || "*" : who.tenant;
   if ($("f-minutes").value) found.created_after = Date.now() / 1000 - 60 * Number($("f-minutes").value);
   const [name, value] = $("f-metadata").value.split(/=(.*)/s);
   if (name && value !== undefined) found.metadata = { [name]: value };
@@ -324,7 +325,7 @@ function query() {
   const words = new URLSearchParams({ limit: 25 });
   for (const [name, value] of Object.entries(filter())) {
     if (name === "metadata") for (const [key, word] of Object.entries(value)) words.append(`metadata[${key}]`, word);
-    else words.append(name, Array.isArray(value) ? value[0] : value);
+    else words.append(name, value);
   }
   if (after) words.append("after", after);
   return words;
@@ -335,8 +336,9 @@ async function refreshJobs() {
   if (!found) return;
   lastId = found.has_more ? found.last_id : "";
   $("older").disabled = !lastId;
+  for (const job of found.data) owners.set(job.id, job.tenant);
   rows("list", found.data.map((job) => h("tr", {}, h("td", {}, jobLink(job.id)), h("td", { class: { succeeded: "good", failed: "bad" }[job.status] ?? "" }, stateText(job)),
-    cell(job.lane, "text"), cell(job.model, "text"), cell(job.endpoint, ""), cell(clock(job.timings.queued_at), ""), cell(seconds(job.wait_s)), cell(took(job)),
+    cell(job.tenant, ""), cell(job.lane, ""), cell(job.model, ""), cell(job.endpoint, ""), cell(clock(job.timings.queued_at), ""), cell(seconds(job.wait_s)), cell(took(job)),
     cell(number(job.usage?.prompt_tokens)), cell(number(job.usage?.completion_tokens)), cell(job.error?.code ?? "", ""))));
   const dead = await attempt(() => json("/v1/callbacks/dead?limit=25"));
   rows("dead", (dead?.data ?? []).map((each) => h("tr", {}, h("td", {}, jobLink(each.id)), cell(each.type, ""), cell(number(each.attempts)), cell(each.last_error, "wrap"), cell(clock(each.died_at), ""),
@@ -347,8 +349,13 @@ async function refreshJobs() {
 const stateText = (job) => (job.waiting_for === "worker" ? `waiting for a worker, expected in ${seconds(job.expected_start_s)}` : job.status);
 const took = ({ timings }) => (timings.started_at && timings.finished_at ? seconds(timings.finished_at - timings.started_at) : "–");
 
+function pathOf(id, what = "") {
+  const owner = owners.get(id) ?? (state?.held ?? []).find((each) => each.job_id === id)?.tenant ?? who.tenant;
+  return `/v1/jobs/${id}${what}${owner === who.tenant ? "" : `?${new URLSearchParams({ tenant: owner })}`}`;
+}
+
 async function refreshJob() {
-  const job = await attempt(() => json(`/v1/jobs/${chosen}`));
+  const job = await attempt(() => json(pathOf(chosen)));
   if (!job) { chosen = ""; return; }
   const { queued_at, started_at, first_token_at, finished_at } = job.timings;
   const end = finished_at ?? state?.at ?? Date.now() / 1000;
@@ -366,10 +373,10 @@ async function refreshJob() {
   const open = $("job").querySelector("pre");
   $("job").replaceChildren(h("h2", {}, `Job ${job.id}`), h("ul", {}, ...facts.filter(Boolean).map((fact) => h("li", {}, fact)), ...parts),
     h("div", { class: "row" },
-      over ? null : h("button", { onclick: act(`Cancel the job ${job.id}?`, `/v1/jobs/${job.id}/cancel`) }, "Cancel"),
+      over ? null : h("button", { onclick: act(`Cancel the job ${job.id}?`, pathOf(job.id, "/cancel")) }, "Cancel"),
       over ? null : lane,
-      over ? null : h("button", { onclick: () => act(`Move the job to the lane ${$("to-lane").value}?`, `/v1/jobs/${job.id}`, { method: "PATCH", body: { lane: $("to-lane").value } })() }, "Move to this lane"),
-      h("button", { onclick: () => showOutput(job.id) }, "Show its events, with output")),
+      over ? null : h("button", { onclick: () => act(`Move the job to the lane ${$("to-lane").value}?`, pathOf(job.id), { method: "PATCH", body: { lane: $("to-lane").value } })() }, "Move to this lane"),
+      job.tenant === who.tenant ? h("button", { onclick: () => showOutput(job.id) }, "Show its events, with output") : null),
     ...(job.members ? [tree(job)] : []), ...(open ? [open] : []));
   if (!isShown) { isShown = true; $("job").scrollIntoView(); }
 }
@@ -394,7 +401,7 @@ async function operate(path, found) {
   $("operation").hidden = false;
   for (let each = begun; ; each = await json(`/v1/operations/${begun.id}`)) {
     $("operation").textContent = `${each.id}: ${each.status}, ${number(each.matched)} found, ${number(each.done)} done, ${number(each.failed)} failed`;
-    if (!["queued", "running", "pending"].includes(each.status)) break;
+    if (each.status !== "running") break;
     await sleep(300);
   }
   await refresh();
@@ -415,8 +422,8 @@ async function refreshFlows() {
   rows("batches", (batches?.data ?? []).map((batch) => {
     const { total, completed, failed } = batch.request_counts;
     const errors = (batch.errors?.data ?? []).map((error) => error.code);
-    return h("tr", {}, cell(batch.id, "text"), cell(batch.status, ""), h("td", {}, h("progress", { max: Math.max(1, total), value: completed + failed, "aria-label": `Progress of ${batch.id}` })),
-      cell(number(completed)), cell(number(failed)), cell(number(total)), cell(clock(batch.created_at), ""), cell(counted(errors), "text"));
+    return h("tr", {}, cell(batch.id, ""), cell(batch.status, ""), h("td", {}, h("progress", { max: Math.max(1, total), value: completed + failed, "aria-label": `Progress of ${batch.id}` })),
+      cell(number(completed)), cell(number(failed)), cell(number(total)), cell(clock(batch.created_at), ""), cell(counted(errors), ""));
   }));
   const flows = (await attempt(() => json("/v1/models")))?.data.filter((card) => card.flow) ?? [];
   $("no-flows").hidden = flows.length > 0;
@@ -525,7 +532,7 @@ $("older").addEventListener("click", () => { after = lastId; refresh(); });
 $("newest").addEventListener("click", () => { after = ""; refresh(); });
 $("cancel-all").addEventListener("click", () => cancelAll(filter(), "all jobs that these filters match"));
 $("replay-all").addEventListener("click", async () => (await confirmed("Submit all ended jobs that these filters match again?")) && operate("/v1/jobs/replay", filter()));
-$("replay-dead").addEventListener("click", async () => (await confirmed("Deliver all dead callbacks again?")) && operate("/v1/callbacks/dead/replay", {}));
+$("replay-dead").addEventListener("click", async () => (await confirmed("Deliver all dead callbacks again?")) && operate("/v1/callbacks/dead/replay", { tenant: $("f-tenant").value || who.tenant }));
 window.addEventListener("hashchange", follow);
 document.addEventListener("visibilitychange", () => { draw(); refresh(); });
 

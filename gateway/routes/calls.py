@@ -119,10 +119,13 @@ async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
     return view
 
 
-async def check_may_change(broker: Broker, caller: Caller, job_id: str) -> None:
-    """Raises ApiError (403) if the caller's key does not permit the job's lane; UnknownJob."""
+async def check_may_change(
+    broker: Broker, caller: Caller, job_id: str, tenant: str | None = None
+) -> None:
+    """Raises ApiError (403) if the caller's key does not permit the job's lane; UnknownJob.
+    `tenant`: the job's, by default the caller's."""
     if caller.terms.lanes:
-        view, _ = await broker.read(job_id, caller.tenant)
+        view, _ = await broker.read(job_id, tenant or caller.tenant)
         caller.check_lane(view.lane)
 
 

@@ -81,6 +81,11 @@ _METADATA_PARAMETER = {
 }
 
 
+Whose = Annotated[
+    str, Query(alias="tenant", description="with the scope `admin` another tenant; not its outputs")
+]
+
+
 @router.post(
     "/v1/jobs", status_code=202, response_model=AcceptedJob, responses=answers(404, 409, 415)
 )
@@ -101,16 +106,21 @@ async def create_job(
 
 
 @router.get("/v1/jobs/{job_id}", response_model=JobWithResult, responses=answers(404))
-async def get_job(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> Response:
+async def get_job(
+    caller: JobsReader, gateway: ThisGateway, job_id: JobId, whose: Whose = ""
+) -> Response:
     """A job's state, and its result once it has ended."""
+    tenant = caller.tenant_of(whose, may_be_all=False)
     await gateway.broker.sweep()
-    view, _ = await gateway.broker.read(job_id, caller.tenant)
+    view, _ = await gateway.broker.read(job_id, tenant)
     members = await members_of(gateway.broker, view)
     wait = await gateway.broker.worker_wait(view.job, view.status)
     shown = job_object(view, members, wait).model_dump()
-    shown |= {"result": None, "result_url": await _result_url(gateway, view)}
-    shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, caller.tenant))
-    if has_result(view):
+    shown |= {"result": None, "result_url": None}
+    shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, tenant))
+    if tenant == caller.tenant:
+        shown["result_url"] = await _result_url(gateway, view)
+    if tenant == caller.tenant and has_result(view):
         shown["result"] = await ended_answer(gateway, view)
     return sse.json_response(shown)
 
@@ -134,15 +144,17 @@ async def stream_job(
 
 
 @router.post("/v1/jobs/{job_id}/cancel", responses=answers(404, 409))
-async def cancel_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) -> JobObject:
+async def cancel_job(
+    caller: JobsWriter, gateway: ThisGateway, job_id: JobId, whose: Whose = ""
+) -> JobObject:
     """Cancels a job, waiting or running; 409 if it has ended otherwise."""
-    broker = gateway.broker
-    await check_may_change(broker, caller, job_id)
-    view, _ = await broker.read(job_id, caller.tenant)
+    broker, tenant = gateway.broker, caller.tenant_of(whose, may_be_all=False)
+    await check_may_change(broker, caller, job_id, tenant)
+    view, _ = await broker.read(job_id, tenant)
     status = await cancel_whole(broker, view.job)
     if status is not JobStatus.CANCELLED:
         raise _already_terminal(status)
-    view, _ = await broker.read(job_id, caller.tenant)
+    view, _ = await broker.read(job_id, tenant)
     return job_object(view)
 
 
@@ -154,22 +166,27 @@ async def _result_url(gateway: Gateway, view: JobView) -> str | None:
 
 @router.patch("/v1/jobs/{job_id}", responses=answers(404, 409, 415))
 async def change_job(
-    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, job_id: JobId, change: JobChange
+    caller: JobsWriter,
+    _checked: WellFormed,
+    gateway: ThisGateway,
+    job_id: JobId,
+    change: JobChange,
+    whose: Whose = "",
 ) -> JobObject:
     """Changes a job's lane or deadline, waiting or running; 409 if it has ended."""
-    broker = gateway.broker
-    await check_may_change(broker, caller, job_id)
+    broker, tenant = gateway.broker, caller.tenant_of(whose, may_be_all=False)
+    await check_may_change(broker, caller, job_id, tenant)
     if change.lane is not None:
-        view, _ = await broker.read(job_id, caller.tenant)
+        view, _ = await broker.read(job_id, tenant)
         caller.check_lane(change.lane)
         if (card := (await broker.known.models()).get(view.job.model)) is not None:
             check_lane(card, change.lane)
     ended = await broker.reprioritise(
-        job_id, caller.tenant, lane=change.lane or "", deadline_s=change.deadline_s
+        job_id, tenant, lane=change.lane or "", deadline_s=change.deadline_s
     )
     if ended is not None:
         raise _already_terminal(ended)
-    view, _ = await broker.read(job_id, caller.tenant)
+    view, _ = await broker.read(job_id, tenant)
     return job_object(view, wait=await broker.worker_wait(view.job, view.status))
 
 

@@ -16,7 +16,7 @@ from contract.payloads.store import PayloadLost, PayloadUnavailable, prompt_key,
 from tests.aws.template import as_list, chosen, statements, transformed
 
 JOB, OTHER = "job-0-" + "0" * 32, "job-0-" + "1" * 32
-BUCKETS = {"PayloadBucket": "payloads-1", "WeightsBucket": "weights-1"}
+BUCKETS = {"PayloadBucket": "stack-payloads", "WeightsBucket": "stack-weights"}
 WRITING = ("ApiRole", "StreamRole", "WorkerTaskRole", "FlowsTaskRole", "MachineRole")
 READING = ("CallbacksTaskRole",)
 

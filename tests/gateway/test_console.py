@@ -148,6 +148,30 @@ async def test_a_waiting_job_is_moved_and_cancelled_from_its_page(
     assert (await http.get(f"/v1/jobs/{job_id}")).json()["status"] == "cancelled"
 
 
+async def test_what_a_filter_matches_is_cancelled_and_replayed(
+    page: Page, http: httpx.AsyncClient, idle_worker: FakeWorker
+) -> None:
+    """After a confirmation, with progress; other jobs are left alone."""
+    red = [await submit(http, metadata={"team": "red"}) for _ in range(5)]
+    blue = await submit(http, metadata={"team": "blue"})
+    await page.goto("/console#jobs")
+    await page.locator("#f-metadata").fill("team=red")
+    await page.locator("#f-metadata").press("Tab")
+    await expect(page.locator("#list tr")).to_have_count(5, timeout=10_000)
+    await page.locator("#cancel-all").click()
+    await page.locator("#confirm-yes").click()
+    await expect(page.locator("#operation")).to_contain_text("5 found, 5 done", timeout=20_000)
+    for job_id in red:
+        assert (await http.get(f"/v1/jobs/{job_id}")).json()["status"] == "cancelled"
+    assert (await http.get(f"/v1/jobs/{blue}")).json()["status"] == "queued"
+    await page.locator("#f-status").select_option("cancelled")
+    await page.locator("#replay-all").click()
+    await page.locator("#confirm-yes").click()
+    await expect(page.locator("#operation")).to_contain_text("5 found, 5 done", timeout=20_000)
+    answer = await http.get("/v1/jobs", params={"metadata[team]": "red", "status": "queued"})
+    assert len(answer.json()["data"]) == 5
+
+
 async def test_the_answer_goes_on_after_the_gateway_was_restarted(
     browser: Browser, redis_server: EmbeddedRedis, idle_worker: FakeWorker
 ) -> None:

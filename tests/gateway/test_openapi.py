@@ -68,6 +68,7 @@ REFUSED = {
     ("GET", "/v1/models/{model_id}"),
     ("POST", "/v1/batches"),  # of no file
     ("POST", "/v1/batches/{batch_id}/cancel"),
+    ("POST", "/v1/operations/{operation_id}/cancel"),
 }
 
 
@@ -157,7 +158,15 @@ def some_upload_ids(url: str) -> list[str]:
     return [*known, "no id"]
 
 
+def some_operation_ids(url: str) -> list[str]:
+    """Ids of an operation, and of none."""
+    body = {"metadata": {"none": "has this"}}
+    return [httpx.post(f"{url}/v1/jobs/cancel", json=body).json()["id"], "no id"]
+
+
 SOME_IDS = {
+    "operation_id": some_operation_ids,
+    "worker_id": lambda url: ["w1", "nobody"],
     "job_id": some_job_ids,
     "response_id": some_response_ids,
     "file_id": some_file_ids,

@@ -183,3 +183,26 @@ async def test_a_worker_is_drained_by_an_operator_alone(
     assert record == b"drain"
     answer = await fresh.post("/v1/workers/nobody/drain", json={}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")
+
+
+async def test_an_operator_reads_and_ends_a_tenants_job_but_not_its_output(
+    fresh: httpx.AsyncClient, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """With `tenant`; a tenant may not name another one."""
+    own = {"authorization": f"Bearer {await key_of(redis_client, keys, 'own')}"}
+    operators = await key_of(redis_client, keys, "ops", Scope.ADMIN)
+    admin = {"authorization": f"Bearer {operators}"}
+    ended = (await fresh.post("/v1/jobs", json=JOB, headers=own)).json()["id"]
+    await idle_worker.run(await idle_worker.claim())
+    waiting = (await fresh.post("/v1/jobs", json=JOB, headers=own)).json()["id"]
+    shown = (await fresh.get(f"/v1/jobs/{ended}?tenant=own", headers=admin)).json()
+    assert (shown["status"], shown["result"], shown["result_url"]) == ("succeeded", None, None)
+    assert (await fresh.get(f"/v1/jobs/{ended}", headers=own)).json()["result"] is not None
+    assert (await fresh.get(f"/v1/jobs/{ended}", headers=admin)).status_code == 404
+    assert (await fresh.get(f"/v1/jobs/{ended}?tenant=ops", headers=own)).status_code == 403
+    path = f"/v1/jobs/{waiting}"
+    moved = await fresh.patch(f"{path}?tenant=own", json={"lane": "batch"}, headers=admin)
+    assert moved.json()["lane"] == "batch"
+    answer = await fresh.post(f"{path}/cancel?tenant=own", headers=admin)
+    assert answer.json()["status"] == "cancelled"
+    assert (await fresh.post(f"{path}/cancel?tenant=ops", headers=own)).status_code == 403
