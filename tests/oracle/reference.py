@@ -23,6 +23,7 @@ from contract.function_types import (
     Blame,
     Claimed,
     JobPage,
+    JobRun,
     JobView,
     LaneRoom,
     QueuePosition,
@@ -103,6 +104,7 @@ class Record:
     num_tokens: int = 0
     predicted_ms: int = UNKNOWN_MS  # its wait, at submission
     claimed_ms: int | None = None
+    runs: tuple[JobRun, ...] = ()
     first_token_ms: int | None = None
     finished_ms: int | None = None
     code: str = ""
@@ -615,6 +617,7 @@ class Reference:
         record.owner = incarnation
         record.epoch += 1
         record.attempt += 1
+        record.runs += (JobRun(incarnation, self.now_ms, record.next_number),)
         self._count("attempts_total", record, 1)
         if record.claimed_ms is None:
             record.claimed_ms = self.now_ms
@@ -1054,6 +1057,7 @@ def _view(record: Record) -> JobView:
         metadata=dict(record.submission.metadata),
         result=record.result,
         predicted_wait_ms=None if record.predicted_ms == UNKNOWN_MS else record.predicted_ms,
+        runs=record.runs,
     )
 
 
