@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from playwright.async_api import Page, async_playwright
 
 from bench.processes import running_server
@@ -94,8 +95,8 @@ class Fleet:
             is_last = num + 1 == _NUM_TOKENS
             reason = FinishReason.LENGTH if is_last else None
             event = Tokens((ChoiceDelta(0, num, (97,), "a", reason),))
-            fin = JobStatus.SUCCEEDED if is_last else ""
-            items.append(Append(job_id, claimed.epoch, num + 1, event, 1, fin))
+            item = Append(job_id, claimed.epoch, num + 1, event, 1)
+            items.append(replace(item, fin=JobStatus.SUCCEEDED) if is_last else item)
             held[job_id] = claimed, num + 1
             if is_last:
                 del held[job_id]

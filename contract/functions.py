@@ -379,7 +379,10 @@ class Functions(Partition):
             held, waiting = _texts(reply)
             return Watched(
                 tuple(WatchedJob(*row) for row in held),
-                tuple(WaitingTenant(*row[:4], float(row[4])) for row in waiting),
+                tuple(
+                    WaitingTenant(lane, tenant, num_jobs, num_tokens, float(weight))
+                    for lane, tenant, num_jobs, num_tokens, weight in waiting
+                ),
             )
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
@@ -554,12 +557,14 @@ def _runs(raw: bytes) -> tuple[JobRun, ...]:
 
 def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:
     info = json.loads(raw_info or b"{}")
-    names = ("jobs_held", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "places")
+    names = ("num_running", "num_waiting", "num_blocks", "num_free_blocks")
     return WorkerSnapshot(
-        incarnation.decode(),
-        seen_ms / 1000,
-        *(int(info.get(name, 0)) for name in names),
-        str(info.get("version", "")),
+        incarnation=incarnation.decode(),
+        seen_s=seen_ms / 1000,
+        num_jobs_held=int(info.get("jobs_held", 0)),
+        **{name: int(info.get(name, 0)) for name in names},
+        num_places=int(info.get("places", 0)),
+        version=str(info.get("version", "")),
     )
 
 

@@ -4,6 +4,7 @@ import { $, call, clock, enter, events, h, json, number, seconds, sleep, who } f
 const VIEWS = ["overview", "batch", "jobs", "flows"];
 const RETRY_MS = 1000;
 const PAST_S = 900;
+const SHORTEST_S = 120;
 const SHOWN_S = 60; // of the batch
 const REFRESH_S = 2; // of lists
 let state = null;
@@ -94,6 +95,12 @@ function ofTime(format) {
   return [{ ...time, values: (_, ticks) => ticks.map((tick) => new Date(1000 * tick).toLocaleTimeString("en-GB", { timeStyle: "short" })) }, values];
 }
 
+// From the first known point, two minutes at least.
+function shownTime(times) {
+  const now = state?.at ?? 0;
+  return [Math.min(now - SHORTEST_S, Math.max(now - PAST_S, times[0] ?? 0)), now];
+}
+
 function chart(parent, title, series, format) {
   const box = h("div", { class: "chart", role: "img" }, h("h3", {}, title));
   parent.append(box);
@@ -102,7 +109,7 @@ function chart(parent, title, series, format) {
   }));
   const plot = new uPlot({
     width: Math.max(200, box.clientWidth - 16), height: 180, legend: { live: false }, cursor: { drag: { x: false, y: false } },
-    axes: ofTime(format), scales: { x: { range: () => [(state?.at ?? 0) - PAST_S, state?.at ?? 0] } }, series: [{}, ...shown],
+    axes: ofTime(format), scales: { x: { range: (plot) => shownTime(plot.data[0]) } }, series: [{}, ...shown],
   }, [[], ...series.map(() => [])], box);
   new ResizeObserver(() => plot.setSize({ width: Math.max(200, box.clientWidth - 16), height: 180 })).observe(box);
   return { plot, box, title, series, format };
@@ -112,6 +119,7 @@ function drawCharts() {
   if (!who.sees_fleet) return;
   if (!charts.length) for (const [title, series, format] of CHARTS) charts.push(chart($("charts"), title, series, format));
   const points = past.get(model()) ?? [];
+  $("charts").dataset.points = points.length;
   for (const each of charts) {
     const data = [points.map((point) => point.at), ...each.series.map(([, of]) => points.map((point) => of(point) ?? null))];
     each.plot.setData(data);

@@ -118,7 +118,7 @@ def arguments(
     match command:
         case {"Fn::Split": [separator, {"Fn::Join": [_, parts]}]}:
             words = (_resolved(part, given) for part in parts if part != _NOTHING)
-            return separator.join(words).split(separator)
+            return str(separator.join(words)).split(separator)
     return [_resolved(part, given) for part in command if part != _NOTHING]
 
 

@@ -24,7 +24,7 @@ def with_user(server_url: str, name: str) -> str:
     [user] = [u for u in of_type("AWS::ElastiCache::User").values() if u["UserName"] == name]
     rights = user["AccessString"]["Fn::Sub"].replace("${Namespace}", "test").split()
     with redis.Redis.from_url(server_url) as admin:
-        admin.execute_command("ACL SETUSER", name, "reset", f">{PASSWORD}", *rights)  # type: ignore[no-untyped-call]
+        admin.execute_command("ACL SETUSER", name, "reset", f">{PASSWORD}", *rights)
     return server_url.replace("unix://", f"unix://{name}:{PASSWORD}@")
 
 

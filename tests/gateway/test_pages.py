@@ -179,7 +179,7 @@ async def test_a_worker_is_drained_by_an_operator_alone(
         headers = {"authorization": f"Bearer {await key_of(redis_client, keys, 'a', *scopes)}"}
         answer = await fresh.post("/v1/workers/w1/drain", json={}, headers=headers)
         assert answer.status_code == status
-    record = await redis_client.hget(keys.of("worker", "w1"), "order")  # type: ignore[misc]
+    record = await redis_client.hget(keys.of("worker", "w1"), "order")
     assert record == b"drain"
     answer = await fresh.post("/v1/workers/nobody/drain", json={}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")

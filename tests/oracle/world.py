@@ -484,9 +484,9 @@ class World:
         watched = self.loop.run_until_complete(self.functions.watch("m", LANES))
         for job in watched.held:
             record = self.reference.records[job.job_id]
-            here = record.owner, record.job.tenant, record.lane, record.attempt, record.num_tokens
-            there = job.worker, job.tenant, job.lane, job.attempt, job.num_output_tokens
-            assert there == here, job.job_id
+            known = record.owner, record.job.tenant, record.lane, record.attempt, record.num_tokens
+            seen = job.worker, job.tenant, job.lane, job.attempt, job.num_output_tokens
+            assert seen == known, job.job_id
         self.replies["watch some" if watched.held else "watch none"] += 1
 
     def read(self, job_id: str, tenant: str) -> None:
