@@ -115,8 +115,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "pool": RedisRole(
             purpose="the pool on AWS: reads the queue, orders workers to drain",
             functions="drain snapshot",
-            commands=f"{_CONNECTION} exists get hdel hget hgetall hmget hset hsetnx pexpire publish "
-            "sadd scard time xinfo|groups xrange zrange zrangebyscore",
+            commands=f"{_CONNECTION} exists get hdel hget hgetall hmget hset hsetnx pexpire "
+            "publish sadd scard time xinfo|groups xrange zrange zrangebyscore",
             keeps="models pool worker",
             reads="active back corrections counters deliveries job own q totals wanted workers",
             channels="ctl",

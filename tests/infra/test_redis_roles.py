@@ -42,6 +42,8 @@ from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
 from contract.operations import OperationKind, Operations, new_operation_id
+from contract.starts import ANY_LANE, Starts
+from infra.aws.pool_service import PoolWatch
 from infra.embedded_redis import EmbeddedRedis
 from infra.preconditions import UsageError, check_store
 from infra.redis_roles import REDIS_ROLES, acl_rules
@@ -560,3 +562,24 @@ def test_a_part_with_too_few_permissions_does_not_start(
     assert done.returncode == 2, done.stderr
     assert "Redis denies its user 'deaf'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.anyio
+async def test_the_pool_reports_under_its_role(server: EmbeddedRedis) -> None:
+    """What it decides, when a worker is ready, that starts have failed and no longer do; and it
+    reads demand."""
+    keys = Keys("test")
+    async with connect(role_url(server.url, "pool")) as client:
+        starts = Starts(client, keys)
+        await starts.decide("pooled", 2)
+        await starts.announce("pooled", 60.0)
+        await starts.report_failure("pooled", "three in a row", retry_in_s=60.0)
+        await starts.forget_failures(["pooled"])
+        assert not (await PoolWatch(client, keys, "pooled", ("standard",)).look()).is_wanted
+    async with connect(role_url(server.url, "gateway")) as client:
+        starts = Starts(client, keys)
+        await starts.want("pooled", ANY_LANE, 60.0)
+        assert await starts.num_wanted("pooled") == 2
+        assert await starts.failures() == {}
+    async with connect(role_url(server.url, "pool")) as client:
+        assert (await PoolWatch(client, keys, "pooled", ("standard",)).look()).is_wanted
