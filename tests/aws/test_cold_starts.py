@@ -103,7 +103,7 @@ class World:
         """Whether a job is answered within a quarter of a minute."""
         job_id = await self.submit()
         await self.run_for(15)
-        return (await self.job(job_id))["status"] == "succeeded"
+        return bool((await self.job(job_id))["status"] is JobStatus.SUCCEEDED)
 
     async def submit(self) -> str:
         job = Job(
