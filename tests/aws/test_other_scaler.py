@@ -24,7 +24,8 @@ pytestmark = pytest.mark.anyio
 
 POLICY = PoolPolicy(wait_targets_s={"interactive": 5.0, "standard": 60.0}, scale_in_after_s=60.0)
 NAMES = ("w1", "w2", "w3")
-JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
+JOB = {"endpoint": "/v1/completions", "body": BODY}
 
 
 async def wanted(http: httpx.AsyncClient) -> float | None:
@@ -70,13 +71,13 @@ async def test_ecs_and_any_other_scaler_follow_one_decision(
 
             assert await wanted(http) is None  # nobody has decided yet
             await step()
-            assert (await http.post("/v1/completions", json=JOB["body"])).status_code == 503
+            assert (await http.post("/v1/completions", json=BODY)).status_code == 503
             await step()
             await publish_model(redis_client, keys)
             await FakeWorker(functions, incarnation=NAMES[0]).beat()
             await step()
             many = {"expected_output_tokens": 300, "max_tokens": 300}
-            big = JOB | {"body": JOB["body"] | {"prompt": ["ab"] * 60} | many}
+            big = JOB | {"body": BODY | {"prompt": ["ab"] * 60} | many}
             queued = (await http.post("/v1/jobs", json=big | {"lane": "interactive"})).json()
             await step()
             await http.post(f"/v1/jobs/{queued['id']}/cancel")
@@ -102,8 +103,8 @@ async def test_a_decision_is_forgotten_when_its_service_is_gone(
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             assert await wanted(http) == 3
             key = keys.of("pool", MODEL)
-            raw: Any = await redis_client.hget(key, "num_wanted")
-            num, at_ms = raw.split()
+            value: Any = await redis_client.hget(key, "num_wanted")
+            num, at_ms = value.split()
             await redis_client.hset(key, "num_wanted", f"3 {int(at_ms) - 60_000}")
             assert await wanted(http) is None
             await redis_client.hset(key, "num_wanted", "three")

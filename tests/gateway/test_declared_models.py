@@ -34,7 +34,10 @@ JOB = CALLS["/v1/jobs"]
 
 
 @pytest.fixture
-async def http(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a gateway that starts with an empty Redis."""
     settings = make_settings(redis_server.url, declared_models=(MODEL, "second"))
     with running_gateway(settings) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
