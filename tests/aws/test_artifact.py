@@ -22,7 +22,7 @@ ENTRY_POINTS = (
     "gateway.aws.handler",
     "gateway.aws.web",
     "gateway.aws.housekeeper",
-    "infra.aws.operator_function",
+    "infra.operator_function",
 )
 
 IMPORT_FROM = """

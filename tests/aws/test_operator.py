@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from contract.library import library_source
-from infra.aws import operator_function
+from infra import operator_function
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.template import of_type
 from tests.aws.test_secrets import make_secret
