@@ -164,7 +164,9 @@ class FleetWatch:
         shown = []
         for name in sorted({*cards, *known.declared, *failures} - flows):
             num_workers = len(snapshots[name].workers) if name in snapshots else 0
-            start = None if num_workers else await known.expected_start(name)
+            # An idle pool announces when a worker would be ready, and wants none.
+            has_start = not num_workers and wanted.get(name) != 0
+            start = await known.expected_start(name) if has_start else None
             failed = failures.get(name)
             state = "ready" if num_workers else "failed" if failed else "no worker"
             since_s = start.since_s if start else failed.since_s if failed else None

@@ -31,6 +31,7 @@ def base_url(
         max_body_bytes=262_144,
         max_file_bytes=3_000_000,
         max_tenant_file_bytes=4_000_000,
+        declared_models=("late",),
     )
     with running_gateway(settings) as url:
         yield url

@@ -16,12 +16,14 @@ from openai.types import Batch
 
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.connection import end_tasks
+from contract.functions import Functions
 from contract.keys import Keys
+from contract.starts import ANY_LANE, Starts
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 pytestmark = pytest.mark.anyio
 
@@ -183,6 +185,27 @@ BAD: list[tuple[bytes, list[tuple[int | None, str]]]] = [
     (jsonl([line("1", prompt="x" * 300_000)]), [(1, "line_too_long")]),
     (b"x\n" * 1200, [(number, "invalid_json_line") for number in range(1, 1001)]),
 ]
+
+
+async def test_a_batch_waits_for_the_first_worker_of_its_model(
+    client: AsyncOpenAI, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Of a declared model, which nobody has announced: the batch asks for that worker, and does not
+    fail meanwhile."""
+    batch = await start(client, jsonl([line("1", model="late")]))
+    starts = Starts(redis_client, keys)
+    await until(lambda: starts.is_wanted("late", ANY_LANE))
+    assert (await client.batches.retrieve(batch.id)).status == "validating"
+    await publish_model(redis_client, keys, "late")
+    late = FakeWorker(functions, "late")
+    await late.beat()
+    serving = asyncio.create_task(late.serve())
+    try:
+        done = await ended(client, batch)
+    finally:
+        await end_tasks(serving)
+    assert done.status == "completed"
+    assert ids(await results(client, done.output_file_id)) == ["1"]
 
 
 @pytest.mark.parametrize(("content", "expected"), BAD, ids=range(len(BAD)))

@@ -156,3 +156,23 @@ async def test_a_job_says_that_it_waits_for_a_worker(
     assert wait_of((await http.get(path)).json()) == WAITS_NO_MORE
     cancelled = (await http.post(f"{path}/cancel")).json()
     assert wait_of(cancelled) == WAITS_NO_MORE
+
+
+@pytest.mark.parametrize(("num_wanted", "state"), [(0, "no worker"), (1, "starting")])
+async def test_the_console_tells_an_idle_pool_from_a_start(
+    http: httpx.AsyncClient, starts: Starts, num_wanted: int, state: str
+) -> None:
+    """A pool announces at all times when a worker would be ready."""
+    await starts.announce(MODEL, 200.0)
+    await starts.decide(MODEL, num_wanted)
+
+    async def is_shown() -> bool:
+        async with http.stream("GET", "/console/feed") as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: ") and '"models"' in line:
+                    models = json.loads(line.removeprefix("data: "))["models"]
+                    [shown] = [model for model in models if model["name"] == MODEL]
+                    return bool((shown["wanted"], shown["state"]) == (num_wanted, state))
+        return False
+
+    await until(is_shown)
