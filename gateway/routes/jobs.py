@@ -5,6 +5,7 @@ Over 300 lines: all that is done with jobs.
 """
 
 import asyncio
+import math
 import re
 import time
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from contract.function_types import JobView, Quote, Submission, Wanted
 from contract.jobs import PUBLIC_STATUSES, Endpoint, Job, JobStatus
+from gateway.files import ANSWER_BYTES
 from gateway.follow.answer_models import EndpointPath
 from gateway.follow.job_objects import (
     AcceptedJob,
@@ -101,8 +103,11 @@ async def create_job(
 
 
 @router.get("/v1/jobs/{job_id}", response_model=JobWithResult, responses=answers(404))
-async def get_job(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> Response:
-    """A job's state, and its result once it has ended."""
+async def get_job(
+    request: Request, caller: JobsReader, gateway: ThisGateway, job_id: JobId
+) -> Response:
+    """A job's state, and its result once it has ended; without it where it is longer than an answer
+    may be and has a URL."""
     await gateway.broker.sweep()
     view, _ = await gateway.broker.read(job_id, caller.tenant)
     members = await members_of(gateway.broker, view)
@@ -112,7 +117,10 @@ async def get_job(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> Re
     shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, caller.tenant))
     if has_result(view):
         shown["result"] = await ended_answer(gateway, view)
-    return sse.json_response(shown)
+    answer, most = sse.json_response(shown), request.scope["state"].get(ANSWER_BYTES, math.inf)
+    if shown["result_url"] and len(answer.body) > most:
+        return sse.json_response(shown | {"result": None})
+    return answer
 
 
 @router.get(
