@@ -125,6 +125,8 @@ batchway is ready: {url} serves the {served}
 
   curl {url}{endpoint.value}{header} -H 'content-type: application/json' -d '{body}'
 {_python(url, models[0], endpoint, has_key=has_key)}
+or in a browser: {url} has a chat box, {url}/console shows the fleet
+
 Ctrl-C ends it.
 """
 

@@ -5,6 +5,7 @@ Over 300 lines: all that is done with jobs.
 """
 
 import asyncio
+import math
 import re
 import time
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from contract.function_types import JobView, Quote, Submission, Wanted
 from contract.jobs import PUBLIC_STATUSES, Endpoint, Job, JobStatus
+from gateway.files import ANSWER_BYTES
 from gateway.follow.answer_models import EndpointPath
 from gateway.follow.job_objects import (
     AcceptedJob,
@@ -107,9 +109,10 @@ async def create_job(
 
 @router.get("/v1/jobs/{job_id}", response_model=JobWithResult, responses=answers(404))
 async def get_job(
-    caller: JobsReader, gateway: ThisGateway, job_id: JobId, whose: Whose = ""
+    request: Request, caller: JobsReader, gateway: ThisGateway, job_id: JobId, whose: Whose = ""
 ) -> Response:
-    """A job's state, and its result once it has ended."""
+    """A job's state, and its result once it has ended; without it where it is longer than an answer
+    may be and has a URL."""
     tenant = caller.tenant_of(whose, may_be_all=False)
     await gateway.broker.sweep()
     view, _ = await gateway.broker.read(job_id, tenant)
@@ -122,7 +125,10 @@ async def get_job(
         shown["result_url"] = await _result_url(gateway, view)
     if tenant == caller.tenant and has_result(view):
         shown["result"] = await ended_answer(gateway, view)
-    return sse.json_response(shown)
+    answer, most = sse.json_response(shown), request.scope["state"].get(ANSWER_BYTES, math.inf)
+    if shown["result_url"] and len(answer.body) > most:
+        return sse.json_response(shown | {"result": None})
+    return answer
 
 
 @router.get(

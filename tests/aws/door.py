@@ -24,6 +24,9 @@ class Door(httpx2.AsyncBaseTransport):
         self._stream = httpx2.AsyncClient(base_url=stream_url, timeout=60)
         [api] = of_type("AWS::ApiGateway::RestApi").values()
         self._binary = api["Body"]["x-amazon-apigateway-binary-media-types"]
+        refusals = api["Body"]["x-amazon-apigateway-gateway-responses"]
+        template = refusals["REQUEST_TOO_LARGE"]["responseTemplates"]["application/json"]
+        self._too_large = httpx2.Response(413, json=json.loads(template))
         self._streamed = [
             (method.upper(), re.compile(re.sub(r"\{\w+\}", "[^/]+", path)))
             for path, methods in api["Body"]["paths"].items()
@@ -34,7 +37,7 @@ class Door(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         body, path = await request.aread(), request.url.path
         if len(body) > MAX_BODY_BYTES:
-            return _problem(413, "Request Too Long")
+            return self._too_large
         if any(
             method == request.method and pattern.fullmatch(path)
             for method, pattern in self._streamed
@@ -54,10 +57,10 @@ class Door(httpx2.AsyncBaseTransport):
         elif body:
             event["body"] = body.decode(errors="replace")
         if len(json.dumps(event)) > MAX_EVENT_BYTES:
-            return _problem(413, "Request Too Long")
+            return self._too_large
         answer = await self._emulator.invoke(event)
         if len(answer.content) > MAX_EVENT_BYTES or "statusCode" not in answer.json():
-            return _problem(502, "Internal server error")
+            return httpx2.Response(502, json={"message": "Internal server error"})
         found = answer.json()
         content = found["body"].encode()
         if found["isBase64Encoded"] and self._is_binary(request.headers.get("accept", "")):
@@ -78,7 +81,3 @@ class Door(httpx2.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
-
-
-def _problem(status: int, message: str) -> httpx2.Response:
-    return httpx2.Response(status, json={"message": message})

@@ -247,6 +247,10 @@ def test_the_template_keeps_events_for_longer_than_an_outage() -> None:
         asynchronous["MaximumEventAgeInSeconds"] == 6 * 3_600
     )  # what Lambda's own faults may take
     assert asynchronous["Qualifier"] == "live"
+    alarms = of_type("AWS::CloudWatch::Alarm").values()
+    assert {"DestinationDeliveryFailures", "ApproximateNumberOfMessagesVisible"} <= {
+        alarm.get("MetricName") for alarm in alarms
+    }
     function = of_type("AWS::Lambda::Function")["ApiFunction"]
     variables = function["Environment"]["Variables"]
     assert variables[DEAD_LETTERS_VARIABLE] == {"Ref": "IntakeDeadLetters"}

@@ -2,20 +2,27 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
 
+from contract.function_types import Append
 from contract.functions import Functions
+from contract.jobs import JobStatus
 from contract.keys import Keys
+from contract.payloads.directory import DirectoryStore
+from contract.payloads.encoding import encode_result
+from contract.payloads.store import result_key
 from gateway.aws import handler
 from gateway.aws.environment import load_settings
 from gateway.aws.intake import JobRefused
 from gateway.settings import GatewaySettings
-from tests.aws.conftest import Invoke
+from tests.aws.conftest import Invoke, running_function
 from tests.aws.lambda_events import KEY, http_event, rest_event, sqs_event
-from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.conftest import make_settings
+from tests.gateway.fake_worker import MODEL, FakeWorker, says
 
 pytestmark = pytest.mark.anyio
 
@@ -136,8 +143,6 @@ async def test_a_call_becomes_a_job_before_the_function_times_out(
     """Lambda tells the remaining time; the response says where to read the job."""
     import asyncio
 
-    from tests.gateway.conftest import make_settings
-
     class Context:
         def get_remaining_time_in_millis(self) -> int:
             return 2_300
@@ -151,6 +156,37 @@ async def test_a_call_becomes_a_job_before_the_function_times_out(
     answer = await asyncio.to_thread(run)
     assert answer["statusCode"] == 202
     assert json.loads(answer["body"])["object"] == "job"
+
+
+async def test_a_result_that_is_longer_than_an_answer_is_only_named(
+    redis_server: Any,
+    idle_worker: FakeWorker,
+    functions: Functions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lambda would answer 502. The object store's URL is beside it."""
+    settings = make_settings(redis_server.url, api_key=KEY, object_store=str(tmp_path))
+    async with running_function(settings) as invoke:
+        job_id = (await invoke(JOB))["body"]["id"]
+        claimed = await idle_worker.claim()
+        events = says("a", "b")(claimed.job)
+        for number, event in enumerate(events, 1):
+            await idle_worker.say(claimed, number, event)
+        found = await functions.read(job_id, claimed.job.tenant, max_events=10)
+        assert found is not None
+        data = encode_result(claimed.job, found[1])
+        ref = DirectoryStore(tmp_path).put(result_key(job_id, claimed.epoch), data)
+        end = Append(job_id, claimed.epoch, 3, fin=JobStatus.SUCCEEDED, result=ref)
+        await functions.append(idle_worker.incarnation, [end], lease_s=10.0)
+
+        asked = rest_event("GET", f"/v1/jobs/{job_id}")
+        whole = json.loads((await invoke(asked))["body"])
+        assert whole["result"]["choices"][0]["text"] == "ab"
+        monkeypatch.setattr(handler, "_ANSWER_BYTES", 1_000)
+        short = json.loads((await invoke(asked))["body"])
+    assert (short["status"], short["result"]) == ("succeeded", None)
+    assert short["result_url"].startswith("/v1/objects/")
 
 
 async def test_the_entry_point_reads_its_settings_once(

@@ -13,6 +13,7 @@ import pytest
 from contract.jobs import ObjectRef
 from contract.payloads.s3 import S3Store
 from contract.payloads.store import PayloadLost, PayloadUnavailable, prompt_key, result_key
+from gateway.files import Joined
 from tests.aws.template import as_list, chosen, statements, transformed
 
 JOB, OTHER = "job-0-" + "0" * 32, "job-0-" + "1" * 32
@@ -112,6 +113,26 @@ def test_a_job_is_deleted_by_every_role_that_writes(
         assert store.get(other) == b"other"
         with pytest.raises(PayloadUnavailable, match="AccessDenied"):
             S3Store(BUCKETS["WeightsBucket"], "jobs/", aws_url).put(prompt_key(JOB), b"x")
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("role", ["ApiRole", "StreamRole"])
+def test_both_functions_take_a_file_in_parts(
+    aws_url: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They list, join and delete them, and read what they make, as those do whom they give a URL;
+    moto checks no rights of URLs."""
+    upload, file = "upload_" + secrets.token_hex(16), f"file-{secrets.token_hex(16)}/content"
+    take(role, monkeypatch)
+    store = store_of(aws_url)
+    with enforcing(aws_url):
+        part = f"{upload}/part_{secrets.token_hex(16)}"
+        store.put(part, b"abc")
+        assert list(store.sizes(upload).values()) == [3]
+        store.write(file, Joined(store, [(part, 3), (part, 3)]).buffered())
+        store.delete_job(upload)
+        assert store.sizes(upload) == {}
+        assert store.read(file, 0, 9) == b"abcabc"
 
 
 @pytest.mark.usefixtures("buckets")
