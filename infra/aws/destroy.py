@@ -6,28 +6,36 @@ Workers end first: their jobs are handed back, and stay in the cache's last snap
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from infra.aws.deploy import sam
-from infra.aws.installation import DeployError, Installation, run_script
+from infra.aws.installation import Installation, run_script
+from infra.aws.parameters import DeployError, loaded
 
-_POLL_S = 10.0
+POLL_S = 10.0
 _WAIT_S = 600.0
 _MAX_PROTECTED = 10  # per call
 
 
-def end_workers(
-    client: Any,
-    cluster: str,
-    services: Sequence[str],
-    clock_s: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Scales services to zero, the pool first, which would scale the workers again; takes their
-    protection off, and waits until all tasks have ended. Raises DeployError, what boto3 raises."""
-    end_s = clock_s() + _WAIT_S
-    for service in services:
+def resources(client: Any, stack: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """What is in a stack and in those nested in it, with what their deletion does to each."""
+    body = client.get_template(StackName=stack, TemplateStage="Processed")["TemplateBody"]
+    declared = (loaded(body) if isinstance(body, str) else body)["Resources"]
+    for page in client.get_paginator("list_stack_resources").paginate(StackName=stack):
+        for one in page["StackResourceSummaries"]:
+            if one.get("PhysicalResourceId"):
+                yield one, declared[one["LogicalResourceId"]].get("DeletionPolicy", "Delete")
+                if one["ResourceType"] == "AWS::CloudFormation::Stack":
+                    yield from resources(client, one["PhysicalResourceId"])
+
+
+def end_workers(client: Any, services: Sequence[str]) -> None:
+    """Scales services, named by ARN, to zero: the workers' last, as the pool would scale them
+    again. Takes their protection off, and waits until all tasks have ended. Raises DeployError,
+    what boto3 raises."""
+    end_s = time.monotonic() + _WAIT_S
+    for arn in sorted(services, key=lambda arn: "worker" in arn.lower()):
+        cluster, service = arn.split("/")[-2:]
         client.update_service(cluster=cluster, service=service, desiredCount=0)
         while arns := client.list_tasks(cluster=cluster, serviceName=service)["taskArns"]:
             for start in range(0, len(arns), _MAX_PROTECTED):
@@ -37,51 +45,47 @@ def end_workers(
                     protectionEnabled=False,
                 )
             print(f"{service}: {len(arns)} tasks", flush=True)
-            if clock_s() > end_s:
+            if time.monotonic() > end_s:
                 raise DeployError(f"tasks of {service} do not end")
-            sleep(_POLL_S)
+            time.sleep(POLL_S)
 
 
-def services_of(client: Any, cluster: str, stack: str) -> list[str]:
-    """Names of the pool's service and the workers', in the order in which they end."""
-    arns = client.list_services(cluster=cluster)["serviceArns"]
-    names = [arn.rpartition("/")[2] for arn in arns]
-    return sorted(names, key=lambda name: name == f"{stack}-worker")
-
-
-def leftovers(one: Installation) -> Iterator[str]:
-    """What a deleted stack leaves, one line each. Raises what boto3 raises."""
-    for bucket in one.client("s3").list_buckets()["Buckets"]:
-        if bucket["Name"].startswith((one.stack, "aws-sam-cli-managed-default")):
-            yield f"bucket {bucket['Name']}"
+def leftovers(one: Installation, found: Sequence[tuple[Mapping[str, Any], str]]) -> Iterator[str]:
+    """What is left of a deleted stack's resources, one line each. Raises what boto3 raises."""
+    artifacts = f"{one.stack}-artifacts"
+    if one.described(artifacts):
+        yield f"stack {artifacts}"
+        found = [*found, *resources(one.client("cloudformation"), artifacts)]
+    for resource, policy in found:
+        if policy.startswith("Retain"):
+            yield f"{resource['ResourceType']} {resource['PhysicalResourceId']}"
+    caches = {resource["PhysicalResourceId"] for resource, policy in found if policy == "Snapshot"}
     for snapshot in one.client("elasticache").describe_snapshots()["Snapshots"]:
-        if one.stack in snapshot.get("ReplicationGroupId", ""):
+        if snapshot.get("ReplicationGroupId") in caches:
             yield f"snapshot {snapshot['SnapshotName']}"
-    for repository in one.client("ecr").describe_repositories()["repositories"]:
-        if repository["repositoryName"].startswith(one.stack):
-            yield f"images {repository['repositoryName']}"
-    for stack in one.client("cloudformation").describe_stacks()["Stacks"]:
-        if stack["StackName"] in (f"{one.stack}-artifacts", "aws-sam-cli-managed-default"):
-            yield f"stack {stack['StackName']}"
 
 
 def destroy(one: Installation, ask: Callable[[str], str] = input) -> int:
     """Raises DeployError, and what boto3 raises."""
+    stack = one.described(one.stack)
+    if stack is None:
+        raise DeployError(f"no stack {one.stack} in {one.session.region_name}: check --stack-name")
+    if stack.get("EnableTerminationProtection"):
+        off = "aws cloudformation update-termination-protection --no-enable-termination-protection"
+        raise DeployError(f"{one.stack} is protected: first `{off} --stack-name {one.stack}`")
     if not one.is_unattended and ask(f"Delete {one.stack}? [y/N] ").strip().lower() != "y":
         raise DeployError("nothing was deleted")
-    if cluster := one.outputs(one.stack).get("ClusterName"):
-        ecs = one.client("ecs")
-        end_workers(ecs, cluster, services_of(ecs, cluster, one.stack))
-    sam(one, "delete", "--stack-name", one.stack, "--no-prompts")
+    found = list(resources(one.client("cloudformation"), one.stack))
+    services = [
+        r["PhysicalResourceId"] for r, _ in found if r["ResourceType"] == "AWS::ECS::Service"
+    ]
+    end_workers(one.client("ecs"), services)
+    one.sam("delete", "--stack-name", one.stack, "--no-prompts")
     print("Left, and paid for, until you delete it:")
-    for line in leftovers(one):
+    for line in leftovers(one, found):
         print(f"  {line}")
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script("scripts/destroy", __doc__, destroy, arguments)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_script(destroy))

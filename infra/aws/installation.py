@@ -1,26 +1,33 @@
-"""One installation on AWS: its options on the command line, its parameters, its outputs.
+"""One installation on AWS: the options that name it, its stacks, and AWS's errors in a sentence.
 
-Needs nothing but boto3: it runs in the virtual environment of the sam command line.
+Needs nothing but boto3 and sam: it runs in sam's virtual environment.
 """
 
 import argparse
-import json
+import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-PARAMETERS = Path("deploy.local.json")  # git ignores it
-TEMPLATE = Path("template.yaml")
-NO_CREDENTIALS = (
-    "no valid AWS credentials: run `aws configure` or `aws sso login`, or name --profile"
-)
+from infra.aws.parameters import SAM_SETTINGS, DeployError, own_values
 
-
-class DeployError(Exception):
-    """The deployment cannot go on. The message says what to do."""
+_REMEDIES = (
+    ("Credential|Profile|SSO|Token|InvalidClient|UnrecognizedClient|InvalidAccessKey|AuthFailure"
+     "|Signature|RequestExpired|TimeTooSkewed",
+     "run `aws configure` or `aws sso login`, or name --profile; the clock must be right"),
+    ("Region|OptIn|NotSignedUp", "name a --region that this account may use"),
+    ("Denied|Unauthorized|Authoriz|Forbidden|^403", "let a policy of this identity allow it"),
+    ("Limit|Quota|TooMany|Throttl|SlowDown|Insufficient",
+     "wait a minute, or ask for more in the console under Service Quotas"),
+    ("Connect|Endpoint|Timeout|SSL|Proxy|HTTP|Internal|Unavailable|^5",
+     "check the network and --region, and try again"),
+    ("NotFound|NoSuch|NotExist|^404", "check the name and --region"),
+)  # fmt: skip
+"""What codes and classes of boto's errors contain, and what to do then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,114 +37,77 @@ class Installation:
     session: Any
     stack: str
     parameters: dict[str, str]
-    parameters_path: Path
-    is_unattended: bool
+    is_unattended: bool = False
 
     def client(self, service: str) -> Any:
         return self.session.client(service)
 
-    def outputs(self, stack: str) -> dict[str, str]:
-        """The outputs of a stack by name. Raises what boto3 raises."""
-        [found] = self.client("cloudformation").describe_stacks(StackName=stack)["Stacks"]
-        return {item["OutputKey"]: item["OutputValue"] for item in found.get("Outputs", [])}
+    def described(self, stack: str) -> dict[str, Any] | None:
+        """A stack as CloudFormation describes it, or None. Raises what boto3 raises."""
+        client = self.client("cloudformation")
+        try:
+            return dict(client.describe_stacks(StackName=stack)["Stacks"][0])
+        except client.exceptions.ClientError as exc:
+            if "does not exist" not in str(exc):
+                raise
+            return None
 
-    def sam_options(self) -> list[str]:
-        """Options that sam needs to act on the same account and region."""
-        profile = self.session.profile_name
-        named = [] if profile == "default" else ["--profile", profile]
-        return ["--region", self.session.region_name, *named]
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--region", help="default: that of the profile or of AWS_REGION")
-    parser.add_argument("--profile", help="of the AWS configuration")
-    parser.add_argument("--stack-name", default="batchway")
-    parser.add_argument(
-        "--parameters", type=Path, default=PARAMETERS, metavar="FILE",
-        help="the template's parameters, a JSON object; default: deploy.local.json",
-    )  # fmt: skip
-    parser.add_argument("--yes", action="store_true", help="ask nothing")
+    def sam(self, *arguments: str) -> None:
+        """Runs a sam command on the same account and region. Raises DeployError."""
+        where = ["--region", self.session.region_name]
+        if self.session.profile_name != "default":
+            where += ["--profile", self.session.profile_name]
+        environ = {**os.environ, "SAM_CLI_TELEMETRY": "0"}
+        if subprocess.run([".venv-sam/bin/sam", *arguments, *where], env=environ).returncode:  # noqa: S603
+            raise DeployError(f"sam {arguments[0]} failed")
 
 
-def run_script(
-    prog: str,
-    about: str | None,
-    act: Callable[[Installation], int],
-    arguments: Sequence[str] | None,
-) -> int:
+def explained(exc: Exception) -> str:
+    """An error of boto as one sentence with what to do."""
+    kind = code_of(exc) or type(exc).__name__
+    said = " ".join(str(exc).split()).rstrip(".:") or kind
+    remedies = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, kind))
+    return f"{said}: {next(remedies, 'correct it, and run this again')}."
+
+
+def code_of(exc: Exception) -> str:
+    """What AWS calls its answer; nothing where it did not answer."""
+    answer = getattr(exc, "response", None)
+    return str(answer["Error"].get("Code", "")) if isinstance(answer, dict) else ""
+
+
+def run_script(act: Callable[[Installation], int], arguments: Sequence[str] | None = None) -> int:
     """Runs one of the scripts on the installation that its options name; returns the status."""
-    parser = argparse.ArgumentParser(prog=prog, description=about)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser)
-    given = parser.parse_args(arguments)
+    import boto3
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError, NoRegionError
+
     try:
-        one = installation_of(given)
-        print(describe(one.session), flush=True)
-        return act(one)
-    except DeployError as exc:
+        given = _options(sys.modules[act.__module__].__doc__).parse_args(arguments)
+        session = boto3.session.Session(profile_name=given.profile, region_name=given.region)
+        if session.region_name is None:
+            raise NoRegionError
+        identity = session.client("sts").get_caller_identity()
+        where = f"account {identity['Account']} as {identity['Arn']} in {session.region_name}"
+        print(where, flush=True)
+        return act(Installation(session, given.stack_name, own_values(), given.yes))
+    except (DeployError, OSError) as exc:
         print(exc, file=sys.stderr)
-        return 1
+    except (Boto3Error, BotoCoreError, ClientError) as exc:
+        print(explained(exc), file=sys.stderr)
     except KeyboardInterrupt:
         return 130
+    return 1
 
 
-def installation_of(given: argparse.Namespace) -> Installation:
-    """Raises DeployError."""
-    import boto3
-    from botocore.exceptions import BotoCoreError
-
-    try:
-        session = boto3.session.Session(profile_name=given.profile, region_name=given.region)
-    except BotoCoreError as exc:
-        raise DeployError(f"{NO_CREDENTIALS} ({exc})") from exc
-    if session.region_name is None:
-        raise DeployError("no region: name --region, set AWS_REGION, or run `aws configure`")
-    parameters = read_parameters(given.parameters)
-    return Installation(session, given.stack_name, parameters, given.parameters, given.yes)
-
-
-def read_parameters(path: Path) -> dict[str, str]:
-    """The parameters in a file; lists are joined by commas. Raises DeployError."""
-    if not path.exists():
-        if path == PARAMETERS:
-            return {}
-        raise DeployError(f"--parameters: no file {path}")
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as exc:
-        raise DeployError(f"{path}: no JSON: {exc}") from exc
-    if not isinstance(found, dict):
-        raise DeployError(f"{path}: must be a JSON object of parameters")
-    return {
-        str(name): ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        for name, value in found.items()
-    }
-
-
-def write_parameters(path: Path, parameters: Mapping[str, str]) -> None:
-    path.write_text(json.dumps(parameters, indent=2, sort_keys=True) + "\n")
-
-
-def describe(session: Any) -> str:
-    """Account, identity and region, as a sentence. Raises DeployError."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        identity = session.client("sts").get_caller_identity()
-    except (BotoCoreError, ClientError) as exc:
-        raise DeployError(f"{NO_CREDENTIALS} ({type(exc).__name__})") from exc
-    return f"account {identity['Account']} as {identity['Arn']} in {session.region_name}"
-
-
-_PARAMETER = re.compile(r"^  (\w+):\n((?:    .*\n|\n)+)", re.MULTILINE)
-_DEFAULT = re.compile(r"^    Default: (.*)$", re.MULTILINE)
-
-
-def declared_parameters(template: Path = TEMPLATE) -> dict[str, str | None]:
-    """The names of the template's parameters, and each one's default or None."""
-    section = template.read_text().partition("\nParameters:\n")[2]
-    section = re.split(r"^\w", section, maxsplit=1, flags=re.MULTILINE)[0]
-    return {
-        name: default[1].strip().strip('"') if (default := _DEFAULT.search(body)) else None
-        for name, body in _PARAMETER.findall(section)
-    }
+def _options(about: str | None) -> argparse.ArgumentParser:
+    """Their defaults are what `sam deploy --guided` saved."""
+    saved = tomllib.loads(SAM_SETTINGS.read_text())["default"]
+    known = saved["global"]["parameters"] | saved["deploy"]["parameters"]
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=raw)
+    parser.add_argument("--region", default=known.get("region"), help="default: the profile's")
+    parser.add_argument("--profile", default=known.get("profile"), help="of AWS's configuration")
+    parser.add_argument("--stack-name", default=known["stack_name"])
+    parser.add_argument("--yes", action="store_true", help="ask nothing")
+    return parser

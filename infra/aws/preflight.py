@@ -1,27 +1,37 @@
-"""Checks an account before a deployment, and says what to do. Exit status 0 or 1; changes nothing.
+"""Checks an account and the parameters before anything is built, and says what to do.
 
-scripts/preflight [--region R] [--profile P] [--parameters FILE]
+    scripts/preflight [--region R] [--profile P] [--stack-name NAME]
+
+Each parameter is checked by the template's own declaration, and together by what AWS offers in
+this region. Exit status 0 or 1; changes nothing on AWS.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import collapse_addresses, ip_network
 from typing import Any
 
-from infra.aws.installation import Installation, declared_parameters, run_script
+from infra.aws.installation import Installation, code_of, explained, run_script
+from infra.aws.parameters import IMAGES, complete, faults
 
 _UNRESERVED = 100  # environments that Lambda keeps unreserved in every account
 _FEW = 100  # fewer environments at a time than a service needs
-_MACHINE_VCPUS = 4  # the smallest that Managed Instances may choose
-# Quotas of EC2 in vCPUs, by the first letter of the instance family and the way it is bought.
-_QUOTAS = {
-    ("g", "ON_DEMAND"): ("L-DB2E81BA", "Running On-Demand G and VT instances"),
-    ("g", "SPOT"): ("L-3819A6DF", "All G and VT Spot Instance Requests"),
-    ("p", "ON_DEMAND"): ("L-417A185B", "Running On-Demand P instances"),
-    ("p", "SPOT"): ("L-7212CCBC", "All P4, P3 and P2 Spot Instance Requests"),
+_NEEDED = ("ecr.api", "ecr.dkr", "ecs", "logs", "monitoring", "s3", "secretsmanager")
+"""Endpoints that a VPC without a way out must have."""
+# Quotas of EC2 in vCPUs, by the start of an instance type and the way it is bought.
+_QUOTAS = (
+    ("g", "ON_DEMAND", "L-DB2E81BA", "Running On-Demand G and VT instances"),
+    ("g", "SPOT", "L-3819A6DF", "All G and VT Spot Instance Requests"),
+    ("p", "ON_DEMAND", "L-417A185B", "Running On-Demand P instances"),
+    ("p5", "SPOT", "L-C4BD4855", "All P5 Spot Instance Requests"),
+    ("p", "SPOT", "L-7212CCBC", "All P4, P3 and P2 Spot Instance Requests"),
+)
+_BUILD_QUOTAS = {
+    "WorkerImageUri": ("L-4DDC4A99", "Concurrently running builds for Linux/Large environment"),
+    "ServicesImageUri": ("L-5ED1D25B", "Concurrently running builds for ARM/Small environment"),
 }
 _DURABLE_FAMILIES = ("m6g", "m7g", "m8g", "r6g", "r7g", "r8g", "c7gn", "c8gn")  # ElastiCache's
-_P_GPUS = ("a100", "h100")
 _ECR = re.compile(
     r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com[^/]*/(.+?)(?:@(sha256:\w+)|:([^:/@]+))?"
 )
@@ -41,182 +51,186 @@ class Finding:
         return f"{'FAIL ' if self.is_fatal else 'note '} {self.what}: {self.problem}"
 
 
-Check = Callable[[Installation, dict[str, str]], Iterator[Finding]]
-
-
-def check_network(one: Installation, values: dict[str, str]) -> Iterator[Finding]:
-    """Checks for two zones, one VPC, and a way out of each subnet."""
-    what, ec2 = "subnets", one.client("ec2")
-    names = [name for name in values["PrivateSubnetIds"].split(",") if name]
-    if not names:
-        yield Finding(what, "name PrivateSubnetIds, private subnets in two zones")
+def check_network(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks for two zones, one VPC, and a way to AWS from each subnet."""
+    what, subnets, vpc = "subnets", _subnets(one, values), values.get("VpcId")
+    if not subnets or not vpc:
         return
-    subnets = ec2.describe_subnets(SubnetIds=names)["Subnets"]
-    if foreign := [s["SubnetId"] for s in subnets if s["VpcId"] != values["VpcId"]]:
-        yield Finding(what, f"{foreign[0]} is not in VpcId")
+    if foreign := [s["SubnetId"] for s in subnets if s["VpcId"] != vpc]:
+        yield Finding(what, f"{foreign[0]} is not in VpcId {vpc}")
     if len({subnet["AvailabilityZone"] for subnet in subnets}) < 2:
         yield Finding(what, "one zone only: the cache needs subnets in two")
-    tables = ec2.describe_route_tables(Filters=[{"Name": "vpc-id", "Values": [values["VpcId"]]}])[
-        "RouteTables"
-    ]
-    closed = [name for name in names if not _has_way_out(name, tables)]
-    if closed:
-        yield Finding(
-            what,
-            f"{closed[0]} has no way out: its route table needs 0.0.0.0/0 through a NAT gateway, "
-            "for Secrets Manager, images and callbacks",
-        )
-    else:
-        yield Finding(f"{what}: a way out of each")
+    ec2, own = one.client("ec2"), [{"Name": "vpc-id", "Values": [vpc]}]
+    tables = ec2.describe_route_tables(Filters=own)["RouteTables"]
+    closed = [s["SubnetId"] for s in subnets if not _has_way_out(s["SubnetId"], tables)]
+    found = ec2.describe_vpc_endpoints(Filters=own)["VpcEndpoints"] if closed else []
+    ends = [e["ServiceName"] for e in found if e.get("State", "available").lower() == "available"]
+    lacking = [n for n in _NEEDED if not any(end.endswith(f".{n}") for end in ends)]
+    problem = f"{closed[0]} has no way out: callbacks reach this VPC only" if closed else ""
+    if closed and lacking:
+        problem = f"{closed[0]} has no way to AWS: give its route table 0.0.0.0/0 through a NAT "
+        problem += f"gateway or a VPN, or this VPC endpoints for {', '.join(lacking)}"
+    yield Finding(f"{what}: a way out of each", problem, bool(lacking))
 
 
-def _has_way_out(subnet: str, tables: Sequence[dict[str, Any]]) -> bool:
-    """Whether there is a way out by its own route table, or else by the VPC's main one."""
+def _subnets(one: Installation, values: Mapping[str, str]) -> list[Any]:
+    names = [name.strip() for name in values.get("PrivateSubnetIds", "").split(",") if name]
+    return list(one.client("ec2").describe_subnets(SubnetIds=names)["Subnets"]) if names else []
+
+
+def _has_way_out(subnet: str, tables: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether routes lead everywhere, by its own route table, or else by the VPC's main one. An
+    internet gateway does not serve functions and tasks, which have no public address."""
     own = [t for t in tables if any(a.get("SubnetId") == subnet for a in t["Associations"])]
     main = [t for t in tables if any(a.get("Main") for a in t["Associations"])]
-    routes = (route for table in own or main for route in table["Routes"])
-    gateways = ("NatGatewayId", "TransitGatewayId", "NetworkInterfaceId", "InstanceId")
-    return any(
-        route.get("DestinationCidrBlock") == "0.0.0.0/0" and any(route.get(g) for g in gateways)
-        for route in routes
-    )
+    led = [
+        ip_network(route["DestinationCidrBlock"])
+        for table in own or main
+        for route in table["Routes"]
+        if "DestinationCidrBlock" in route
+        and route.get("State") != "blackhole"
+        and not str(route.get("GatewayId", "")).startswith("igw-")
+    ]
+    return ip_network("0.0.0.0/0") in collapse_addresses(led)
 
 
-def check_log_role(one: Installation, values: dict[str, str]) -> Iterator[Finding]:
-    what = "API Gateway's log role"
-    if one.client("apigateway").get_account().get("cloudwatchRoleArn"):
-        yield Finding(what)
-    elif values["WithApiLogRole"] == "yes":
-        yield Finding(f"{what}: the stack makes it")
-    else:
-        yield Finding(what, 'the account has none in this region: set "WithApiLogRole": "yes"')
+def check_log_role(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
+    account = one.client("apigateway").get_account()
+    is_there = account.get("cloudwatchRoleArn") or values["WithApiLogRole"] == "yes"
+    problem = 'the account has none in this region: set "WithApiLogRole": "yes"'
+    yield Finding("API Gateway's log role", "" if is_there else problem)
 
 
-def check_cache(_: Installation, values: dict[str, str]) -> Iterator[Finding]:
-    family = values["CacheNodeType"].removeprefix("cache.").partition(".")[0]
-    if values["Durability"] == "durable" and family not in _DURABLE_FAMILIES:
-        yield Finding(
-            "cache",
-            f"{values['CacheNodeType']} cannot be durable: take CacheNodeType cache.m7g.large or "
-            f"another of {', '.join(_DURABLE_FAMILIES)}",
-        )
+def check_cache(_: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
+    kind = values["CacheNodeType"]
+    if values["Durability"] == "durable" and kind.split(".")[1] not in _DURABLE_FAMILIES:
+        others = f"cache.m7g.large or another of {', '.join(_DURABLE_FAMILIES)}"
+        yield Finding("cache", f"{kind} cannot be durable: take CacheNodeType {others}")
 
 
-def check_concurrency(one: Installation, values: dict[str, str]) -> Iterator[Finding]:
+def check_concurrency(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
     what = "Lambda's concurrency"
     limits = one.client("lambda").get_account_settings()["AccountLimit"]
-    limit, free = limits["ConcurrentExecutions"], limits["UnreservedConcurrentExecutions"]
-    reserved = int(values["ReservedStreams"])
-    if reserved > max(0, free - _UNRESERVED):
-        yield Finding(
-            what,
-            f"{reserved} streams cannot be reserved of {free} unreserved: set ReservedStreams to "
-            f"{max(0, free - _UNRESERVED)} or less, or ask for quota L-B99A9384",
-        )
-    elif limit < _FEW:
-        yield Finding(
-            what, f"{limit} calls at a time; ask for quota L-B99A9384 of Lambda", is_fatal=False
-        )
-    else:
-        yield Finding(f"{what}: {limit}")
+    limit, reserved = limits["ConcurrentExecutions"], int(values.get("ReservedStreams", 0))
+    most = max(0, limits["UnreservedConcurrentExecutions"] - _UNRESERVED)
+    problem = f"{limit} calls at a time; ask for quota L-B99A9384 of Lambda" if limit < _FEW else ""
+    if reserved > most:
+        problem = f"{reserved} streams cannot be reserved: set ReservedStreams to {most} or less, "
+        problem += "or ask for quota L-B99A9384"
+    yield Finding(what, problem, reserved > most)
 
 
-def check_gpus(one: Installation, values: dict[str, str]) -> Iterator[Finding]:
-    """Checks the vCPU quota, and for an Auto Scaling group that a zone offers the type."""
-    if values["CapacityKind"] == "own-machines":
+def check_gpus(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks that a zone of the subnets offers machines for a worker, and the quota of vCPUs."""
+    kind = values.get("CapacityKind", "auto-scaling-group")
+    if kind == "own-machines":
         return
-    is_group = values["CapacityKind"] == "auto-scaling-group"
-    kind = values["GpuInstanceType"]
-    family = kind[0] if is_group else "p" if values["GpuName"] in _P_GPUS else "g"
-    vcpus, bought = _MACHINE_VCPUS, "ON_DEMAND" if is_group else values["CapacityOption"]
-    if is_group:
-        ec2 = one.client("ec2")
-        subnets = ec2.describe_subnets(SubnetIds=values["PrivateSubnetIds"].split(","))["Subnets"]
-        zones = {subnet["AvailabilityZone"] for subnet in subnets}
-        offers = ec2.describe_instance_type_offerings(
-            LocationType="availability-zone",
-            Filters=[{"Name": "instance-type", "Values": [kind]}],
-        )["InstanceTypeOfferings"]
-        if not zones & {offer["Location"] for offer in offers}:
-            yield Finding("GPU machines", f"no zone of the subnets offers {kind}")
-            return
-        described = ec2.describe_instance_types(InstanceTypes=[kind])["InstanceTypes"]
-        vcpus = described[0]["VCpuInfo"]["DefaultVCpus"]
-    if (quota := _QUOTAS.get((family, bought))) is None:
-        return
-    code, name = quota
-    answer = one.client("service-quotas").get_service_quota(ServiceCode="ec2", QuotaCode=code)
-    allowed, most = int(answer["Quota"]["Value"]), int(values["MaxWorkers"])
-    what = f"quota {code}, {name}"
-    if allowed < vcpus:
-        yield Finding(what, f"{allowed} vCPUs: no worker can start; ask for {most * vcpus}")
-    elif allowed < most * vcpus:
+    is_managed = kind == "managed-instances"
+    wanted = values["GpuName" if is_managed else "GpuInstanceType"]
+    zones = {subnet["AvailabilityZone"] for subnet in _subnets(one, values)}
+    ec2 = one.client("ec2")
+    names = [{"Name": "instance-type", "Values": ["g*", "p*"] if is_managed else [wanted]}]
+    here = [{"Name": "location", "Values": sorted(zones)}]
+    pages = ec2.get_paginator("describe_instance_type_offerings").paginate(
+        LocationType="availability-zone", Filters=here
+    )
+    offered = {one["InstanceType"] for page in pages for one in page["InstanceTypeOfferings"]}
+    pages = ec2.get_paginator("describe_instance_types").paginate(Filters=names)
+    fitting = sorted(
+        (machine["VCpuInfo"]["DefaultVCpus"], machine["InstanceType"])
+        for page in pages
+        for machine in page["InstanceTypes"]
+        if machine["InstanceType"] in offered and (not is_managed or _fits(machine, wanted))
+    )
+    if zones and not fitting:
+        what = f"a machine with one {wanted}" if is_managed else wanted
+        yield Finding("GPU machines", f"no zone of the subnets offers {what}")
+    elif zones:
+        bought = values.get("CapacityOption", "ON_DEMAND") if is_managed else "ON_DEMAND"
+        yield from _check_vcpus(one, *fitting[0], bought, int(values["MaxWorkers"]))
+
+
+def _fits(machine: Mapping[str, Any], gpu: str) -> bool:
+    """Whether a managed worker may run on it: exactly one GPU of this name beside x86_64."""
+    gpus = machine.get("GpuInfo", {}).get("Gpus", [])
+    names = [one["Name"].lower().replace(" ", "-") for one in gpus for _ in range(one["Count"])]
+    return names == [gpu] and "x86_64" in machine["ProcessorInfo"]["SupportedArchitectures"]
+
+
+def _check_vcpus(
+    one: Installation, vcpus: int, kind: str, bought: str, most: int
+) -> Iterator[Finding]:
+    fitting = [q for q in _QUOTAS if q[1] == bought and kind.startswith(q[0])]
+    for _, _, code, name in fitting[:1]:
+        allowed, what = _quota(one, "ec2", code), f"quota {code}, {name}"
         problem = f"{allowed} vCPUs allow {allowed // vcpus} of {most} workers"
-        yield Finding(what, problem, is_fatal=False)
+        if allowed < vcpus:
+            problem = f"{allowed} vCPUs, a worker on {kind} needs {vcpus}: ask for {most * vcpus}"
+        yield Finding(what, problem if allowed < most * vcpus else "", allowed < vcpus)
+
+
+def _quota(one: Installation, service: str, code: str) -> int:
+    quotas = one.client("service-quotas")
+    return int(quotas.get_service_quota(ServiceCode=service, QuotaCode=code)["Quota"]["Value"])
+
+
+def check_images(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks that named images exist, and that the others can be built."""
+    for name in IMAGES:
+        yield from _answered(name, _check_image(one, name, values.get(name)))
+
+
+def _check_image(one: Installation, name: str, uri: str | None) -> Iterator[Finding]:
+    if uri is None:
+        code, quota = _BUILD_QUOTAS[name]
+        is_short = _quota(one, "codebuild", code) < 1
+        problem = f"is 0: ask for 1, or build and push {name} yourself" if is_short else ""
+        yield Finding(f"quota {code}, {quota}", problem)
+    elif (parts := _ECR.fullmatch(uri)) is None:
+        yield Finding(f"{name}: not in ECR, not checked")
     else:
-        yield Finding(f"{what}: {allowed} vCPUs")
-
-
-def check_images(one: Installation, values: dict[str, str]) -> Iterator[Finding]:
-    for name in ("WorkerImageUri", "ServicesImageUri"):
-        parts = _ECR.fullmatch(values[name])
-        if parts is None:
-            yield Finding(f"{name}: not in ECR, not checked")
-            continue
         account, region, repository, digest, tag = parts.groups()
-        if region != one.session.region_name:
-            yield Finding(name, f"is in {region}, not in {one.session.region_name}", is_fatal=False)
         image = {"imageDigest": digest} if digest else {"imageTag": tag or "latest"}
         ecr = one.session.client("ecr", region_name=region)
-        try:
-            ecr.describe_images(registryId=account, repositoryName=repository, imageIds=[image])
-        except (
-            ecr.exceptions.ImageNotFoundException,
-            ecr.exceptions.RepositoryNotFoundException,
-        ):
-            yield Finding(name, f"no image {values[name]}: push it, or leave the name out")
-        else:
-            yield Finding(f"{name}: found")
+        ecr.describe_images(registryId=account, repositoryName=repository, imageIds=[image])
+        yield Finding(f"{name}: found")
 
 
-CHECKS: tuple[Check, ...] = (
-    check_network, check_log_role, check_cache, check_concurrency, check_gpus, check_images,
-)  # fmt: skip
+CHECKS = (check_network, check_log_role, check_cache, check_concurrency, check_gpus, check_images)
 
 
-def findings(one: Installation, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
-    """Yields the checks' results. If AWS does not answer a check, that is reported, but not
-    fatal."""
+def findings(one: Installation) -> Iterator[Finding]:
+    """Yields the checks' results."""
+    sound = dict(one.parameters)
+    for name, problem in faults(one.parameters):
+        sound.pop(name, None)
+        if name not in IMAGES or not problem.startswith(("is missing", "is not of the files")):
+            yield Finding(name, problem)
+    values = complete(sound)
+    for check in CHECKS:
+        yield from _answered(check.__name__.removeprefix("check_"), check(one, values))
+
+
+def _answered(what: str, found: Iterator[Finding]) -> Iterator[Finding]:
+    """Yields what a check finds. If AWS does not answer it, that is reported, but fatal only where
+    it says that a named thing does not exist."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    values = {name: default or "" for name, default in declared_parameters().items()}
-    values |= one.parameters
-    for check in checks:
-        try:
-            yield from check(one, values)
-        except (BotoCoreError, ClientError) as exc:
-            what = check.__name__.replace("_", " ")
-            yield Finding(what, f"not possible: {exc}", is_fatal=_is_fatal(exc))
+    try:
+        yield from found
+    except (BotoCoreError, ClientError) as exc:
+        is_fatal = "NotFound" in code_of(exc) or "Malformed" in code_of(exc)
+        yield Finding(what, explained(exc), is_fatal)
 
 
-def _is_fatal(exc: Exception) -> bool:
-    """Whether the answer says that a named thing does not exist."""
-    code = str(getattr(exc, "response", {}).get("Error", {}).get("Code", ""))
-    return code.endswith(".NotFound")
-
-
-def report(one: Installation) -> bool:
-    """Prints each finding. Returns whether a deployment can succeed."""
-    is_well = True
+def report(one: Installation) -> int:
+    """Prints each finding. Returns 0 if a deployment can succeed."""
+    status = 0
     for finding in findings(one):
         print(finding.line(), flush=True)
-        is_well &= not (finding.problem and finding.is_fatal)
-    return is_well
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script("scripts/preflight", __doc__, lambda one: int(not report(one)), arguments)
+        status |= bool(finding.problem) and finding.is_fatal
+    return status
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_script(report))

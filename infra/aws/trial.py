@@ -1,6 +1,8 @@
 """The trial of a deployed stack: a real job through the queue, for which the pool starts a worker
 if there is none. So an image or a model that cannot start is noticed now.
 
+    scripts/trial [--region R] [--profile P] [--stack-name NAME]
+
 Python's own library is enough: the scripts run beside `sam`, without batchway's packages.
 """
 
@@ -11,7 +13,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infra.aws.installation import DeployError
+from infra.aws.installation import Installation, run_script
+from infra.aws.parameters import DeployError
 from infra.pool import START_LIMIT_S
 
 TRIAL_S = START_LIMIT_S + 600.0
@@ -143,12 +146,31 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def failures_of(client: Any, cluster: str, service: str) -> Callable[[], bool]:
-    """Whether a task of the service's deployment has failed since now."""
+    """Whether a task of the service's deployment has failed since now. Machines of one's own are
+    no service."""
 
     def num_failed() -> int:
-        [found] = client.describe_services(cluster=cluster, services=[service])["services"]
-        primary = next(d for d in found["deployments"] if d["status"] == "PRIMARY")
-        return int(primary.get("failedTasks", 0))
+        services = client.describe_services(cluster=cluster, services=[service])["services"]
+        found = [deployment for one in services for deployment in one["deployments"]]
+        return sum(d.get("failedTasks", 0) for d in found if d["status"] == "PRIMARY")
 
     before = num_failed()
     return lambda: num_failed() > before
+
+
+def try_stack(one: Installation) -> int:
+    """Raises DeployError, and what boto3 raises."""
+    if (stack := one.described(one.stack)) is None:
+        raise DeployError(f"no stack {one.stack} in {one.session.region_name}: check --stack-name")
+    found = {output["OutputKey"]: output["OutputValue"] for output in stack["Outputs"]}
+    given = {each["ParameterKey"]: each["ParameterValue"] for each in stack["Parameters"]}
+    secret = one.client("secretsmanager").get_secret_value(SecretId=found["ApiKeySecretArn"])
+    [key] = json.loads(secret["SecretString"]).values()
+    has_failed = failures_of(one.client("ecs"), found["ClusterName"], f"{one.stack}-worker")
+    lane = given["Lanes"].partition(",")[0]
+    Trial(asker(found["Url"], key), given["ServedModelName"], lane, has_failed).run()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(try_stack))

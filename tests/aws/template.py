@@ -136,3 +136,33 @@ def _resolved(value: Any, given: dict[str, str]) -> str:
 def _default(name: str) -> str:
     """A parameter's default. References to resources become "x"."""
     return str(written()["Parameters"].get(name, {}).get("Default", "x"))
+
+
+def chosen_values(name: str) -> list[str]:
+    """Values that an operator may give a parameter, as its declaration says; "" where it may be
+    cleared."""
+    declared = written()["Parameters"][name]
+    if "AllowedValues" in declared:
+        return [str(value) for value in declared["AllowedValues"]]
+    if declared["Type"] == "Number":
+        least = declared.get("MinValue", 1)
+        return [str(least), str(declared.get("MaxValue", least + 1))]
+    given = [""] if declared.get("Default") == "" else [str(declared.get("Default", "given-1"))]
+    return given + [value for value in EXAMPLES if _may_be(declared, value)][:2]
+
+
+EXAMPLES = (
+    "vpc-0a1b2c3d", "subnet-0a1b2c3d,subnet-1a1b2c3d", "name", "sun:05:00-sun:06:00", "a" * 64,
+    "s3://bucket/a key.yaml", "arn:aws:sqs:eu-central-1:123456789012:jobs",
+    "arn:aws:sns:eu-central-1:123456789012:jobs", "arn:aws:s3:::bucket/jobs/*",
+    "arn:aws:events:eu-central-1:123456789012:event-bus/jobs",
+    "arn:aws:lambda:eu-central-1:123456789012:function:jobs",
+)  # fmt: skip
+"""Texts of which each pattern in the template takes one."""
+
+
+def _may_be(declared: dict[str, Any], value: str) -> bool:
+    kind, pattern = declared["Type"], declared.get("AllowedPattern", ".*")
+    items = value.split(",") if kind.startswith(("List", "Comma")) else [value]
+    is_id = "AWS::" not in kind or kind.partition("EC2::")[2].lower().startswith(value[:3])
+    return is_id and all(re.fullmatch(pattern, item) for item in items)

@@ -1,209 +1,172 @@
-"""scripts/preflight, scripts/deploy and scripts/destroy, against moto.
+"""scripts/images, scripts/destroy, and a whole deployment by sam, against moto.
 
 CloudFormation in moto knows no SAM: there the stack's resources are left out.
 """
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
+import uuid
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 import yaml  # type: ignore[import-untyped]
-from botocore.stub import Stubber
 from moto.core.config import default_user_config
 
-from infra.aws import artifacts, deploy, destroy, installation, preflight
-from infra.aws.installation import DeployError, Installation
-from tests.aws.template import ROOT, written
+from infra.aws import destroy, images, parameters
+from infra.aws.installation import Installation
+from infra.aws.parameters import DeployError
+from tests.aws.template import ROOT
+from tests.aws.test_preflight import IMAGES, Network, Session
 
 # moto makes no CodeBuild projects by CloudFormation.
 pytestmark = pytest.mark.filterwarnings("ignore:Tried to parse AWS")
 
-IMAGES = {"WorkerImageUri": "public.example/worker:1", "ServicesImageUri": "public.example/gw:1"}
-FOUND = {"Url": "https://u/live", "ApiKeySecretArn": "arn:s", "HousekeeperFunctionName": "keeper"}
+REGISTRY = "123456789012.dkr.ecr.eu-central-1.amazonaws.com/batchway-artifacts"
+needs_sam = pytest.mark.skipif(
+    not (ROOT / ".venv-sam").exists(), reason="scripts/setup-sam has not run"
+)
 
 
-@pytest.fixture
-def network(aws_environ: dict[str, str]) -> dict[str, str]:
-    """The parameters of a VPC with private subnets in two zones, and a NAT gateway."""
-    ec2 = boto3.client("ec2")
-    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnets = [
-        ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.0.{n}.0/24", AvailabilityZone=zone)
-        for n, zone in enumerate(("eu-central-1a", "eu-central-1b"))
-    ]
-    names = [subnet["Subnet"]["SubnetId"] for subnet in subnets]
-    nat = ec2.create_nat_gateway(SubnetId=names[0], ConnectivityType="private")
-    found = ec2.describe_route_tables(Filters=[{"Name": "vpc-id", "Values": [vpc]}])
-    ec2.create_route(
-        RouteTableId=found["RouteTables"][0]["RouteTableId"],
-        DestinationCidrBlock="0.0.0.0/0",
-        NatGatewayId=nat["NatGateway"]["NatGatewayId"],
-    )
-    return {"VpcId": vpc, "PrivateSubnetIds": ",".join(names)}
-
-
-class Session:
-    """A boto3 session whose clients of some services answer what a test says: moto has no answer
-    of theirs."""
-
-    region_name = "eu-central-1"
-    profile_name = "default"
-
-    def __init__(self, *, concurrency: int = 1000, vcpus: float = 64.0) -> None:
-        self._concurrency, self._vcpus = concurrency, vcpus
-
-    def client(self, service: str, **options: Any) -> Any:
-        client: Any = boto3.client(service, **options)
-        stubber = Stubber(client)
-        if service == "lambda":
-            limits = {
-                "ConcurrentExecutions": self._concurrency,
-                "UnreservedConcurrentExecutions": self._concurrency,
-            }
-            stubber.add_response("get_account_settings", {"AccountLimit": limits})
-            stubber.activate()
-        if service == "service-quotas":
-            stubber.add_response("get_service_quota", {"Quota": {"Value": self._vcpus}})
-            stubber.activate()
-        return client
-
-
-def on(session: Session, tmp_path: Path, **parameters: str) -> Installation:
-    return Installation(session, "batchway", parameters, tmp_path / "p.json", True)
-
-
-def problems(one: Installation) -> dict[str, bool]:
-    """Each problem's text, and whether it is fatal."""
-    return {f.problem: f.is_fatal for f in preflight.findings(one) if f.problem}
-
-
-def test_an_account_with_all_it_needs_passes(network: dict[str, str], tmp_path: Path) -> None:
-    one = on(Session(), tmp_path, **network, **IMAGES, WithApiLogRole="yes", ReservedStreams="200")
-    assert problems(one) == {}
-
-
-def test_a_fresh_account_is_told_what_it_lacks(network: dict[str, str], tmp_path: Path) -> None:
-    """No role for API Gateway's logs, ten functions at a time, no GPU, no image."""
-    ecr = boto3.client("ecr")
-    ecr.create_repository(repositoryName="batchway-worker")
-    image = "123456789012.dkr.ecr.eu-central-1.amazonaws.com/batchway-worker:1"
-    session = Session(concurrency=10, vcpus=0.0)
-    one = on(session, tmp_path, **network, WorkerImageUri=image, ReservedStreams="200")
-    found = problems(one)
-    assert all(found.values())
-    assert len(found) == 4
-    text = "\n".join(found)
-    for word in (
-        '"WithApiLogRole": "yes"',
-        "L-B99A9384",
-        "no worker can start",
-        f"no image {image}",
-    ):
-        assert word in text
-    few = problems(on(Session(concurrency=10, vcpus=8), tmp_path, **network, WithApiLogRole="yes"))
-    assert list(few.values()) == [False, False]
-    assert "8 vCPUs allow 2 of 8 workers" in few
-    ecr.delete_repository(repositoryName="batchway-worker")
-
-
-def test_subnets_without_a_way_out_or_in_one_zone_are_refused(
-    aws_environ: dict[str, str], tmp_path: Path
-) -> None:
-    ec2 = boto3.client("ec2")
-    vpc = ec2.create_vpc(CidrBlock="10.1.0.0/16")["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.1.0.0/24")["Subnet"]["SubnetId"]
-    one = on(Session(), tmp_path, VpcId=vpc, PrivateSubnetIds=subnet, WithApiLogRole="yes")
-    text = "\n".join(problems(one))
-    assert "one zone only" in text
-    assert f"{subnet} has no way out" in text
-    missing = on(Session(), tmp_path, VpcId=vpc, PrivateSubnetIds="subnet-0", WithApiLogRole="yes")
-    assert any("subnet-0" in text and is_fatal for text, is_fatal in problems(missing).items())
-
-
-def test_a_group_needs_a_zone_that_offers_its_type(network: dict[str, str], tmp_path: Path) -> None:
-    group = {"CapacityKind": "auto-scaling-group", "GpuInstanceType": "g9.none"}
-    one = on(Session(), tmp_path, **network, **group, WithApiLogRole="yes")
-    assert "no zone of the subnets offers g9.none" in problems(one)
-
-
-def test_a_durable_cache_needs_a_node_that_can(network: dict[str, str], tmp_path: Path) -> None:
-    durable = {**network, **IMAGES, "WithApiLogRole": "yes", "Durability": "durable"}
-    [problem] = problems(on(Session(), tmp_path, **durable))
-    assert problem.startswith("cache.t4g.small cannot be durable: take CacheNodeType cache.m7g")
-    assert not problems(on(Session(), tmp_path, **durable, CacheNodeType="cache.r8g.xlarge"))
-
-
-def test_parameters_are_read_from_a_file_or_asked_for(tmp_path: Path) -> None:
-    """Once: the answers are kept. Unattended, a missing one is named. Unknown names are errors."""
-    path = tmp_path / "p.json"
-    path.write_text('{"PrivateSubnetIds": ["a", "b"], "MaxWorkers": 3}')
-    parameters = installation.read_parameters(path)
-    assert parameters == {"PrivateSubnetIds": "a,b", "MaxWorkers": "3"}
-    with pytest.raises(DeployError, match="VpcId missing"):
-        deploy.ask_for_missing(Installation(Session(), "s", parameters, path, True))
-    deploy.ask_for_missing(Installation(Session(), "s", parameters, path, False), lambda _: "vpc-1")
-    assert installation.read_parameters(path) == parameters | {"VpcId": "vpc-1"}
-    with pytest.raises(DeployError, match="no parameter 'MaxWorker'"):
-        deploy.check_names({"MaxWorker": "3"})
-    with pytest.raises(DeployError, match="no file"):
-        installation.read_parameters(tmp_path / "none")
-    path.write_text("[]")
-    with pytest.raises(DeployError, match="JSON object"):
-        installation.read_parameters(path)
-
-
-def test_declared_parameters_are_those_of_the_template() -> None:
-    """With their defaults, as a YAML parser reads them."""
-    expected = {
-        name: None if "Default" not in one else str(one["Default"])
-        for name, one in written()["Parameters"].items()
-    }
-    assert installation.declared_parameters(ROOT / "template.yaml") == expected
-
-
-def test_a_release_changes_with_code_and_parameters(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("1")
-    first = deploy.release(tmp_path, {"A": "1"})
-    assert first == deploy.release(tmp_path, {"A": "1"})
-    assert deploy.release(tmp_path, {"A": "2"}) != first
-    (tmp_path / "a.py").write_text("2")
-    assert deploy.release(tmp_path, {"A": "1"}) != first
-
-
-def test_images_are_built_by_codebuild_where_none_is_named(
-    aws_environ: dict[str, str], tmp_path: Path
-) -> None:
-    """The last commit, once per tag; a failed build ends the deployment."""
-    one = on(Session(), tmp_path)
-    found = artifacts.deploy_artifacts(one)
-    again = artifacts.deploy_artifacts(one)
-    assert again == found
-    client = CodeBuild("SUCCEEDED")
-    assert {"Bucket", "WorkerRegistry", "ServicesRegistry"} <= set(found)
-    artifacts.run_builds(client, ["w", "s"], "bucket/source", "1", lambda _: None)
-    assert client.started == ["w", "s"]
-    with pytest.raises(DeployError, match="p failed: see https://log"):
-        artifacts.run_builds(CodeBuild("FAILED"), ["p"], "bucket/source", "1", lambda _: None)
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "POLL_S", 0.0)
+    monkeypatch.setattr(destroy, "POLL_S", 0.0)
 
 
 class CodeBuild:
     """A CodeBuild whose builds run for one poll and then end with a status."""
 
-    def __init__(self, status: str) -> None:
-        self.started: list[str] = []
+    def __init__(self, status: str = "SUCCEEDED") -> None:
+        self.started: list[dict[str, Any]] = []
         self._statuses = ["IN_PROGRESS", status]
 
-    def start_build(self, *, projectName: str, **_: Any) -> dict[str, Any]:
-        self.started.append(projectName)
-        return {"build": {"id": projectName}}
+    def start_build(self, **given: Any) -> dict[str, Any]:
+        self.started.append(given)
+        return {"build": {"id": given["environmentVariablesOverride"][0]["value"]}}
 
     def batch_get_builds(self, *, ids: list[str]) -> dict[str, Any]:
         status, logs = self._statuses.pop(0), {"deepLink": "https://log"}
-        return {"builds": [{"projectName": i, "buildStatus": status, "logs": logs} for i in ids]}
+        return {"builds": [{"id": i, "buildStatus": status, "logs": logs} for i in ids]}
+
+
+class BuildingSession(Session):
+    def __init__(self, codebuild: CodeBuild) -> None:
+        super().__init__()
+        self._codebuild = codebuild
+
+    def client(self, service: str, **options: Any) -> Any:
+        return self._codebuild if service == "codebuild" else super().client(service, **options)
+
+
+@pytest.fixture
+def bucket(aws_environ: dict[str, str]) -> str:
+    where: Any = {"LocationConstraint": "eu-central-1"}
+    name = f"sources-{uuid.uuid4().hex}"
+    boto3.client("s3").create_bucket(Bucket=name, CreateBucketConfiguration=where)
+    return name
+
+
+def test_codebuild_gets_the_files_of_this_folder(bucket: str, tmp_path: Path) -> None:
+    """Those that the functions are made of, committed or not; each image on a machine of its kind,
+    with its target."""
+    codebuild = CodeBuild()
+    one = Installation(BuildingSession(codebuild), "batchway", {})
+    tags = set(parameters.tags({}).values()) | {
+        parameters.tags({"WorkerEngine": "own"})["WorkerImageUri"]
+    }
+    images.run_builds(one, bucket, "project", tags)
+
+    by_target = {}
+    for build in codebuild.started:
+        assert build["projectName"] == "project"
+        variables = {v["name"]: v["value"] for v in build["environmentVariablesOverride"]}
+        by_target[variables["DOCKERFILE"], variables["TARGET"]] = build
+    assert by_target.keys() == {
+        ("Dockerfile.worker", "vllm"), ("Dockerfile.worker", "own"), ("Dockerfile.gateway", ""),
+    }  # fmt: skip
+    assert by_target["Dockerfile.gateway", ""]["environmentTypeOverride"] == "ARM_CONTAINER"
+    for target in ("vllm", "own"):
+        assert f"AS {target}\n" in (ROOT / "Dockerfile.worker").read_text()
+        assert "environmentTypeOverride" not in by_target["Dockerfile.worker", target]
+    name, _, key = codebuild.started[0]["sourceLocationOverride"].partition("/")
+    boto3.client("s3").download_file(name, key, str(tmp_path / "source.zip"))
+    with zipfile.ZipFile(tmp_path / "source.zip") as archive:
+        assert archive.read("infra/aws/images.py") == (ROOT / "infra/aws/images.py").read_bytes()
+        assert {"Dockerfile.worker", "locks/worker.txt"} <= set(archive.namelist())
+        assert not any("__pycache__" in name for name in archive.namelist())
+
+
+def test_a_failed_build_names_its_log(bucket: str) -> None:
+    one = Installation(BuildingSession(CodeBuild("FAILED")), "batchway", {})
+    with pytest.raises(DeployError, match="services-1 failed: see https://log"):
+        images.run_builds(one, bucket, "project", {"services-1"})
+
+
+@pytest.fixture
+def artifacts(bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """artifacts.yaml, as sam would deploy it."""
+    monkeypatch.setenv("PARAMETERS", str(tmp_path / "p.json"))
+
+    def deploy(one: Installation, *arguments: str) -> None:
+        name = arguments[arguments.index("--stack-name") + 1]
+        assert "--config-env=none" in arguments  # or it would get the parameters of template.yaml
+        if one.described(name) is None:
+            body = Path(arguments[arguments.index("--template-file") + 1]).read_text()
+            one.client("cloudformation").create_stack(StackName=name, TemplateBody=body)
+
+    monkeypatch.setattr(Installation, "sam", deploy)
+    ecr = boto3.client("ecr")
+    yield ecr
+    with contextlib.suppress(ecr.exceptions.RepositoryNotFoundException):
+        present = ecr.list_images(repositoryName="batchway-artifacts")["imageIds"]
+        if present:
+            ecr.batch_delete_image(repositoryName="batchway-artifacts", imageIds=present)
+    boto3.client("cloudformation").delete_stack(StackName="batchway-artifacts")
+
+
+def test_images_are_built_where_none_is_named_and_noted(
+    artifacts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the preflight, once for the same files; one's own are left alone."""
+    network = Network()
+    network.route(NatGatewayId=network.nat())
+    own = network.parameters | {"WithApiLogRole": "yes"}
+
+    def built(**values: str) -> list[str]:
+        codebuild = CodeBuild()
+        one = Installation(BuildingSession(codebuild), "batchway", own | values)
+        assert images.build_images(one) == 0
+        return [build["environmentVariablesOverride"][0]["value"] for build in codebuild.started]
+
+    tags = parameters.tags({})
+    assert sorted(built()) == sorted(tags.values())
+    noted = json.loads(parameters.path().read_text())
+    assert noted == own | {name: f"{REGISTRY}:{tag}" for name, tag in tags.items()}
+    artifacts.put_image(
+        repositoryName="batchway-artifacts",
+        imageTag=tags["WorkerImageUri"],
+        imageManifest="{}",
+        imageManifestMediaType="application/vnd.oci.image.manifest.v1+json",
+    )
+    assert built() == [tags["ServicesImageUri"]]
+    assert built(ServicesImageUri=IMAGES["ServicesImageUri"]) == []
+    assert json.loads(parameters.path().read_text())["ServicesImageUri"] == "public.example/gw:1"
+
+
+def test_nothing_is_built_before_the_preflight_passes(
+    artifacts: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Installation(BuildingSession(CodeBuild()), "batchway", {"WithCallbacks": "true"})
+    with pytest.raises(DeployError, match="nothing was built"):
+        images.build_images(one)
+    assert one.described("batchway-artifacts") is None
+    assert "FAIL  WithCallbacks: must be one of yes, no" in capsys.readouterr().out
 
 
 class Draining:
@@ -214,11 +177,8 @@ class Draining:
         self.calls: list[str] = []
         self.is_protected = {"w1", "w2"}
 
-    def list_services(self, **_: Any) -> dict[str, Any]:
-        return {"serviceArns": [f"arn:service/c/{name}" for name in self.tasks]}
-
-    def update_service(self, *, service: str, desiredCount: int, **_: Any) -> None:
-        assert desiredCount == 0
+    def update_service(self, *, cluster: str, service: str, desiredCount: int) -> None:
+        assert (cluster, desiredCount) == ("c", 0)
         self.calls.append(service)
 
     def update_task_protection(
@@ -236,54 +196,102 @@ class Draining:
 def test_destroying_ends_the_pool_before_the_workers() -> None:
     """It would start them again. Protected tasks end too."""
     ecs = Draining()
-    names = destroy.services_of(ecs, "c", "batchway")
-    assert names == ["Pool-1", "batchway-worker"]
-    destroy.end_workers(ecs, "c", names, sleep=lambda _: None)
-    assert ecs.calls == names
+    names = ["batchway-worker", "Pool-1"]
+    arns = [f"arn:aws:ecs:eu-central-1:123456789012:service/c/{name}" for name in names]
+    destroy.end_workers(ecs, arns)
+    assert ecs.calls == ["Pool-1", "batchway-worker"]
     assert not any(ecs.tasks.values())
 
 
-def test_what_is_left_is_listed(aws_environ: dict[str, str], tmp_path: Path) -> None:
-    s3 = boto3.client("s3")
-    where: Any = {"LocationConstraint": "eu-central-1"}
-    s3.create_bucket(Bucket="left-weights", CreateBucketConfiguration=where)
-    one = Installation(Session(), "left", {}, tmp_path / "p.json", True)
-    assert list(destroy.leftovers(one)) == ["bucket left-weights"]
+def installed(name: str, nested: str) -> None:
+    """A stack with a retained and a deleted bucket, a cache, and a nested stack with a bucket."""
+    kept = {"Type": "AWS::S3::Bucket", "DeletionPolicy": "RetainExceptOnCreate"}
+    body = {
+        "Resources": {
+            "Weights": kept | {"Properties": {"BucketName": f"{name}-weights"}},
+            "Scratch": {"Type": "AWS::S3::Bucket", "Properties": {"BucketName": f"{name}-scratch"}},
+            "Data": {"Type": "AWS::CloudFormation::Stack", "Properties": {"TemplateURL": nested}},
+        }
+    }
+    boto3.client("cloudformation").create_stack(StackName=name, TemplateBody=json.dumps(body))
 
 
-def test_a_failing_housekeeper_fails_the_deployment() -> None:
-    """Without the function library no job is accepted."""
-
-    class Lambda:
-        def invoke(self, **_: Any) -> dict[str, str]:
-            return {"FunctionError": "Unhandled"}
-
-    with pytest.raises(DeployError, match="keeper failed"):
-        deploy.load_library(Lambda(), "keeper")
-
-
-def test_the_next_steps_do_not_contain_the_key() -> None:
-    text = deploy.next_steps(FOUND)
-    assert "curl -N https://u/live/v1/models" in text
-    assert "--secret-id arn:s" in text
-    assert set(FOUND) | {"ClusterName"} <= set(written()["Outputs"])
-
-
-def test_a_missing_region_and_missing_credentials_say_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_what_is_left_is_that_of_this_installation_alone(
+    aws_environ: dict[str, str], bucket: str
 ) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE",
-                 "AWS_REGION", "AWS_DEFAULT_REGION"):  # fmt: skip
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    assert preflight.main([]) == 1
-    assert "name --region" in capsys.readouterr().err
-    assert preflight.main(["--region=eu-central-1"]) == 1
-    assert "aws configure" in capsys.readouterr().err
-    assert preflight.main(["--profile=none"]) == 1
-    assert "none" in capsys.readouterr().err
+    """Not that of another one whose name begins alike: whoever deletes what is listed would take
+    its weights. Both have nested stacks; names of theirs are not known before."""
+    body = """
+Resources:
+  Payloads:
+    Type: AWS::S3::Bucket
+    DeletionPolicy: Retain
+    Properties: {BucketName: !Sub "${AWS::StackName}-payloads"}
+"""
+    boto3.client("s3").put_object(Bucket=bucket, Key="nested.yaml", Body=body)
+    url = f"https://{bucket}.s3.amazonaws.com/nested.yaml"
+    for name in ("batchway", "batchway-prod", "my-batchway"):
+        installed(name, url)
+    elasticache = boto3.client("elasticache")
+    for group in ("batchway-cache", "batchway-prod-cache"):
+        elasticache.create_replication_group(
+            ReplicationGroupId=group, ReplicationGroupDescription=group
+        )
+    one = Installation(Session(), "batchway", {})
+    found = list(destroy.resources(one.client("cloudformation"), "batchway"))
+    kinds = {resource["LogicalResourceId"]: policy for resource, policy in found}
+    assert kinds["Payloads"] == "Retain"
+
+    lines = list(destroy.leftovers(one, found))
+
+    assert "AWS::S3::Bucket batchway-weights" in lines
+    assert len(lines) == 2
+    assert all("prod" not in line and "my-" not in line for line in lines), lines
+    images_stack = {"Resources": {"Topic": {"Type": "AWS::SNS::Topic"}}}
+    cloudformation = boto3.client("cloudformation")
+    for name in ("batchway-artifacts", "batchway-prod-artifacts"):
+        cloudformation.create_stack(StackName=name, TemplateBody=json.dumps(images_stack))
+    assert list(destroy.leftovers(one, found)) == ["stack batchway-artifacts", *lines]
+    for stack in cloudformation.describe_stacks()["Stacks"]:
+        cloudformation.delete_stack(StackName=stack["StackName"])
+
+
+def test_only_the_last_snapshots_of_this_cache_are_listed(aws_environ: dict[str, str]) -> None:
+    """By the cache's exact name."""
+
+    class Cache:
+        def describe_snapshots(self) -> dict[str, Any]:
+            groups = ("batchway-c", "batchway-c2", "prod-batchway-c", "", None)
+            named = [
+                {"SnapshotName": f"s{n}", "ReplicationGroupId": g} for n, g in enumerate(groups)
+            ]
+            return {"Snapshots": [*named, {"SnapshotName": "other"}]}
+
+    class CacheSession(Session):
+        def client(self, service: str, **options: Any) -> Any:
+            return Cache() if service == "elasticache" else super().client(service, **options)
+
+    found = [({"PhysicalResourceId": "batchway-c", "ResourceType": "T"}, "Snapshot")]
+    one = Installation(CacheSession(), "none", {})
+    assert list(destroy.leftovers(one, found)) == ["snapshot s0"]
+
+
+def test_a_stack_that_is_not_there_or_protected_is_left_alone(
+    aws_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Installation, "sam", lambda *_: pytest.fail("deleted"))
+    with pytest.raises(DeployError, match="no stack none in eu-central-1"):
+        destroy.destroy(Installation(Session(), "none", {}, True))
+    one = Installation(Session(), "guarded", {})
+    one.client("cloudformation").create_stack(
+        StackName="guarded", TemplateBody='{"Resources": {"T": {"Type": "AWS::SNS::Topic"}}}'
+    )
+    with pytest.raises(DeployError, match="nothing was deleted"):
+        destroy.destroy(one, ask=lambda _: "")
+    guarded = {"EnableTerminationProtection": True}
+    monkeypatch.setattr(Installation, "described", lambda *_: guarded)
+    with pytest.raises(DeployError, match="--no-enable-termination-protection"):
+        destroy.destroy(one)
 
 
 @pytest.fixture
@@ -297,7 +305,7 @@ def cloudformation(monkeypatch: pytest.MonkeyPatch) -> None:
         body: str = read(*given, **named)
         # As sam writes it: without short forms of functions.
         template = yaml.safe_load(body)
-        template.pop("Transform")
+        template.pop("Transform", None)
         template["Resources"] = {"T": {"Type": "AWS::SNS::Topic"}}
         for section in ("Conditions", "Globals", "Rules", "Metadata", "Outputs"):
             template.pop(section, None)
@@ -308,45 +316,60 @@ def cloudformation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.skipif(not (ROOT / ".venv-sam").exists(), reason="scripts/setup-sam has not run")
+@needs_sam
 @pytest.mark.usefixtures("cloudformation")
 def test_a_whole_deployment_in_another_region_than_the_default(
-    network: dict[str, str], aws_environ: dict[str, str], tmp_path: Path
+    aws_environ: dict[str, str], bucket: str, tmp_path: Path
 ) -> None:
-    """By the scripts, with sam: validated, built, uploaded, deployed, tried, destroyed."""
+    """As documented, by sam: checked, built, uploaded, deployed, changed, destroyed. In a clone,
+    since `sam deploy --guided` saves its answers."""
     url = aws_environ["AWS_ENDPOINT_URL"].replace("127.0.0.1", "localhost")  # as moto wants it
-    role = boto3.client("iam").create_role(RoleName="keeper", AssumeRolePolicyDocument="{}")
-    boto3.client("lambda").create_function(
-        FunctionName="keeper", Runtime="python3.13", Handler="h.h", Role=role["Role"]["Arn"],
-        Code={"ZipFile": b"PK\x05\x06" + bytes(18)},
-    )  # fmt: skip
-    # moto sets outputs when it creates a stack, and not by a change set.
-    outputs = {name: {"Value": value} for name, value in FOUND.items()}
-    first = {"Resources": {"T": {"Type": "AWS::SNS::Topic"}}, "Outputs": outputs}
-    boto3.client("cloudformation").create_stack(
-        StackName="batchway", TemplateBody=json.dumps(first)
-    )
-    machines = {"CapacityKind": "own-machines", "MachineGroupName": "m", "WithApiLogRole": "yes"}
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(network | IMAGES | machines))
-    environ = {**os.environ, "AWS_ENDPOINT_URL": url}
+    clone = tmp_path / "clone"
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).exists() and not name.startswith(("tests/", "docs/", "bench/")):
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name, follow_symlinks=False)
+    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)
+    for name in (".venv-sam", ".venv"):
+        if (ROOT / name).exists():
+            (clone / name).symlink_to(ROOT / name)
+    network = Network()
+    network.route(NatGatewayId=network.nat())
+    own = network.parameters | IMAGES | {"WithApiLogRole": "yes", "FlowsFile": "s3://b/a file"}
+    environ = {**os.environ, "AWS_ENDPOINT_URL": url, "SAM_CLI_TELEMETRY": "0"}
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         environ[name] = "us-west-2"
-    options = ["--yes", "--region=eu-central-1", f"--parameters={path}"]
 
-    deployed = subprocess.run(
-        ["scripts/deploy", *options], cwd=ROOT, env=environ, capture_output=True, text=True
-    )
+    def run(*command: str, answers: str = "") -> str:
+        done = subprocess.run(
+            command, cwd=clone, env=environ, input=answers, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
-    assert deployed.returncode == 0, deployed.stdout + deployed.stderr
-    assert "curl -N https://u/live/v1/models" in deployed.stdout
-    stacks = boto3.client("cloudformation").describe_stacks()["Stacks"]
-    [stack] = [stack for stack in stacks if stack["StackName"] == "batchway"]
-    given = {one["ParameterKey"]: one["ParameterValue"] for one in stack["Parameters"]}
-    assert given["VpcId"] == network["VpcId"]
-    assert len(given["Release"]) == 64
-    destroyed = subprocess.run(
-        ["scripts/destroy", *options], cwd=ROOT, env=environ, capture_output=True, text=True
-    )
-    assert destroyed.returncode == 0, destroyed.stdout + destroyed.stderr
-    assert "stack batchway-artifacts" in destroyed.stdout
+    def deployed(**values: str) -> dict[str, str]:
+        (clone / "deploy.local.json").write_text(json.dumps(own | values))
+        run(".venv-sam/bin/sam", "build")
+        region = ("--region=eu-central-1", "--no-confirm-changeset")
+        # moto does not make the bucket that sam would make for itself.
+        where = ("--no-resolve-s3", f"--s3-bucket={bucket}")
+        run(".venv-sam/bin/sam", "deploy", *region, *where, "--no-fail-on-empty-changeset")
+        stacks = boto3.client("cloudformation").describe_stacks(StackName="batchway")["Stacks"]
+        return {one["ParameterKey"]: one["ParameterValue"] for one in stacks[0]["Parameters"]}
+
+    (clone / "deploy.local.json").write_text(json.dumps(own))
+    run("scripts/preflight", "--region=eu-central-1")
+    first = deployed()
+    assert first["VpcId"] == own["VpcId"]
+    assert first["FlowsFile"] == "s3://b/a file"
+    assert len(first["Release"]) == 64
+    again = deployed(MaxWorkers="3", FlowsFile="")
+    assert (again["MaxWorkers"], again["FlowsFile"]) == ("3", "")
+    assert again["Release"] != first["Release"]
+    assert deployed() == first
+    destroyed = run("scripts/destroy", "--yes", "--region=eu-central-1")
+    assert "Left, and paid for" in destroyed
