@@ -359,7 +359,7 @@ const took = ({ timings }) => (timings.started_at && timings.finished_at ? secon
 
 function pathOf(id, what = "") {
   const owner = owners.get(id) ?? (state?.held ?? []).find((each) => each.job_id === id)?.tenant ?? who.tenant;
-  return `/v1/jobs/${id}${what}${owner === who.tenant ? "" : `?${new URLSearchParams({ tenant: owner })}`}`;
+  return `/v1/jobs/${encodeURIComponent(id)}${what}${owner === who.tenant ? "" : `?${new URLSearchParams({ tenant: owner })}`}`;
 }
 
 async function refreshJob() {
@@ -394,7 +394,7 @@ async function showOutput(id) {
   const shown = h("pre", { tabindex: 0, "aria-label": "Events" });
   $("job").append(shown);
   await attempt(async () => {
-    for await (const { event, data } of events(await call(`/v1/jobs/${id}/events`))) shown.append(`${event || "event"} ${data}\n`);
+    for await (const { event, data } of events(await call(`/v1/jobs/${encodeURIComponent(id)}/events`))) shown.append(`${event || "event"} ${data}\n`);
   });
 }
 
