@@ -84,6 +84,7 @@ SAFE_LOOK_S = 0.2  # if the subscription existed this long after the submit, no 
 SOON_S = 0.005
 _RETRY_S = 1.0  # of a report that Redis has not answered
 _WANTED_S = 60.0  # for which a worker is wanted, beyond the cold start
+_FOR_WANT = {ErrorCode.NO_WORKERS, ErrorCode.DEADLINE_INFEASIBLE}  # of a worker, if none lives
 
 T = TypeVar("T")
 
@@ -291,8 +292,13 @@ class Broker:
             await self.payloads.discard(held.id)
 
     async def _note_refusal(self, job: Job, refusal: JobRefused | None) -> None:
-        if refusal is not None and refusal.code is ErrorCode.NO_WORKERS:
-            await self.want_worker(job.model, job.lane)
+        """Asks for a worker if the call was refused for want of one, also because its deadline does
+        not allow a cold start: its next try would find none either. A failure changes nothing."""
+        if refusal is None or refusal.code not in _FOR_WANT:
+            return
+        with contextlib.suppress(BatchwayError):
+            if not await self.known.num_live_workers(job.model):
+                await self.want_worker(job.model, job.lane)
 
     async def want_worker(self, model: str, lane: str = ANY_LANE) -> None:
         """Asks for a worker for a refused call: starters of workers see waiting jobs only. A

@@ -15,9 +15,10 @@ from contract.keys import Keys
 from infra.aws.pool_metrics import spread
 from infra.aws.pool_service import PoolService, PoolWatch, build_parser, policy_of
 from infra.aws.workforce import EcsService
+from infra.embedded_redis import EmbeddedRedis
 from infra.pool import PoolPolicy
-from tests.aws.conftest import Clock, Invoke
-from tests.aws.lambda_events import rest_event
+from tests.aws.conftest import Clock, Invoke, running_function
+from tests.aws.lambda_events import KEY, rest_event
 from tests.fleet import until
 from tests.gateway.conftest import make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
@@ -87,6 +88,18 @@ async def test_a_refused_call_starts_the_first_worker(
     assert 290 <= int(answer["headers"]["retry-after"]) <= 400  # with jitter
     decision = await service.step()
     assert (decision.num_workers, decision.reason, decision.backlog_s) == (1, "from zero", 0.0)
+    assert ecs.num_desired() == 1
+
+
+async def test_a_deadline_within_the_cold_start_starts_the_first_worker(
+    service: PoolService, ecs: EcsService, redis_server: EmbeddedRedis
+) -> None:
+    """Such a job is refused, and leaves nothing else by which the pool could know of it."""
+    settings = make_settings(redis_server.url, api_key=KEY, cold_start_s=300.0)
+    async with running_function(settings) as invoke:
+        answer = await invoke(rest_event("POST", "/v1/jobs", JOB | {"deadline_s": 60}))
+    assert json.loads(answer["body"])["error"]["code"] == "deadline_infeasible"
+    assert (await service.step()).reason == "from zero"
     assert ecs.num_desired() == 1
 
 
