@@ -112,6 +112,7 @@ class FlowService:
         """Publishes the flows once all members are published, and withdraws those that the file no
         longer contains. Raises FlowError, BatchwayError."""
         cards = await self._cards()
+        await self._want_members(cards)
         flows = check_flows(self._definitions, cards, self._path)
         for name in _members_first(self._definitions):
             card = flow_card(name, flows[name], cards)
@@ -127,6 +128,13 @@ class FlowService:
                 log.info("flow served model=%s", name)
             self._published[name] = card
         await self._withdraw([name for name, card in cards.items() if card.flow is not None])
+
+    async def _want_members(self, cards: Mapping[str, ModelCard]) -> None:
+        """Asks for the first workers of declared members: no flow is served before all of them are
+        published, so that no call of one could ask."""
+        called = {model for each in self._definitions.values() for _, model in members(each)}
+        for model in sorted(called & set(self._broker.known.declared) - cards.keys()):
+            await self._broker.want_worker(model)
 
     async def _withdraw(self, flows: Sequence[str]) -> None:
         """Withdraws those of `flows` that are not in the file and that no other gateway runs.

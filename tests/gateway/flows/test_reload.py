@@ -7,7 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
 
+from contract.keys import Keys
+from contract.starts import ANY_LANE, Starts
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -187,3 +190,20 @@ async def test_a_restarted_gateway_withdraws_flows_that_its_file_no_longer_has(
     rewrite(models_yaml, [flow for flow in FLOWS["models"] if flow["name"] != "vote"])
     with running_gateway(settings) as url:
         await serve(url, {"pipe"}, {"vote", "second"})
+
+
+async def test_declared_members_are_started_for_their_flows(
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    models_yaml: Path,
+) -> None:
+    """Their flows are served once they are published; until then no call could ask for them. A
+    declared model that no flow calls is not started."""
+    starts = Starts(redis_client, keys)
+    settings = make_settings(
+        redis_server.url, models=str(models_yaml), declared_models=("large", "other")
+    )
+    with running_gateway(settings):
+        await until(lambda: starts.is_wanted("large", ANY_LANE))
+        assert not await starts.is_wanted("other", ANY_LANE)
