@@ -8,6 +8,7 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 
 from tests.aws.fake_ecs import FakeEcs
 from tests.aws.template import as_list, functions, of_type, transformed, written
@@ -99,9 +100,6 @@ def test_a_changed_namespace_is_refused_and_can_be_rolled_back(answers: Answers)
 class Keeper:
     """A Lambda on which the right to call it is known at the third try."""
 
-    class exceptions:
-        ClientError = LookupError
-
     def __init__(self, *, fails: bool = False, tries: int = 3) -> None:
         self._answer = {"FunctionError": "Unhandled"} if fails else {}
         self._left = tries
@@ -109,7 +107,7 @@ class Keeper:
     def invoke(self, *, FunctionName: str) -> dict[str, str]:
         self._left -= 1
         if self._left:
-            raise LookupError("AccessDenied")
+            raise ClientError({"Error": {"Code": "AccessDenied"}}, "Invoke")
         return self._answer
 
 
