@@ -124,6 +124,11 @@ class Files(Partition):
         found = _record(file_id, flat)
         return found if found is not None and found.tenant == tenant else None
 
+    async def find_upload(self, upload_id: str, tenant: str) -> Upload | None:
+        """Returns an upload; None if the tenant has no such one, or it has expired."""
+        found = await self.find(upload_id, tenant)
+        return None if found is None else Upload.of(found)
+
     async def _readable(self, file_ids: Sequence[str]) -> list[StoredFile]:
         """Returns the files that exist and can be read."""
         reply = await self._call("file_read", *file_ids) if file_ids else []

@@ -34,20 +34,26 @@ class JobRequest(msgspec.Struct, frozen=True):
 
 
 def requests_of(
-    event: Event, *, invocation_id: str = "", max_bytes: int, clients: Clients
+    event: Event,
+    *,
+    invocation_id: str = "",
+    max_bytes: int,
+    own_bucket: str = "",
+    clients: Clients,
 ) -> list[JobRequest]:
-    """The jobs of an event. Blocks while it reads objects of S3, of at most `max_bytes`. Raises
-    UnreadableEvent, EventUnavailable."""
+    """The jobs of an event. Blocks while it reads objects of S3, of at most `max_bytes`, but none
+    of `own_bucket`, which holds all tenants'. Raises UnreadableEvent, EventUnavailable."""
     key = f"lambda-{invocation_id}" if invocation_id else ""
     try:
-        return _Reader(max_bytes, clients).jobs_of(event, key)
+        return _Reader(max_bytes, own_bucket, clients).jobs_of(event, key)
     except (KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise UnreadableEvent(f"an event with another form than its kind's: {exc!r}") from exc
 
 
 class _Reader:
-    def __init__(self, max_bytes: int, clients: Clients) -> None:
+    def __init__(self, max_bytes: int, own_bucket: str, clients: Clients) -> None:
         self._max_bytes = max_bytes
+        self._own_bucket = own_bucket
         self._clients = clients
 
     def jobs_of(self, event: Event, key: str) -> list[JobRequest]:
@@ -103,6 +109,8 @@ class _Reader:
     def _object(self, record: Event) -> JobRequest:
         """An object that was created: its content is the body."""
         name, found = record["s3"]["bucket"]["name"], record["s3"]["object"]
+        if name == self._own_bucket:
+            raise UnreadableEvent("an object of the gateway's own store")
         if not record["eventName"].startswith("ObjectCreated:"):
             raise UnreadableEvent(f"an event of S3 that creates no object: {record['eventName']}")
         if found.get("size", 0) > self._max_bytes:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from mangum import Mangum
 
@@ -68,6 +69,7 @@ class Function:
             self._app,
             settings.api_key,
             max_bytes=settings.max_body_bytes,
+            own_bucket=urlsplit(settings.object_store).netloc,
             dead_letters_url=os.environ.get(DEAD_LETTERS_VARIABLE, ""),
         )
 

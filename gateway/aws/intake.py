@@ -73,11 +73,18 @@ class Intake:
     """The app's `POST /v1/jobs`, for events."""
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, *, max_bytes: int, dead_letters_url: str
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        *,
+        max_bytes: int,
+        own_bucket: str,
+        dead_letters_url: str,
     ) -> None:
         self._app = app
         self._api_key = api_key
         self._max_bytes = max_bytes
+        self._own_bucket = own_bucket
         self._dead_letters_url = dead_letters_url
         self._clients = functools.cache(aws_client)
 
@@ -145,6 +152,7 @@ class Intake:
                 event,
                 invocation_id=invocation_id,
                 max_bytes=self._max_bytes,
+                own_bucket=self._own_bucket,
                 clients=self._clients,
             )
         except UnreadableEvent as exc:

@@ -172,7 +172,8 @@ async def complete_upload(
     joined = Joined(store, [(key_of(upload_id, name), num_bytes) for name, num_bytes in parts])
     await asyncio.to_thread(store.write, content_key(file.id), joined.buffered())
     if body.md5 is not None and body.md5.lower() != joined.md5:
-        await delete_objects(gateway, file.id)
+        if await _file_of(gateway, caller, upload_id) is None:  # completed meanwhile otherwise
+            await delete_objects(gateway, file.id)
         raise invalid_value("md5", "md5 is not that of the parts in this order")
     most = gateway.settings.max_tenant_file_bytes
     room = most and most + file.num_bytes  # the upload's own are counted until it is dropped
@@ -229,10 +230,12 @@ async def _known(gateway: Gateway, caller: Caller, upload_id: str) -> Upload:
     """The tenant's upload. Raises ApiError (404)."""
     found = None
     if _ID.fullmatch(upload_id):
-        found = await gateway.broker.ask_files(lambda files: files.find(upload_id, caller.tenant))
+        found = await gateway.broker.ask_files(
+            lambda files: files.find_upload(upload_id, caller.tenant)
+        )
     if found is None:
         raise not_found("this upload", "upload_not_found")
-    return Upload.of(found)
+    return found
 
 
 async def _file_of(gateway: Gateway, caller: Caller, upload_id: str) -> StoredFile | None:

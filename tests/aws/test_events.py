@@ -222,6 +222,21 @@ async def test_a_message_that_is_refused_for_hours_ends_with_its_last_reason(
     assert reason.startswith("404 model_not_found: ")
 
 
+async def test_an_object_of_the_store_is_no_job(
+    redis_server: Any,
+    idle_worker: FakeWorker,
+    put: Callable[[str, bytes], dict[str, Any]],
+    dead_letters: Callable[[], list[tuple[str, str]]],
+) -> None:
+    """Whoever may send events may not read all tenants' prompts and files by them."""
+    settings = make_settings(redis_server.url, api_key=KEY, object_store=f"s3://{BUCKET}/jobs")
+    async with running_function(settings) as own:
+        event = put("jobs/a/content", json.dumps(JOB).encode())
+        assert await own(sqs_event(("1", json.dumps(event)))) == {"batchItemFailures": []}
+    [(_, reason)] = dead_letters()
+    assert "an object of the gateway's own store" in reason
+
+
 async def test_a_message_whose_dead_letter_fails_stays_in_the_queue(
     invoke: Invoke, idle_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, redis_server: Any
 ) -> None:

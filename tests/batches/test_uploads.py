@@ -114,6 +114,17 @@ async def test_a_cancelled_upload_is_gone(client: AsyncOpenAI, tmp_path: Path) -
             await ask(upload_id)
 
 
+async def test_a_damaged_record_of_an_upload_is_told(
+    client: AsyncOpenAI, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """As that of a file."""
+    upload_id = await begin(client)
+    await redis_client.hset(keys.of("file", upload_id), "purpose", "upload:soon")
+    with pytest.raises(openai.APIStatusError) as refused:
+        await client.uploads.cancel(upload_id)
+    assert refused.value.status_code == 410
+
+
 async def test_an_upload_ends_after_an_hour(
     client: AsyncOpenAI, redis_client: redis.asyncio.Redis, keys: Keys, tmp_path: Path
 ) -> None:
