@@ -26,6 +26,8 @@ HEADINGS = [
 ]
 CALLED = (
     "setup",
+    "setup-sam",
+    "chromium",
     "docs",
     "test",
     "check",

@@ -140,21 +140,23 @@ def check_gpus(one: Installation, values: Mapping[str, str]) -> Iterator[Finding
         (machine["VCpuInfo"]["DefaultVCpus"], machine["InstanceType"])
         for page in pages
         for machine in page["InstanceTypes"]
-        if machine["InstanceType"] in offered and (not is_managed or _fits(machine, wanted))
+        if machine["InstanceType"] in offered and _fits(machine, wanted, values)
     )
     if zones and not fitting:
-        what = f"a machine with one {wanted}" if is_managed else wanted
-        yield Finding("GPU machines", f"no zone of the subnets offers {what}")
+        problem = f"no zone of the subnets offers {wanted} with {values['WorkerGpus']} GPU"
+        yield Finding("GPU machines", f"{problem}: take another one, or another WorkerGpus")
     elif zones:
         bought = values.get("CapacityOption", "ON_DEMAND") if is_managed else "ON_DEMAND"
         yield from _check_vcpus(one, *fitting[0], bought, int(values["MaxWorkers"]))
 
 
-def _fits(machine: Mapping[str, Any], gpu: str) -> bool:
-    """Whether a managed worker may run on it: exactly one GPU of this name beside x86_64."""
-    gpus = machine.get("GpuInfo", {}).get("Gpus", [])
+def _fits(machine: Mapping[str, Any], wanted: str, values: Mapping[str, str]) -> bool:
+    """Whether a worker may run on it: a managed one on exactly so many GPUs of this name."""
+    gpus, num_gpus = machine.get("GpuInfo", {}).get("Gpus", []), int(values["WorkerGpus"])
     names = [one["Name"].lower().replace(" ", "-") for one in gpus for _ in range(one["Count"])]
-    return names == [gpu] and "x86_64" in machine["ProcessorInfo"]["SupportedArchitectures"]
+    is_right = names == [wanted] * num_gpus or machine["InstanceType"] == wanted
+    has_cpu = "x86_64" in machine["ProcessorInfo"]["SupportedArchitectures"]
+    return is_right and len(names) >= num_gpus and has_cpu
 
 
 def _check_vcpus(

@@ -93,6 +93,7 @@ def test_every_parameter_is_set_changed_and_cleared(folder: Path) -> None:
     value that is left out is the template's default of now."""
     wanted, files = [], []
     beside = {"CacheNodeType": "cache.m7g.large", "AlarmTopicArn": "arn", "MachineGroupName": "m"}
+    beside["CertificateArn"] = "arn:aws:acm:eu-central-1:123456789012:certificate/c"
 
     def deployed(**values: Any) -> None:
         values = beside | values  # what rules ask for
@@ -184,7 +185,7 @@ def test_a_value_is_held_against_its_declaration(name: str) -> None:
     if "MaxValue" in declared:
         wrong.append(str(declared["MaxValue"] + 1))
     if "AllowedPattern" in declared:
-        wrong.append("no such thing!")
+        wrong.append(" no such thing! ")
     if "AWS::" in declared["Type"]:
         wrong.append("")
     for value in wrong:

@@ -226,7 +226,8 @@ def test_a_gpu_is_one_that_the_zones_offer_and_the_quota_holds(
         return [text for text, is_fatal in problems(session, **given).items() if is_fatal]
 
     if not is_offered:
-        assert refused(768) == [f"no zone of the subnets offers a machine with one {gpu}"]
+        [problem] = refused(768)
+        assert f"no zone of the subnets offers {gpu} with 1 GPU" in problem
         return
     needed = 16 if gpu == "h100" else 4
     assert refused(needed) == []
@@ -234,9 +235,29 @@ def test_a_gpu_is_one_that_the_zones_offer_and_the_quota_holds(
     assert f"a worker on {by_name[gpu]} needs {needed}" in problem
 
 
-def test_a_group_needs_a_zone_that_offers_its_type(parameters: dict[str, str]) -> None:
-    group = {"CapacityKind": "auto-scaling-group", "GpuInstanceType": "g9.none"}
-    assert "no zone of the subnets offers g9.none" in problems(Session(), **parameters, **group)
+@pytest.mark.parametrize(
+    ("kind", "num_gpus", "is_offered"),
+    [("g9.none", 1, False), ("g6.xlarge", 1, True), ("g6.xlarge", 2, False),
+     ("g6.12xlarge", 4, True), ("m7i.xlarge", 1, False), ("g5g.xlarge", 1, False)],
+)  # fmt: skip
+def test_a_group_needs_a_zone_that_offers_its_type_with_its_gpus(
+    parameters: dict[str, str], kind: str, num_gpus: int, is_offered: bool
+) -> None:
+    """And with x86-64, for which the image is built."""
+    group = {"CapacityKind": "auto-scaling-group", "GpuInstanceType": kind}
+    found = problems(Session(), **parameters, **group, WorkerGpus=str(num_gpus))
+    assert any(found.values()) != is_offered
+    assert is_offered or any(f"offers {kind} with {num_gpus} GPU" in one for one in found)
+
+
+def test_several_gpus_of_a_managed_worker_are_those_of_one_machine(
+    parameters: dict[str, str],
+) -> None:
+    """One A100 is in no machine, eight are in one with 96 vCPUs."""
+    eight = {"GpuName": "a100", "WorkerGpus": "8"}
+    assert not any(problems(Session(), **parameters, **eight).values())
+    [problem] = problems(Session(L_417A185B=95.0), **parameters, **eight)
+    assert "a worker on p4d.24xlarge needs 96" in problem
 
 
 def test_a_durable_cache_needs_a_node_that_can(parameters: dict[str, str]) -> None:
