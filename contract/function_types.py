@@ -1,4 +1,7 @@
-"""Types of the functions' arguments and replies. The calls are in functions.py."""
+"""Types of the functions' arguments and replies. The calls are in functions.py.
+
+Over 300 lines: one struct for each argument and reply.
+"""
 
 from collections.abc import Mapping
 from enum import StrEnum
