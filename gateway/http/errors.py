@@ -185,21 +185,6 @@ def invalid_value(param: str | None, message: str) -> ApiError:
     return bad_request("invalid_value", message, param)
 
 
-class NotAnnounced(ApiError):
-    """No worker of a declared model has announced it yet, so its tokenizer is not known either.
-    `expected_s`: until a worker is ready; None where unknown."""
-
-    def __init__(self, model: str, expected_s: float | None) -> None:
-        when = "" if expected_s is None else f": one should be ready in {math.ceil(expected_s)} s"
-        super().__init__(
-            503,
-            ErrorCode.NO_WORKERS,
-            f"the first worker of the model {model!r} is not ready yet{when}",
-            headers={"x-dropped-reason": ErrorCode.NO_WORKERS},
-            retry_after_s=expected_s,
-        )
-
-
 def not_found(what: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(404, code, f"{what} does not exist, or is not yours", param=param)
 

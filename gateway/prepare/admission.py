@@ -25,7 +25,6 @@ from contract.jobs import DEFAULT_LANES, Endpoint, Job, SamplingParams, new_job_
 from contract.model_cards import ModelCard
 from gateway.http.errors import (
     ApiError,
-    NotAnnounced,
     bad_request,
     invalid_value,
     no_such_model,
@@ -36,7 +35,7 @@ from gateway.prepare.revocation import watch_key
 from gateway.prepare.unsupported import CallFields
 from gateway.redis.broker import Broker
 from gateway.redis.key_ring import EVERYTHING, KeyRing, csrf_token, name_of
-from gateway.redis.known_models import model_failed
+from gateway.redis.known_models import NotAnnounced, model_failed
 from gateway.settings import GatewaySettings, LaneBound
 from gateway.state import Gateway
 from gateway.turns import Owner, Turns, take_turns, turn, work_for

@@ -5,6 +5,7 @@ Each method raises BrokerUnavailable.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from contract.keys import Keys
 from contract.library import max_memory
 from contract.model_cards import ModelCard
 from contract.starts import ExpectedStart, ModelFailure
-from gateway.http.errors import ModelUnreadable
+from gateway.http.errors import ApiError, ModelUnreadable
 from gateway.models.tokens import ModelTokenizer
 from gateway.redis.key_ring import Guard
 
@@ -40,6 +41,21 @@ class WorkerWait(msgspec.Struct, frozen=True):
     """The wait for a worker. `expected_s`: until it is ready; None where none is announced."""
 
     expected_s: float | None
+
+
+class NotAnnounced(ApiError):
+    """No worker of a declared model has announced it yet, so its tokenizer is not known either.
+    `expected_s`: until a worker is ready; None where unknown."""
+
+    def __init__(self, model: str, expected_s: float | None) -> None:
+        when = "" if expected_s is None else f": one should be ready in {math.ceil(expected_s)} s"
+        super().__init__(
+            503,
+            ErrorCode.NO_WORKERS,
+            f"the first worker of the model {model!r} is not ready yet{when}",
+            headers={"x-dropped-reason": ErrorCode.NO_WORKERS},
+            retry_after_s=expected_s,
+        )
 
 
 class KnownModels:

@@ -16,7 +16,7 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.starts import ANY_LANE
-from infra.aws.installation import DeployError
+from infra.aws.parameters import DeployError
 from infra.aws.pool_service import PoolService, PoolWatch
 from infra.aws.trial import Trial
 from infra.aws.workforce import EcsService

@@ -24,8 +24,9 @@ from contract.connection import end_tasks
 from contract.files import StoredFile
 from contract.payloads.store import ObjectStore, PayloadLost
 from gateway.files import lines, write_content
-from gateway.http.errors import ApiError, NotAnnounced
+from gateway.http.errors import ApiError
 from gateway.prepare.admission import check_endpoint, check_lane
+from gateway.redis.known_models import NotAnnounced
 from gateway.runners.batches.lease import LeasedBatch
 from gateway.runners.batches.lines import BadLine, Line, Validation, parse_line, requests
 from gateway.runners.batches.part_run import TEMPORARY, PartRun

@@ -24,7 +24,6 @@ from gateway.follow.members import delete_whole
 from gateway.follow.streams import ended_answer
 from gateway.http.errors import (
     ApiError,
-    NotAnnounced,
     UnknownJob,
     failure_of,
     internal_error,
@@ -36,6 +35,7 @@ from gateway.prepare.admission import Caller, Terms
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response
+from gateway.redis.known_models import NotAnnounced
 from gateway.runners.batches.lease import CANCELLED, EXPIRED, LeasedBatch
 from gateway.runners.batches.lines import Line, call_body
 from gateway.runners.submission import submit
