@@ -156,7 +156,8 @@ EXAMPLES = (
     "s3://bucket/a key.yaml", "arn:aws:sqs:eu-central-1:123456789012:jobs",
     "arn:aws:sns:eu-central-1:123456789012:jobs", "arn:aws:s3:::bucket/jobs/*",
     "arn:aws:events:eu-central-1:123456789012:event-bus/jobs",
-    "arn:aws:lambda:eu-central-1:123456789012:function:jobs",
+    "arn:aws:lambda:eu-central-1:123456789012:function:jobs", "--dtype bfloat16",
+    "BATCHWAY_POLL_S=1 BATCHWAY_LANE_BOUNDS=interactive=2s,standard=9s",
 )  # fmt: skip
 """Texts of which each pattern in the template takes one."""
 
