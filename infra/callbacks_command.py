@@ -10,11 +10,14 @@ from contract.callback_urls import AllowList
 from contract.callbacks import Secrets
 from contract.connection import connect
 from contract.keys import Keys
+from contract.operations import OperationKind
 from contract.outbox import DeadLetter, Outbox
 from infra import options as opts
 from infra.jobs_command import add_tenant_option
+from infra.operations_command import add_filter_options, has_filter, run_operation
 from infra.option_values import checked, integer
 from infra.options import Option, Value
+from infra.preconditions import UsageError
 from infra.tables import date, table, write
 
 if TYPE_CHECKING:
@@ -53,13 +56,20 @@ def add_callbacks_options(parser: argparse.ArgumentParser) -> None:
     ).add_subparsers(dest="action", required=True, metavar="ACTION")
     for action, summary in zip(
         ACTIONS,
-        ("list those of a tenant", "show one of them", "deliver one again, with the same id"),
+        (
+            "list those of a tenant",
+            "show one of them",
+            "deliver one or many again, with the same id",
+        ),
         strict=True,
     ):
         one = opts.add_action(actions, action, summary)
         add_tenant_option(one)
-        if action != "list":
+        if action == "show":
             one.add_argument("job", metavar="JOB", help="the id of the callback's job")
+        elif action == "replay":
+            one.add_argument("job", metavar="JOB", nargs="?", help="its job; without it by filter")
+            add_filter_options(one, ("succeeded", "failed", "cancelled", "expired"))
 
 
 def add_allow_option(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +126,11 @@ def _parts(raw: str) -> Sequence[str]:
 async def _dead(options: argparse.Namespace, url: str) -> int:
     async with connect(url) as client:
         outbox = Outbox(client, Keys(options.namespace))
+        if options.action == "replay" and options.job is not None and has_filter(options):
+            raise UsageError("give a JOB or filters, not both")
+        if options.action == "replay" and options.job is None:
+            await run_operation(client, options, OperationKind.REPLAY_CALLBACKS)
+            return 0
         if options.action == "replay":
             state = await outbox.replay(options.job, options.tenant)
             text = f"{options.job}: {state}" if state else _UNKNOWN

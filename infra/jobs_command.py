@@ -1,14 +1,13 @@
 """`batchway jobs`: operator actions on jobs: those of tenants, by Redis alone, without gateway and
 key; quarantined ones; predicted waits beside actual ones. Shows states and sizes, never text.
 
-Over 300 lines: one command with seven actions.
+Over 300 lines: one command with eight actions.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
-import re
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,22 +15,29 @@ from typing import Any
 import msgspec
 
 from contract.catalogue import Catalogue
-from contract.connection import broker_errors, connect, now_ms
+from contract.connection import broker_errors, connect
 from contract.errors import JobRefused, wire_errors
 from contract.function_types import JobView, Submitted, Wanted
 from contract.functions import Functions
 from contract.jobs import PUBLIC_STATUSES, JobStatus, public_status
 from contract.keys import Keys
+from contract.operations import OperationKind
 from contract.replays import replay_of, replayed_id
 from infra import options as opts
+from infra.operations_command import (
+    ALL_TENANTS,
+    DEFAULT_TENANT,
+    add_filter_options,
+    has_filter,
+    run_operation,
+    wanted_of,
+)
 from infra.option_values import model_name
-from infra.options import Option, Value
+from infra.options import Option
+from infra.preconditions import UsageError
 from infra.tables import date, percentile, table, write
-from workers.settings import LANES
 
-JOB_ACTIONS = ("list", "show", "cancel", "delete")
-DEFAULT_TENANT = "default"
-ALL_TENANTS = "*"
+JOB_ACTIONS = ("list", "show", "cancel", "replay", "delete")
 _LIST_HEADING = (
     "job",
     "tenant",
@@ -43,7 +49,6 @@ _LIST_HEADING = (
     "output",
     "metadata",
 )
-_METADATA = re.compile(r"([^=]{1,64})=(.{0,512})")
 
 
 class JobRefusal(Exception):
@@ -57,34 +62,13 @@ def add_tenant_option(parser: argparse.ArgumentParser) -> None:
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     """Adds filters of the list."""
-    table = {
-        "status": Option("only this state", tuple(PUBLIC_STATUSES), shown="any"),
-        "lane": Option("only this lane", LANES, shown="any"),
-        "served_model_name": Option("only this one", opts.NAME, shown="any"),
-        "error_code": Option("only jobs that failed with it", opts.NAME, shown="any"),
-        "older_than": Option("only jobs submitted before so long", opts.SECONDS, shown="any"),
-        "newer_than": Option("only jobs submitted since so long", opts.SECONDS, shown="any"),
-        "metadata": Option(
-            "only jobs with this metadata; may be repeated",
-            Value(_metadata, "NAME=VALUE"),
-            [],
-            "any",
-        ),
-        "limit": Option("the most jobs to list", opts.COUNT, 20),
-    }
-    opts.add_options(parser, table)
+    add_filter_options(parser, tuple(PUBLIC_STATUSES))
+    opts.add_options(parser, {"limit": Option("the most jobs to list", opts.COUNT, 20)})
 
 
 def run_tenant_jobs(options: argparse.Namespace, redis_url: str) -> None:
     """Runs one action. Raises JobRefusal, BrokerUnavailable."""
     asyncio.run(_run_on_job(options, redis_url))
-
-
-def _metadata(raw: str) -> tuple[str, str]:
-    match = _METADATA.fullmatch(raw)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {raw!r}")
-    return match[1], match[2]
 
 
 async def _run_on_job(options: argparse.Namespace, redis_url: str) -> None:
@@ -93,27 +77,11 @@ async def _run_on_job(options: argparse.Namespace, redis_url: str) -> None:
     async with connect(redis_url) as client:
         functions = Functions(client, Keys(options.namespace))
         if options.kind == "list":
-            await _list_jobs(functions, options, await _wanted(client, options))
+            await _list_jobs(functions, options, await wanted_of(client, options))
+        elif options.kind == "replay" or (options.kind == "cancel" and options.job_id is None):
+            await run_operation(client, options, OperationKind(options.kind))
         else:
             await actions[options.kind](functions, options)
-
-
-async def _wanted(client: Any, options: argparse.Namespace) -> Wanted:
-    """The filters of the options; ages by the Redis clock."""
-    at_ms = await now_ms(client)
-
-    def before(age_s: float | None) -> int:
-        return 0 if age_s is None else at_ms - int(age_s * 1000)
-
-    return Wanted(
-        statuses=PUBLIC_STATUSES[options.status] if options.status else frozenset(),
-        lanes=frozenset([options.lane] if options.lane else []),
-        model=options.served_model_name or "",
-        error_code=options.error_code or "",
-        created_after_ms=before(options.newer_than),
-        created_before_ms=before(options.older_than),
-        metadata=dict(options.metadata),
-    )
 
 
 async def _list_jobs(functions: Functions, options: argparse.Namespace, wanted: Wanted) -> None:
@@ -141,6 +109,8 @@ async def _show_job(functions: Functions, options: argparse.Namespace) -> None:
 
 
 async def _cancel(functions: Functions, options: argparse.Namespace) -> None:
+    if has_filter(options):
+        raise UsageError("give a JOB or filters, not both")
     status = await functions.cancel(options.job_id, options.tenant)
     if status is None:
         raise _unknown(options)
@@ -280,7 +250,11 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     add_list_options(_add_kind(kinds, "list", "list a tenant's jobs, the youngest first"))
     _add_job(_add_kind(kinds, "show", "show a job: state and sizes, never text"))
-    _add_job(_add_kind(kinds, "cancel", "cancel a waiting or running job"))
+    cancel = _add_kind(kinds, "cancel", "cancel a waiting or running job, or all that match")
+    cancel.add_argument("job_id", metavar="JOB", nargs="?", help="its id; without it by filter")
+    add_filter_options(cancel, ("queued", "running"))
+    replay = _add_kind(kinds, "replay", "submit failed jobs again, each once; gateways do it")
+    add_filter_options(replay, ("failed", "expired", "cancelled"), "failed")
     _add_job(_add_kind(kinds, "delete", "delete an ended job: prompt, output, log"))
     calibration = opts.add_action(kinds, "calibration", "compare predicted waits with actual ones")
     model = opts.Option("only this model", opts.Value(model_name, "NAME"), shown="every model")

@@ -118,7 +118,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             commands=f"{_CONNECTION} exists get hdel hget hgetall hmget hset hsetnx pexpire "
             "publish sadd scard time xinfo|groups xrange zrange zrangebyscore",
             keeps="models pool worker",
-            reads="active back corrections counters deliveries job own q totals wanted workers",
+            reads="active back corrections counters deliveries job line own paused q totals wanted "
+            "workers",
             channels="ctl",
         ),
         "housekeeper": RedisRole(

@@ -19,7 +19,7 @@ from contract.jobs import Job
 from contract.operations import Operation, OperationState, Step
 from contract.payloads.store import PayloadUnavailable
 from gateway.follow.members import cancel_whole
-from gateway.http.errors import ApiError, UnknownJob
+from gateway.http.errors import ApiError, RecordUnreadable, UnknownJob
 from gateway.prepare.admission import bound_of, stored_bounds
 from gateway.prepare.vectors import vector_bytes
 from gateway.runners.submission import submit
@@ -82,17 +82,17 @@ class _Run:
                 step = await self._step(reported)
             except LeaseLost:
                 return True
+            if not is_replay:
+                await self._end_calls(step)
             if step.state is not OperationState.RUNNING:
                 words = step.matched, step.done, step.failed
                 log.info("operation %s %s: %d, %d, %d", self._operation.id, step.state, *words)
                 return True
+            reported = None
             if is_replay and step.job_ids:
                 reported, is_whole = await self._replay(step)
                 if not is_whole:
                     return False
-            else:
-                reported = None
-                await self._end_calls(step)
             if self._gateway.broker.clock() > until_s:
                 if reported is not None:
                     await self._step(reported, max_jobs=0)
@@ -114,7 +114,7 @@ class _Run:
     async def _end_calls(self, step: Step) -> None:
         """Cancels the calls of ended flows, whose own gateway may have died."""
         for job_id in step.job_ids:
-            with contextlib.suppress(UnknownJob):
+            with contextlib.suppress(UnknownJob, RecordUnreadable):
                 view, _ = await self._gateway.broker.read(job_id, step.tenant)
                 await cancel_whole(self._gateway.broker, view.job)
 

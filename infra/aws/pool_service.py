@@ -32,6 +32,7 @@ from contract.connection import broker_errors, connect, now_ms, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.pauses import Line, Pauses
 from contract.starts import ANY_LANE, Starts
 from contract.telemetry.metrics import embedded_line
 from infra.aws.pool_metrics import FleetLines, MetricSender
@@ -93,14 +94,24 @@ class PoolWatch:
     model: str
     lanes: Sequence[str]
 
+    async def _queued_tokens(self, lane: str, pauses: Sequence[Line]) -> int:
+        """What waits in a lane for workers: not what is paused."""
+        own = [line for line in pauses if line.model in ("", self.model)]
+        tenants = {line.tenant for line in own if line.lane in ("", lane)}
+        if "" in tenants:
+            return 0
+        key = self.keys.of("counters", self.model, lane)
+        tokens = int(await self.client.hget(key, "queued_tokens") or 0)
+        for tenant in tenants:
+            key = self.keys.of("line", self.model, lane, tenant)
+            tokens -= int(await self.client.hget(key, "tokens") or 0)
+        return max(0, tokens)
+
     async def look(self) -> PoolState:
         since_ms = await now_ms(self.client) - int(WORKER_TTL_S * 1000)
+        pauses = [pause.line for pause in await Pauses(self.client, self.keys).all()]
         with broker_errors(self.client, "HGET or ZRANGEBYSCORE"):
-            queued = {}
-            for lane in self.lanes:
-                key = self.keys.of("counters", self.model, lane)
-                tokens: Any = await self.client.hget(key, "queued_tokens")
-                queued[lane] = max(0, int(tokens or 0))
+            queued = {lane: await self._queued_tokens(lane, pauses) for lane in self.lanes}
             names: Any = await self.client.zrangebyscore(
                 self.keys.of("workers", self.model), since_ms, "+inf"
             )

@@ -12,6 +12,7 @@ import redis.asyncio
 
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.pauses import Line, Pauses
 from infra.aws.pool_metrics import spread
 from infra.aws.pool_service import PoolService, PoolWatch, build_parser, policy_of
 from infra.aws.workforce import EcsService
@@ -153,6 +154,21 @@ async def test_a_draining_worker_does_not_count(service: PoolService, functions:
     assert len((await service.watch.look()).workers) == 1
     await service.watch.client.hset(service.watch.keys.of("worker", "w1"), "state", "draining")
     assert not (await service.watch.look()).workers
+
+
+@pytest.mark.parametrize("line", [Line(lane="standard"), Line(tenant="default"), Line(model=MODEL)])
+async def test_paused_jobs_start_no_worker(
+    service: PoolService, invoke: Invoke, keys: Keys, line: Line
+) -> None:
+    """Nobody would run them."""
+    await invoke(rest_event("POST", "/v1/jobs", JOB))
+    waiting = (await service.watch.look()).queued_tokens["standard"]
+    pauses = Pauses(service.watch.client, keys)
+    await pauses.pause(line, "operator")
+    paused = (await service.watch.look()).queued_tokens["standard"]
+    await pauses.resume(line, "operator")
+    resumed = (await service.watch.look()).queued_tokens["standard"]
+    assert (waiting > 0, paused, resumed) == (True, 0, waiting)
 
 
 class StoppedTasks:

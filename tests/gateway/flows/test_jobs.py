@@ -11,6 +11,7 @@ from contract.errors import ErrorCode
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
+from contract.replays import replayed_id
 from tests.fleet import until
 from tests.gateway.conftest import make_settings
 from tests.gateway.flows.conftest import Fleet, chat, is_live
@@ -93,12 +94,14 @@ async def test_a_cancelled_flow_cancels_its_calls(flows: httpx.AsyncClient, flee
     assert statuses["large"] == "cancelled"
 
 
+@pytest.mark.parametrize("is_by_filter", [False, True])
 async def test_a_flow_that_nobody_runs_is_cancelled_with_its_calls(
     runner: subprocess.Popen[str],
     http: httpx.AsyncClient,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     fleet: Fleet,
+    is_by_filter: bool,
 ) -> None:
     """By the gateway that cancels it, because its log names them."""
     await fleet.stop_serving("large")
@@ -107,8 +110,30 @@ async def test_a_flow_that_nobody_runs_is_cancelled_with_its_calls(
     job_id = await submitted(http, job("cascade"))
     claimed = await fleet.workers["large"].claim()
     runner.kill()
-    await http.post(f"/v1/jobs/{job_id}/cancel")
+    if is_by_filter:
+        answer = await http.post("/v1/jobs/cancel", json={"model": "cascade"})
+    else:
+        answer = await http.post(f"/v1/jobs/{job_id}/cancel")
+    assert answer.is_success, answer.text
     assert await fleet.workers["large"].wait_until_ended(claimed) is JobStatus.CANCELLED
+
+
+async def test_a_flow_is_replayed_whole(flows: httpx.AsyncClient, fleet: Fleet) -> None:
+    """Its calls are those of a new flow; those of the old one are not submitted again."""
+    await fleet.stop_serving("small")
+    job_id = await submitted(flows, job("pipe"))
+    claimed = await fleet.workers["small"].claim()
+    await flows.post(f"/v1/jobs/{job_id}/cancel")
+    assert await fleet.workers["small"].wait_until_ended(claimed) is JobStatus.CANCELLED
+    filters = {"status": "cancelled", "created_after": 1}
+    answer = await flows.post("/v1/jobs/replay", json=filters)
+    assert answer.status_code == 202, answer.text
+    again = await fleet.workers["small"].claim()
+    assert again.job.parent == replayed_id(job_id)
+    await fleet.workers["small"].run(again)
+    assert (await ended(flows, replayed_id(job_id)))["status"] == "succeeded"
+    shown = (await flows.get(f"/v1/operations/{answer.json()['id']}")).json()
+    assert (shown["matched"], shown["done"]) == (1, 1)
 
 
 async def test_a_caller_who_leaves_takes_the_calls_along(
