@@ -73,25 +73,48 @@ def check_network(one: Installation, values: Mapping[str, str]) -> Iterator[Find
     yield Finding(f"{what}: a way out of each", problem, bool(lacking))
 
 
+def check_storage(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
+    """Tells of a VPC without an endpoint of S3, which is free: NAT would carry what it could."""
+    subnets, vpc = _subnets(one, values), values.get("VpcId")
+    if not subnets or not vpc or values.get("PrivateRouteTableIds"):
+        return
+    ec2, own = one.client("ec2"), [{"Name": "vpc-id", "Values": [vpc]}]
+    found = ec2.describe_vpc_endpoints(Filters=own)["VpcEndpoints"]
+    if any(end["ServiceName"].endswith(".s3") for end in found):
+        return
+    tables = ec2.describe_route_tables(Filters=own)["RouteTables"]
+    routes = sorted({t["RouteTableId"] for s in subnets for t in _tables_of(s["SubnetId"], tables)})
+    yield Finding(
+        "S3",
+        "weights and images would pay the NAT gateway at every cold start: set "
+        f"PrivateRouteTableIds to {','.join(routes)}",
+        is_fatal=False,
+    )
+
+
 def _subnets(one: Installation, values: Mapping[str, str]) -> list[Any]:
     names = [name.strip() for name in values.get("PrivateSubnetIds", "").split(",") if name]
     return list(one.client("ec2").describe_subnets(SubnetIds=names)["Subnets"]) if names else []
 
 
 def _has_way_out(subnet: str, tables: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether routes lead everywhere, by its own route table, or else by the VPC's main one. An
-    internet gateway does not serve functions and tasks, which have no public address."""
-    own = [t for t in tables if any(a.get("SubnetId") == subnet for a in t["Associations"])]
-    main = [t for t in tables if any(a.get("Main") for a in t["Associations"])]
+    """Whether routes lead everywhere. An internet gateway does not serve functions and tasks,
+    which have no public address."""
     led = [
         ip_network(route["DestinationCidrBlock"])
-        for table in own or main
+        for table in _tables_of(subnet, tables)
         for route in table["Routes"]
         if "DestinationCidrBlock" in route
         and route.get("State") != "blackhole"
         and not str(route.get("GatewayId", "")).startswith("igw-")
     ]
     return ip_network("0.0.0.0/0") in collapse_addresses(led)
+
+
+def _tables_of(subnet: str, tables: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Its own route table, or else the VPC's main one."""
+    own = [t for t in tables if any(a.get("SubnetId") == subnet for a in t["Associations"])]
+    return own or [t for t in tables if any(a.get("Main") for a in t["Associations"])]
 
 
 def check_log_role(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
@@ -198,7 +221,10 @@ def _check_image(one: Installation, name: str, uri: str | None) -> Iterator[Find
         yield Finding(f"{name}: found")
 
 
-CHECKS = (check_network, check_log_role, check_cache, check_concurrency, check_gpus, check_images)
+CHECKS = (
+    check_network, check_storage, check_log_role, check_cache, check_concurrency, check_gpus,
+    check_images,
+)  # fmt: skip
 
 
 def findings(one: Installation) -> Iterator[Finding]:

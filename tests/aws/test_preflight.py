@@ -70,7 +70,11 @@ class Network:
 
     @property
     def parameters(self) -> dict[str, str]:
-        return {"VpcId": self.vpc, "PrivateSubnetIds": ",".join(self.subnets)}
+        return {
+            "VpcId": self.vpc,
+            "PrivateSubnetIds": ",".join(self.subnets),
+            "PrivateRouteTableIds": self.table["RouteTableId"],
+        }
 
 
 @pytest.fixture
@@ -145,7 +149,8 @@ def test_a_fresh_account_is_told_what_it_lacks(parameters: dict[str, str]) -> No
 
 
 def network_only(parameters: dict[str, str]) -> dict[str, str]:
-    return {name: parameters[name] for name in ("VpcId", "PrivateSubnetIds")}
+    names = ("VpcId", "PrivateSubnetIds", "PrivateRouteTableIds")
+    return {name: parameters[name] for name in names}
 
 
 def test_images_that_are_not_named_need_a_build_of_their_kind(parameters: dict[str, str]) -> None:
@@ -186,6 +191,19 @@ def test_a_subnet_needs_some_way_to_aws(network: Network, way: str) -> None:
     for problem, is_fatal in found.items():
         assert expected in problem
         assert is_fatal == ("callbacks" not in problem)
+
+
+def test_a_vpc_without_an_endpoint_of_s3_is_told_of_it(network: Network) -> None:
+    """As a note, with the route tables to name. One of its own, or of the stack, is enough."""
+    network.route(NatGatewayId=network.nat())
+    given = network.parameters | IMAGES | {"WithApiLogRole": "yes"}
+    assert problems(Session(), **given) == {}
+    table = given.pop("PrivateRouteTableIds")
+    [(problem, is_fatal)] = problems(Session(), **given).items()
+    assert f"set PrivateRouteTableIds to {table}" in problem
+    assert not is_fatal
+    network.endpoints(("s3",))
+    assert problems(Session(), **given) == {}
 
 
 def test_a_subnet_that_is_not_there_or_alone_is_named(network: Network) -> None:
