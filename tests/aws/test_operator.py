@@ -1,7 +1,6 @@
 """The way in for operators on AWS, under the template's own users of the cache."""
 
 import json
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,9 +38,7 @@ def server(aws_environ: dict[str, str]) -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def as_operator(server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = make_secret(
-        f"pepper-{secrets.token_hex(4)}", json.dumps({"BATCHWAY_KEY_PEPPER": PEPPER})
-    )
+    secret = make_secret("pepper", json.dumps({"BATCHWAY_KEY_PEPPER": PEPPER}))
     monkeypatch.setenv("BATCHWAY_KEY_PEPPER", "")  # restored afterwards
     monkeypatch.setenv("BATCHWAY_SECRET_ARNS", secret)
     monkeypatch.setenv("BATCHWAY_NAMESPACE", "test")

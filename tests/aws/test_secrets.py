@@ -1,6 +1,7 @@
 """Secrets reach a function's settings from Secrets Manager only."""
 
 import json
+import secrets
 
 import boto3
 import pytest
@@ -12,7 +13,8 @@ pytestmark = pytest.mark.usefixtures("aws_environ")
 
 
 def make_secret(name: str, text: str) -> str:
-    client = boto3.client("secretsmanager")
+    """Under a name of its own: moto's server is that of all tests."""
+    client, name = boto3.client("secretsmanager"), f"{name}-{secrets.token_hex(4)}"
     return str(client.create_secret(Name=name, SecretString=text)["ARN"])
 
 
