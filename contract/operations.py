@@ -20,7 +20,8 @@ from contract.library import Partition
 
 MAX_OPEN = 16  # operations of a tenant that have not ended
 MAX_LISTED = 100
-MAX_LOOKS, MAX_STEP_JOBS = 500, 50  # of one step: a few milliseconds of Redis
+# Of one step, which Redis runs in a few milliseconds: records read, and jobs changed.
+MAX_LOOKS, MAX_STEP_JOBS = 500, 20
 
 
 class OperationKind(StrEnum):

@@ -16,7 +16,7 @@ from contract.batches import LeaseLost
 from contract.errors import BatchwayError, BrokerUnavailable, JobRefused
 from contract.function_types import Submission
 from contract.jobs import Job
-from contract.operations import Operation, OperationState, Step
+from contract.operations import MAX_STEP_JOBS, Operation, OperationState, Step
 from contract.payloads.store import PayloadUnavailable
 from gateway.follow.members import cancel_whole
 from gateway.http.errors import ApiError, RecordUnreadable, UnknownJob
@@ -100,7 +100,7 @@ class _Run:
 
     async def _step(self, reported: Step | None, *, max_jobs: int | None = None) -> Step:
         """Raises LeaseLost."""
-        most = _REPLAYS if self._operation.kind == "replay" else 50
+        most = _REPLAYS if self._operation.kind == "replay" else MAX_STEP_JOBS
         return await self._gateway.broker.ask_operations(
             lambda operations: operations.step(
                 self._operation.id,

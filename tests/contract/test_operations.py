@@ -34,6 +34,12 @@ ANY = Wanted(model="m")
 
 
 @pytest.fixture
+def keys() -> Keys:
+    """A namespace in which no gateway of other tests works on operations."""
+    return Keys("operations")
+
+
+@pytest.fixture
 def operations(redis_client: redis.asyncio.Redis, keys: Keys) -> Operations:
     return Operations(redis_client, keys)
 

@@ -15,11 +15,13 @@ from contract.function_types import Append, Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
+from contract.outbox import Outbox
 from contract.payloads import open_store
 from contract.payloads.encoding import with_prompts
 from contract.replays import replayed_id
 from infra.embedded_redis import EmbeddedRedis
 from tests.batches.test_killed_gateway import gateway_process
+from tests.contract.test_operations import dead_letter
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import LEASE_S, MODEL, FakeWorker
@@ -163,6 +165,23 @@ async def test_a_prompt_in_the_object_store_is_replayed(
     assert claimed.job.stored_prompt is not None
     whole = with_prompts(claimed.job, store.get(claimed.job.stored_prompt.ref))
     assert len(whole.prompt_ids) == 200
+
+
+async def test_dead_callbacks_are_replayed_by_filter(
+    http: httpx.AsyncClient, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Of one's own tenant, by default."""
+    outbox = Outbox(redis_client, keys)
+    meant = [await dead_letter(functions, outbox, tenant="default") for _ in range(3)]
+    foreign = await dead_letter(functions, outbox, tenant="other")
+    begun = await begin(http, "/v1/callbacks/dead/replay", status="cancelled")
+    assert begun["kind"] == "replay_callbacks"
+    assert counts(await ended(http, begun)) == ("completed", 3, 3, 0)
+    due = await outbox.take(lease_s=10, max_messages=9, max_per_target=9)
+    assert {each.job_id for each in due} == set(meant)
+    assert [letter.record.job_id for letter in await outbox.dead("other")] == [foreign]
+    begun = await begin(http, "/v1/callbacks/dead/replay", tenant="other", lane="standard")
+    assert counts(await ended(http, begun)) == ("completed", 1, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ async def test_failed_jobs_are_replayed_by_a_gateway(
     running = asyncio.create_task(run_cli(redis_server, *command))
 
     async def has_begun() -> bool:
-        return bool(await redis_client.exists(keys.of("operations_open")))
+        return bool(await redis_client.exists(keys.of("operations", "t")))
 
     await until(has_begun)
     with running_gateway(make_settings(redis_server.url)):

@@ -107,6 +107,11 @@ async def test_a_flow_that_nobody_runs_is_cancelled_with_its_calls(
     await fleet.stop_serving("large")
     await until(lambda: is_live(redis_client, keys, "cascade"))
     await fleet.beat()
+
+    async def is_known() -> bool:  # gateways remember cards for a second
+        return (await http.get("/v1/models/cascade")).is_success
+
+    await until(is_known)
     job_id = await submitted(http, job("cascade"))
     claimed = await fleet.workers["large"].claim()
     runner.kill()
