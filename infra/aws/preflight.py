@@ -9,7 +9,7 @@ this region. Exit status 0 or 1; changes nothing on AWS.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import collapse_addresses, ip_network
+from ipaddress import IPv4Network, collapse_addresses
 from typing import Any
 
 from infra.aws.installation import Installation, code_of, explained, run_script
@@ -101,14 +101,14 @@ def _has_way_out(subnet: str, tables: Sequence[Mapping[str, Any]]) -> bool:
     """Whether routes lead everywhere. An internet gateway does not serve functions and tasks,
     which have no public address."""
     led = [
-        ip_network(route["DestinationCidrBlock"])
+        IPv4Network(route["DestinationCidrBlock"])
         for table in _tables_of(subnet, tables)
         for route in table["Routes"]
         if "DestinationCidrBlock" in route
         and route.get("State") != "blackhole"
         and not str(route.get("GatewayId", "")).startswith("igw-")
     ]
-    return ip_network("0.0.0.0/0") in collapse_addresses(led)
+    return IPv4Network("0.0.0.0/0") in collapse_addresses(led)
 
 
 def _tables_of(subnet: str, tables: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

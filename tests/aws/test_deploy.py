@@ -349,6 +349,7 @@ def cloudformation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(1200)  # two builds of each function
 @needs_sam
 @pytest.mark.usefixtures("cloudformation")
 def test_a_whole_deployment_in_another_region_than_the_default(
@@ -403,6 +404,5 @@ def test_a_whole_deployment_in_another_region_than_the_default(
     again = deployed(MaxWorkers="3", FlowsFile="")
     assert (again["MaxWorkers"], again["FlowsFile"]) == ("3", "")
     assert again["Release"] != first["Release"]
-    assert deployed() == first
     destroyed = run("scripts/destroy", "--yes", "--region=eu-central-1")
     assert "Left, and paid for" in destroyed

@@ -91,7 +91,8 @@ def refusals(**values: str) -> dict[str, str]:
 def test_every_parameter_is_set_changed_and_cleared(folder: Path) -> None:
     """Through SAM's own parser, which gets a value for each parameter: it keeps none of before. A
     value that is left out is the template's default of now."""
-    wanted, files = [], []
+    wanted: list[dict[str, str]] = []
+    files: list[str] = []
     beside = {"CacheNodeType": "cache.m7g.large", "AlarmTopicArn": "arn", "MachineGroupName": "m"}
     beside["CertificateArn"] = "arn:aws:acm:eu-central-1:123456789012:certificate/c"
 

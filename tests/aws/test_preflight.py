@@ -1,7 +1,7 @@
 """scripts/preflight, against moto: what an account lacks, before anything is built."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -35,10 +35,11 @@ class Network:
         own = [{"Name": "vpc-id", "Values": [self.vpc]}]
         [self.table] = self.ec2.describe_route_tables(Filters=own)["RouteTables"]
 
-    def route(self, to: str = "0.0.0.0/0", **through: str) -> None:
-        self.ec2.create_route(
-            RouteTableId=self.table["RouteTableId"], DestinationCidrBlock=to, **through
-        )
+    def route(self, *to: str, **through: str) -> None:
+        for block in to or ("0.0.0.0/0",):
+            self.ec2.create_route(
+                RouteTableId=self.table["RouteTableId"], DestinationCidrBlock=block, **through
+            )
 
     def nat(self) -> str:
         made = self.ec2.create_nat_gateway(SubnetId=self.subnets[0], ConnectivityType="private")
@@ -95,9 +96,15 @@ class Session:
 
     profile_name = "default"
 
-    def __init__(self, *, concurrency: int = 1000, region: str = REGION, **quotas: float) -> None:
+    def __init__(
+        self,
+        quotas: Mapping[str, float] | None = None,
+        *,
+        concurrency: int = 1000,
+        region: str = REGION,
+    ) -> None:
         self.region_name, self._concurrency = region, concurrency
-        self._quotas = {name.replace("_", "-"): value for name, value in quotas.items()}
+        self._quotas = quotas or {}
 
     def client(self, service: str, **options: Any) -> Any:
         client: Any = boto3.client(service, **{"region_name": self.region_name} | options)
@@ -132,8 +139,8 @@ def test_a_fresh_account_is_told_what_it_lacks(parameters: dict[str, str]) -> No
     lacking = network_only(parameters) | {
         "WorkerImageUri": "123456789012.dkr.ecr.eu-central-1.amazonaws.com/batchway-worker:1"
     }
-    quotas = {"L_DB2E81BA": 0.0, "L_5ED1D25B": 0.0, "L_4DDC4A99": 0.0}
-    found = problems(Session(concurrency=10, **quotas), **lacking, ReservedStreams="200")
+    quotas = {"L-DB2E81BA": 0.0, "L-5ED1D25B": 0.0, "L-4DDC4A99": 0.0}
+    found = problems(Session(quotas, concurrency=10), **lacking, ReservedStreams="200")
     assert all(found.values())
     text = "\n".join(found)
     for word in (
@@ -142,7 +149,7 @@ def test_a_fresh_account_is_told_what_it_lacks(parameters: dict[str, str]) -> No
     ):  # fmt: skip
         assert word in text
     assert len(found) == 5
-    few = problems(Session(concurrency=10, L_DB2E81BA=8.0), **parameters)
+    few = problems(Session({"L-DB2E81BA": 8.0}, concurrency=10), **parameters)
     assert list(few.values()) == [False, False]
     assert "8 vCPUs allow 2 of 8 workers" in few
     boto3.client("ecr").delete_repository(repositoryName="batchway-worker")
@@ -157,8 +164,8 @@ def test_images_that_are_not_named_need_a_build_of_their_kind(parameters: dict[s
     """A fresh account may build none."""
     unnamed = network_only(parameters) | {"WithApiLogRole": "yes"}
     assert problems(Session(), **unnamed) == {}
-    for code, name in (("L_4DDC4A99", "WorkerImageUri"), ("L_5ED1D25B", "ServicesImageUri")):
-        [problem] = problems(Session(**{code: 0.0}), **unnamed)
+    for code, name in (("L-4DDC4A99", "WorkerImageUri"), ("L-5ED1D25B", "ServicesImageUri")):
+        [problem] = problems(Session({code: 0.0}), **unnamed)
         assert name in problem
 
 
@@ -168,7 +175,7 @@ WAYS: dict[str, tuple[Callable[[Network], object], str]] = {
     "a VPN": (lambda n: n.route(GatewayId=n.vpn()), ""),
     "a machine": (lambda n: n.route(NetworkInterfaceId=n.machine()), ""),
     "a VPN by halves": (
-        lambda n: [n.route(half, GatewayId=n.vpn()) for half in ("0.0.0.0/1", "128.0.0.0/1")], "",
+        lambda n: n.route("0.0.0.0/1", "128.0.0.0/1", GatewayId=n.vpn()), "",
     ),
     "half of a VPN": (lambda n: n.route("0.0.0.0/1", GatewayId=n.vpn()), "has no way to AWS"),
     "an internet gateway": (lambda n: n.route(GatewayId=n.internet()), "has no way to AWS"),
@@ -219,8 +226,13 @@ def test_a_subnet_that_is_not_there_or_alone_is_named(network: Network) -> None:
     assert all("subnet-0" in text and is_fatal for text, is_fatal in found.items())
 
 
-@pytest.mark.parametrize("region", ["eu-central-1", "us-east-1"])
-@pytest.mark.parametrize("gpu", ["t4", "a10g", "l4", "l40s", "a100", "h100"])
+@pytest.mark.parametrize(
+    ("gpu", "region"),
+    [
+        *((gpu, REGION) for gpu in ("t4", "a10g", "l4", "l40s", "a100", "h100")),
+        ("h100", "us-east-1"),
+    ],
+)
 def test_a_gpu_is_one_that_the_zones_offer_and_the_quota_holds(
     aws_environ: dict[str, str], gpu: str, region: str
 ) -> None:
@@ -240,7 +252,7 @@ def test_a_gpu_is_one_that_the_zones_offer_and_the_quota_holds(
     given = network.parameters | IMAGES | {"WithApiLogRole": "yes", "GpuName": gpu}
 
     def refused(allowed: float) -> list[str]:
-        session = Session(region=region, L_DB2E81BA=allowed, L_417A185B=allowed)
+        session = Session({"L-DB2E81BA": allowed, "L-417A185B": allowed}, region=region)
         return [text for text, is_fatal in problems(session, **given).items() if is_fatal]
 
     if not is_offered:
@@ -274,7 +286,7 @@ def test_several_gpus_of_a_managed_worker_are_those_of_one_machine(
     """One A100 is in no machine, eight are in one with 96 vCPUs."""
     eight = {"GpuName": "a100", "WorkerGpus": "8"}
     assert not any(problems(Session(), **parameters, **eight).values())
-    [problem] = problems(Session(L_417A185B=95.0), **parameters, **eight)
+    [problem] = problems(Session({"L-417A185B": 95.0}), **parameters, **eight)
     assert "a worker on p4d.24xlarge needs 96" in problem
 
 
@@ -288,7 +300,7 @@ def test_a_durable_cache_needs_a_node_that_can(parameters: dict[str, str]) -> No
 def test_a_value_that_the_template_refuses_is_a_problem(parameters: dict[str, str]) -> None:
     """Beside what AWS says, and whatever it is."""
     wrong = {"WithCallbacks": "true", "GpuName": "b9000", "MaxWorkers": "many", "Xyz": "1"}
-    found = problems(Session(L_DB2E81BA=0.0), **parameters, **wrong)
+    found = problems(Session({"L-DB2E81BA": 0.0}), **parameters, **wrong)
     assert all(found.values())
     for text in ("it is 'true'", "it is 'b9000'", "it is 'many'", "no parameter of template.yaml"):
         assert any(text in problem for problem in found), text
@@ -327,7 +339,8 @@ CODES = {
 
 def client_error(code: str, message: str) -> Exception:
     answer: Any = {"Error": {"Code": code, "Message": message}}
-    return botocore.exceptions.ClientError(answer, "DescribeThings")
+    made: Exception = botocore.exceptions.ClientError(answer, "DescribeThings")
+    return made
 
 
 @pytest.mark.parametrize("code", CODES)
