@@ -29,11 +29,11 @@ DOCUMENT = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi(
 
 def v1_routes() -> list[tuple[str, str]]:
     """Method and path of every route that needs a key, from the app."""
-    ids = {"{job_id}": "job-0-" + "0" * 32, "{model_id}": "x", "{name}": "x"}
+    ids = {"{job_id}": "job-0-" + "0" * 32}
     ids["{response_id}"] = "resp_0-" + "0" * 32
     ids |= {"{file_id}": "file-" + "0" * 32, "{batch_id}": "batch_" + "0" * 32}
     return sorted(
-        (method.upper(), re.sub(r"\{\w+\}", lambda found: ids[found[0]], path))
+        (method.upper(), re.sub(r"\{\w+\}", lambda found: ids.get(found[0], "x"), path))
         for path, item in DOCUMENT["paths"].items()
         for method, operation in item.items()
         if "security" in operation
