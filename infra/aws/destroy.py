@@ -76,14 +76,10 @@ def destroy(one: Installation, ask: Callable[[str], str] = input) -> int:
     if not one.is_unattended and ask(f"Delete {one.stack}? [y/N] ").strip().lower() != "y":
         raise DeployError("nothing was deleted")
     found = list(resources(one.client("cloudformation"), one.stack))
-    services = [
-        r["PhysicalResourceId"] for r, _ in found if r["ResourceType"] == "AWS::ECS::Service"
-    ]
+    services = [r["PhysicalResourceId"] for r, _ in found if "ECS::Service" in r["ResourceType"]]
     end_workers(one.client("ecs"), services)
     one.sam("delete", "--stack-name", one.stack, "--no-prompts")
-    print("Left, and paid for, until you delete it:")
-    for line in leftovers(one, found):
-        print(f"  {line}")
+    print("Left, and paid for, until you delete it:", *leftovers(one, found), sep="\n  ")
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from infra.aws import preflight
 from infra.aws.installation import Installation, run_script
-from infra.aws.parameters import DeployError, git, path, sources_id, tags, write
+from infra.aws.parameters import IMAGES, DeployError, git, path, sources_id, tags, write
 
 TEMPLATE = Path(__file__).with_name("artifacts.yaml")
 POLL_S = 15.0
@@ -32,30 +32,29 @@ def build_images(one: Installation) -> int:
     if preflight.report(one):
         raise DeployError("nothing was built")
     artifacts = f"{one.stack}-artifacts"
+    own = {name: one.parameters.get(name, f"/{artifacts}:") for name in IMAGES}
+    wanted = {n: tag for n, tag in tags(one.parameters).items() if f"/{artifacts}:" in own[n]}
+    if not wanted:
+        return 0
     one.sam(
         "deploy", "--config-env=none", "--no-fail-on-empty-changeset", "--capabilities",
         "CAPABILITY_IAM", "--stack-name", artifacts, "--template-file", str(TEMPLATE),
     )  # fmt: skip
     outputs = (one.described(artifacts) or {})["Outputs"]
     found = {output["OutputKey"]: output["OutputValue"] for output in outputs}
-    registry = found["Registry"]
-    wanted = {
-        name: tag
-        for name, tag in tags(one.parameters).items()
-        if one.parameters.get(name, registry).startswith(registry)
-    }
-    answer = one.client("ecr").batch_get_image(
-        repositoryName=registry.partition("/")[2],
-        imageIds=[{"imageTag": tag} for tag in wanted.values()],
-    )
+    names = [{"imageTag": tag} for tag in wanted.values()]
+    answer = one.client("ecr").batch_get_image(repositoryName=artifacts, imageIds=names)
     present = {image["imageId"]["imageTag"] for image in answer["images"]}
     run_builds(one, found["Bucket"], artifacts, set(wanted.values()) - present)
-    write(path(), one.parameters | {name: f"{registry}:{tag}" for name, tag in wanted.items()})
+    uris = {name: f"{found['Registry']}:{tag}" for name, tag in wanted.items()}
+    write(path(), one.parameters | uris)
     return 0
 
 
 def run_builds(one: Installation, bucket: str, project: str, wanted: Set[str]) -> None:
     """Builds images of the present files, all at once. Raises DeployError, what boto3 raises."""
+    if not wanted:
+        return
     source, client = f"source-{sources_id()}.zip", one.client("codebuild")
     with tempfile.TemporaryDirectory() as folder:
         git("archive", "--format=zip", f"--output={folder}/{source}", sources_id())
@@ -73,17 +72,15 @@ def run_builds(one: Installation, bucket: str, project: str, wanted: Set[str]) -
 
 
 def _start(client: Any, project: str, source: str, tag: str) -> str:
-    target = tag.partition("-")[0]
-    dockerfile, target, machine = {"services": ("gateway", "", _ARM)}.get(
-        target, ("worker", target, {})
-    )
-    variables = {"TAG": tag, "DOCKERFILE": f"Dockerfile.{dockerfile}", "TARGET": target}
+    is_services = tag.startswith("services-")
+    variables = {"TAG": tag, "TARGET": "" if is_services else tag.partition("-")[0]}
+    variables["DOCKERFILE"] = f"Dockerfile.{'gateway' if is_services else 'worker'}"
     started = client.start_build(
         projectName=project,
         sourceTypeOverride="S3",
         sourceLocationOverride=source,
         environmentVariablesOverride=[{"name": n, "value": v} for n, v in variables.items()],
-        **machine,
+        **(_ARM if is_services else {}),
     )
     return str(started["build"]["id"])
 

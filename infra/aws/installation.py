@@ -88,8 +88,7 @@ def run_script(act: Callable[[Installation], int], arguments: Sequence[str] | No
         if session.region_name is None:
             raise NoRegionError
         identity = session.client("sts").get_caller_identity()
-        where = f"account {identity['Account']} as {identity['Arn']} in {session.region_name}"
-        print(where, flush=True)
+        print(f"{identity['Arn']} in {session.region_name}", flush=True)
         return act(Installation(session, given.stack_name, own_values(), given.yes))
     except (DeployError, OSError) as exc:
         print(exc, file=sys.stderr)
@@ -104,8 +103,7 @@ def _options(about: str | None) -> argparse.ArgumentParser:
     """Their defaults are what `sam deploy --guided` saved."""
     saved = tomllib.loads(SAM_SETTINGS.read_text())["default"]
     known = saved["global"]["parameters"] | saved["deploy"]["parameters"]
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--region", default=known.get("region"), help="default: the profile's")
     parser.add_argument("--profile", default=known.get("profile"), help="of AWS's configuration")
     parser.add_argument("--stack-name", default=known["stack_name"])

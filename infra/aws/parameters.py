@@ -123,9 +123,8 @@ def faults(own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         for assertion in rule["Assertions"] if _holds(rule.get("RuleCondition"), values) else ():
             if not _holds(assertion["Assert"], values):
                 yield name, assertion["AssertDescription"]
-    built = [name for name in IMAGES if _BUILT in own.get(name, "")]
-    for name in built if built and (expected := tags(values)) else ():
-        if not own[name].endswith(f":{expected[name]}"):
+    for name in [name for name in IMAGES if _BUILT in own.get(name, "")]:
+        if not own[name].endswith(f":{tags(values)[name]}"):
             yield name, "is not of the files in this folder: run scripts/images"
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from infra.aws.installation import Installation, code_of, explained, run_script
 from infra.aws.parameters import IMAGES, complete, faults
 
-_UNRESERVED = 100  # environments that Lambda keeps unreserved in every account
-_FEW = 100  # fewer environments at a time than a service needs
+_UNRESERVED = 100  # environments that Lambda keeps unreserved; fewer are too few for a service
 _NEEDED = ("ecr.api", "ecr.dkr", "ecs", "logs", "monitoring", "s3", "secretsmanager")
 """Endpoints that a VPC without a way out must have."""
 # Quotas of EC2 in vCPUs, by the start of an instance type and the way it is bought.
@@ -52,7 +51,7 @@ class Finding:
 
 
 def check_network(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks for two zones, one VPC, and a way to AWS from each subnet."""
+    """Checks for two zones, one VPC, a way to AWS from each subnet, and one to S3 beside NAT."""
     what, subnets, vpc = "subnets", _subnets(one, values), values.get("VpcId")
     if not subnets or not vpc:
         return
@@ -62,34 +61,21 @@ def check_network(one: Installation, values: Mapping[str, str]) -> Iterator[Find
         yield Finding(what, "one zone only: the cache needs subnets in two")
     ec2, own = one.client("ec2"), [{"Name": "vpc-id", "Values": [vpc]}]
     tables = ec2.describe_route_tables(Filters=own)["RouteTables"]
-    closed = [s["SubnetId"] for s in subnets if not _has_way_out(s["SubnetId"], tables)]
-    found = ec2.describe_vpc_endpoints(Filters=own)["VpcEndpoints"] if closed else []
+    used = {s["SubnetId"]: _tables_of(s["SubnetId"], tables) for s in subnets}
+    closed = [name for name, routes in used.items() if not _lead_out(routes)]
+    found = ec2.describe_vpc_endpoints(Filters=own)["VpcEndpoints"]
     ends = [e["ServiceName"] for e in found if e.get("State", "available").lower() == "available"]
+    ends += [".s3"] if values.get("PrivateRouteTableIds") else []  # which the stack makes
     lacking = [n for n in _NEEDED if not any(end.endswith(f".{n}") for end in ends)]
     problem = f"{closed[0]} has no way out: callbacks reach this VPC only" if closed else ""
     if closed and lacking:
         problem = f"{closed[0]} has no way to AWS: give its route table 0.0.0.0/0 through a NAT "
         problem += f"gateway or a VPN, or this VPC endpoints for {', '.join(lacking)}"
     yield Finding(f"{what}: a way out of each", problem, bool(lacking))
-
-
-def check_storage(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
-    """Tells of a VPC without an endpoint of S3, which is free: NAT would carry what it could."""
-    subnets, vpc = _subnets(one, values), values.get("VpcId")
-    if not subnets or not vpc or values.get("PrivateRouteTableIds"):
-        return
-    ec2, own = one.client("ec2"), [{"Name": "vpc-id", "Values": [vpc]}]
-    found = ec2.describe_vpc_endpoints(Filters=own)["VpcEndpoints"]
-    if any(end["ServiceName"].endswith(".s3") for end in found):
-        return
-    tables = ec2.describe_route_tables(Filters=own)["RouteTables"]
-    routes = sorted({t["RouteTableId"] for s in subnets for t in _tables_of(s["SubnetId"], tables)})
-    yield Finding(
-        "S3",
-        "weights and images would pay the NAT gateway at every cold start: set "
-        f"PrivateRouteTableIds to {','.join(routes)}",
-        is_fatal=False,
-    )
+    if "s3" in lacking and not closed:
+        names = sorted({table["RouteTableId"] for routes in used.values() for table in routes})
+        problem = "weights and images would pay the NAT gateway at every cold start: set "
+        yield Finding("S3", f"{problem}PrivateRouteTableIds to {','.join(names)}", is_fatal=False)
 
 
 def _subnets(one: Installation, values: Mapping[str, str]) -> list[Any]:
@@ -97,13 +83,12 @@ def _subnets(one: Installation, values: Mapping[str, str]) -> list[Any]:
     return list(one.client("ec2").describe_subnets(SubnetIds=names)["Subnets"]) if names else []
 
 
-def _has_way_out(subnet: str, tables: Sequence[Mapping[str, Any]]) -> bool:
+def _lead_out(tables: Sequence[Mapping[str, Any]]) -> bool:
     """Whether routes lead everywhere. An internet gateway does not serve functions and tasks,
     which have no public address."""
     led = [
         IPv4Network(route["DestinationCidrBlock"])
-        for table in _tables_of(subnet, tables)
-        for route in table["Routes"]
+        for route in (route for table in tables for route in table["Routes"])
         if "DestinationCidrBlock" in route
         and route.get("State") != "blackhole"
         and not str(route.get("GatewayId", "")).startswith("igw-")
@@ -136,7 +121,11 @@ def check_concurrency(one: Installation, values: Mapping[str, str]) -> Iterator[
     limits = one.client("lambda").get_account_settings()["AccountLimit"]
     limit, reserved = limits["ConcurrentExecutions"], int(values.get("ReservedStreams", 0))
     most = max(0, limits["UnreservedConcurrentExecutions"] - _UNRESERVED)
-    problem = f"{limit} calls at a time; ask for quota L-B99A9384 of Lambda" if limit < _FEW else ""
+    problem = (
+        f"{limit} calls at a time; ask for quota L-B99A9384 of Lambda"
+        if limit < _UNRESERVED
+        else ""
+    )
     if reserved > most:
         problem = f"{reserved} streams cannot be reserved: set ReservedStreams to {most} or less, "
         problem += "or ask for quota L-B99A9384"
@@ -170,7 +159,7 @@ def check_gpus(one: Installation, values: Mapping[str, str]) -> Iterator[Finding
         yield Finding("GPU machines", f"{problem}: take another one, or another WorkerGpus")
     elif zones:
         bought = values.get("CapacityOption", "ON_DEMAND") if is_managed else "ON_DEMAND"
-        yield from _check_vcpus(one, *fitting[0], bought, int(values["MaxWorkers"]))
+        yield from _vcpus(one, *fitting[0], bought, int(values["MaxWorkers"]))
 
 
 def _fits(machine: Mapping[str, Any], wanted: str, values: Mapping[str, str]) -> bool:
@@ -182,10 +171,8 @@ def _fits(machine: Mapping[str, Any], wanted: str, values: Mapping[str, str]) ->
     return is_right and len(names) >= num_gpus and has_cpu
 
 
-def _check_vcpus(
-    one: Installation, vcpus: int, kind: str, bought: str, most: int
-) -> Iterator[Finding]:
-    fitting = [q for q in _QUOTAS if q[1] == bought and kind.startswith(q[0])]
+def _vcpus(one: Installation, vcpus: int, kind: str, how: str, most: int) -> Iterator[Finding]:
+    fitting = [q for q in _QUOTAS if q[1] == how and kind.startswith(q[0])]
     for _, _, code, name in fitting[:1]:
         allowed, what = _quota(one, "ec2", code), f"quota {code}, {name}"
         problem = f"{allowed} vCPUs allow {allowed // vcpus} of {most} workers"
@@ -195,8 +182,8 @@ def _check_vcpus(
 
 
 def _quota(one: Installation, service: str, code: str) -> int:
-    quotas = one.client("service-quotas")
-    return int(quotas.get_service_quota(ServiceCode=service, QuotaCode=code)["Quota"]["Value"])
+    found = one.client("service-quotas").get_service_quota(ServiceCode=service, QuotaCode=code)
+    return int(found["Quota"]["Value"])
 
 
 def check_images(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
@@ -208,9 +195,8 @@ def check_images(one: Installation, values: Mapping[str, str]) -> Iterator[Findi
 def _check_image(one: Installation, name: str, uri: str | None) -> Iterator[Finding]:
     if uri is None:
         code, quota = _BUILD_QUOTAS[name]
-        is_short = _quota(one, "codebuild", code) < 1
-        problem = f"is 0: ask for 1, or build and push {name} yourself" if is_short else ""
-        yield Finding(f"quota {code}, {quota}", problem)
+        problem = f"is 0: ask for 1, or build and push {name} yourself"
+        yield Finding(f"quota {code}, {quota}", "" if _quota(one, "codebuild", code) else problem)
     elif (parts := _ECR.fullmatch(uri)) is None:
         yield Finding(f"{name}: not in ECR, not checked")
     else:
@@ -221,10 +207,7 @@ def _check_image(one: Installation, name: str, uri: str | None) -> Iterator[Find
         yield Finding(f"{name}: found")
 
 
-CHECKS = (
-    check_network, check_storage, check_log_role, check_cache, check_concurrency, check_gpus,
-    check_images,
-)  # fmt: skip
+CHECKS = (check_network, check_log_role, check_cache, check_concurrency, check_gpus, check_images)
 
 
 def findings(one: Installation) -> Iterator[Finding]:
@@ -247,8 +230,7 @@ def _answered(what: str, found: Iterator[Finding]) -> Iterator[Finding]:
     try:
         yield from found
     except (BotoCoreError, ClientError) as exc:
-        is_fatal = "NotFound" in code_of(exc) or "Malformed" in code_of(exc)
-        yield Finding(what, explained(exc), is_fatal)
+        yield Finding(what, explained(exc), bool(re.search("NotFound|Malformed", code_of(exc))))
 
 
 def report(one: Installation) -> int:

@@ -157,6 +157,7 @@ def test_images_are_built_where_none_is_named_and_noted(
     assert built() == [tags["ServicesImageUri"]]
     assert built(ServicesImageUri=IMAGES["ServicesImageUri"]) == []
     assert json.loads(parameters.path().read_text())["ServicesImageUri"] == "public.example/gw:1"
+    assert built(**IMAGES) == []
 
 
 def test_nothing_is_built_before_the_preflight_passes(
