@@ -125,7 +125,8 @@ class FleetWatch:
         gained, window_s = samples, None
         if before is not None:
             gained, window_s = samples.since(before[1]), now_s - before[0]
-        watched = {model: await self._watch(model) for model in snapshots}
+        models = snapshots if self._num_watching else ()
+        watched = {model: await self._watch(model) for model in models}
         state = {
             "at": now_s,
             "is_broker_up": read.is_broker_up,

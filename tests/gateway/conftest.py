@@ -30,6 +30,7 @@ def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
         "heartbeat_s": 0.2,
         "drain_s": 0.0,
         "cold_start_s": 0.5,
+        "console": False,  # which looks at Redis also while nobody calls
     }
     return GatewaySettings(**(fields | overrides))  # type: ignore[arg-type]
 
@@ -54,6 +55,13 @@ def running_gateway(settings: GatewaySettings, *, port: int = 0) -> Iterator[str
 @pytest.fixture(scope="session")
 def gateway_url(redis_server: EmbeddedRedis) -> Iterator[str]:
     with running_gateway(make_settings(redis_server.url)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def console_url(redis_server: EmbeddedRedis) -> Iterator[str]:
+    """The URL of a gateway with pages."""
+    with running_gateway(make_settings(redis_server.url, console=True)) as url:
         yield url
 
 

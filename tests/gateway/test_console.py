@@ -44,9 +44,9 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @pytest.fixture
-async def page(browser: Browser, gateway_url: str) -> AsyncIterator[Page]:
+async def page(browser: Browser, console_url: str) -> AsyncIterator[Page]:
     """A page that fails its test if a script fails or the policy forbids something."""
-    context = await browser.new_context(base_url=gateway_url)
+    context = await browser.new_context(base_url=console_url)
     page = await context.new_page()
     problems = watch_for_problems(page)
     yield page
@@ -83,7 +83,7 @@ async def say(worker: FakeWorker, claimed: Claimed, number: int, text: str, *, e
 
 
 async def test_each_view_shows_what_a_call_changed(
-    page: Page, http: httpx.AsyncClient, idle_worker: FakeWorker
+    page: Page, console_url: str, http: httpx.AsyncClient, idle_worker: FakeWorker
 ) -> None:
     """Without a reload: a waiting job in its lane and tenant, then in the batch, then ended in the
     list; a pause and its end by the console's own buttons."""
@@ -117,7 +117,7 @@ async def test_each_view_shows_what_a_call_changed(
     await lane.locator("button", has_text="Pause").click()
     await page.locator("#confirm-yes").click()
     await expect(lane).to_contain_text("paused", timeout=10_000)
-    refused = await http.post("/v1/completions", json=JOB["body"])
+    refused = await http.post(f"{console_url}/v1/completions", json=JOB["body"])
     assert refused.json()["error"]["code"] == "lane_paused"
     await expect(page.locator("#refusals")).to_contain_text("lane_paused", timeout=10_000)
     await lane.locator("button", has_text="Resume").click()
@@ -176,7 +176,7 @@ async def test_the_answer_goes_on_after_the_gateway_was_restarted(
     browser: Browser, redis_server: EmbeddedRedis, idle_worker: FakeWorker
 ) -> None:
     """The chat box resumes by itself and says so; the page has each token once."""
-    settings = make_settings(redis_server.url)
+    settings = make_settings(redis_server.url, console=True)
     words = [f"{number:03d} " for number in range(40)]
     page = await (await browser.new_context()).new_page()
     problems = watch_for_problems(page)
@@ -244,7 +244,7 @@ async def test_a_login_and_what_a_tenant_cannot_do(
     api_keys = ApiKeys(redis_client, keys)
     own, _ = await api_keys.create(KeyTerms(tenant="own"))
     other, _ = await api_keys.create(KeyTerms(tenant="other", scopes=(Scope.ADMIN,)))
-    with running_gateway(make_settings(redis_server.url)) as url:
+    with running_gateway(make_settings(redis_server.url, console=True)) as url:
         async with httpx.AsyncClient(base_url=url) as http:
             headers = {"authorization": f"Bearer {other}"}
             assert (await http.post("/v1/jobs", json=JOB, headers=headers)).status_code == 202
@@ -268,7 +268,7 @@ async def test_a_login_and_what_a_tenant_cannot_do(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_the_pages_suit_narrow_screens_keyboards_and_screen_readers(
     browser: Browser,
-    gateway_url: str,
+    console_url: str,
     http: httpx.AsyncClient,
     idle_worker: FakeWorker,
     scheme: Any,
@@ -278,7 +278,7 @@ async def test_the_pages_suit_narrow_screens_keyboards_and_screen_readers(
     await submit(http)
     await idle_worker.claim()
     context = await browser.new_context(
-        base_url=gateway_url, viewport={"width": 375, "height": 700}, color_scheme=scheme
+        base_url=console_url, viewport={"width": 375, "height": 700}, color_scheme=scheme
     )
     page = await context.new_page()
     for path in ("/", *(f"/console#{name}" for name in VIEWS)):

@@ -27,7 +27,7 @@ async def fresh(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client, with a browser's jar of cookies, of a gateway that remembers no key."""
-    with running_gateway(make_settings(redis_server.url)) as url:
+    with running_gateway(make_settings(redis_server.url, console=True)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             yield client
 

@@ -38,8 +38,8 @@ MUTANTS = [
     ),
     Mutant(
         "the first claim is forgotten for the next",
-        "'claimed', job.claimed or now)",
-        "'claimed', now)",
+        "'claimed', job.claimed or now,",
+        "'claimed', now,",
     ),
     Mutant(
         "who runs still counts among those who wait",
