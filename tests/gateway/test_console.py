@@ -164,9 +164,11 @@ async def test_what_a_filter_matches_is_cancelled_and_replayed(
     for job_id in red:
         assert (await http.get(f"/v1/jobs/{job_id}")).json()["status"] == "cancelled"
     assert (await http.get(f"/v1/jobs/{blue}")).json()["status"] == "queued"
+    cancelled = await page.locator("#operation").inner_text()
     await page.locator("#f-status").select_option("cancelled")
     await page.locator("#replay-all").click()
     await page.locator("#confirm-yes").click()
+    await expect(page.locator("#operation")).not_to_have_text(cancelled, timeout=20_000)
     await expect(page.locator("#operation")).to_contain_text("5 found, 5 done", timeout=20_000)
     answer = await http.get("/v1/jobs", params={"metadata[team]": "red", "status": "queued"})
     assert len(answer.json()["data"]) == 5
