@@ -38,7 +38,7 @@ async def http(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Of a gateway that starts with an empty Redis."""
-    settings = make_settings(redis_server.url, declared_models=(MODEL, "second"))
+    settings = make_settings(redis_server.url, declared_models=(MODEL, "second"), console=True)
     with running_gateway(settings) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             yield client
