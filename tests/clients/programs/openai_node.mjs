@@ -138,6 +138,17 @@ const onlyOnDemo = {
     const found = [...(await results(ended.output_file_id)), ...errors];
     is(idsOf(found).toSorted(), idsOf(lines(MANY)).toSorted());
   },
+  "uploads in parts": async () => {
+    const texts = ["0123456789".repeat(500), "abc"];
+    const terms = { filename: "in.jsonl", mime_type: "text/plain", purpose: "batch" };
+    const { id } = await client.uploads.create({ ...terms, bytes: texts.join("").length });
+    const part_ids = [];
+    for (const text of texts) part_ids.push((await client.uploads.parts.create(id, { data: new File([text], "part") })).id);
+    const done = await client.uploads.complete(id, { part_ids });
+    is(done.status, "completed");
+    is(await (await client.files.content(done.file.id)).text(), texts.join(""));
+    await client.files.delete(done.file.id);
+  },
 };
 const onlyWithReasoning = {
   "reasoning apart, with its tokens": async () => {
@@ -262,9 +273,7 @@ const onEach = {
     check(error instanceof OpenAI.NotFoundError && error.code === "model_not_found", error);
   },
 };
-const upload_terms = { bytes: 1, filename: "in.jsonl", mime_type: "text/plain", purpose: "batch" };
 const unsupported = {
-  "uploads in parts": () => client.uploads.create(upload_terms),
   conversations: () => ask({ conversation: "conv_1" }),
 };
 const supported = { ...onEach, ...(reasons ? onlyWithReasoning : onlyOnDemo) };
