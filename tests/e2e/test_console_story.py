@@ -4,6 +4,7 @@ is killed, and the answer goes on.
 `python -m tests.e2e.test_console_story docs/images` makes the pictures of the documents."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, TimeoutError, expect
 
 from tests.browser import chromium, needs_chromium
 from tests.infra.stack import running_demo_stack
@@ -88,10 +89,12 @@ async def _kill_worker_of_chat(page: Page, url: str) -> str:
     console = await _page(page.context.browser, url)  # type: ignore[arg-type]
     await console.goto("/console#batch")
     held = console.locator("#held tr", has_text="interactive")
-    for name in ("the first", "the second"):
-        options = await console.locator("#worker option").all_inner_texts()
-        await console.locator("#worker").select_option(options[name == "the second"])
-        if await held.count():
+    options = console.locator("#worker option")
+    await expect(options).to_have_count(2, timeout=_WAIT_MS)
+    for name in 20 * await options.all_inner_texts():
+        await console.locator("#worker").select_option(name)
+        with contextlib.suppress(TimeoutError):
+            await held.first.wait_for(timeout=500)
             break
     worker = await console.locator("#worker").input_value()
     job_id = await held.locator("a").first.get_attribute("title", timeout=_WAIT_MS)
