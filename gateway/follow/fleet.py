@@ -139,7 +139,7 @@ class FleetWatch:
             "held": [_with(model, row) for model, w in watched.items() for row in w.held],
             "steps": _steps(gained),
             "deliveries": _by_label(samples, "webhook_deliveries_total", "outcome"),
-            "models": await self._models(snapshots),
+            "models": await self._models(snapshots, samples),
             "worker_price": self._gateway.settings.worker_price,
         }
         if window_s:
@@ -156,11 +156,13 @@ class FleetWatch:
         card = known.get(model)
         return await self._gateway.broker.watch(model, card.lanes if card is not None else ())
 
-    async def _models(self, snapshots: Mapping[str, FleetSnapshot]) -> list[dict[str, Any]]:
+    async def _models(
+        self, snapshots: Mapping[str, FleetSnapshot], samples: "MetricsSamples"
+    ) -> list[dict[str, Any]]:
         """The models that workers serve or that are started on demand, each with its state."""
         known = self._gateway.broker.known
         cards, failures = await known.models(), await known.failures()
-        wanted = await known.num_wanted()
+        wanted = _by_label(samples, "pool_workers_wanted", "model_name")
         flows = {name for name, card in cards.items() if card.flow is not None}
         shown = []
         for name in sorted({*cards, *known.declared, *failures} - flows):
