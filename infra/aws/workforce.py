@@ -49,8 +49,21 @@ class Workforce(Protocol):
         """Workers of the current version that ended with an error recently."""
 
 
-@dataclass(slots=True)
-class OtherScaler:
+class _Unversioned:
+    """A workforce that replaces its workers by itself, such as by an instance refresh."""
+
+    def version(self) -> str:
+        return ""
+
+    def outdated(self, incarnations: Collection[str]) -> set[str]:
+        return set()
+
+    def min_healthy_share(self) -> float:
+        return 1.0
+
+
+@dataclass
+class OtherScaler(_Unversioned):
     """A scaler that follows the metric `pool_workers_wanted`. It is not asked: what was decided
     last is the desired number, at first the number of live workers."""
 
@@ -67,15 +80,6 @@ class OtherScaler:
         if self.num is None:
             self.num = len(incarnations)
         return list(incarnations)
-
-    def version(self) -> str:
-        return ""
-
-    def outdated(self, incarnations: Collection[str]) -> set[str]:
-        return set()
-
-    def min_healthy_share(self) -> float:
-        return 1.0
 
     def failed(self) -> list[Failed]:
         return []
@@ -214,7 +218,7 @@ _REPORTED_BY_WORKER = "user health-check"
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingGroup:
+class ScalingGroup(_Unversioned):
     """A group of machines that each run one worker, for example under systemd. A machine is matched
     to its worker by host name: the launch template must name hosts by instance (`HostnameType:
     resource-name`). The machines need no permissions for this."""
@@ -251,16 +255,6 @@ class ScalingGroup:
                     ProtectedFromScaleIn=is_kept,
                 )
         return [m["InstanceId"] for m in machines if _has_worker(m, incarnations)]
-
-    def version(self) -> str:
-        return ""
-
-    def outdated(self, incarnations: Collection[str]) -> set[str]:
-        """Returns none: an instance refresh of the group replaces machines by itself."""
-        return set()
-
-    def min_healthy_share(self) -> float:
-        return 1.0
 
     def failed(self) -> list[Failed]:
         """Machines that reported themselves unhealthy and were ended."""

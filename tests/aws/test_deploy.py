@@ -350,6 +350,7 @@ def cloudformation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.long
 @pytest.mark.timeout(1200)  # two builds of each function
 @needs_sam
 @pytest.mark.usefixtures("cloudformation")

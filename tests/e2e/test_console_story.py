@@ -18,7 +18,7 @@ from playwright.async_api import Browser, Page, TimeoutError, expect
 from tests.browser import chromium, needs_chromium
 from tests.infra.stack import running_demo_stack
 
-pytestmark = [pytest.mark.anyio, needs_chromium, pytest.mark.campaign]
+pytestmark = [pytest.mark.anyio, needs_chromium, pytest.mark.campaign, pytest.mark.long]
 
 _CHAT = "/v1/chat/completions"
 _ASKED = "Count from 1 to 90."
