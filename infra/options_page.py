@@ -21,11 +21,11 @@ _HEAD = """<!-- Written by `python -m infra.options_page options`. Do not edit. 
 
 Every option and variable. [Configuration](configuration.md) explains those that need it."""
 _HEAD_OF_FIELDS = """<!-- Written by `python -m infra.options_page fields`. Do not edit. -->
-# Fields
+# Paths and fields
 
-The fields of bodies, as in `GET /openapi.json`; [HTTP API](api.md) tells more. Those in **bold** \
-are required, others may be null. A boolean is false unless its default is given. Brackets name \
-the calls that have a field, where not all of a table do."""
+Paths and the fields of bodies, as in `GET /openapi.json`; [HTTP API](api.md) tells more. Fields \
+in **bold** are required, others may be null. A boolean is false unless its default is given. \
+Brackets name the calls that have a field, where not all of a table do."""
 _HEAD_OF_METRICS = """<!-- Written by `python -m infra.options_page metrics`. Do not edit. -->
 # Metrics
 
@@ -82,7 +82,8 @@ def options() -> str:
 def fields() -> str:
     """The text of docs/api-fields.md."""
     app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))  # connects later
-    schemas = app.openapi()["components"]["schemas"]
+    document = app.openapi()
+    schemas = document["components"]["schemas"]
     paths = schemas["BatchBody"]["properties"]["endpoint"]["enum"]
     schemas["ChatJob"]["properties"]["endpoint"]["enum"] = paths  # of all kinds of jobs
     calls_with: dict[Row, list[str]] = {}
@@ -94,7 +95,8 @@ def fields() -> str:
         title = [title for title, bodies in _CALLS.items() if {*calls} <= {*bodies}][-1]
         tables[title].append((name + _brackets(calls, _CALLS[title]), values, meaning))
     tables |= {title: _field_rows(body, schemas) for title, body in _OTHERS.items()}
-    parts = [_HEAD_OF_FIELDS]
+    paths = _table("path | parameters", _path_rows(document["paths"]))
+    parts = [_HEAD_OF_FIELDS, f"## Paths\n\n{paths}"]
     for title, rows in tables.items():
         rows.sort(key=lambda row: not row[0].startswith("**"))
         parts += [f"## {title}", _table("field | values", rows)]
@@ -118,6 +120,17 @@ def _brackets(calls: list[str], bodies: tuple[str, ...]) -> str:
     named, no = (calls, "") if len(calls) <= len(others) else (others, "not ")
     names = ", ".join(body.removesuffix("Body").lower() for body in named)
     return f" ({no}{names})" if others else ""
+
+
+def _path_rows(paths: dict[str, Any]) -> list[Row]:
+    rows = []
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            params = operation.get("parameters", ())
+            names = ", ".join(f"`{param['name']}`" for param in params if param["in"] == "query")
+            meaning = " ".join(operation["description"].split())
+            rows.append((f"`{method.upper()} {path}`", names, meaning))
+    return rows
 
 
 def _field_rows(body: str, schemas: dict[str, Any]) -> list[Row]:
