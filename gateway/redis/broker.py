@@ -216,7 +216,7 @@ class Broker:
         self._settings = settings
         self.clock = clock
         self.keys = Keys(settings.namespace)
-        self._client = connect(settings.redis_url)
+        self._client = connect(settings.redis_url, self.keys)
         self._functions = Functions(self._client, self.keys)
         self._outbox = Outbox(self._client, self.keys)
         self._files = Files(self._client, self.keys)
@@ -233,7 +233,9 @@ class Broker:
         api_keys = ApiKeys(self._client, self.keys, pepper or None)
         self.key_ring = KeyRing(api_keys, self._call, own_key=settings.api_key)
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
-        self._hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
+        self._hints = Hints(
+            connect(settings.redis_url, self.keys), max_bytes=settings.max_buffer_bytes
+        )
         self._swept_s = 0.0
 
     async def aclose(self) -> None:
@@ -249,12 +251,6 @@ class Broker:
                 with self._breaker.guard():
                     if not self._has_library:
                         await self._load_library()
-                    try:
-                        return await function()
-                    except BrokerUnavailable as exc:
-                        if "function library" not in str(exc):
-                            raise
-                    await self._load_library()
                     return await function()
             except CommandDenied as exc:
                 log.error("%s", exc)

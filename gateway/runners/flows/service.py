@@ -39,7 +39,7 @@ class FlowService:
         self._broker = gateway.broker
         self._drain = gateway.drain
         self._path = Path(gateway.settings.models)
-        self._client = connect(gateway.settings.redis_url)
+        self._client = connect(gateway.settings.redis_url, self._broker.keys)
         self._catalogue = Catalogue(self._client, self._broker.keys)
         self._stamp: object = None
         self._definitions: Mapping[str, Definition] = {}
