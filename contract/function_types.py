@@ -281,6 +281,9 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
     num_free_blocks: int
     num_places: int = 0  # 0: unknown
     version: str = ""  # of batchway
+    device: str = ""  # its name; empty: unknown
+    num_cached_blocks: int | None = None  # part of the free ones; None: unknown
+    gpu_share: float | None = None  # of time in which its GPU computes; None: no GPU, or unknown
 
     @property
     def kv_usage(self) -> float:
@@ -326,7 +329,10 @@ class WaitingTenant(msgspec.Struct, frozen=True):
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """What people watch of a model: held jobs by worker, and tenants that wait."""
+    """What people watch of a model: held jobs by worker, and tenants that wait; of all models,
+    callbacks that are to be sent and those that were given up in the last week."""
 
     held: tuple[WatchedJob, ...]
     waiting: tuple[WaitingTenant, ...]
+    num_due_callbacks: int
+    num_dead_callbacks: int

@@ -376,13 +376,14 @@ class Functions(Partition):
         of each lane. Raises WireError."""
         reply = await self._call("watch", model, max_jobs, *lanes, reads=True)
         with wire_errors("state of a model"):
-            held, waiting = _texts(reply)
+            held, waiting, callbacks = _texts(reply)
             return Watched(
                 tuple(WatchedJob(*row) for row in held),
                 tuple(
                     WaitingTenant(lane, tenant, num_jobs, num_tokens, float(weight))
                     for lane, tenant, num_jobs, num_tokens, weight in waiting
                 ),
+                *callbacks,
             )
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
@@ -558,6 +559,7 @@ def _runs(raw: bytes) -> tuple[JobRun, ...]:
 def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:
     info = json.loads(raw_info or b"{}")
     names = ("num_running", "num_waiting", "num_blocks", "num_free_blocks")
+    cached, share = info.get("num_cached_blocks"), info.get("gpu_share")
     return WorkerSnapshot(
         incarnation=incarnation.decode(),
         seen_s=seen_ms / 1000,
@@ -565,6 +567,9 @@ def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot
         **{name: int(info.get(name, 0)) for name in names},
         num_places=int(info.get("places", 0)),
         version=str(info.get("version", "")),
+        device=str(info.get("device", "")),
+        num_cached_blocks=None if cached is None else int(cached),
+        gpu_share=None if share is None else float(share),
     )
 
 

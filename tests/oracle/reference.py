@@ -192,6 +192,7 @@ class Reference:
         if job.id in self.records:
             return Submitted(job.id, False)
         if self.memory_room <= 0 and not job.parent:
+            self.totals[job.model][f"refusals_total:{job.lane}:memory_full"] += 1
             raise BrokerFull(ErrorCode.MEMORY_FULL, "")
         candidate = self._candidate(job, s)
         promises = self._promises_of.setdefault(job.model, Promises())
@@ -203,6 +204,7 @@ class Reference:
         if refused is not None:
             if refused.promised_ms is not None:
                 promises.book(candidate.line, refused.promised_ms)
+            self.totals[job.model][f"refusals_total:{job.lane}:{refused.reason}"] += 1
             raise self._refused(job, candidate, refused)
         if candidate.finds_room:
             promises.forget(candidate.line)

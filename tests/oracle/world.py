@@ -16,7 +16,7 @@ import redis
 import redis.asyncio
 from msgspec.structs import replace
 
-from contract.callbacks import Callback, CallbackKind
+from contract.callbacks import Callback, CallbackKind, OutboxState
 from contract.connection import connect
 from contract.errors import BatchwayError, BrokerFull, JobRefused
 from contract.events import ChoiceDelta, Tokens
@@ -487,6 +487,9 @@ class World:
             known = record.owner, record.job.tenant, record.lane, record.attempt, record.num_tokens
             seen = job.worker, job.tenant, job.lane, job.attempt, job.num_output_tokens
             assert seen == known, job.job_id
+        states = [entry.state for entry in self.reference.outbox.entries.values()]
+        counted = watched.num_due_callbacks, watched.num_dead_callbacks
+        assert counted == (states.count(OutboxState.DUE), states.count(OutboxState.DEAD))
         self.replies["watch some" if watched.held else "watch none"] += 1
 
     def read(self, job_id: str, tenant: str) -> None:

@@ -167,6 +167,7 @@ class Engine(JobEngine):
         report.num_running, report.num_waiting = scheduler.num_running, scheduler.num_waiting
         report.waiting_lanes = scheduler.waiting_lanes
         report.num_free_blocks = self._blocks.num_free
+        report.num_cached_blocks = self._blocks.num_cached
         report.num_step_seqs = num_streams + len(num_each)
         report.num_step_tokens = num_streams + sum(num_each)
         report.num_decode_tokens = num_streams + num_known.count(1) + num_drafted

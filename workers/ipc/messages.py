@@ -192,6 +192,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     pooling: PoolingCard | None = None  # of a prefill-only model
     tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
     num_step_tokens: int = 0  # the token budget of a step; 0: unknown
+    device: str = ""  # its name
+    gpu_uuids: tuple[str, ...] = ()  # of the GPUs that compute, as nvidia-smi names them
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
@@ -264,6 +266,7 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     model_s: float = 0.0  # the model's part of `step_s`
     # `model_s` as predicted before the step. 0: there was no prediction yet; None: there never is.
     predicted_s: float | None = None
+    num_cached_blocks: int | None = None  # part of the free ones; None: unknown
 
 
 FromEngine = (
