@@ -14,18 +14,20 @@ _TIMEOUT_S = 30.0  # without nvidia-persistenced the driver starts anew for each
 class GpuUse:
     """`share`: of the last seconds in which kernels ran, the mean of the GPUs; None: unknown."""
 
-    def __init__(self, engine: EngineLink, every_s: float = _EVERY_S) -> None:
+    def __init__(self, engine: EngineLink) -> None:
         self._engine = engine
-        self._every_s = every_s
         self.share: float | None = None
 
     async def watch(self) -> None:
         """Measures until cancelled."""
         while True:
-            ready, program = self._engine.ready, shutil.which("nvidia-smi")
-            uuids = ready.gpu_uuids if ready is not None else ()
-            self.share = await _measured(program, uuids) if program and uuids else None
-            await asyncio.sleep(self._every_s)
+            await self.measure()
+            await asyncio.sleep(_EVERY_S)
+
+    async def measure(self) -> None:
+        ready, program = self._engine.ready, shutil.which("nvidia-smi")
+        uuids = ready.gpu_uuids if ready is not None else ()
+        self.share = await _measured(program, uuids) if program and uuids else None
 
 
 async def _measured(program: str, uuids: Sequence[str]) -> float | None:
