@@ -12,7 +12,7 @@ import msgspec
 from contract.callbacks import Callback
 from contract.errors import JobRefused, RateLimits
 from contract.events import LogEvent
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind, ObjectRef
 
 
 class Verdict(StrEnum):
@@ -168,6 +168,7 @@ class Append(msgspec.Struct, frozen=True):
     message: str = ""
     result: ObjectRef | None = None  # with an end: the object that holds the log before it
     prompt_tokens: int = 0  # with a flow's end: of all its calls; 0: of the job's own prompt
+    marks: tuple["JobMark", ...] = ()
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -219,12 +220,25 @@ class JobPage(msgspec.Struct, frozen=True):
     position: str
 
 
+class JobMark(msgspec.Struct, frozen=True):
+    """What an engine did with a job: `num` chunks of a prompt, or a loss of its place. Times are in
+    ms of the Redis clock; in an append, ms ago."""
+
+    kind: MarkKind
+    begun_ms: int
+    ended_ms: int
+    num: int
+    num_tokens: int  # computed, or to be computed again
+
+
 class JobRun(msgspec.Struct, frozen=True):
-    """A claim of a job: by whom, when (Redis clock), and the number of its first event."""
+    """A claim of a job: by whom, when (Redis clock), and the number of its first event; what that
+    worker's engine did with it, as far as its output or end has told of it."""
 
     worker: str
     claimed_ms: int
     first_number: int
+    marks: tuple[JobMark, ...] = ()
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):

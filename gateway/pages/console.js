@@ -367,6 +367,13 @@ function pathOf(id, what = "") {
   return `/v1/jobs/${encodeURIComponent(id)}${what}${owner === who.tenant ? "" : `?${new URLSearchParams({ tenant: owner })}`}`;
 }
 
+function markText({ kind, started_at, ended_at, times, tokens }) {
+  const spent = ended_at > started_at ? `, in ${seconds(ended_at - started_at)}` : "";
+  const what = kind === "prefill" ? `${number(tokens)} tokens computed in ${number(times)} ${times === 1 ? "chunk" : "chunks"}`
+    : `${kind}${times > 1 ? ` ${number(times)} times` : ""}, ${number(tokens)} tokens to be computed again`;
+  return `${clock(started_at)}: ${what}${spent}`;
+}
+
 async function refreshJob() {
   const job = await attempt(() => json(pathOf(chosen)));
   if (!job) { chosen = ""; return; }
@@ -376,7 +383,9 @@ async function refreshJob() {
     .filter(([, from]) => from).map(([name, from, to]) => h("li", {}, h("span", { class: `key ${name}` }), `${name} ${clock(from)}, ${seconds(Math.max(0, to - from))}`));
   const held = (state?.held ?? []).find((each) => each.job_id === job.id);
   const facts = [`state: ${stateText(job)}`, `lane ${job.lane}, model ${job.model}`, `attempt ${job.attempt}${job.attempt > 1 ? " (resumed)" : ""}`,
-    ...job.runs.map((run, i) => `${i ? "resumed" : "claimed"} at ${clock(run.started_at)} by worker ${run.worker}${run.after_event ? `, after ${number(run.after_event)} events of its log` : ""}`),
+    ...job.runs.flatMap((run, i) => [
+      `${i ? "resumed" : "claimed"} at ${clock(run.started_at)} by worker ${run.worker}${run.after_event ? `, after ${number(run.after_event)} events of its log` : ""}`,
+      ...run.marks.map(markText)]),
     held ? `on worker ${held.worker}, ${number(held.num_output_tokens)} of ${number(held.max_output_tokens)} tokens` : null,
     job.error ? `${job.error.code}: ${job.error.message}` : null,
     job.callback ? `callback ${job.callback.state}, ${job.callback.attempts} attempts` : null,

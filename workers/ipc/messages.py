@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason, Pooling, SamplingParams
+from contract.jobs import FinishReason, MarkKind, Pooling, SamplingParams
 from contract.model_cards import (
     Capabilities,
     GenerationDefaults,
@@ -243,6 +243,15 @@ class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
+class Marked(msgspec.Struct, frozen=True, array_like=True, tag="marked"):
+    """What a step did with a job beside its output; of a loss, the tokens that it had computed."""
+
+    job_id: str
+    epoch: int
+    kind: MarkKind
+    num_tokens: int
+
+
 class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     """The engine's state after a step, from which the supervisor sizes its next claim."""
 
@@ -279,6 +288,7 @@ FromEngine = (
     | VectorOut
     | ChoiceEnded
     | JobFailed
+    | Marked
     | EngineLoad
 )
 
