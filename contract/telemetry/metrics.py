@@ -100,14 +100,9 @@ def _gateway(name: str, help_: str, *labels: str, is_gauge: bool = False) -> Met
 _ALL = (
     _jobs("prompt_tokens_total", "Prompt tokens of jobs that have had output."),
     _jobs("generation_tokens_total", "Output tokens in the jobs' logs."),
-<<<<<<< HEAD
     _jobs("requests_total", "Ended jobs.", "status"),
+    _jobs("refusals_total", "New jobs that Redis refused, of all gateways.", "reason"),
     _jobs("attempts_total", "Claims by workers; beyond the jobs, repeated work."),
-=======
-    _jobs("requests_total", "Jobs that have ended, by how.", "status"),
-    _jobs("refusals_total", "New jobs that Redis refused, on all gateways, by why.", "reason"),
-    _jobs("attempts_total", "Times that a worker took a job; above the jobs, it is repeated work."),
->>>>>>> console
     _latency("time_to_first_token_seconds", "From a job's submission to its first output."),
     _latency("request_queue_time_seconds", "From a job's submission to its first claim."),
     _latency("e2e_request_latency_seconds", "From a job's submission to its success."),
