@@ -13,6 +13,7 @@ from typing import Any, cast
 import certifi
 import pytest
 import redis.asyncio
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -29,6 +30,10 @@ from workers import callbacks  # noqa: F401  # sets RQ's variable before a test 
 # Without a GPU, Triton's kernels run in its interpreter, which is chosen at its first import.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Cores may be busy: how long an example takes says nothing.
+settings.register_profile("batchway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("batchway")
 
 # BATCHWAY_CPU_ISA=avx2 or avx512 limits the instruction set of the tests. torch and oneDNN have
 # their own variables, which they read when they are imported.
