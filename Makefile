@@ -1,4 +1,4 @@
-# What `sam build` calls for the functions of template.yaml; all run the same code. Before it, the
+# What `sam build` calls for the functions of infra/aws/*.yaml; all run the same code. Before it, the
 # parameters are checked and written for `sam deploy`: infra/aws/parameters.py.
 PYTHON := $(firstword $(wildcard .venv-sam/bin/python .venv/bin/python) python3)
 

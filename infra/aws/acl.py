@@ -1,6 +1,6 @@
-"""Writes the rights of the cache's users into the template: python -m infra.aws.acl
+"""Writes the rights of the cache's users into data.yaml: python -m infra.aws.acl
 
-They are those of infra/redis_roles.py, with the stack's namespace; a test compares them.
+They are those of infra/redis_roles.py, with the namespace `default`; a test compares them.
 """
 
 import re
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from infra.redis_roles import REDIS_ROLES, acl_rules
 
-_TEMPLATE = Path(__file__).parents[2] / "template.yaml"
-_USER = re.compile(r"(UserName: (\w+)\n(?: +.*\n)*? +AccessString: !Sub >-\n)((?: {8}.*\n)+)")
-_NAMESPACE = "NAMESPACE"
+TEMPLATE = Path(__file__).with_name("data.yaml")
+_USER = re.compile(r"(UserName: (\w+)\n(?: +.*\n)*? +AccessString: >-\n)((?: {8}.*\n)+)")
+_NAMESPACE = "default"
 _INDENT = " " * 8
 
 
@@ -21,7 +21,6 @@ def with_rights(template: str) -> str:
 
     def user(found: re.Match[str]) -> str:
         rules = " ".join(acl_rules(REDIS_ROLES[found[2]], _NAMESPACE))
-        rules = rules.replace(f":{_NAMESPACE}:", ":${Namespace}:")
         lines = textwrap.wrap(rules, 92, break_long_words=False, break_on_hyphens=False)
         return found[1] + "".join(f"{_INDENT}{line}\n" for line in lines)
 
@@ -29,7 +28,7 @@ def with_rights(template: str) -> str:
 
 
 def main() -> int:
-    _TEMPLATE.write_text(with_rights(_TEMPLATE.read_text()))
+    TEMPLATE.write_text(with_rights(TEMPLATE.read_text()))
     return 0
 
 

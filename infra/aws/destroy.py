@@ -2,7 +2,8 @@
 
     scripts/destroy [--yes] [--region R] [--profile P] [--stack-name NAME]
 
-Workers end first: their jobs are handed back, and stay in the cache's last snapshot.
+Workers end first: their jobs are handed back, and stay in the cache. The nested stack of the data
+stays; named as NAME it goes too, except its buckets and the cache's last snapshot.
 """
 
 import time
@@ -15,17 +16,20 @@ from infra.aws.parameters import DeployError, loaded
 POLL_S = 10.0
 _WAIT_S = 600.0
 _MAX_PROTECTED = 10  # per call
+_STACK = "AWS::CloudFormation::Stack"
 
 
 def resources(client: Any, stack: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """What is in a stack and in those nested in it, with what their deletion does to each."""
+    """What is in a stack and in those nested in it that go with it, with what their deletion does
+    to each."""
     body = client.get_template(StackName=stack, TemplateStage="Processed")["TemplateBody"]
     declared = (loaded(body) if isinstance(body, str) else body)["Resources"]
     for page in client.get_paginator("list_stack_resources").paginate(StackName=stack):
         for one in page["StackResourceSummaries"]:
             if one.get("PhysicalResourceId"):
-                yield one, declared[one["LogicalResourceId"]].get("DeletionPolicy", "Delete")
-                if one["ResourceType"] == "AWS::CloudFormation::Stack":
+                policy = declared[one["LogicalResourceId"]].get("DeletionPolicy", "Delete")
+                yield one, policy
+                if one["ResourceType"] == _STACK and not policy.startswith("Retain"):
                     yield from resources(client, one["PhysicalResourceId"])
 
 
@@ -57,8 +61,12 @@ def leftovers(one: Installation, found: Sequence[tuple[Mapping[str, Any], str]])
         yield f"stack {artifacts}"
         found = [*found, *resources(one.client("cloudformation"), artifacts)]
     for resource, policy in found:
-        if policy.startswith("Retain"):
-            yield f"{resource['ResourceType']} {resource['PhysicalResourceId']}"
+        name = resource["PhysicalResourceId"]
+        if policy.startswith("Retain") and resource["ResourceType"] == _STACK:
+            name = (one.described(name) or {})["StackName"]
+            yield f"stack {name}, with all data: scripts/destroy --stack-name {name}"
+        elif policy.startswith("Retain"):
+            yield f"{resource['ResourceType']} {name}"
     caches = {resource["PhysicalResourceId"] for resource, policy in found if policy == "Snapshot"}
     for snapshot in one.client("elasticache").describe_snapshots()["Snapshots"]:
         if snapshot.get("ReplicationGroupId") in caches:

@@ -1,4 +1,4 @@
-"""template.yaml after SAM's transform, as CloudFormation gets it."""
+"""template.yaml and the templates that it nests, after AWS' transforms, as one."""
 
 import copy
 import functools
@@ -12,6 +12,9 @@ import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEMPLATE = ROOT / "template.yaml"
+NESTED = {
+    part: ROOT / "infra" / "aws" / f"{part}.yaml" for part in ("data", "services", "front", "pool")
+}
 
 
 class _Loader(yaml.CSafeLoader):  # type: ignore[misc]
@@ -43,19 +46,67 @@ def written() -> dict[str, Any]:
 
 @functools.cache
 def transformed(**parameters: str) -> dict[str, Any]:
-    """The template after SAM's transform with these parameters, as CloudFormation gets it."""
+    """All templates after their transforms with these parameters, as one: a parameter of a nested
+    template has the name of what it is given, a parameter of template.yaml or a resource."""
+    whole = _translated(written(), parameters)
+    for path in NESTED.values():
+        part = _translated(yaml.load(path.read_text(), _Loader), parameters)
+        assert not part["Resources"].keys() & whole["Resources"].keys()
+        for section in ("Resources", "Conditions"):
+            whole[section] |= part.get(section, {})
+        whole["Outputs"] |= {
+            name: output for name, output in part.get("Outputs", {}).items() if name == "Url"
+        }
+    return whole
+
+
+def _translated(written: dict[str, Any], parameters: dict[str, str]) -> dict[str, Any]:
+    """One template after AWS' transforms."""
     from samtranslator.parser.parser import Parser
     from samtranslator.translator.translator import Translator
 
-    template = copy.deepcopy(written())
-    for resource in template["Resources"].values():
-        if resource["Type"] == "AWS::Serverless::Function":  # `sam package` replaces it
+    template = expanded(copy.deepcopy(written), written.get("Mappings", {}), {})
+    for resource in template["Resources"].values():  # `sam package` replaces these
+        if resource["Type"] == "AWS::Serverless::Function":
             resource["Properties"]["CodeUri"] = "s3://bucket/gateway.zip"
+        if resource["Type"] == "AWS::Serverless::Application":
+            resource["Properties"]["Location"] = "https://bucket/nested.yaml"
     translator = Translator({}, Parser())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
-        made: dict[str, Any] = translator.translate(template, parameter_values=dict(parameters))
+        made: dict[str, Any] = translator.translate(template, {"Release": ""} | parameters)
     return made
+
+
+def data() -> dict[str, Any]:
+    """The template of what outlives the stack, as written."""
+    return dict(yaml.load(NESTED["data"].read_text(), _Loader))
+
+
+def expanded(part: Any, mappings: dict[str, Any], values: dict[str, str]) -> Any:
+    """A part of a template after Fn::ForEach over lists, as the transform AWS::LanguageExtensions
+    makes it; `values` are those of the loops around it."""
+    match part:
+        case {"Ref": str(name)} if name in values:
+            return values[name]
+        case {"Fn::FindInMap": [str(table), key, str(column)]}:
+            return mappings[table][expanded(key, mappings, values)][column]
+        case dict():
+            found: dict[str, Any] = {}
+            for key, value in part.items():
+                if key.startswith("Fn::ForEach::"):
+                    name, items, body = value
+                    for item in items:
+                        found |= expanded(body, mappings, values | {name: item})
+                else:
+                    found[expanded(key, mappings, values)] = expanded(value, mappings, values)
+            return found
+        case list():
+            return [expanded(one, mappings, values) for one in part]
+        case str():
+            for name, value in values.items():
+                part = part.replace(f"${{{name}}}", value)
+    return part
 
 
 def of_type(kind: str) -> dict[str, dict[str, Any]]:

@@ -257,6 +257,22 @@ Resources:
         cloudformation.delete_stack(StackName=stack["StackName"])
 
 
+def test_the_stack_of_the_data_stays_and_is_named(aws_environ: dict[str, str], bucket: str) -> None:
+    """What is in it is not listed by itself: it is in use until that stack is deleted."""
+    body = json.dumps({"Resources": {"Cache": {"Type": "AWS::SNS::Topic"}}})
+    boto3.client("s3").put_object(Bucket=bucket, Key="data.yaml", Body=body)
+    url = f"https://{bucket}.s3.amazonaws.com/data.yaml"
+    data = {"Type": "AWS::CloudFormation::Stack", "DeletionPolicy": "RetainExceptOnCreate"}
+    template = {"Resources": {"Data": data | {"Properties": {"TemplateURL": url}}}}
+    client = boto3.client("cloudformation")
+    client.create_stack(StackName="whole", TemplateBody=json.dumps(template))
+    [(nested, _)] = found = list(destroy.resources(client, "whole"))
+    name = client.describe_stacks(StackName=nested["PhysicalResourceId"])["Stacks"][0]["StackName"]
+    [line] = destroy.leftovers(Installation(Session(), "whole", {}), found)
+    assert line == f"stack {name}, with all data: scripts/destroy --stack-name {name}"
+    client.delete_stack(StackName="whole")
+
+
 def test_only_the_last_snapshots_of_this_cache_are_listed(aws_environ: dict[str, str]) -> None:
     """By the cache's exact name."""
 
@@ -307,8 +323,10 @@ def cloudformation(monkeypatch: pytest.MonkeyPatch) -> None:
         # As sam writes it: without short forms of functions.
         template = yaml.safe_load(body)
         template.pop("Transform", None)
+        nested = [one["Properties"].get("Location") for one in template["Resources"].values()]
+        assert len([url for url in nested if url and url.startswith("http")]) == 4  # uploaded
         template["Resources"] = {"T": {"Type": "AWS::SNS::Topic"}}
-        for section in ("Conditions", "Globals", "Rules", "Metadata", "Outputs"):
+        for section in ("Conditions", "Rules", "Outputs"):
             template.pop(section, None)
         return json.dumps(template)
 

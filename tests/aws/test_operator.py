@@ -21,7 +21,7 @@ PASSWORD, PEPPER = "a-password", "p" * 43
 def with_user(server_url: str, name: str) -> str:
     """The URL of a cache in which the template's user has its rights."""
     [user] = [u for u in of_type("AWS::ElastiCache::User").values() if u["UserName"] == name]
-    rights = user["AccessString"]["Fn::Sub"].replace("${Namespace}", "test").split()
+    rights = user["AccessString"].split()
     with redis.Redis.from_url(server_url) as admin:
         admin.execute_command("ACL SETUSER", name, "reset", f">{PASSWORD}", *rights)
     return server_url.replace("unix://", f"unix://{name}:{PASSWORD}@")
@@ -41,7 +41,6 @@ def as_operator(server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = make_secret("pepper", json.dumps({"BATCHWAY_KEY_PEPPER": PEPPER}))
     monkeypatch.setenv("BATCHWAY_KEY_PEPPER", "")  # restored afterwards
     monkeypatch.setenv("BATCHWAY_SECRET_ARNS", secret)
-    monkeypatch.setenv("BATCHWAY_NAMESPACE", "test")
     monkeypatch.setenv("REDIS_URL", with_user(server.url, "operator"))
 
 
@@ -58,7 +57,9 @@ def test_an_operator_makes_lists_and_revokes_keys(
     made = [run("keys", "create", "--tenant", name) for name in ("a", "b", "c")]
     assert [answer["status"] for answer in made] == [0, 0, 0], made
     keys = [answer["output"].strip() for answer in made]
-    settings = make_settings(with_user(server.url, "gateway"), key_pepper=PEPPER)
+    settings = make_settings(
+        with_user(server.url, "gateway"), key_pepper=PEPPER, namespace="default"
+    )
     with running_gateway(settings) as url:
 
         def statuses() -> list[int]:

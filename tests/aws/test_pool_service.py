@@ -82,7 +82,9 @@ async def test_a_waiting_job_starts_the_first_worker(
 async def test_a_refused_call_starts_the_first_worker(
     service: PoolService, ecs: EcsService, invoke: Invoke
 ) -> None:
-    """It is told when the worker is ready, and leaves no job."""
+    """It is told when the worker is ready, and leaves no job. A metric tells of it until then."""
+    stranded: list[int] = []
+    service.emit = lambda line: stranded.append(json.loads(line).get("StrandedCalls"))
     assert (await service.step()).num_workers == 0
     answer = await invoke(rest_event("POST", "/v1/completions", JOB["body"]))
     assert answer["statusCode"] == 503
@@ -90,6 +92,9 @@ async def test_a_refused_call_starts_the_first_worker(
     decision = await service.step()
     assert (decision.num_workers, decision.reason, decision.backlog_s) == (1, "from zero", 0.0)
     assert ecs.num_desired() == 1
+    await FakeWorker(service.functions).beat()
+    await service.step()
+    assert [one for one in stranded if one is not None] == [0, 1, 0]
 
 
 async def test_a_deadline_within_the_cold_start_starts_the_first_worker(

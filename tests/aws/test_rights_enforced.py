@@ -26,8 +26,10 @@ def resolved(value: Any) -> Any:
     """A part of a policy with the buckets' names; other resources become one that is not there."""
     match value:
         case {"Fn::Sub": str(text)}:
+            text = text.replace("${AWS::Partition}", "aws")
             for name, bucket in BUCKETS.items():
                 text = text.replace(f"${{{name}.Arn}}", f"arn:aws:s3:::{bucket}")
+                text = text.replace(f"${{{name}}}", bucket)
             return text if "$" not in text else "arn:aws:none:::x"
         case {"Fn::GetAtt": [name, "Arn"]} if name in BUCKETS:
             return f"arn:aws:s3:::{BUCKETS[name]}"

@@ -1,14 +1,16 @@
-"""template.yaml as a whole: linters, parameters, dashboard."""
+"""template.yaml and what it nests as a whole: linters, lengths, parameters, dashboards."""
 
 import json
 import re
 import subprocess
 import sys
 
-from infra.aws import pool_metrics
+from infra.aws import images, pool_metrics
 from tests.aws.template import (
+    NESTED,
     ROOT,
     TEMPLATE,
+    as_list,
     of_type,
     transformed,
     written,
@@ -18,8 +20,9 @@ from tests.aws.template import (
 def test_linters_find_nothing() -> None:
     """cfn-lint, including warnings and informational messages."""
     program = "from cfnlint.runner import main; main()"
+    files = [str(path) for path in (TEMPLATE, *NESTED.values(), images.TEMPLATE)]
     done = subprocess.run(
-        [sys.executable, "-c", program, "--include-checks", "I", "--template", str(TEMPLATE)],
+        [sys.executable, "-c", program, "--include-checks", "I", "--template", *files],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -28,14 +31,41 @@ def test_linters_find_nothing() -> None:
 
 
 def test_every_template_parameter_has_a_description() -> None:
-    """And a default, unless it is specific to an account. Every parameter is in a group of the
-    form."""
+    """And a default, unless it is specific to an account."""
     parameters = written()["Parameters"]
     assert all(parameter.get("Description") for parameter in parameters.values())
     without = {name for name, parameter in parameters.items() if "Default" not in parameter}
     assert without == {"VpcId", "PrivateSubnetIds", "WorkerImageUri", "ServicesImageUri"}
-    form = written()["Metadata"]["AWS::CloudFormation::Interface"]["ParameterGroups"]
-    assert sorted(name for group in form for name in group["Parameters"]) == sorted(parameters)
+
+
+def test_no_template_is_longer_than_a_page_that_is_read() -> None:
+    for path in (TEMPLATE, *NESTED.values()):
+        assert len(path.read_text().splitlines()) <= 700, path
+
+
+def test_a_parameter_goes_to_what_has_its_name() -> None:
+    """Unchanged: from template.yaml, or from the outputs of another part. cfn-lint compares the
+    names with those that a part declares."""
+    made = {"Services", "Front", "Pool", "Data"}
+    nested = {name: written()["Resources"][name]["Properties"]["Parameters"] for name in made}
+    for name, given in ((n, v) for part in nested.values() for n, v in part.items()):
+        match given:
+            case {"Ref": str(source)} | {"Fn::Join": [",", {"Ref": str(source)}]}:
+                expected = {"Models": "ServedModelName", "Installation": "AWS::StackName"}
+                assert source == expected.get(name, name)
+            case {"Fn::GetAtt": [str(part), output]}:
+                assert (part in made, output) == (True, f"Outputs.{name}")
+    for name in ("Services", "Front", "Pool"):
+        assert {"Fn::GetAtt": ["Data", "Outputs.CacheAddress"]} in nested[name].values()
+
+
+def test_what_is_kept_outlives_the_stack() -> None:
+    """A deleted stack leaves cache, objects and secrets; a first deployment that fails, nothing."""
+    policies = {name: one.get("DeletionPolicy") for name, one in written()["Resources"].items()}
+    assert policies == {
+        "Data": "RetainExceptOnCreate", "Services": None, "Front": None, "Pool": None,
+        "Budget": None,
+    }  # fmt: skip
 
 
 def test_a_new_release_publishes_every_function() -> None:
@@ -70,9 +100,12 @@ def test_old_versions_are_deleted() -> None:
 def test_the_dashboard_is_json() -> None:
     """It is a string in the template, which no linter checks. Every metric that it shows is
     emitted."""
-    [board] = of_type("AWS::CloudWatch::Dashboard").values()
-    body = re.sub(r"\$\{[^}]+\}", "x", board["DashboardBody"]["Fn::Sub"][0])
-    assert len(json.loads(body)["widgets"]) == 8
-    shown = set(re.findall(r'MetricName=\\"(\w+)', body))
+    shown: set[str] = set()
+    num_widgets = 0
+    for board in of_type("AWS::CloudWatch::Dashboard").values():
+        body = re.sub(r"\$\{[^}]+\}", "x", as_list(board["DashboardBody"]["Fn::Sub"])[0])
+        num_widgets += len(json.loads(body)["widgets"])
+        shown |= set(re.findall(r'MetricName=\\"(\w+)', body))
+    assert num_widgets == 8
     assert len(shown) == 4
     assert shown <= set(pool_metrics.UNITS)

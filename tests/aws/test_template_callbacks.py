@@ -10,6 +10,7 @@ from infra.callbacks_command import AWS_VARIABLE, KEY_VARIABLE
 from tests.aws.template import (
     container,
     of_type,
+    transformed,
     written,
 )
 from workers.callbacks.deliverer import MIN_KEY_CHARS
@@ -44,7 +45,7 @@ def test_callbacks_may_reach_only_the_operators_targets() -> None:
         parameter = statement["Resource"]["Ref"]
         definition = written()["Parameters"][parameter]
         assert definition["Default"] == ""
-        assert parameter in json.dumps(written()["Conditions"][condition])
+        assert parameter in json.dumps(transformed()["Conditions"][condition])
         assert not re.fullmatch(definition["AllowedPattern"], "*")
         found[statement["Action"]] = parameter
     assert found == {

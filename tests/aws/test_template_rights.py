@@ -2,15 +2,15 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-from infra.aws.acl import with_rights
+from infra.aws.acl import TEMPLATE, with_rights
 from infra.redis_roles import REDIS_ROLES, acl_rules
 from tests.aws.template import (
     as_list,
     chosen,
+    data,
     functions,
     of_type,
     statements,
@@ -50,12 +50,12 @@ def test_the_cache_evicts_nothing_and_authenticates_every_part() -> None:
     assert cache["MultiAZEnabled"]
     assert {user["UserName"] for user in users.values()} == set(PARTS)
     for user in users.values():
-        rights = user["AccessString"]["Fn::Sub"].replace("${Namespace}", "NAME").split()
-        assert rights == acl_rules(REDIS_ROLES[user["UserName"]], "NAME"), user["UserName"]
+        rights = user["AccessString"].split()
+        assert rights == acl_rules(REDIS_ROLES[user["UserName"]], "default"), user["UserName"]
 
 
 def test_the_rights_are_written_by_the_command() -> None:
-    text = Path("template.yaml").read_text()
+    text = TEMPLATE.read_text()
     assert with_rights(text) == text, "python -m infra.aws.acl"
 
 
@@ -70,10 +70,12 @@ def test_the_cache_is_a_cluster_where_it_is_durable(is_durable: bool) -> None:
     assert properties.get("NumNodeGroups") == (1 if is_durable else None)
     assert ("NumCacheClusters" in properties) != is_durable
     assert settings.get("cluster-enabled") == ("yes" if is_durable else None)
+    address = chosen(data()["Outputs"]["CacheAddress"]["Value"], *["IsDurable"] * is_durable)
+    assert address["Fn::Sub"].endswith("?cluster=true") == is_durable
+    assert ("ConfigurationEndPoint" in address["Fn::Sub"]) == is_durable
     urls = re.findall(r"rediss://[^\"]+", json.dumps(template))
     assert len(urls) == 9
-    assert all(url.endswith("?cluster=true") == is_durable for url in urls)
-    assert all(("ConfigurationEndPoint" in url) == is_durable for url in urls)
+    assert all(url.endswith("@${CacheAddress}") for url in urls)
 
 
 def test_nothing_is_public() -> None:

@@ -80,23 +80,6 @@ def test_the_first_deployment_starts_no_worker_and_later_ones_keep_their_number(
     assert count["Task"] == service["TaskDefinition"]  # it is read again before a task changes
 
 
-def test_a_changed_namespace_is_refused_and_can_be_rolled_back(answers: Answers) -> None:
-    """Jobs and keys would stay behind. Everything else that would change waits for it."""
-    first = step(answers, "Create", {"Namespace": "a"})
-    refused = step(answers, "Update", {"Namespace": "b"}, first.name)
-    back = step(answers, "Update", {"Namespace": "a"}, refused.name)
-    gone = step(answers, "Delete", {"Namespace": "a"}, first.name)
-    assert [one.status for one in (first, refused, back, gone)] == [
-        "SUCCESS", "FAILED", "SUCCESS", "SUCCESS"
-    ]  # fmt: skip
-    assert "would stay in a" in refused.reason
-    for user in of_type("AWS::ElastiCache::User"):
-        assert before(user, "SameNamespace"), user
-    for part in (*functions(), *of_type("AWS::ECS::Service")):
-        if part != "OperatorFunction":
-            assert before(part, "SameNamespace"), part
-
-
 class Keeper:
     """A Lambda on which the right to call it is known at the third try."""
 
@@ -125,10 +108,15 @@ def test_the_library_is_loaded_before_what_calls_it(
     """By each new version of the housekeeper. A deployment whose housekeeper fails ends there."""
     monkeypatch.setattr(boto3, "client", lambda _: keeper)
     assert step(answers, "Update", LIBRARY, "n").status == status
-    callers = {*functions(), *of_type("AWS::ECS::Service")}
-    for part in callers - {"HousekeeperFunction", "OperatorFunction"}:
-        assert before(part, "Library"), part
+    assert before("FlowsService", "Library")
     assert not before("HousekeeperFunction", "Library")
+    for part in ("Front", "Pool"):  # begin when all of that is there
+        given = written()["Resources"][part]["Properties"]["Parameters"]
+        assert given["Cluster"] == {"Fn::GetAtt": ["Services", "Outputs.Cluster"]}
+    assert set(functions()) | set(of_type("AWS::ECS::Service")) == {
+        "HousekeeperFunction", "OperatorFunction", "FlowsService", "ApiFunction", "StreamFunction",
+        "StreamInstancesFunction", "CallbacksService", "WorkerService", "PoolService",
+    }  # fmt: skip
     [version] = [
         name
         for name, one in of_type("AWS::Lambda::Version").items()

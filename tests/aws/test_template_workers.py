@@ -85,7 +85,10 @@ def test_gateways_and_pool_have_the_same_cold_start() -> None:
 
 def test_gateways_know_the_model_before_any_worker() -> None:
     """The pool starts the first one for a call, which else would be of an unknown model."""
-    served = {"Ref": "ServedModelName"}
+    served = {"Ref": "Models"}
+    for part in ("Services", "Front"):
+        given = written()["Resources"][part]["Properties"]["Parameters"]
+        assert given["Models"] == {"Ref": "ServedModelName"}
     for function in ("ApiFunction", "StreamFunction", "StreamInstancesFunction"):
         theirs = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
         assert theirs[variable("declared_models")] == served
