@@ -205,6 +205,7 @@ EXAMPLES = (
     "arn:aws:sns:eu-central-1:123456789012:jobs", "arn:aws:s3:::bucket/jobs/*",
     "arn:aws:events:eu-central-1:123456789012:event-bus/jobs",
     "arn:aws:lambda:eu-central-1:123456789012:function:jobs", "--dtype bfloat16",
+    "arn:aws:kms:eu-central-1:123456789012:key/k", "vpce-0a1b2c3d",
     "BATCHWAY_POLL_S=1 BATCHWAY_LANE_BOUNDS=interactive=2s,standard=9s",
 )  # fmt: skip
 """Texts of which each pattern in the template takes one."""

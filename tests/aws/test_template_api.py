@@ -154,3 +154,15 @@ def test_a_domain_and_a_web_acl_belong_to_the_public_stage() -> None:
     ]
     assert [*urls, transformed()["Outputs"]["Url"]["Value"]] == [urls[0]] * 2
     assert chosen(urls[0], "HasDomain") == {"Fn::Sub": "https://${DomainName}"}
+
+
+def test_a_private_api_answers_through_its_endpoint_alone() -> None:
+    """And is a regional, public one where no endpoint is named."""
+    [api] = of_type("AWS::ApiGateway::RestApi").values()
+    private, public = chosen(api, "IsPrivate"), chosen(api)
+    endpoint = {"Ref": "PrivateEndpointId"}
+    assert private["EndpointConfiguration"] == {"Types": ["PRIVATE"], "VpcEndpointIds": [endpoint]}
+    assert public["EndpointConfiguration"] == {"Types": ["REGIONAL"]}
+    [statement] = private["Body"]["x-amazon-apigateway-policy"]["Statement"]
+    assert statement["Condition"] == {"StringEquals": {"aws:SourceVpce": endpoint}}
+    assert "x-amazon-apigateway-policy" not in public["Body"]

@@ -37,7 +37,8 @@ def test_callbacks_are_delivered_and_signed() -> None:
 def test_callbacks_may_reach_only_the_operators_targets() -> None:
     """One permission for each kind of target, on the ARNs of a parameter; its default is empty."""
     documents = of_type("AWS::IAM::Role")["CallbacksTaskRole"]["Policies"]
-    [results, listed, *into_aws] = documents[0]["PolicyDocument"]["Statement"]
+    [key, results, listed, *into_aws] = documents[0]["PolicyDocument"]["Statement"]
+    assert key["Fn::If"][0] == "HasKey"
     assert (results["Action"], listed["Action"]) == ("s3:GetObject", "s3:ListBucket")
     found = {}
     for condition, statement, otherwise in (given["Fn::If"] for given in into_aws):

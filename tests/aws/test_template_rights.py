@@ -143,3 +143,31 @@ def test_each_part_reads_its_own_secrets() -> None:
         "PoolExecutionRole": {"PoolCacheSecret"},
         "FlowsExecutionRole": {"FlowsCacheSecret"},
     }
+
+
+def test_an_own_key_is_used_for_all_that_is_kept_and_by_all_who_read_it() -> None:
+    """None is asked for where the parameter is empty."""
+    key = {"Ref": "KmsKeyArn"}
+    with_key, without = chosen(transformed(), "HasKey"), chosen(transformed())
+    made = [one for one in without["Resources"].values() if "::Stack" not in one["Type"]]
+    assert "KmsKeyArn" not in json.dumps(made)
+    for resource in with_key["Resources"].values():
+        given = resource.get("Properties", {})
+        match resource["Type"]:
+            case "AWS::SecretsManager::Secret":
+                assert given["KmsKeyId"] == key
+            case "AWS::ElastiCache::ReplicationGroup":
+                assert given["KmsKeyId"] == key
+            case "AWS::S3::Bucket":
+                assert (
+                    key
+                    in given["BucketEncryption"]["ServerSideEncryptionConfiguration"][0][
+                        "ServerSideEncryptionByDefault"
+                    ].values()
+                )
+    allowed = {name for name, one in statements() if "kms:Decrypt" in as_list(one["Action"])}
+    for name, one in statements():
+        actions = {"s3:GetObject", "secretsmanager:GetSecretValue"} & {*as_list(one["Action"])}
+        attached = with_key["Resources"][name]["Properties"].get("ManagedPolicyArns", [])
+        if actions:
+            assert {name, *(arn.get("Ref") for arn in attached)} & allowed, name
