@@ -1,5 +1,7 @@
 """What a worker's engine did with a job is kept with the claim by that worker."""
 
+from typing import Literal
+
 import pytest
 import redis.asyncio
 
@@ -12,6 +14,7 @@ from tests.contract.some_calls import append, claim, make_job, make_submission, 
 
 pytestmark = pytest.mark.anyio
 
+Fin = Literal["", JobStatus.SUCCEEDED, JobStatus.FAILED]
 NOW_MS = 1_700_000_000_000
 PREFILL = JobMark("prefill", 900, 100, 3, 1500)
 DISPLACED = JobMark("displaced", 50, 50, 1, 700)
@@ -25,7 +28,7 @@ async def viewed(functions: Functions, job_id: str) -> JobView:
 
 @pytest.mark.parametrize("fin", ["", JobStatus.SUCCEEDED, JobStatus.FAILED])
 async def test_marks_come_with_output_and_with_the_end(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, fin: JobStatus
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, fin: Fin
 ) -> None:
     """At the times that the worker tells of; a repeated append adds none twice, and an event
     without marks changes none."""
