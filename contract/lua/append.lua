@@ -53,13 +53,13 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane)
   running.store(tag, job)
 end
 
--- Adds marks to the job's runs, behind the claim of the worker that tells of them.
+-- Adds marks to the job's runs, behind the claim of the worker that tells of them, while there is room.
 local function mark(job, lines, now)
   local told = string.gsub(lines, '(%a+) (%d+) (%d+) (%d+ %d+)\n', function(kind, begun, ended, rest)
     return string.format('%s %.0f %.0f %s\n', kind, now - begun, now - ended, rest)
   end)
-  job.runs = string.sub((job.runs or '') .. told, -MAX_RUNS_BYTES)
-  redis.call('HSET', job.key, 'runs', job.runs)
+  told = (job.runs or '') .. told
+  if #told <= MAX_RUNS_BYTES then redis.call('HSET', job.key, 'runs', told) end
 end
 
 -- Handles one item by the job's record: a verdict and its number.

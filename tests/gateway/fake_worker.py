@@ -10,7 +10,7 @@ from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.errors import BrokerUnavailable
 from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
-from contract.function_types import Append, Claimed, Verdict, WorkerCapacity
+from contract.function_types import Append, Claimed, JobMark, Verdict, WorkerCapacity
 from contract.functions import Functions
 from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams
 from contract.keys import Keys
@@ -168,11 +168,11 @@ class FakeWorker:
         return jobs[0]
 
     async def say(
-        self, claimed: Claimed, number: int, event: Prompt | Tokens
+        self, claimed: Claimed, number: int, event: Prompt | Tokens, *marks: JobMark
     ) -> tuple[Verdict | JobStatus, int]:
         deltas = event.deltas if isinstance(event, Tokens) else ()
         num_tokens = sum(len(delta.token_ids) for delta in deltas)
-        item = Append(claimed.job.id, claimed.epoch, number, event, num_tokens)
+        item = Append(claimed.job.id, claimed.epoch, number, event, num_tokens, marks=marks)
         [verdict] = await self.functions.append(self.incarnation, [item], lease_s=LEASE_S)
         return verdict
 

@@ -13,7 +13,7 @@ from playwright.async_api import Browser, Page, expect
 from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.callbacks import Callback, CallbackKind
 from contract.events import ChoiceDelta, Tokens
-from contract.function_types import Claimed
+from contract.function_types import Claimed, JobMark
 from contract.functions import Functions
 from contract.jobs import FinishReason
 from contract.keys import Keys
@@ -35,6 +35,7 @@ WORKER_INFO = {
     "num_free_blocks": 40,
     "num_cached_blocks": 15,
 }
+MARKS = (JobMark("prefill", 900, 100, 3, 1500), JobMark("displaced", 50, 50, 1, 700))
 VIEWS = ("overview", "batch", "jobs", "flows")
 HOSTILE = (
     "<script>window.hit=1</script>",
@@ -84,12 +85,14 @@ async def submit(http: httpx.AsyncClient, **changes: Any) -> str:
     return job_id
 
 
-async def say(worker: FakeWorker, claimed: Claimed, number: int, text: str, *, end: bool) -> None:
+async def say(
+    worker: FakeWorker, claimed: Claimed, number: int, text: str, *marks: JobMark, end: bool
+) -> None:
     """The job's next event: four bytes, each a token."""
     assert len(encode_text(text)) == 4
     reason = FinishReason.STOP if end else None
     delta = ChoiceDelta(0, 4 * (number - 1), encode_text(text), text, reason)
-    await worker.say(claimed, number, Tokens((delta,)))
+    await worker.say(claimed, number, Tokens((delta,)), *marks)
 
 
 async def test_each_view_shows_what_a_call_changed(
@@ -108,7 +111,7 @@ async def test_each_view_shows_what_a_call_changed(
     claimed = await idle_worker.claim()
     held = page.locator("#held tr", has_text=job_id[-8:])
     await expect(held).to_contain_text("prefill", timeout=10_000)
-    await say(idle_worker, claimed, 1, "abcd", end=False)
+    await say(idle_worker, claimed, 1, "abcd", *MARKS, end=False)
     await expect(held).to_contain_text("decode", timeout=10_000)
 
     await page.locator("#tab-jobs").click()
@@ -119,6 +122,8 @@ async def test_each_view_shows_what_a_call_changed(
     await expect(listed).to_contain_text("succeeded", timeout=10_000)
     await listed.locator("a").click()
     await expect(page.locator("#job")).to_contain_text("attempt 1")
+    for told in ("1,500 tokens computed in 3 chunks, in 800 ms", "displaced, 700 tokens"):
+        await expect(page.locator("#job li", has_text=told)).to_have_count(1)
     assert "abcdefgh" not in await page.locator("#job").inner_text()
     await page.locator("#job button", has_text="with output").click()
     await expect(page.locator("#job pre")).to_contain_text("abcd", timeout=10_000)

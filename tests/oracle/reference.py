@@ -22,6 +22,7 @@ from contract.function_types import (
     Append,
     Blame,
     Claimed,
+    JobMark,
     JobPage,
     JobView,
     LaneRoom,
@@ -105,7 +106,7 @@ class Record:
     num_tokens: int = 0
     predicted_ms: int = UNKNOWN_MS  # its wait, at submission
     claimed_ms: int | None = None
-    runs: str = ""  # a line for each claim and mark, the last MAX_RUNS_BYTES
+    runs: str = ""  # a line for each claim and mark, MAX_RUNS_BYTES at most
     first_token_ms: int | None = None
     finished_ms: int | None = None
     code: str = ""
@@ -552,9 +553,8 @@ class Reference:
             return Verdict.OVER, record.num_tokens
         if lease_ms > 0:
             record.lease_ms = self.now_ms + lease_ms
-        for mark in item.marks:
-            times = f"{self.now_ms - mark.begun_ms} {self.now_ms - mark.ended_ms}"
-            _note(record, f"{mark.kind} {times} {mark.num} {mark.num_tokens}")
+        marked = record.runs + "".join(self._mark_line(mark) for mark in item.marks)
+        record.runs = marked if len(marked) <= MAX_RUNS_BYTES else record.runs
         if item.event is not None:
             record.num_tokens += item.num_tokens
             self._count("generation_tokens_total", record, item.num_tokens)
@@ -573,6 +573,10 @@ class Reference:
             )
             record.result = item.result
         return Verdict.OK, record.next_number
+
+    def _mark_line(self, mark: JobMark) -> str:
+        begun_ms, ended_ms = self.now_ms - mark.begun_ms, self.now_ms - mark.ended_ms
+        return f"{mark.kind} {begun_ms} {ended_ms} {mark.num} {mark.num_tokens}\n"
 
     def _release(self, incarnation: str, item: Release) -> Verdict | JobStatus:
         record = self.records.get(item.job_id)
@@ -623,7 +627,8 @@ class Reference:
         record.owner = incarnation
         record.epoch += 1
         record.attempt += 1
-        _note(record, f"{self.now_ms} {record.next_number} {incarnation}")
+        claim = f"{self.now_ms} {record.next_number} {incarnation}\n"
+        record.runs = (record.runs + claim)[-MAX_RUNS_BYTES:]
         self._count("attempts_total", record, 1)
         if record.claimed_ms is None:
             record.claimed_ms = self.now_ms
@@ -1065,10 +1070,6 @@ def _view(record: Record) -> JobView:
         predicted_wait_ms=None if record.predicted_ms == UNKNOWN_MS else record.predicted_ms,
         runs=decode_runs(record.runs.encode()),
     )
-
-
-def _note(record: Record, line: str) -> None:
-    record.runs = f"{record.runs}{line}\n"[-MAX_RUNS_BYTES:]
 
 
 def _passes_progress(record: Record, num_new: int) -> bool:

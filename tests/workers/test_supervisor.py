@@ -77,6 +77,22 @@ async def test_concurrent_jobs_have_the_output_of_each_alone(
             assert_exact(job, await caller.answer(job))
 
 
+async def test_a_job_tells_of_the_chunks_of_its_prompt(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """Where they were computed, after the claim and before the first token."""
+    async with fleet(redis_server.url, 1, SLOW, engine={"max_num_batched_tokens": 16}):
+        job = await caller.submit("a prompt of forty tokens, more or less...", max_tokens=4)
+        assert_exact(job, await caller.answer(job), SLOW)
+        view = await caller.view(job)
+        [run] = view.runs
+        [mark] = run.marks
+        assert (mark.kind, mark.num_tokens) == ("prefill", view.num_prompt_tokens)
+        assert mark.num == -(-view.num_prompt_tokens // 16) > 1
+        assert view.first_token_ms is not None
+        assert run.claimed_ms <= mark.begun_ms < mark.ended_ms <= view.first_token_ms
+
+
 async def test_a_worker_makes_its_model_known(caller: Caller, redis_server: EmbeddedRedis) -> None:
     """Card and tokenizer are in Redis once it is ready; it is removed from the list at its end."""
     catalogue = Catalogue(caller.client, caller.keys)

@@ -6,6 +6,7 @@ from contract.events import TokenLogprob
 from contract.jobs import FinishReason
 from workers.engine import interface
 from workers.engine.sequence import Sequence
+from workers.engine.step_plan import StepPlan
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -76,3 +77,21 @@ def choice_ended(sequence: Sequence) -> ChoiceEnded:
     """The end of a sequence that no ending token tells of."""
     assert sequence.finish_reason is not None
     return ChoiceEnded(sequence.job_id, sequence.epoch, sequence.choice, sequence.finish_reason)
+
+
+def marks_of(plan: StepPlan) -> list[Marked]:
+    """Losses of places, then chunks of prompts; a stream's one token is none."""
+    marks = [
+        Marked(
+            sequence.job_id,
+            sequence.epoch,
+            "displaced" if sequence in plan.displaced else "preempted",
+            sequence.num_once_computed,
+        )
+        for sequence in sorted(plan.preempted, key=lambda sequence: sequence.arrival)
+    ]
+    for chunk in plan.served_singly:
+        sequence = chunk.sequence
+        if chunk.num_known > 1 or chunk.start < sequence.num_prompt - 1:
+            marks.append(Marked(sequence.job_id, sequence.epoch, "prefill", chunk.num_known))
+    return marks
