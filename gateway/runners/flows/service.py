@@ -40,7 +40,7 @@ class FlowService:
         self._drain = gateway.drain
         self._path = Path(gateway.settings.models)
         self._client = connect(gateway.settings.redis_url)
-        self._catalogue = Catalogue(self._client, self._broker.keys)
+        self._catalogue = Catalogue(self._client, self._broker.shards.first.keys)
         self._stamp: object = None
         self._definitions: Mapping[str, Definition] = {}
         self._published: dict[str, ModelCard] = {}
@@ -169,7 +169,9 @@ class FlowService:
                 return
             log.error("flow begins again error=%s model=%s", type(failure).__name__, card.name)
             await known.aclose()
-        worker = FlowWorker(self._client, self._broker.keys, card.name, card.lanes, self._run)
+        worker = FlowWorker(
+            self._client, self._broker.shards.first.keys, card.name, card.lanes, self._run
+        )
         worker.start()
         self._workers[card.name] = worker
 
