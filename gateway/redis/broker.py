@@ -318,9 +318,8 @@ class Broker:
     async def knows_key(self, tenant: str, idempotency_key: str) -> bool:
         """Whether a job was accepted under this Idempotency-Key."""
         for shard in await self.shards.places(tenant):
-            if await shard.call(
-                lambda s=shard: knows_key(s.client, s.keys, tenant, idempotency_key)
-            ):  # type: ignore[misc]
+            known = partial(knows_key, shard.client, shard.keys, tenant, idempotency_key)
+            if await shard.call(known):
                 return True
         return False
 
@@ -395,9 +394,7 @@ class Broker:
 
     async def _snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:
         shards = await self.shards.all()
-        return merged(
-            [await s.call(lambda s=s: s.functions.snapshot(model, lanes)) for s in shards]
-        )  # type: ignore[misc]
+        return merged([await s.call(partial(s.functions.snapshot, model, lanes)) for s in shards])
 
     async def ask_outbox(self, ask: Callable[[SpreadOutbox], Awaitable[T]]) -> T:
         """One call to the outbox of callbacks. Raises WireError."""

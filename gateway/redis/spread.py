@@ -24,7 +24,7 @@ from contract.operations import (
     OperationState,
     Step,
 )
-from contract.outbox import DeadLetter, OutboxState
+from contract.outbox import DeadLetter
 from contract.pauses import Line, Pause, PausedBy, Pauses
 from gateway.redis.shards import Shard, Shards
 
