@@ -107,9 +107,9 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def running_fleet(redis_url: str) -> AsyncIterator[Fleet]:
-    async with connect(redis_url) as client:
+    keys = Keys("default")
+    async with connect(redis_url, keys) as client:
         await ensure_library(client)
-        keys = Keys("default")
         files = TokenizerFiles(tokenizer_json="{}", chat_template=None)
         card = ModelCard(
             name=MODEL,

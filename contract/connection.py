@@ -26,8 +26,9 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from contract.cluster import find_primary, plain_url
-from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, ErrorCode
+from contract.cluster import pool_from_url
+from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, ErrorCode, LibraryMissing
+from contract.keys import Keys
 
 CONNECT_TIMEOUT_S = 1.0
 COMMAND_TIMEOUT_S = 1.0
@@ -44,15 +45,17 @@ T = TypeVar("T")
 
 def connect(
     redis_url: str,
+    keys: Keys,
     *,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     command_timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> redis.asyncio.Redis:
-    """Returns a client, which connects at its first command. With `cluster=true` in the URL's query
-    it connects to the primary of that cluster."""
-    url, is_cluster = plain_url(redis_url)
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
-        url,
+    """Returns a client of the partition of `keys`, which connects at its first command. With
+    `cluster=true` in the URL's query it connects to the primary that holds the partition."""
+    pool = pool_from_url(
+        redis.asyncio.BlockingConnectionPool,
+        redis_url,
+        keys.tag,
         protocol=2,
         decode_responses=False,
         socket_connect_timeout=connect_timeout_s,
@@ -62,8 +65,6 @@ def connect(
         driver_info=None,  # CLIENT SETINFO is not in Redis 7.0, and users have no right to it
         retry=Retry(NoBackoff(), 0),
     )
-    if is_cluster:
-        find_primary(pool)
     return redis.asyncio.Redis.from_pool(pool)
 
 
@@ -200,7 +201,7 @@ def _response_error(text: str, *, is_oom: bool) -> BrokerUnavailable | BrokerFul
         message = "Redis cannot write its file: its disk is full or fails"
         return BrokerFull(ErrorCode.DISK_FULL, message)
     if "Function not found" in text:
-        return BrokerUnavailable("Redis does not hold batchway's function library")
+        return LibraryMissing("Redis does not hold batchway's function library")
     return None
 
 

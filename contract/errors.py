@@ -54,6 +54,10 @@ class BrokerUnfit(BrokerUnavailable):
     """Redis is configured so that it would lose jobs. The message says how, and what to set."""
 
 
+class LibraryMissing(BrokerUnavailable):
+    """The server that holds the partition does not hold the function library."""
+
+
 class BrokerFull(BrokerUnavailable):
     """Redis answers and can be read, but takes no more jobs: try again later."""
 

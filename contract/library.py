@@ -1,6 +1,7 @@
 """The function library: builds it from contract/lua/*.lua, loads it, calls its functions. Checks
 that Redis keeps jobs, as it is configured, and reads its memory limit."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from contract.connection import broker_errors, repeated
-from contract.errors import BrokerUnfit, CommandDenied, WireError
+from contract.errors import BrokerUnfit, CommandDenied, LibraryMissing, WireError
 from contract.keys import Keys
 
 log = logging.getLogger("batchway.redis")
@@ -61,6 +62,15 @@ async def ensure_library(client: redis.asyncio.Redis) -> None:
         log.info("FUNCTION is not allowed here: the library is left to the deploy step")
 
 
+async def _load_again(client: redis.asyncio.Redis) -> None:
+    """Loads the library into the server that lacked it. An idle connection may lead to a server
+    that held the partition before, so all are opened again. Raises BrokerUnavailable."""
+    await client.connection_pool.disconnect(inuse_connections=False)
+    with contextlib.suppress(CommandDenied):  # the deploy step loads it
+        await check_fitness(client)
+        await ensure_library(client)
+
+
 class Partition:
     """One partition; subclasses make typed calls of its functions."""
 
@@ -75,7 +85,8 @@ class Partition:
         reads: bool = False,
         is_repeated: bool = True,
     ) -> Any:
-        """Returns a function's reply. `is_repeated`: retries if Redis does not answer.
+        """Returns a function's reply. `is_repeated`: retries if Redis does not answer. Loads the
+        library if a server without it has taken over, where the user may.
 
         Raises BrokerUnavailable, CommandDenied, and WireError for a key that the functions did not
         write.
@@ -86,9 +97,16 @@ class Partition:
             words = verb, function, 1, self._keys.tag, *args
             return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
 
-        try:
+        async def answered() -> Any:
             with broker_errors(self._client, f"{verb} {function}"):
                 return await (repeated(call) if is_repeated else call())
+
+        try:
+            try:
+                return await answered()
+            except LibraryMissing:
+                await _load_again(self._client)
+                return await answered()
         except ResponseError as exc:
             kind = "another type" if "WRONGTYPE" in str(exc) else "another form"
             raise WireError(

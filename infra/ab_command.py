@@ -156,7 +156,7 @@ def run_ab(options: argparse.Namespace, redis_url: str) -> int:
 async def _read(options: argparse.Namespace, redis_url: str) -> tuple[str, AbRecord, list[AbJob]]:
     """The model, its A/B, and the wanted jobs of both present versions. Raises NoAb."""
     keys, name = Keys(options.namespace), options.served_model_name
-    async with connect(redis_url) as client:
+    async with connect(redis_url, keys) as client:
         cards = await Catalogue(client, keys).models()
         names = [card.name for card in cards] if name is None else [name]
         records = {n: found for n in names if (found := await read_ab(client, keys, n))}

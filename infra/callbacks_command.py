@@ -124,8 +124,9 @@ def _parts(raw: str) -> Sequence[str]:
 
 
 async def _dead(options: argparse.Namespace, url: str) -> int:
-    async with connect(url) as client:
-        outbox = Outbox(client, Keys(options.namespace))
+    keys = Keys(options.namespace)
+    async with connect(url, keys) as client:
+        outbox = Outbox(client, keys)
         if options.action == "replay" and options.job is not None and has_filter(options):
             raise UsageError("give a JOB or filters, not both")
         if options.action == "replay" and options.job is None:

@@ -81,7 +81,7 @@ def run_check(options: argparse.Namespace, redis_url: str) -> int:
 
 async def _run(options: argparse.Namespace, redis_url: str) -> int:
     keys, found = Keys(options.namespace), Differences()
-    async with connect(redis_url) as client:
+    async with connect(redis_url, keys) as client:
         with wire_errors("records"), broker_errors(client, "HGETALL"):
             if before := await differences(client, keys):
                 await asyncio.sleep(_GAP_S)

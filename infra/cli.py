@@ -139,7 +139,7 @@ def _gateway(options: argparse.Namespace) -> int:
     check_extra("gateway")
     check_flows_file(options.models)
     settings = _gateway_settings(options, known_redis(options))
-    check_redis(settings.redis_url)
+    check_redis(settings.redis_url, settings.namespace)
     check_store(settings.redis_url, settings.namespace, settings.object_store)
     if options.listen_fd is None:
         listener = _bind(settings, options)
@@ -214,7 +214,7 @@ def _worker(options: argparse.Namespace) -> int:
     takes_jobs = options.node_rank == 0
     url = known_redis(options) if takes_jobs else ""
     if takes_jobs:
-        check_redis(url)
+        check_redis(url, options.namespace)
         check_store(url, options.namespace, options.object_store)
 
     from dataclasses import replace

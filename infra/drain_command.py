@@ -49,8 +49,9 @@ def run_drain(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
-    async with connect(redis_url) as client:
-        roster = Roster(client, Keys(options.namespace))
+    keys = Keys(options.namespace)
+    async with connect(redis_url, keys) as client:
+        roster = Roster(client, keys)
         drained = await _drain(roster, options)
         if options.wait:
             await asyncio.gather(*(_follow(roster, incarnation) for incarnation in drained))

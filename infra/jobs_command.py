@@ -74,8 +74,9 @@ def run_tenant_jobs(options: argparse.Namespace, redis_url: str) -> None:
 async def _run_on_job(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Functions, argparse.Namespace], Awaitable[None]]]
     actions = {"show": _show_job, "cancel": _cancel, "delete": _delete}
-    async with connect(redis_url) as client:
-        functions = Functions(client, Keys(options.namespace))
+    keys = Keys(options.namespace)
+    async with connect(redis_url, keys) as client:
+        functions = Functions(client, keys)
         if options.kind == "list":
             await _list_jobs(functions, options, await wanted_of(client, options))
         elif options.kind == "replay" or (options.kind == "cancel" and options.job_id is None):
@@ -300,8 +301,9 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Quarantine, argparse.Namespace], Awaitable[None]]]
     actions = {"list": _list, "show": _show, "requeue": _requeue}
-    async with connect(redis_url) as client:
-        await actions[options.action](Quarantine(client, Keys(options.namespace)), options)
+    keys = Keys(options.namespace)
+    async with connect(redis_url, keys) as client:
+        await actions[options.action](Quarantine(client, keys), options)
 
 
 async def _list(quarantine: Quarantine, options: argparse.Namespace) -> None:
@@ -351,7 +353,7 @@ async def _calibrations(
     """By model, of each lane the median and the 90th percentile of |predicted − actual| ÷ actual
     over the last 1,000 jobs that were claimed."""
     keys, found = Keys(options.namespace), dict[str, list[dict[str, Any]]]()
-    async with connect(redis_url) as client:
+    async with connect(redis_url, keys) as client:
         for card in await Catalogue(client, keys).models():
             if options.model not in (None, card.name):
                 continue

@@ -126,15 +126,17 @@ def run_keys(options: argparse.Namespace, redis_url: str) -> int:
 
 async def keys_exist(redis_url: str, namespace: str) -> bool:
     """Whether an installation has an API key. Raises BrokerUnavailable."""
-    async with connect(redis_url) as client:
-        return await ApiKeys(client, Keys(namespace)).exist()
+    keys = Keys(namespace)
+    async with connect(redis_url, keys) as client:
+        return await ApiKeys(client, keys).exist()
 
 
 async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | None) -> int:
     actions: dict[str, Callable[[ApiKeys, argparse.Namespace], Awaitable[None]]]
     actions = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rotate}
-    async with connect(redis_url) as client:
-        await actions[options.action](ApiKeys(client, Keys(options.namespace), pepper), options)
+    keys = Keys(options.namespace)
+    async with connect(redis_url, keys) as client:
+        await actions[options.action](ApiKeys(client, keys, pepper), options)
     return 0
 
 

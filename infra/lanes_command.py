@@ -39,8 +39,9 @@ def run_lanes(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> int:
-    async with connect(redis_url) as client:
-        pauses = Pauses(client, Keys(options.namespace))
+    keys = Keys(options.namespace)
+    async with connect(redis_url, keys) as client:
+        pauses = Pauses(client, keys)
         if options.kind == "list":
             return _list(options, await pauses.all())
         line = Line(options.model or "", options.lane or "", options.tenant or "")

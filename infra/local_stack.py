@@ -152,7 +152,7 @@ class LocalStack:
                 raise PartLost(str(exc)) from exc
         url = self._redis.url if self._redis is not None else self._options.redis_url
         assert url is not None
-        await _load_library(url)
+        await _load_library(url, Keys(self._options.namespace))
         return url
 
     def _find_store(self) -> str:
@@ -190,7 +190,8 @@ class LocalStack:
             await asyncio.sleep(pause_s)
             try:
                 await _in_thread(server.start)
-                await _load_library(server.url)  # the last second before a kill may be lost
+                # A kill may lose the last second, and with it the library.
+                await _load_library(server.url, Keys(self._options.namespace))
             except NoRedisServer as exc:
                 raise PartLost(str(exc)) from exc
 
@@ -241,9 +242,10 @@ class LocalStack:
         self._console.line("batchway", f"model {model!r} has failed: {reason}")
 
     async def _report(self, redis_url: str, tell: Callable[[Starts], Awaitable[None]]) -> None:
+        keys = Keys(self._options.namespace)
         with contextlib.suppress(BatchwayError):
-            async with connect(redis_url, command_timeout_s=_ANNOUNCE_TIMEOUT_S) as client:
-                await tell(Starts(client, Keys(self._options.namespace)))
+            async with connect(redis_url, keys, command_timeout_s=_ANNOUNCE_TIMEOUT_S) as client:
+                await tell(Starts(client, keys))
 
     def _child(
         self,
@@ -279,10 +281,10 @@ def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int)
     }
 
 
-async def _load_library(url: str) -> None:
+async def _load_library(url: str, keys: Keys) -> None:
     """Checks that Redis responds, and loads the Functions. Raises PartLost."""
     try:
-        async with connect(url, command_timeout_s=5.0) as client:
+        async with connect(url, keys, command_timeout_s=5.0) as client:
             with broker_errors(client, "PING"):
                 await client.ping()
             await check_fitness(client)

@@ -82,11 +82,11 @@ def check_extra(extra: str) -> None:
         )
 
 
-def check_redis(url: str) -> None:
+def check_redis(url: str, namespace: str) -> None:
     """Raises UsageError if Redis could lose jobs. An unreachable Redis is checked later."""
 
     async def check() -> None:
-        async with connect(url) as client:
+        async with connect(url, Keys(namespace)) as client:
             await check_fitness(client)
 
     try:
@@ -146,10 +146,10 @@ def check_store(url: str, namespace: str, setting: str) -> None:
     is checked on later reads."""
 
     async def check(own: str) -> str:
-        async with connect(url) as client:
-            return await known_store(client, Keys(namespace), own)
+        async with connect(url, keys) as client:
+            return await known_store(client, keys, own)
 
-    store = open_store(setting)
+    keys, store = Keys(namespace), open_store(setting)
     try:
         own = "" if store is None else store.name
         known = asyncio.run(check(own))

@@ -104,9 +104,10 @@ _IN_PYTHON = {  # what the official client has
 
 async def card_of(redis_url: str, namespace: str, model: str) -> ModelCard | None:
     """Reads a model's card; None without an answer."""
+    keys = Keys(namespace)
     with contextlib.suppress(BatchwayError):
-        async with connect(redis_url, command_timeout_s=_CARD_TIMEOUT_S) as client:
-            return await Catalogue(client, Keys(namespace)).model(model)
+        async with connect(redis_url, keys, command_timeout_s=_CARD_TIMEOUT_S) as client:
+            return await Catalogue(client, keys).model(model)
     return None
 
 

@@ -64,7 +64,7 @@ async def _watch(redis_url: str, recording: "_Recording", seconds: float) -> Non
     """Looks once a second, until the time is up or it is cancelled. If Redis does not answer any
     more, it goes on: what was seen is kept."""
     until_s, has_seen, is_over = time.monotonic() + seconds, False, False
-    async with connect(redis_url) as client:
+    async with connect(redis_url, recording.keys) as client:
         while not is_over:
             is_over = await _waited(min(_EVERY_S, until_s - time.monotonic()))
             try:
@@ -90,14 +90,14 @@ class _Recording:
     """The jobs seen so far, by id, and what is known of their workers."""
 
     def __init__(self, keys: Keys, model: str | None) -> None:
-        self._keys = keys
+        self.keys = keys
         self._model = model
         self._jobs: dict[str, dict[str, Any]] = {}
         self._fleet: dict[str, Any] = {}
 
     async def look(self, client: Any) -> None:
         """Reads the jobs that had not ended before, and their workers."""
-        keys, jobs = self._keys, self._jobs
+        keys, jobs = self.keys, self._jobs
         ids = [raw.decode() for raw in await client.hkeys(keys.of("stored", "jobs"))]
         new = [i for i in ids if jobs.get(i, {}).get("state") not in TERMINAL_STATUSES]
         async with client.pipeline(transaction=False) as pipe:
@@ -122,12 +122,12 @@ class _Recording:
 
     async def _look_at_workers(self, client: Any, model: str) -> None:
         """Keeps the most live workers at a time, and the sizes of one."""
-        workers = (await Functions(client, self._keys).snapshot(model, [])).workers
+        workers = (await Functions(client, self.keys).snapshot(model, [])).workers
         if len(workers) <= self._fleet.get("workers", 0):
             return
-        record = self._keys.of("worker", workers[0].incarnation)
+        record = self.keys.of("worker", workers[0].incarnation)
         raw = await client.hmget(record, "info", "max_jobs")
-        start_ms = await client.hget(self._keys.of("pool", model), "start_ms")
+        start_ms = await client.hget(self.keys.of("pool", model), "start_ms")
         info = json.loads(raw[0] or "{}")
         self._fleet = {
             "workers": len(workers),

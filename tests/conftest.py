@@ -125,7 +125,7 @@ def test_clock() -> Iterator[None]:
 @pytest.fixture
 async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
     """A client of an empty server with the library loaded."""
-    client = connect(redis_server.url)
+    client = connect(redis_server.url, Keys("test"))
     await client.flushall()
     await ensure_library(client)
     yield client

@@ -91,7 +91,7 @@ async def running_parts() -> AsyncIterator[tuple[Parts, str]]:
     """The parts, and the caller's API key."""
     keys = Keys("test")
     with EmbeddedRedis() as server:
-        client = connect(server.url)
+        client = connect(server.url, Keys("test"))
         await ensure_library(client)
         api_key, _ = await ApiKeys(client, keys).create(KeyTerms(tenant="t"))
         await client.aclose()

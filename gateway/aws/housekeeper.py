@@ -21,9 +21,10 @@ def handler(_event: Any, _context: Any) -> dict[str, int]:
 
 async def sweep(settings: GatewaySettings) -> dict[str, int]:
     """Raises BrokerUnavailable."""
-    async with connect(settings.redis_url) as client:
+    keys = Keys(settings.namespace)
+    async with connect(settings.redis_url, keys) as client:
         await ensure_library(client)
-        swept = await Functions(client, Keys(settings.namespace)).sweep()
+        swept = await Functions(client, keys).sweep()
     return {
         "leases_lapsed": swept.num_lapsed,
         "jobs_expired": swept.num_expired,

@@ -94,7 +94,7 @@ class Shard:
         self._settings = settings
         self.number = number
         self.keys = Keys(settings.namespace, number)
-        self.client: redis.asyncio.Redis = connect(settings.redis_url)
+        self.client: redis.asyncio.Redis = connect(settings.redis_url, self.keys)
         parts = self.client, self.keys
         self.functions = Functions(*parts)
         self.outbox = Outbox(*parts)
@@ -103,7 +103,9 @@ class Shard:
         self.operations = Operations(*parts)
         self.pauses = Pauses(*parts)
         self.homes = Homes(*parts)
-        self.hints = Hints(connect(settings.redis_url), max_bytes=settings.max_buffer_bytes)
+        self.hints = Hints(
+            connect(settings.redis_url, self.keys), max_bytes=settings.max_buffer_bytes
+        )
         self.swept_s = 0.0
         self._breaker = Breaker(settings.breaker_open_s)
         self._slots = asyncio.Semaphore(MAX_CALLS)
@@ -122,12 +124,6 @@ class Shard:
                 with self._breaker.guard():
                     if not self._has_library:
                         await self._load_library()
-                    try:
-                        return await function()
-                    except BrokerUnavailable as exc:
-                        if "function library" not in str(exc):
-                            raise
-                    await self._load_library()
                     return await function()
             except CommandDenied as exc:
                 log.error("%s", exc)

@@ -378,7 +378,7 @@ async def serve(
     """Runs until cancelled. Raises ValueError. `client_of` creates boto3's client of a service."""
     policy, workforce = policy_of(given), workforce_of(given, client_of)
     keys = Keys(namespace)
-    async with connect(redis_url) as client:
+    async with connect(redis_url, keys) as client:
         watch = PoolWatch(client, keys, given.model_name, tuple(policy.wait_targets_s))
         functions = Functions(client, keys)
         emit = emitter_of(given, client_of)

@@ -71,9 +71,10 @@ def is_loading(path: Path, now_s: float) -> bool:
 async def check(redis_url: str, namespace: str, host: str, progress: Path = PROGRESS_PATH) -> bool:
     if is_loading(progress, time.time()):
         return True
+    keys = Keys(namespace)
     try:
-        async with connect(redis_url) as client:
-            return await is_live(client, Keys(namespace), host)
+        async with connect(redis_url, keys) as client:
+            return await is_live(client, keys, host)
     except (BrokerUnavailable, WireError):
         return True
 

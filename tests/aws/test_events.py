@@ -91,7 +91,7 @@ def breakable_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 async def own_redis(breakable_redis: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
-    client = connect(breakable_redis.url)
+    client = connect(breakable_redis.url, Keys("test"))
     await ensure_library(client)
     await publish_model(client, Keys("test"))
     await FakeWorker(Functions(client, Keys("test"))).beat()

@@ -80,7 +80,7 @@ class Report:
 async def run_campaign(redis_url: str, plan: Plan) -> Report:
     """Runs the plan on an empty Redis."""
     rng = random.Random(plan.seed)
-    client = connect(redis_url)
+    client = connect(redis_url, Keys("test"))
     await client.flushall()
     await ensure_library(client)
     keys = Keys("test")

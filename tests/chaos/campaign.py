@@ -195,7 +195,7 @@ async def _reckon(
     """Compares all logs with the expected and the received output, and delivered callbacks with the
     ends of jobs. Audits Redis."""
     keys = Keys(NAMESPACE)
-    client = connect(fleet.redis.url)
+    client = connect(fleet.redis.url, keys)
     functions = Functions(client, keys)
     prefix = keys.of("job", "")
     found: Any = await client.keys(f"{prefix}*")

@@ -34,7 +34,7 @@ async def power_failing_redis(
 ) -> AsyncIterator[tuple[EmbeddedRedis, Caller]]:
     """A server whose append-only file may be cut, and a caller of it."""
     with EmbeddedRedis(data_dir) as server:
-        client = connect(server.url)
+        client = connect(server.url, Keys("test"))
         await ensure_library(client)
         yield server, Caller(Functions(client, keys), client, keys)
         await client.aclose()

@@ -32,7 +32,7 @@ async def hammer(
 
 
 async def _submit_all(redis_url: str, keys: Keys, num_tries: int, limits: TenantLimits) -> int:
-    client = connect(redis_url, command_timeout_s=None)
+    client = connect(redis_url, keys, command_timeout_s=None)
     functions, num_accepted = Functions(client, keys), 0
     try:
         for _ in range(num_tries):

@@ -169,7 +169,7 @@ SUBMISSION = Submission(max_output_tokens=10, deadline_s=60, retention_s=60, att
 
 async def test_a_client_finds_the_primary(shard: Shard) -> None:
     """The URL names the replica."""
-    client = connect(shard.url)
+    client = connect(shard.url, Keys("test"))
     await ensure_library(client)
     functions, job = Functions(client, Keys("test")), make_job()
     assert (await functions.submit(job, SUBMISSION)).is_new
@@ -186,7 +186,7 @@ async def test_a_client_finds_the_primary_over_tls(node: Node, tmp_path: Path) -
         await node.client.config_set(*option.split())
     async with (
         with_tls(node, tmp_path) as (relay, url),
-        connect(f"{url}&cluster=true", connect_timeout_s=5.0) as client,
+        connect(f"{url}&cluster=true", Keys("test"), connect_timeout_s=5.0) as client,
     ):
         await node.client.config_set("cluster-announce-port", relay.port)
         assert (await client.info("replication"))["role"] == "master"
@@ -200,7 +200,7 @@ async def test_a_client_finds_the_primary_over_tls(node: Node, tmp_path: Path) -
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_a_client_follows_a_failover(shard: Shard, is_killed: bool) -> None:
     """An open connection leads to the old primary, which lives on as a replica, or is gone."""
-    client = connect(shard.url)
+    client = connect(shard.url, Keys("test"))
     await ensure_library(client)
     functions, first, second = Functions(client, Keys("test")), make_job(), make_job()
     await functions.submit(first, SUBMISSION)
@@ -217,7 +217,7 @@ async def test_a_client_follows_a_failover(shard: Shard, is_killed: bool) -> Non
 
 async def test_a_subscription_outlives_its_connection(shard: Shard) -> None:
     """redis-py connects and subscribes again in one step, before any other command."""
-    client = connect(shard.url)
+    client = connect(shard.url, Keys("test"))
     async with asyncio.timeout(20), client.pubsub() as pubsub:
         await pubsub.subscribe("channel")
         assert await next_message(pubsub) == "subscribe"
@@ -235,17 +235,8 @@ async def next_message(pubsub: Any) -> str:
     return str(message["type"])
 
 
-async def test_more_than_one_shard_is_refused(node: Node) -> None:
-    """Also a cluster whose slots have no owner."""
-    await node.client.execute_command("CLUSTER", "FLUSHSLOTS")
-    client = connect(f"redis://127.0.0.1:{node.port}?cluster=true")
-    with pytest.raises(redis.ConnectionError, match="0 shards; batchway needs one"):
-        await client.ping()
-    await client.aclose()
-
-
 async def test_a_cluster_is_named_where_the_url_does_not(shard: Shard) -> None:
-    client = connect(shard.url.removesuffix("?cluster=true"))
+    client = connect(shard.url.removesuffix("?cluster=true"), Keys("test"))
     with (
         pytest.raises(BrokerUnavailable, match=r"add \?cluster=true to its URL"),
         broker_errors(client, "GET"),

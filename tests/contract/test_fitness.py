@@ -8,6 +8,7 @@ import redis.asyncio
 
 from contract import library
 from contract.connection import connect
+from contract.keys import Keys
 from contract.library import check_fitness
 from infra.embedded_redis import EmbeddedRedis
 
@@ -21,7 +22,7 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[redis.asyncio
     """A client of its own server, whose version is not known to be safe."""
     monkeypatch.setattr(library, "_WHOLE_SINCE_VALKEY", (99,))
     with EmbeddedRedis() as server:
-        client = connect(server.url)
+        client = connect(server.url, Keys("test"))
         yield client
         await client.aclose()
 

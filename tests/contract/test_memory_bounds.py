@@ -148,7 +148,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 async def client(server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
-    client = connect(server.url, command_timeout_s=10.0)
+    client = connect(server.url, Keys("memory"), command_timeout_s=10.0)
     await ensure_library(client)
     yield client
     await client.aclose()

@@ -11,6 +11,7 @@ import redis.asyncio
 from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
 from contract.connection import Listener, connect
+from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.relay import Relay, with_tls
 
@@ -31,7 +32,7 @@ async def listening(
 ) -> AsyncIterator[tuple[Received, Listener, asyncio.Task[NoReturn]]]:
     """Messages received after the server's confirmation; the subscription, and its task."""
     received: Received = asyncio.Queue()
-    client = connect(url, connect_timeout_s=5.0)
+    client = connect(url, Keys("test"), connect_timeout_s=5.0)
     async with contextlib.aclosing(client), client.pubsub() as pubsub:
         await pubsub.connect()
         listener = Listener(

@@ -101,7 +101,7 @@ async def pool(
     write to `output` if it is given."""
     keys = Keys("test")
     with EmbeddedRedis() as server:
-        client = connect(server.url, command_timeout_s=10.0)
+        client = connect(server.url, keys, command_timeout_s=10.0)
         async with contextlib.aclosing(client):
             await ensure_library(client)
             caller = Caller(Functions(client, keys), client, keys, RETENTION_S)

@@ -167,7 +167,7 @@ async def fuzz(
 ) -> Counter[int]:
     """The statuses of so many bodies. Raises AssertionError for an error of the server's, and for
     one that killed a process."""
-    client = connect(redis_url)
+    client = connect(redis_url, Keys("test"))
     await client.flushall()
     await ensure_library(client)
     keys = Keys("test")

@@ -29,7 +29,7 @@ def own_redis() -> Iterator[EmbeddedRedis]:
 
 async def test_a_full_memory_refuses_calls_while_running_ones_end(own_redis: EmbeddedRedis) -> None:
     """503 with the reason, a stream that is read to its end, and new calls once there is memory."""
-    client = connect(own_redis.url)
+    client = connect(own_redis.url, Keys("test"))
     await ensure_library(client)
     keys = Keys("test")
     await publish_model(client, keys)

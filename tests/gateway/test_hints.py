@@ -114,7 +114,7 @@ async def test_a_broken_subscription_is_restored_once(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions
 ) -> None:
     """A follower that arrives at that moment does not open a second connection."""
-    client = connect(redis_server.url, command_timeout_s=None)
+    client = connect(redis_server.url, Keys("test"), command_timeout_s=None)
     hints = Hints(client, max_bytes=1000)
     async with hints.listen("first of one"):
         await redis_client.client_kill_filter(_type="pubsub")
@@ -129,7 +129,7 @@ async def test_a_full_mailbox_drops_hints_and_reports_a_gap(
     redis_server: EmbeddedRedis, functions: Functions, keys: Keys, idle_worker: FakeWorker
 ) -> None:
     """Its memory is limited; the owner reads the log instead."""
-    client = connect(redis_server.url, command_timeout_s=None)
+    client = connect(redis_server.url, Keys("test"), command_timeout_s=None)
     hints = Hints(client, max_bytes=40)
     async with hints.listen("ch") as mailbox:
         assert await mailbox.take(0.001) is None

@@ -74,7 +74,8 @@ REFUSED = {
 
 async def work(redis_url: str, has_begun: threading.Event, ending: threading.Event) -> None:
     """A fake worker that serves and sends heartbeats."""
-    client, keys = connect(redis_url), Keys("test")
+    keys = Keys("test")
+    client = connect(redis_url, keys)
     await client.flushall()
     await ensure_library(client)
     await publish_model(client, keys)

@@ -55,7 +55,7 @@ async def test_a_gateway_outlives_its_redis(own_redis: EmbeddedRedis) -> None:
     """503 at once while it is down, 200 soon after it is up, without a restart."""
     with running_gateway(make_settings(own_redis.url)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            client = connect(own_redis.url)
+            client = connect(own_redis.url, Keys("test"))
             worker = await live_worker(client)
             call = asyncio.create_task(http.post("/v1/completions", json=BODY))
             await worker.run(await worker.claim())
@@ -132,7 +132,7 @@ async def test_a_gateway_serves_once_redis_evicts_no_keys(
     own_redis: EmbeddedRedis,
 ) -> None:
     """The gateway runs already: /readyz and calls say what to set; then it serves."""
-    client = connect(own_redis.url)
+    client = connect(own_redis.url, Keys("test"))
     worker = await live_worker(client)
     await client.config_set("maxmemory-policy", "allkeys-lru")
     with running_gateway(make_settings(own_redis.url)) as url:
@@ -155,7 +155,7 @@ async def test_a_stream_survives_a_restart_of_redis(own_redis: EmbeddedRedis) ->
     """Each event before and after arrives once, in order."""
     with running_gateway(make_settings(own_redis.url)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            client = connect(own_redis.url)
+            client = connect(own_redis.url, Keys("test"))
             worker = await live_worker(client)
             one, two = says("before", "after")(job_of_one())
             body = BODY | {"stream": True}
@@ -181,7 +181,7 @@ async def test_the_grace_of_an_outage_counts_from_the_last_message(
     now_s = 0.0
     settings = make_settings(own_redis.url, poll_s=0.5, outage_grace_s=5.0)
     broker = Broker(settings, clock=lambda: now_s)
-    client = connect(own_redis.url)
+    client = connect(own_redis.url, Keys("test"))
     worker = await live_worker(client)
     job = job_of_one()
     await worker.functions.submit(job, make_submission())

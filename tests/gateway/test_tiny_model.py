@@ -70,7 +70,7 @@ async def url(redis_server: EmbeddedRedis, folder: Path) -> AsyncIterator[str]:
         "engine_module": "workers.engine_process.engine_loop",
     }
     keys = Keys("test")
-    async with connect(redis_server.url) as client:
+    async with connect(redis_server.url, Keys("test")) as client:
         await client.flushall()
         await ensure_library(client)
         async with fleet(redis_server.url, 1, None, **settings):

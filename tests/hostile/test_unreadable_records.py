@@ -125,7 +125,7 @@ async def gateway_address(stack: Stack) -> str:
 
 
 async def make_key(server: EmbeddedRedis) -> str:
-    client = connect(server.url)
+    client = connect(server.url, Keys("test"))
     async with contextlib.aclosing(client):
         terms = KeyTerms(tenant="t", scopes=(Scope.ADMIN,))
         return (await ApiKeys(client, Keys("test")).create(terms))[0]
@@ -154,7 +154,7 @@ async def look_around(http: httpx.AsyncClient, job_ids: list[str | None]) -> Non
 
 async def sweeps_again(server: EmbeddedRedis) -> None:
     """Fails if every sweep fails. One sweep may fail and repair the data for the next."""
-    client, cause = connect(server.url), [""]
+    client, cause = connect(server.url, Keys("test")), [""]
 
     async def has_swept() -> bool:
         try:

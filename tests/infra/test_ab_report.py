@@ -304,7 +304,7 @@ def test_a_candidate_that_runs_one_job_at_a_time_fails_the_gate(
 
 
 async def serve_unequally(server: EmbeddedRedis, num_seconds: int) -> None:
-    async with connect(server.url) as client:
+    async with connect(server.url, Keys("test")) as client:
         await ensure_library(client)
         functions = Functions(client, Keys("test"))
         for second in range(num_seconds):

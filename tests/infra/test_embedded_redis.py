@@ -253,7 +253,7 @@ async def test_a_truncated_file_has_all_writes_of_a_function_or_none(
     killed and starts again. Both times it has the whole job or nothing of it."""
     monkeypatch.setattr(embedded_redis, "find_server", lambda: binary)
     with EmbeddedRedis(tmp_path, fsync="always") as server:
-        client = connect(server.url)
+        client = connect(server.url, Keys("test"))
         await ensure_library(client)
         functions = Functions(client, keys)
         await functions.submit(make_job(), make_submission())

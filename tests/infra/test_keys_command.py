@@ -145,7 +145,7 @@ async def test_a_key_in_redis_allows_other_addresses(
         build_parser().parse_args(["gateway", "--namespace=test"]), empty_redis
     )
     assert not await asyncio.to_thread(cli._has_keys, settings)
-    client = connect(empty_redis)
+    client = connect(empty_redis, Keys("test"))
     await ApiKeys(client, Keys("test")).create(KeyTerms(tenant="acme"))
     await client.aclose()
     assert await asyncio.to_thread(cli._has_keys, settings)

@@ -208,7 +208,9 @@ class RoleClients:
     calls: Counter[tuple[str, str]]
 
     def __post_init__(self) -> None:
-        self._clients = {name: connect(role_url(self.redis_url, name)) for name in NAMES}
+        self._clients = {
+            name: connect(role_url(self.redis_url, name), Keys("test")) for name in NAMES
+        }
 
     def execute_command(self, verb: str, name: str, *args: Any, **options: int) -> Any:
         call: Any = self._client_for(name).execute_command
@@ -243,7 +245,7 @@ def test_every_function_runs_under_every_role_that_has_it(
         make_users(admin, "world")
         for name in NAMES:
             run_command(admin, "ACL SETUSER", name, f"%R~{TEST_CLOCK}")
-        monkeypatch.setattr(small_world, "connect", lambda url: RoleClients(url, turns, calls))
+        monkeypatch.setattr(small_world, "connect", lambda url, _: RoleClients(url, turns, calls))
         try:
             for seed in range(8):
                 walk(server.url, seed, 150, audit_every=50, draws=Walk)
@@ -425,7 +427,7 @@ async def has_received(receiver: Receiver) -> bool:
 
 async def submit_with_callback(server: EmbeddedRedis, target: str) -> None:
     """Submits a job as the gateway's user."""
-    client = connect(role_url(server.url, "gateway"))
+    client = connect(role_url(server.url, "gateway"), Keys("test"))
     job = Job(
         id=new_job_id(),
         tenant="t",
@@ -506,7 +508,7 @@ async def test_errors_name_a_denied_command_and_its_user(server: EmbeddedRedis) 
     with redis.Redis.from_url(server.url) as admin:
         rules = [rule for rule in acl_rules(REDIS_ROLES["gateway"], "test") if rule != "+zadd"]
         run_command(admin, "ACL SETUSER", "poor", "reset", f">{PASSWORD}", *rules)
-    client = connect(role_url(server.url, "poor"))
+    client = connect(role_url(server.url, "poor"), Keys("test"))
     job = Job(
         id=new_job_id(),
         tenant="t",
@@ -569,17 +571,17 @@ async def test_the_pool_reports_under_its_role(server: EmbeddedRedis) -> None:
     """What it decides, when a worker is ready, that starts have failed and no longer do; and it
     reads demand."""
     keys = Keys("test")
-    async with connect(role_url(server.url, "pool")) as client:
+    async with connect(role_url(server.url, "pool"), Keys("test")) as client:
         starts = Starts(client, keys)
         await starts.decide("pooled", 2)
         await starts.announce("pooled", 60.0)
         await starts.report_failure("pooled", "three in a row", retry_in_s=60.0)
         await starts.forget_failures(["pooled"])
         assert not (await PoolWatch(client, keys, "pooled", ("standard",)).look()).is_wanted
-    async with connect(role_url(server.url, "gateway")) as client:
+    async with connect(role_url(server.url, "gateway"), Keys("test")) as client:
         starts = Starts(client, keys)
         await starts.want("pooled", ANY_LANE, 60.0)
         assert await starts.num_wanted("pooled") == 2
         assert await starts.failures() == {}
-    async with connect(role_url(server.url, "pool")) as client:
+    async with connect(role_url(server.url, "pool"), Keys("test")) as client:
         assert (await PoolWatch(client, keys, "pooled", ("standard",)).look()).is_wanted

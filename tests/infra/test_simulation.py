@@ -512,7 +512,7 @@ def test_a_recording_outlives_its_redis(
     with EmbeddedRedis(tmp_path / "data", fsync="always") as server:
 
         async def submit(job_id: str) -> None:
-            async with connect(server.url) as client:
+            async with connect(server.url, Keys("test")) as client:
                 await ensure_library(client)
                 await Functions(client, Keys()).submit(*some_job(job_id))
 

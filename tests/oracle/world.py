@@ -105,7 +105,7 @@ class World:
         source = source.replace("num_trusted = 0 ", "num_trusted = 2 ^ 52 ")
         self.client.function_load(source, replace=True)
         self.client.set(self.keys.of("memory"), "free")
-        self.async_client = connect(self.redis_url)
+        self.async_client = connect(self.redis_url, self.keys)
         self.functions = Functions(self.async_client, self.keys)
         self.pauses = Pauses(self.async_client, self.keys)
         self.audit = Audit(self.client, self.keys)

@@ -80,7 +80,8 @@ def _outcome(answer: httpx.Response) -> str:
 @pytest.fixture
 async def flood(request: pytest.FixtureRequest) -> AsyncIterator[Flood]:
     with EmbeddedRedis(max_memory_bytes=request.param) as server:
-        client, keys = connect(server.url), Keys("test")
+        keys = Keys("test")
+        client = connect(server.url, keys)
         await ensure_library(client)
         await publish_model(client, keys, context_length=16_384, lanes=LANES)
         api_keys = ApiKeys(client, keys)

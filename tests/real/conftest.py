@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from contract.connection import connect
+from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
@@ -14,7 +15,7 @@ from tests.gateway.conftest import make_settings, running_gateway
 @pytest.fixture(scope="session")
 def real_redis() -> Iterator[str]:
     async def prepare(url: str) -> None:
-        client = connect(url)
+        client = connect(url, Keys("test"))
         await ensure_library(client)
         await client.aclose()
 

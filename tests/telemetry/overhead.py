@@ -97,7 +97,8 @@ def meter_us(num_seqs: int, num_steps: int) -> float:
 async def append_us(source: str, num_jobs: int, num_calls: int) -> float:
     """Processor microseconds of Redis to append one token to each of this many jobs."""
     with EmbeddedRedis() as server:
-        client, keys = connect(server.url, command_timeout_s=None), Keys("overhead")
+        keys = Keys("overhead")
+        client = connect(server.url, keys, command_timeout_s=None)
         await client.function_load(source, replace=True)
         functions = Functions(client, keys)
         for index in range(num_jobs):

@@ -41,7 +41,7 @@ class Disk:
             while True:
                 os.write(descriptor, b"x" * 4096)
         os.close(descriptor)
-        client = connect(self.redis_url)
+        client = connect(self.redis_url, Keys("test"))
 
         async def is_refused() -> bool:
             try:
@@ -74,7 +74,8 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.fixture
 async def caller(disk: Disk) -> AsyncIterator[Caller]:
-    client, keys = connect(disk.redis_url), Keys("test")
+    keys = Keys("test")
+    client = connect(disk.redis_url, keys)
     await ensure_library(client)
     yield Caller(Functions(client, keys), client, keys)
     await client.aclose()

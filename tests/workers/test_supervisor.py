@@ -277,7 +277,7 @@ async def test_jobs_go_on_when_redis_is_killed_and_comes_back(keys: Keys) -> Non
     """kill -9 of Redis in the middle of answers: it restarts from its file, and the answers are
     exact."""
     with EmbeddedRedis() as server:
-        client = connect(server.url)
+        client = connect(server.url, Keys("test"))
         await ensure_library(client)
         caller = Caller(Functions(client, keys), client, keys)
         async with fleet(server.url, 1, SLOW):
@@ -302,7 +302,7 @@ async def test_a_refused_model_ends_the_worker_with_one_sentence(
 async def test_a_worker_ends_on_a_redis_that_evicts_keys(keys: Keys) -> None:
     """It could lose jobs silently: exit status 3, although the model is loaded."""
     with EmbeddedRedis() as server:
-        client = connect(server.url)
+        client = connect(server.url, Keys("test"))
         await client.config_set("maxmemory-policy", "volatile-ttl")
         await client.aclose()
         async with fleet(server.url, 1) as [worker]:

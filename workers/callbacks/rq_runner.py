@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from rq.exceptions import StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from contract.cluster import find_primary, plain_url
+from contract.cluster import pool_from_url
 from contract.connection import denied
 from contract.outbox import Taken
 from workers.callbacks.rq_compat import FAILURE_TTL_S, JobWithoutCode, WorkerInThread
@@ -106,9 +107,10 @@ _CONNECT_S = 1.0
 
 def open_redis(url: str) -> redis.Redis:
     """A blocking client for RQ, which decodes replies itself."""
-    plain, is_cluster = plain_url(url)
-    client = redis.Redis.from_url(
-        plain,
+    pool = pool_from_url(
+        redis.ConnectionPool,
+        url,
+        os.environ["RQ_KEY_PREFIX"],  # its tag: workers/callbacks/__init__.py
         protocol=2,
         decode_responses=False,
         driver_info=None,  # as in contract/connection.py
@@ -118,9 +120,7 @@ def open_redis(url: str) -> redis.Redis:
         socket_timeout=_SOCKET_S,
         socket_connect_timeout=_CONNECT_S,
     )
-    if is_cluster:
-        find_primary(client.connection_pool)
-    return client
+    return redis.Redis.from_pool(pool)
 
 
 class AttemptQueue:

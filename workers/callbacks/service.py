@@ -17,7 +17,6 @@ from contract.connection import connect, denied, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.library import ensure_library
 from contract.outbox import Outbox, Taken
 from contract.payloads import open_store
 from contract.telemetry.tracing import Tracing
@@ -56,8 +55,8 @@ class CallbackService:
 
     def __init__(self, settings: CallbackSettings, tls: ssl.SSLContext | None = None) -> None:
         self._settings = settings
-        self._client = connect(settings.redis_url)
         keys = Keys(settings.namespace)
+        self._client = connect(settings.redis_url, keys)
         self._outbox = Outbox(self._client, keys)
         guard = Guard(settings.allow)
         self._webhooks = WebhookSender(settings.allow, guard, timeout_s=settings.timeout_s, tls=tls)
@@ -128,8 +127,6 @@ class CallbackService:
             except (BrokerUnavailable, RedisError, WireError) as exc:
                 log.info("Redis is unreachable, the relay waits (%s)", type(exc).__name__)
                 await asyncio.sleep(_PAUSE_S)
-                with contextlib.suppress(BrokerUnavailable):  # the next call raises it again
-                    await ensure_library(self._client)
                 continue
             if not has_more:
                 await asyncio.sleep(self._settings.poll_s)

@@ -59,7 +59,7 @@ class WorkerBroker:
         self._clock = clock
         self.incarnation = incarnation
         self._keys = Keys(settings.namespace)
-        self._client = client or connect(settings.redis_url)
+        self._client = client or connect(settings.redis_url, self._keys)
         self._functions = Roster(self._client, self._keys)
         self.last_contact_s = clock()  # when the last call that renewed the leases was sent
         self._appends_renewed_s = -math.inf  # when an append last renewed

@@ -39,8 +39,9 @@ class FlowService:
         self._broker = gateway.broker
         self._drain = gateway.drain
         self._path = Path(gateway.settings.models)
-        self._client = connect(gateway.settings.redis_url)
-        self._catalogue = Catalogue(self._client, self._broker.shards.first.keys)
+        keys = self._broker.shards.first.keys
+        self._client = connect(gateway.settings.redis_url, keys)
+        self._catalogue = Catalogue(self._client, keys)
         self._stamp: object = None
         self._definitions: Mapping[str, Definition] = {}
         self._published: dict[str, ModelCard] = {}

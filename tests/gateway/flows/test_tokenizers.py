@@ -100,7 +100,7 @@ async def running(
     """Workers of the models of this file, and the address of a gateway that serves the flows."""
     flows, path = _flows(), tmp_path_factory.mktemp("flows") / "models.yaml"
     path.write_text(json.dumps({"models": flows}))  # YAML without references
-    async with connect(redis_server.url) as client:
+    async with connect(redis_server.url, Keys("test")) as client:
         await client.flushall()
         await ensure_library(client)
         fleet = Fleet(client, Keys("test"))

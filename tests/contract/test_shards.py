@@ -1,0 +1,201 @@
+"""Clusters of several shards: a client finds the primary of its slot, and follows the slot."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis.asyncio
+
+from contract.connection import connect
+from contract.errors import BrokerUnavailable
+from contract.function_types import Submission
+from contract.functions import Functions
+from contract.keys import Keys
+from contract.library import LIBRARY, ensure_library
+from contract.outbox import Taken
+from tests.cluster import Node, RedisCluster, until
+from tests.contract.some_calls import make_job
+from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
+
+pytestmark = pytest.mark.anyio
+
+KEYS = Keys("test")
+SUBMISSION = Submission(max_output_tokens=10, deadline_s=60, retention_s=60, attendance_s=30)
+
+
+@pytest.fixture
+def cluster() -> Iterator[RedisCluster]:
+    with RedisCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def client(cluster: RedisCluster) -> AsyncIterator[redis.asyncio.Redis]:
+    """Its URL names the replica of the last shard."""
+    async with connect(cluster.url, KEYS) as client:
+        yield client
+
+
+@pytest.fixture
+def functions(client: redis.asyncio.Redis) -> Functions:
+    return Functions(client, KEYS)
+
+
+def other_primary(cluster: RedisCluster, tag: str = KEYS.tag) -> Node:
+    owner = cluster.owner(tag)
+    return next(node for node in cluster.primaries if node is not owner)
+
+
+def holds_library(node: Node) -> bool:
+    return bool(node.run("FUNCTION", "LIST", "LIBRARYNAME", LIBRARY))
+
+
+async def submit(functions: Functions) -> str:
+    return (await functions.submit(make_job(), SUBMISSION)).job_id
+
+
+async def is_kept(functions: Functions, job_id: str) -> bool:
+    return await functions.read(job_id, "t", max_events=9) is not None
+
+
+async def test_each_namespace_is_served_by_the_primary_of_its_slot(cluster: RedisCluster) -> None:
+    """Each primary is reached by some, from the address of any node."""
+    served = set()
+    for index in range(12):
+        keys, node = Keys(f"n{index}"), cluster.nodes[index % 6]
+        async with connect(cluster.url_of(node), keys) as client:
+            await submit(Functions(client, keys))
+            port = (await client.info("server"))["tcp_port"]
+        assert port == cluster.owner(keys.tag).port
+        served.add(port)
+    assert served == {node.port for node in cluster.primaries}
+
+
+async def test_a_slot_without_an_owner_is_named(cluster: RedisCluster) -> None:
+    for node in cluster.nodes:
+        node.run("CONFIG", "SET", "cluster-require-full-coverage", "no")
+    owner = cluster.owner(KEYS.tag)
+    owner.run("CLUSTER", "FLUSHSLOTS")
+    async with connect(cluster.url_of(owner), KEYS) as client:
+        with pytest.raises(redis.ConnectionError, match=r"has the slot of {bw:test:0}"):
+            await client.get(KEYS.of("memory"))
+
+
+async def test_a_server_without_the_library_gets_it_at_the_first_call(
+    cluster: RedisCluster, functions: Functions
+) -> None:
+    assert not holds_library(cluster.owner(KEYS.tag))
+    await submit(functions)
+    holders = [node for node in cluster.primaries if holds_library(node)]
+    assert holders == [cluster.owner(KEYS.tag)]
+
+
+async def test_a_user_who_may_not_load_the_library_is_told_that_it_is_missing(
+    cluster: RedisCluster,
+) -> None:
+    for node in cluster.nodes:
+        node.run("ACL", "SETUSER", "poor", "on", "nopass", "~*", "&*", "+@all", "-function")
+    url = cluster.url.replace("://", "://poor:x@")
+    async with connect(url, KEYS) as client:
+        with pytest.raises(BrokerUnavailable, match="does not hold batchway's function library"):
+            await submit(Functions(client, KEYS))
+
+
+async def test_nothing_is_lost_while_a_slot_moves_key_by_key(
+    cluster: RedisCluster, functions: Functions
+) -> None:
+    """Functions would see half of the keys, so they are refused until the move is over."""
+    jobs = [await submit(functions) for _ in range(20)]
+    target, loop, refused = other_primary(cluster), asyncio.get_running_loop(), []
+
+    async def try_all() -> None:
+        for call in (submit(functions), is_kept(functions, jobs[0]), is_kept(functions, jobs[-1])):
+            with pytest.raises(BrokerUnavailable):
+                await call
+            refused.append(call)
+
+    def meanwhile() -> None:
+        asyncio.run_coroutine_threadsafe(try_all(), loop).result()
+
+    await asyncio.to_thread(cluster.move, KEYS.tag, target, meanwhile)
+    assert len(refused) == 3
+    jobs.append(await submit(functions))
+    assert all([await is_kept(functions, job) for job in jobs])
+    assert cluster.owner(KEYS.tag) is target
+    assert holds_library(target)
+
+
+async def test_nothing_is_lost_while_a_slot_moves_at_once(
+    cluster: RedisCluster, functions: Functions
+) -> None:
+    """Ten callers submit meanwhile; the server that takes over lacks the library."""
+    if "MIGRATESLOTS" not in str(cluster.nodes[0].run("CLUSTER", "HELP")):
+        pytest.skip("this server moves slots key by key only")
+    jobs, is_over = [await submit(functions)], asyncio.Event()
+
+    async def go_on() -> None:
+        while not is_over.is_set():
+            jobs.append(await submit(functions))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(10):
+            group.create_task(go_on())
+        for target in (other_primary(cluster), cluster.owner(KEYS.tag)):
+            await asyncio.to_thread(cluster.move_at_once, KEYS.tag, target)
+            jobs.append(await submit(functions))
+        is_over.set()
+    assert all([await is_kept(functions, job) for job in jobs])
+
+
+async def test_a_client_goes_on_if_the_server_in_its_url_is_gone(cluster: RedisCluster) -> None:
+    """It has heard of the others. The replica of the killed primary takes over by a vote."""
+    owner = cluster.owner(KEYS.tag)
+    async with connect(cluster.url_of(owner), KEYS) as client:
+        functions = Functions(client, KEYS)
+        kept = await submit(functions)
+        assert await client.wait(1, 0) == 1
+        owner.stop()
+        replica = cluster.replicas[cluster.primaries.index(owner)]
+        await asyncio.to_thread(until, lambda: replica.run("ROLE")[0] == b"master")
+        await submit(functions)
+        assert await is_kept(functions, kept)
+
+
+async def test_hints_reach_subscribers_at_every_server(
+    cluster: RedisCluster, functions: Functions, client: redis.asyncio.Redis
+) -> None:
+    """A subscription outlives a move of the slot: it stays where it was."""
+    await ensure_library(client)
+    channel = KEYS.of("wake", "m")
+    listeners = []
+    for node in cluster.nodes:
+        listener = node.client.pubsub(ignore_subscribe_messages=True)
+        listener.subscribe(channel)
+        assert listener.get_message(timeout=20) is None  # of the subscription
+        listeners.append(listener)
+    await submit(functions)
+    for listener in listeners:
+        message = await asyncio.to_thread(listener.get_message, timeout=20)
+        assert message is not None
+        assert message["channel"].decode() == channel
+        listener.close()
+
+
+async def test_rq_runs_on_the_primary_of_its_slot(cluster: RedisCluster) -> None:
+    client = open_redis(cluster.url_of(other_primary(cluster, "{rq}")))
+    attempts = AttemptQueue(client, "test", "a key")
+    delivered, is_done = [], threading.Event()
+
+    def deliver(taken: Taken) -> None:
+        delivered.append(taken)
+        is_done.set()
+
+    runner = RqRunner(attempts, client, deliver, max_concurrent=1)
+    runner.start()
+    taken = Taken("job-0-" + "0" * 32, 1)
+    attempts.put([taken])
+    assert await asyncio.to_thread(is_done.wait, 20)
+    await asyncio.to_thread(runner.stop)
+    client.close()
+    assert delivered == [taken]
