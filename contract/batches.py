@@ -19,8 +19,8 @@ from contract.callbacks import Callback
 from contract.codec import encode
 from contract.connection import broker_errors, repeated
 from contract.errors import BatchwayError, WireError, wire_errors
+from contract.ids import in_partition, new_id, partition_of
 from contract.jobs import Endpoint
-from contract.keys import in_partition, new_id, partition_of
 from contract.library import Partition
 
 PART_LINES = 64

@@ -16,7 +16,7 @@ import msgspec
 
 from contract.connection import broker_errors, repeated
 from contract.errors import BatchwayError, WireError, wire_errors
-from contract.keys import new_id
+from contract.ids import new_id
 from contract.library import Partition
 
 UPLOAD_S = 3_600.0  # until a content without a record is deleted

@@ -396,12 +396,12 @@ class Functions(Partition):
 
     async def waiting(
         self, model: str, incarnation: str, lanes: Sequence[str]
-    ) -> tuple[bool, dict[str, float]]:
-        """Whether a worker has the turn to run a suspect here, and by lane the weight of the
-        tenants whose jobs wait; lanes without any are missing."""
+    ) -> tuple[int, dict[str, float]]:
+        """Whether suspects wait (1), whether the worker has the turn to run one (2), else 0; and by
+        lane the weight of the tenants whose jobs wait; lanes without any are missing."""
         turn, weights = await self._call("waiting", model, incarnation, *lanes, reads=True)
         found = {lane: float(raw) for lane, raw in zip(lanes, weights, strict=True)}
-        return turn == 1, {lane: weight for lane, weight in found.items() if weight}
+        return turn, {lane: weight for lane, weight in found.items() if weight}
 
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Applies what has become due; the first call after a restart of Redis extends leases

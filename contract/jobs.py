@@ -12,7 +12,7 @@ import msgspec
 
 from contract.endpoints import Endpoint as Endpoint
 from contract.flows import FlowCall
-from contract.keys import new_id
+from contract.ids import new_id
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")

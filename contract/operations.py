@@ -15,7 +15,7 @@ from contract.codec import encode
 from contract.connection import broker_errors, repeated
 from contract.errors import BatchwayError, wire_errors
 from contract.function_types import TenantLimits, Wanted
-from contract.keys import new_id
+from contract.ids import new_id
 from contract.library import Partition
 
 MAX_OPEN = 16  # operations of a tenant that have not ended

@@ -45,8 +45,8 @@ from contract.function_types import (
     merged,
 )
 from contract.functions import UNKNOWN_MS, refusal
+from contract.ids import in_partition, partition_of
 from contract.jobs import Job, JobStatus, StoredPrompt
-from contract.keys import in_partition, partition_of
 from contract.outbox import CallbackState, callback_state
 from contract.partitions import Home, Moved
 from contract.payloads import open_store

@@ -19,7 +19,8 @@ from contract.connection import connect
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.files import Files
 from contract.functions import Functions
-from contract.keys import Keys, partition_of
+from contract.ids import partition_of
+from contract.keys import Keys
 from contract.library import check_fitness, ensure_library
 from contract.operations import Operations
 from contract.outbox import Outbox

@@ -14,7 +14,7 @@ from contract.batches import Batch, Batches, BatchStatus, NewBatch, Part
 from contract.callbacks import OutboxState
 from contract.files import Files, StoredFile, Upload
 from contract.function_types import TenantLimits, Wanted
-from contract.keys import in_partition
+from contract.ids import in_partition
 from contract.operations import (
     MAX_LISTED,
     Operation,
@@ -79,7 +79,8 @@ class SpreadFiles:
         files = list[StoredFile]()
         terms |= {"after": "", "max_files": 2**31}
         for shard in shards:  # a tenant that has moved: few do, and their lists are whole
-            files += await shard.call(partial(shard.files.page, tenant, **terms)) or []
+            page = await shard.call(partial(shard.files.page, tenant, **terms))
+            files += page or []
         files.sort(key=lambda file: (file.created_ms, file.id), reverse=not is_oldest_first)
         return _behind(files, after, max_files, lambda file: file.id)
 
@@ -122,7 +123,8 @@ class SpreadBatches:
         terms = {"after": "", "max_batches": 2**31}
         found = list[Batch]()
         for shard in shards:
-            found += await shard.call(partial(shard.batches.page, tenant, **terms)) or []
+            page = await shard.call(partial(shard.batches.page, tenant, **terms))
+            found += page or []
         found.sort(key=lambda batch: (batch.created_ms, batch.id), reverse=True)
         return _behind(found, after, max_batches, lambda batch: batch.id)
 

@@ -1,0 +1,156 @@
+"""Several partitions: jobs run where their tenants live, and every list and count has all."""
+
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+import redis.asyncio
+
+from contract.api_keys import ApiKeys, KeyTerms, Scope
+from contract.function_types import TenantLimits
+from contract.ids import in_partition, partition_of
+from contract.keys import Keys
+from contract.partitions import Homes, PartitionMap, move_tenant, open_partitions
+from infra.embedded_redis import EmbeddedRedis
+from tests.fakes import HashModelOptions
+from tests.fleet import WorkerProcess, until
+from tests.gateway.conftest import make_settings, running_gateway
+
+pytestmark = pytest.mark.anyio
+
+NUM_PARTITIONS = 4
+TENANTS = [f"tenant{number}" for number in range(12)]
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 4}
+JOB = {"endpoint": "/v1/completions", "body": BODY}
+
+T = TypeVar("T")
+
+
+class Asker:
+    """Calls partitions as nobody's gateway."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+
+    async def __call__(self, number: int, call: Callable[[Homes], Awaitable[T]], /) -> T:
+        return await call(Homes(self._client, Keys("test", number)))
+
+
+@pytest.fixture
+def ask(redis_client: redis.asyncio.Redis) -> Asker:
+    return Asker(redis_client)
+
+
+@pytest.fixture
+async def known(ask: Asker) -> PartitionMap:
+    return await open_partitions(ask, NUM_PARTITIONS)
+
+
+class Callers:
+    """Clients of two gateways, with a key for each tenant."""
+
+    def __init__(self, first: httpx.AsyncClient, second: httpx.AsyncClient) -> None:
+        self.gateways = first, second
+        self.keys: dict[str, str] = {}
+
+    async def call(
+        self, tenant: str, method: str, path: str, gateway: int = 0, **terms: Any
+    ) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.keys[tenant]}", **terms.pop("headers", {})}
+        return await self.gateways[gateway].request(method, path, headers=headers, **terms)
+
+    async def submit(self, tenant: str, gateway: int = 0, **headers: str) -> str:
+        answer = await self.call(tenant, "POST", "/v1/jobs", gateway, json=JOB, headers=headers)
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    async def until_ended(self, tenant: str, job_id: str, gateway: int = 0) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        async def has_ended() -> bool:
+            answer = await self.call(tenant, "GET", f"/v1/jobs/{job_id}", gateway)
+            assert answer.status_code == 200, answer.text
+            found.update(answer.json())
+            return found["status"] not in ("queued", "running")
+
+        await until(has_ended)
+        return found
+
+
+@pytest.fixture
+def gateway_urls(redis_server: EmbeddedRedis, known: PartitionMap) -> Iterator[list[str]]:
+    settings = make_settings(redis_server.url, partitions=NUM_PARTITIONS)
+    with running_gateway(settings) as first, running_gateway(settings) as second:
+        yield [first, second]
+
+
+@pytest.fixture
+async def callers(
+    redis_client: redis.asyncio.Redis, gateway_urls: list[str]
+) -> AsyncIterator[Callers]:
+    api_keys = ApiKeys(redis_client, Keys("test"), None)
+    first, second = gateway_urls
+    async with (
+        httpx.AsyncClient(base_url=first, timeout=20) as one,
+        httpx.AsyncClient(base_url=second, timeout=20) as other,
+    ):
+        found = Callers(one, other)
+        for tenant in TENANTS:
+            found.keys[tenant], _ = await api_keys.create(KeyTerms(tenant=tenant))
+        admin = KeyTerms(tenant="boss", scopes=(Scope.ADMIN,))
+        found.keys["boss"], _ = await api_keys.create(admin)
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    redis_server: EmbeddedRedis, callers: Callers, **settings: Any
+) -> AsyncIterator[WorkerProcess]:
+    """A worker that both gateways know and that serves all partitions."""
+    worker = WorkerProcess(redis_server.url, HashModelOptions(), **settings)
+
+    async def is_served(gateway: int) -> bool:
+        return (await callers.call("boss", "GET", "/v1/models/m", gateway)).status_code == 200
+
+    try:
+        for gateway in (0, 1):
+            await until(lambda: is_served(gateway))  # noqa: B023
+        yield worker
+    finally:
+        await worker.close()
+
+
+async def pages(callers: Callers, path: str, **query: str) -> list[str]:
+    """The ids of all pages, read from the gateways in turn."""
+    found, after, gateway = list[str](), "", 0
+    while True:
+        terms = {**query, **({"after": after} if after else {})}
+        page = (await callers.call("boss", "GET", path, gateway, params=terms)).json()
+        found += [row["id"] for row in page["data"]]
+        if not page["has_more"]:
+            return found
+        after, gateway = page["last_id"], 1 - gateway
+
+
+async def test_jobs_run_where_their_tenants_live_and_an_admin_sees_all(
+    redis_server: EmbeddedRedis, callers: Callers, known: PartitionMap
+) -> None:
+    """One worker serves all partitions; either gateway finds each job, and lists them all."""
+    async with serving(redis_server, callers):
+        ids = [await callers.submit(tenant) for tenant in TENANTS]
+        assert [partition_of(job_id) for job_id in ids] == [known.choose(t) for t in TENANTS]
+        assert len({partition_of(job_id) for job_id in ids}) == NUM_PARTITIONS
+        for tenant, job_id in zip(TENANTS, ids, strict=True):
+            ended = await callers.until_ended(tenant, job_id, gateway=1)
+            assert ended["status"] == "succeeded"
+        answer = await callers.call(TENANTS[0], "POST", "/v1/completions", 1, json=BODY)
+        assert answer.status_code == 200, answer.text
+        listed = await pages(callers, "/v1/jobs", tenant="*", limit="5")
+        assert listed[1:] == ids[::-1]
+        assert listed[0] == answer.headers["x-job-id"]
+        metrics = (await callers.call("boss", "GET", "/metrics")).text
+        counted = [line for line in metrics.splitlines() if "batchway_requests_total{" in line]
+        assert sum(float(line.split()[-1]) for line in counted) == len(TENANTS) + 1
