@@ -46,6 +46,7 @@ from contract.function_types import (
 )
 from contract.functions import UNKNOWN_MS, refusal
 from contract.ids import in_partition, partition_of
+from contract.job_lists import JobLists
 from contract.jobs import Job, JobStatus, StoredPrompt
 from contract.outbox import CallbackState, callback_state
 from contract.partitions import Home, Moved
@@ -59,20 +60,19 @@ from contract.payloads.store import (
     response_key,
 )
 from contract.replays import replay_of
-from contract.starts import ANY_LANE, Starts
-from gateway.http.errors import UnknownJob, readable
-from gateway.redis.hints import Cursor, Idle, Reset, is_end
-from gateway.redis.job_lists import JobLists
-from gateway.redis.key_ring import KeyRing
-from gateway.redis.known_models import KnownModels, WorkerWait
-from gateway.redis.shards import Shard, Shards
-from gateway.redis.spread import (
+from contract.spread import (
     SpreadBatches,
     SpreadFiles,
     SpreadOperations,
     SpreadOutbox,
     SpreadPauses,
 )
+from contract.starts import ANY_LANE, Starts
+from gateway.http.errors import UnknownJob, readable
+from gateway.redis.hints import Cursor, Idle, Reset, is_end
+from gateway.redis.key_ring import KeyRing
+from gateway.redis.known_models import KnownModels, WorkerWait
+from gateway.redis.shards import GatewayShard, GatewayShards
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
@@ -172,7 +172,7 @@ class Broker:
     ) -> None:
         self._settings = settings
         self.clock = clock
-        self.shards = Shards(settings, clock)
+        self.shards = GatewayShards(settings, clock)
         self._files = SpreadFiles(self.shards)
         self._batches = SpreadBatches(self.shards)
         self._operations = SpreadOperations(self.shards)
@@ -203,7 +203,7 @@ class Broker:
         )
         return True
 
-    async def _at_home(self, tenant: str, call: Callable[[Shard, Home], Awaitable[T]]) -> T:
+    async def _at_home(self, tenant: str, call: Callable[[GatewayShard, Home], Awaitable[T]]) -> T:
         """Calls a tenant's home, and if it has moved the new one."""
         for _ in range(_MAX_MOVES):
             home = await self.shards.home(tenant)
@@ -255,7 +255,7 @@ class Broker:
         return None
 
     async def _submit_at(
-        self, shard: Shard, home: Home, job: Job, submission: Submission
+        self, shard: GatewayShard, home: Home, job: Job, submission: Submission
     ) -> Submitted:
         held = await self.payloads.outsourced(job)
         terms = self._bounded(submission, home)
@@ -324,7 +324,7 @@ class Broker:
         return False
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        async def ask(shard: Shard, home: Home) -> Quote:
+        async def ask(shard: GatewayShard, home: Home) -> Quote:
             return await shard.functions.quote(job, self._bounded(submission, home))
 
         if job.parent:
@@ -337,7 +337,7 @@ class Broker:
         return replace(quote, refusal=refused)
 
     async def _on_job(
-        self, job_id: str, tenant: str, call: Callable[[Shard, str], Awaitable[T | None]]
+        self, job_id: str, tenant: str, call: Callable[[GatewayShard, str], Awaitable[T | None]]
     ) -> T | None:
         """What a call replies for a job; None where the tenant has no such job. Where the tenant
         has moved, a job whose id others derive may be in each of its homes."""
@@ -357,7 +357,7 @@ class Broker:
         """A job and a page of its log, from Redis or the object store. Raises UnknownJob,
         RecordUnreadable, PayloadError."""
 
-        async def ask(shard: Shard, known_id: str) -> tuple[JobView, list[LogEntry]] | None:
+        async def ask(shard: GatewayShard, known_id: str) -> tuple[JobView, list[LogEntry]] | None:
             terms = {"after": after, "max_events": max_events}
             return await shard.functions.read(known_id, tenant, **terms)
 
@@ -396,7 +396,7 @@ class Broker:
         shards = await self.shards.all()
         return merged([await s.call(partial(s.functions.snapshot, model, lanes)) for s in shards])
 
-    async def ask_outbox(self, ask: Callable[[SpreadOutbox], Awaitable[T]]) -> T:
+    async def ask_outbox(self, ask: Callable[[SpreadOutbox[GatewayShard]], Awaitable[T]]) -> T:
         """One call to the outbox of callbacks. Raises WireError."""
         return await ask(self._outbox)
 
@@ -406,11 +406,13 @@ class Broker:
         [is_there] = await first.call(lambda: first.functions.drain([incarnation]))
         return is_there
 
-    async def ask_pauses(self, ask: Callable[[SpreadPauses], Awaitable[T]]) -> T:
+    async def ask_pauses(self, ask: Callable[[SpreadPauses[GatewayShard]], Awaitable[T]]) -> T:
         """One call to what is paused. Raises TooManyPauses, PausedByOperator, WireError."""
         return await ask(self._pauses)
 
-    async def ask_operations(self, ask: Callable[[SpreadOperations], Awaitable[T]]) -> T:
+    async def ask_operations(
+        self, ask: Callable[[SpreadOperations[GatewayShard]], Awaitable[T]]
+    ) -> T:
         """One call to operations on many jobs. Raises LeaseLost, OperationsFull,
         RecordUnreadable."""
         with readable("operation"):
@@ -422,12 +424,12 @@ class Broker:
             shard = await self.shards.of(job_id)
             return await shard.call(lambda: replay_of(shard.client, shard.keys, job_id))
 
-    async def ask_files(self, ask: Callable[[SpreadFiles], Awaitable[T]]) -> T:
+    async def ask_files(self, ask: Callable[[SpreadFiles[GatewayShard]], Awaitable[T]]) -> T:
         """One call to the records of files. Raises RecordUnreadable."""
         with readable("file"):
             return await ask(self._files)
 
-    async def ask_batches(self, ask: Callable[[SpreadBatches], Awaitable[T]]) -> T:
+    async def ask_batches(self, ask: Callable[[SpreadBatches[GatewayShard]], Awaitable[T]]) -> T:
         """One call to the records of batches. Raises LeaseLost, StatusChanged, RecordUnreadable."""
         with readable("batch"):
             return await ask(self._batches)
@@ -469,7 +471,9 @@ class Broker:
     async def delete(self, job_id: str, tenant: str) -> JobStatus | None:
         """Deletes an ended job, or returns another one's status. Raises UnknownJob."""
 
-        async def ask(shard: Shard, known_id: str) -> tuple[Shard, str, JobStatus | bool] | None:
+        async def ask(
+            shard: GatewayShard, known_id: str
+        ) -> tuple[GatewayShard, str, JobStatus | bool] | None:
             found = await shard.functions.delete(known_id, tenant)
             return None if found is False else (shard, known_id, found)
 
@@ -620,7 +624,7 @@ class Broker:
             shards = await self.shards.all()
             await asyncio.gather(*(self._sweep(shard, len(shards) == 1) for shard in shards))
 
-    async def _sweep(self, shard: Shard, is_only: bool) -> None:
+    async def _sweep(self, shard: GatewayShard, is_only: bool) -> None:
         now_s = self.clock()
         if now_s - shard.swept_s < SWEEP_EVERY_S:
             return

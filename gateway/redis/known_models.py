@@ -201,7 +201,11 @@ class KnownModels:
         if refused.code is not ErrorCode.NO_WORKERS:
             return refused
         failure = (await self.failures()).get(model)
-        return refused if failure is None else model_failed(model, failure)
+        if failure is not None:
+            return model_failed(model, failure)
+        if refused.retry_after_s is None and (start := await self.expected_start(model)):
+            refused.retry_after_s = start.ready_in_s  # announced in partition 0 alone
+        return refused
 
     async def max_memory_bytes(self) -> int:
         """The bytes that Redis may use, at most a minute old; 0: unknown."""

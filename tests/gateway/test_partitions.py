@@ -1,7 +1,6 @@
 """Several partitions: jobs run where their tenants live, and every list and count has all."""
 
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -10,10 +9,9 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms, Scope
-from contract.function_types import TenantLimits
-from contract.ids import in_partition, partition_of
+from contract.ids import partition_of
 from contract.keys import Keys
-from contract.partitions import Homes, PartitionMap, move_tenant, open_partitions
+from contract.partitions import Homes, PartitionMap, open_partitions
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import WorkerProcess, until

@@ -10,7 +10,7 @@ from typing import Any
 from contract.connection import broker_errors, repeated
 from contract.function_types import JobPage, JobView, Wanted
 from contract.ids import partition_of
-from gateway.redis.shards import Shard
+from contract.shards import Shard
 
 _YOUNGEST = "9007199254740991 ~"  # before all jobs
 

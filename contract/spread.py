@@ -1,19 +1,22 @@
 """Files, batches, operations, pauses and dead letters over all partitions, with the methods that
-contract/ has for one: an id leads to its partition, a list is merged from all that may have parts.
+there are for one: an id leads to its partition, a list is merged from all that may have parts.
 
 Each method raises BrokerUnavailable, and what the method of one partition raises.
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec.structs import replace
 
 from contract.batches import Batch, Batches, BatchStatus, NewBatch, Part
 from contract.callbacks import OutboxState
+from contract.errors import BrokerUnavailable
+from contract.events import LogEntry
 from contract.files import Files, StoredFile, Upload
-from contract.function_types import TenantLimits, Wanted
+from contract.function_types import JobView, TenantLimits, Wanted
 from contract.ids import in_partition
 from contract.operations import (
     MAX_LISTED,
@@ -24,17 +27,19 @@ from contract.operations import (
     OperationState,
     Step,
 )
-from contract.outbox import DeadLetter
+from contract.outbox import DeadLetter, DoneVerdict, OutboxRecord, Outcome, Taken
 from contract.pauses import Line, Pause, PausedBy, Pauses
-from gateway.redis.shards import Shard, Shards
+from contract.shards import S, Shards
+
+log = logging.getLogger("batchway.partitions")
 
 T = TypeVar("T")
 
 
-class SpreadFiles:
+class SpreadFiles(Generic[S]):
     """Files. A tenant's quota counts what all partitions hold."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards[S]) -> None:
         self._shards = shards
 
     async def _ask(self, file_id: str, ask: Callable[[Files], Awaitable[T]]) -> T:
@@ -63,7 +68,7 @@ class SpreadFiles:
     async def tenant_bytes(self, tenant: str) -> int:
         return await self._bytes(tenant, lambda _: True)
 
-    async def _bytes(self, tenant: str, counts: Callable[[Shard], bool]) -> int:
+    async def _bytes(self, tenant: str, counts: Callable[[S], bool]) -> int:
         shards = [shard for shard in await self._shards.places(tenant) if counts(shard)]
         return sum([await s.call(partial(s.files.tenant_bytes, tenant)) for s in shards])
 
@@ -97,10 +102,10 @@ class SpreadFiles:
         await self._ask(object_id, lambda files: files.deleted(object_id))
 
 
-class SpreadBatches:
+class SpreadBatches(Generic[S]):
     """Batches. A batch stays where it was made; its jobs run where its tenant lives."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards[S]) -> None:
         self._shards = shards
         self._turn = 0
 
@@ -173,11 +178,11 @@ class SpreadBatches:
         return states
 
 
-class SpreadOperations:
+class SpreadOperations(Generic[S]):
     """Operations. One has a part in each partition with jobs that it may mean, under the same
     digits; it is known by the id of partition 0."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards[S]) -> None:
         self._shards = shards
 
     async def _ask(self, operation_id: str, ask: Callable[[Operations], Awaitable[T]]) -> T:
@@ -253,10 +258,10 @@ class SpreadOperations:
         )
 
 
-class SpreadPauses:
+class SpreadPauses(Generic[S]):
     """Pauses, which hold in every partition."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards[S]) -> None:
         self._shards = shards
 
     async def _all(self, ask: Callable[[Pauses], Awaitable[T]]) -> list[T]:
@@ -273,11 +278,52 @@ class SpreadPauses:
         return await self._shards.first.call(self._shards.first.pauses.all)
 
 
-class SpreadOutbox:
-    """The messages that could not be delivered."""
+class SpreadOutbox(Generic[S]):
+    """The messages of callbacks."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards[S]) -> None:
         self._shards = shards
+        self._turn = 0
+
+    async def take(self, *, lease_s: float, max_messages: int, max_per_target: int) -> list[Taken]:
+        """Leases due messages of all partitions that answer; each time another is asked first."""
+        shards, taken = await self._shards.all(), list[Taken]()
+        self._turn += 1
+        terms: dict[str, Any] = {"lease_s": lease_s, "max_per_target": max_per_target}
+        for place in range(len(shards)):
+            shard = shards[(self._turn + place) % len(shards)]
+            if room := max_messages - len(taken):
+                take = partial(shard.outbox.take, max_messages=room, **terms)
+                try:
+                    taken += await shard.call(take)
+                except BrokerUnavailable:
+                    if len(shards) == 1:
+                        raise
+                    log.info("callbacks of partition %d wait: no answer", shard.number)
+        return taken
+
+    async def start(self, taken: Taken, *, lease_s: float) -> OutboxRecord | None:
+        shard = await self._shards.of(taken.job_id)
+        return await shard.call(partial(shard.outbox.start, taken, lease_s=lease_s))
+
+    async def renew(self, taken: Taken, *, lease_s: float) -> bool:
+        shard = await self._shards.of(taken.job_id)
+        return await shard.call(partial(shard.outbox.renew, taken, lease_s=lease_s))
+
+    async def done(
+        self, taken: Taken, outcome: Outcome, *, delay_s: float = 0.0, note: str = ""
+    ) -> DoneVerdict:
+        shard = await self._shards.of(taken.job_id)
+        done = partial(shard.outbox.done, taken, outcome, delay_s=delay_s, note=note)
+        return await shard.call(done)
+
+    async def read(
+        self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
+    ) -> tuple[JobView, list[LogEntry]] | None:
+        """The job of a message, and its log."""
+        shard = await self._shards.of(job_id)
+        read = partial(shard.functions.read, job_id, tenant, after=after, max_events=max_events)
+        return await shard.call(read)
 
     async def dead(
         self, tenant: str, *, job_id: str = "", limit: int = 100, before_ms: int | None = None
