@@ -173,12 +173,18 @@ class Homes(Partition):
 
     async def away(self) -> dict[int, list[str]]:
         """Tenants that live here and have left something in other partitions, by partition."""
-        with wire_errors("tenants' rests"), broker_errors(self._client, "HGETALL"):
-            raw: Any = await repeated(lambda: self._client.hgetall(self._keys.of("away")))
+        with wire_errors("tenants' rests"), broker_errors(self._client, "HKEYS or HMGET"):
+            fields: Any = await repeated(lambda: self._client.hkeys(self._keys.of("away")))
+            places = [field.decode().split(" ", 1) for field in fields]
+            if not places:
+                return {}
+            names = [tenant for _, tenant in places]
+            key = self._keys.of("residents")
+            states: Any = await repeated(lambda: self._client.hmget(key, names))
             found = dict[int, list[str]]()
-            for field in raw:
-                number, tenant = field.decode().split(" ", 1)
-                found.setdefault(int(number), []).append(tenant)
+            for (number, tenant), state in zip(places, states, strict=True):
+                if state is not None and state.endswith(b" in"):
+                    found.setdefault(int(number), []).append(tenant)
             return found
 
     async def left(self, tenants: list[str]) -> list[list[Any]]:
@@ -186,9 +192,10 @@ class Homes(Partition):
         to their meters."""
         return list(await self._call("left", *tenants, reads=True))
 
-    async def lower(self, tenant: str, other: int, left: list[Any]) -> None:
-        """What a tenant that lives here has left in another partition, by `left` there."""
-        await self._call("lower", tenant, other, *left)
+    async def lower(self, tenant: str, other: int, left: list[Any]) -> list[int]:
+        """What a tenant that lives here has left in another partition, by `left` there. Returns the
+        reserved tokens and stored bytes that count now."""
+        return list(await self._call("lower", tenant, other, *left))
 
 
 def _entry(raw: bytes) -> Entry:

@@ -2,6 +2,7 @@
 there are for one: an id leads to its partition, a list is merged from all that may have parts.
 
 Each method raises BrokerUnavailable, and what the method of one partition raises.
+Over 300 lines: one short method for each of theirs.
 """
 
 import logging

@@ -1,4 +1,6 @@
-"""The command `batchway`: parses options and runs the command. Commands import what they need."""
+"""The command `batchway`: parses options and runs the command. Commands import what they need.
+
+Over 300 lines: one short function for each command."""
 
 import argparse
 import asyncio

@@ -24,7 +24,7 @@ _SUBSCRIBES = "subscribe unsubscribe"
 
 # Commands inside the functions that change jobs, all of them together.
 _JOB_COMMANDS = (
-    "del exists get hdel hexists hget hgetall hincrby hmget hset hsetnx info persist pexpire "
+    "del exists get hdel hexists hget hgetall hincrby hkeys hmget hset hsetnx info persist pexpire "
     "publish sadd scard set smembers srem time xack xadd xclaim xdel xgroup|create xinfo|groups "
     "xlen xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore zrevrange zrevrank "
     "zscore"
@@ -188,7 +188,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
     "memory models api_keys key_pepper object_store paused weights batches_fed batches_open "
-    "operations_open file_bytes objects_due"
+    "operations_open file_bytes objects_due away homes partitions residents"
 )
 
 

@@ -6,9 +6,10 @@
 -- same in Python.
 --
 -- What a tenant left behind counts at its home until it is gone: the hash `away` has
--- `<reserved tokens> <stored bytes> <late>` for each `<partition> <tenant>`, and the record of the tenant
--- the sums `away` and `away_bytes`. `late`: what ends of its jobs there have added to its meter of tokens
--- since it left, as far as the meter here has it.
+-- `<version> <reserved tokens> <stored bytes> <late>` for each `<partition> <tenant>`, with the version in
+-- which it departed from there, and the record of the tenant the sums `away` and `away_bytes`. `late`,
+-- `<number>:<sum>`, is what the ends of its jobs there have added to its meter of tokens since, as far as
+-- the meter here has it.
 
 -- Whether a partition may not admit a tenant whose home a gateway believes it to be, in `version`; 0: the
 -- gateway knows one partition.
@@ -25,41 +26,58 @@ function homes.resident(tag, tenant)
   return tonumber(version or 0), state == 'in'
 end
 
+-- {number, sum} of a text `late`.
+function homes.late(text)
+  local number, sum = string.match(text or '', '^(%d+):(%S+)$')
+  return tonumber(number or 0), tonumber(sum or 0) or 0
+end
+
 -- Called where a job adds to a tenant's meter of tokens: a new home of the tenant must hear of it.
 function homes.note_late(tag, tenant, more)
   local version, is_in = homes.resident(tag, tenant)
   if version > 0 and not is_in then
     local key = tag .. ':tenant:' .. tenant
-    local late = tonumber(redis.call('HGET', key, 'late') or 0) or 0
-    redis.call('HSET', key, 'late', string.format('%.17g', late + more))
+    local number, sum = homes.late(redis.call('HGET', key, 'late'))
+    redis.call('HSET', key, 'late', string.format('%d:%.17g', number + 1, sum + more))
   end
 end
 
--- {reserved tokens, stored bytes, late ('': nothing is known)} of a tenant in this partition.
+-- What a tenant has in this partition: {version, reserved tokens, stored bytes, late}.
 function homes.left(tag, tenant)
   local found = redis.call('HMGET', tag .. ':tenant:' .. tenant, 'reserved', 'late')
   local stored = redis.call('HGET', tag .. ':stored:tenants', tenant)
-  return {math.max(0, whole_number(found[1] or 0) or 0), math.max(0, whole_number(stored or 0) or 0),
-    tonumber(found[2]) and found[2] or ''}
+  local version = homes.resident(tag, tenant)
+  return {version, math.max(0, whole_number(found[1] or 0) or 0),
+    math.max(0, whole_number(stored or 0) or 0), found[2] or '0:0'}
 end
 
--- {tokens, bytes, late} of a tenant in another partition, as this one knows it; nil: nothing is there.
+-- The same of another partition, as this one knows it; nil: nothing is there.
 function homes.away(tag, tenant, other)
   local text = redis.call('HGET', tag .. ':away', other .. ' ' .. tenant) or ''
-  local tokens, bytes, late = string.match(text, '^(%d+) (%d+) (%S+)$')
-  return tokens and {tonumber(tokens), tonumber(bytes), tonumber(late) or 0} or nil
+  local version, tokens, bytes, late = string.match(text, '^(%d+) (%d+) (%d+) (%S+)$')
+  return version and {tonumber(version), tonumber(tokens), tonumber(bytes), late} or nil
 end
 
--- Sets what a tenant has in another partition; {0, 0, …}: nothing.
+-- The partitions in which a tenant has something, as this one knows it.
+function homes.others(tag, tenant)
+  local found, known = {}, redis.call('HGETALL', tag .. ':away')
+  for i = 1, #known, 2 do
+    local other, name = string.match(known[i], '^(%d+) (.*)$')
+    if name == tenant then table.insert(found, other) end
+  end
+  return found
+end
+
+-- Sets what a tenant has in another partition; nil: nothing.
 function homes.set_away(tag, tenant, other, left)
   local field, key = other .. ' ' .. tenant, tag .. ':tenant:' .. tenant
-  local before = homes.away(tag, tenant, other) or {0, 0, 0}
-  local tokens = redis.call('HINCRBY', key, 'away', left[1] - before[1])
-  local bytes = redis.call('HINCRBY', key, 'away_bytes', left[2] - before[2])
-  if left[1] == 0 and left[2] == 0 then
+  local before, now = homes.away(tag, tenant, other) or {0, 0, 0}, left or {0, 0, 0}
+  local tokens = redis.call('HINCRBY', key, 'away', now[2] - before[2])
+  local bytes = redis.call('HINCRBY', key, 'away_bytes', now[3] - before[3])
+  if now[2] == 0 and now[3] == 0 then
     redis.call('HDEL', tag .. ':away', field)
   else
-    redis.call('HSET', tag .. ':away', field, string.format('%d %d %.17g', left[1], left[2], left[3]))
+    redis.call('HSET', tag .. ':away', field, string.format('%d %d %d %s', unpack(now)))
   end
   if tokens > 0 or bytes > 0 then
     redis.call('PERSIST', key)

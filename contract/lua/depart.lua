@@ -3,23 +3,12 @@
 -- KEYS  1 tag
 -- ARGV  1 tenant  2 version of the move
 -- reply {requests, ms since they were counted, tokens, ms since they were counted (levels of its meters),
---        {{partition, reserved tokens, stored bytes, late}, …}}   what it has here ('') and elsewhere
+--        {{partition, version, reserved tokens, stored bytes, late}, …}}   what it has here ('') and
+--                                                                      elsewhere
 --       {'STALE'}   a later move has taken place
 local function meter(record, what, now)
   local level, at = tonumber(record[what] or 0) or 0, tonumber(record[what .. '_ms'] or 0) or 0
   return string.format('%.17g', level), math.max(0, now - at)
-end
-
-local function elsewhere(tag, tenant)
-  local found, known = {}, redis.call('HGETALL', tag .. ':away')
-  for i = 1, #known, 2 do
-    local other, name = string.match(known[i], '^(%d+) (.*)$')
-    if name == tenant then
-      local left = homes.away(tag, tenant, other)
-      if left then table.insert(found, {other, left[1], left[2], string.format('%.17g', left[3])}) end
-    end
-  end
-  return found
 end
 
 local function depart(keys, argv)
@@ -29,16 +18,18 @@ local function depart(keys, argv)
   local key = tag .. ':tenant:' .. tenant
   if before < version then
     redis.call('HSET', tag .. ':residents', '', '1', tenant, string.format('%d out', version))
-    if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'late', 0) end
+    redis.call('HDEL', key, 'late')
   end
   local record, names = {}, {'requests', 'requests_ms', 'tokens', 'tokens_ms'}
   for i, value in ipairs(redis.call('HMGET', key, unpack(names))) do record[names[i]] = value end
-  local own = homes.left(tag, tenant)
-  local others = elsewhere(tag, tenant)
-  table.insert(others, 1, {'', own[1], own[2], own[3]})
+  local parts = {{'', unpack(homes.left(tag, tenant))}}
+  for _, other in ipairs(homes.others(tag, tenant)) do
+    local left = homes.away(tag, tenant, other)
+    if left then table.insert(parts, {other, unpack(left)}) end
+  end
   local requests, requests_age = meter(record, 'requests', now)
   local tokens, tokens_age = meter(record, 'tokens', now)
-  return {requests, requests_age, tokens, tokens_age, others}
+  return {requests, requests_age, tokens, tokens_age, parts}
 end
 
 register('depart', depart, 'allow-oom')

@@ -2,8 +2,8 @@
 -- KEYS  1 tag
 -- ARGV  1 tenant  2 version  3 number of this partition
 --       after a move also what `depart` returned: 4 the old home  5 requests  6 ms since they were counted
---       7 tokens  8 ms since they were counted  then 4 for each partition: number, reserved tokens, stored
---       bytes, late ('': unknown)
+--       7 tokens  8 ms since they were counted  then 5 for each partition: number, version, reserved
+--       tokens, stored bytes, late
 -- reply {'OK'}      it lives here, now or before
 --       {'STALE'}   a later move has taken place
 local function take_over(tag, tenant, number, argv, now)
@@ -11,13 +11,15 @@ local function take_over(tag, tenant, number, argv, now)
   redis.call('HSET', key, 'requests', argv[5], 'requests_ms', now - argv[6], 'tokens', argv[7],
     'tokens_ms', now - argv[8])
   redis.call('HSETNX', key, 'reserved', 0)
-  local own = redis.call('HGET', key, 'late')
-  for i = 9, #argv, 4 do
-    local other = argv[i] == '' and argv[4] or argv[i]
+  for i = 9, #argv, 5 do
+    local other, late = argv[i] == '' and argv[4] or argv[i], argv[i + 4]
     if other ~= number then
-      homes.set_away(tag, tenant, other, {tonumber(argv[i + 1]), tonumber(argv[i + 2]), tonumber(argv[i + 3]) or 0})
-    elseif tonumber(own or nil) then  -- it was the home before: its meter counts what ended here meanwhile
-      homes.add_late(tag, tenant, own - (tonumber(argv[i + 3]) or 0))
+      local left = {tonumber(argv[i + 1]), tonumber(argv[i + 2]), tonumber(argv[i + 3]), late}
+      homes.set_away(tag, tenant, other, left)
+    else  -- it was the home before: its meter counts what ended here meanwhile
+      local _, own = homes.late(redis.call('HGET', key, 'late'))
+      local _, known = homes.late(late)
+      homes.add_late(tag, tenant, own - known)
     end
   end
   redis.call('HDEL', key, 'late')
@@ -34,7 +36,7 @@ local function settle(keys, argv)
   if before == version then return {'OK'} end
   redis.call('HSET', tag .. ':residents', '', '1', tenant, string.format('%d in', version))
   if argv[4] then
-    homes.set_away(tag, tenant, argv[3], {0, 0, 0})
+    for _, other in ipairs(homes.others(tag, tenant)) do homes.set_away(tag, tenant, other, nil) end
     take_over(tag, tenant, argv[3], argv, now_ms())
   end
   return {'OK'}
