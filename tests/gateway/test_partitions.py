@@ -1,6 +1,7 @@
 """Several partitions: jobs run where their tenants live, and every list and count has all."""
 
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import redis.asyncio
 from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.ids import partition_of
 from contract.keys import Keys
-from contract.partitions import Homes, PartitionMap, open_partitions
+from contract.partitions import Homes, PartitionMap, move_tenant, open_partitions
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import WorkerProcess, until
@@ -80,7 +81,7 @@ class Callers:
 
 @pytest.fixture
 def gateway_urls(redis_server: EmbeddedRedis, known: PartitionMap) -> Iterator[list[str]]:
-    settings = make_settings(redis_server.url, partitions=NUM_PARTITIONS)
+    settings = make_settings(redis_server.url, partitions=NUM_PARTITIONS, lane_bound_s=0.0)
     with running_gateway(settings) as first, running_gateway(settings) as second:
         yield [first, second]
 
@@ -152,3 +153,108 @@ async def test_jobs_run_where_their_tenants_live_and_an_admin_sees_all(
         metrics = (await callers.call("boss", "GET", "/metrics")).text
         counted = [line for line in metrics.splitlines() if "batchway_requests_total{" in line]
         assert sum(float(line.split()[-1]) for line in counted) == len(TENANTS) + 1
+
+
+async def test_a_tenant_moves_while_it_submits(
+    redis_server: EmbeddedRedis, callers: Callers, known: PartitionMap, ask: Asker
+) -> None:
+    """Between any two calls: no job is lost or doubled, keys of idempotency hold, what was
+    submitted before ends where it is, and the tenant's list has all."""
+    tenant = TENANTS[0]
+    ids, keys = list[str](), dict[str, str]()
+    async with serving(redis_server, callers):
+        for turn in range(24):
+            if turn % 3 == 2:
+                home = await move_tenant(ask, tenant, turn // 3 % NUM_PARTITIONS)
+                assert home is not None
+                assert home.number == turn // 3 % NUM_PARTITIONS
+            key = f"key-{turn}"
+            job_id = await callers.submit(tenant, turn % 2, **{"idempotency-key": key})
+            ids.append(job_id)
+            keys[key] = job_id
+        assert len(set(ids)) == len(ids)
+        assert len({partition_of(job_id) for job_id in ids}) == NUM_PARTITIONS
+        for turn, (key, job_id) in enumerate(keys.items()):
+            assert await callers.submit(tenant, turn % 2, **{"idempotency-key": key}) == job_id
+        for job_id in ids:
+            assert (await callers.until_ended(tenant, job_id))["status"] == "succeeded"
+        listed, after = list[str](), ""
+        while True:
+            terms = {"limit": "5", **({"after": after} if after else {})}
+            page = (await callers.call(tenant, "GET", "/v1/jobs", 1, params=terms)).json()
+            listed += [row["id"] for row in page["data"]]
+            if not page["has_more"]:
+                break
+            after = page["last_id"]
+        assert sorted(listed) == sorted(ids)
+
+
+async def test_limits_hold_while_a_tenant_moves(
+    callers: Callers, ask: Asker, redis_client: redis.asyncio.Redis
+) -> None:
+    """Two gateways with different maps together admit no more than one would."""
+    api_keys = ApiKeys(redis_client, Keys("test"), None)
+    terms = KeyTerms(tenant="limited", requests_per_minute=6)
+    callers.keys["limited"], _ = await api_keys.create(terms)
+    codes = Counter[int]()
+    for turn in range(24):
+        if turn % 4 == 1:
+            await move_tenant(ask, "limited", turn // 4 % NUM_PARTITIONS)
+        answer = await callers.call("limited", "POST", "/v1/completions", turn % 2, json=BODY)
+        codes[answer.status_code] += 1
+    assert codes[429] == 24 - 6, codes  # 404 within the limit: nobody serves the model
+
+
+async def test_lists_of_batches_hold_after_moves(callers: Callers, ask: Asker) -> None:
+    """A list of a tenant that has lived in all partitions is that of all."""
+    tenant = TENANTS[1]
+    for number in range(NUM_PARTITIONS):
+        await callers.call(tenant, "GET", "/v1/batches")
+        await move_tenant(ask, tenant, number)
+        page = await callers.call(tenant, "GET", "/v1/batches", 1)
+        assert page.status_code == 200, page.text
+        assert page.json()["data"] == []
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0)])
+async def test_tenants_share_by_weight_across_partitions(
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    callers: Callers,
+    known: PartitionMap,
+    weights: tuple[float, float],
+) -> None:
+    """One asks for ten times as much as the other, and they live in different partitions: while
+    both wait, they get tokens by their weights."""
+    api_keys = ApiKeys(redis_client, Keys("test"), None)
+    names = [f"share{number}" for number in range(20)]
+    first = names[0]
+    other = next(name for name in names if known.choose(name) != known.choose(first))
+    for tenant, weight in zip((first, other), weights, strict=True):
+        terms = KeyTerms(tenant=tenant, weight=weight)
+        callers.keys[tenant], _ = await api_keys.create(terms)
+    async with serving(redis_server, callers):
+        pass  # the model is known, and nobody serves it
+    job = {"endpoint": "/v1/completions", "body": {**BODY, "max_tokens": 8}}
+    ids: dict[str, list[str]] = {first: [], other: []}
+    for number in range(330):
+        tenant = other if number % 11 == 0 else first
+        answer = await callers.call(tenant, "POST", "/v1/jobs", number % 2, json=job)
+        assert answer.status_code == 202, answer.text
+        ids[tenant].append(answer.json()["id"])
+    model = HashModelOptions(eos_rate=0.0, step_s=0.002)
+    worker = WorkerProcess(redis_server.url, model, engine={"max_num_seqs": 4})
+    try:
+        for job_id in ids[other]:
+            await callers.until_ended(other, job_id)
+    finally:
+        await worker.close()
+    claims = dict[str, list[int]]()
+    for tenant, own in ids.items():
+        keys = Keys("test", known.choose(tenant))
+        times = [await redis_client.hget(keys.of("job", job_id), "claimed") for job_id in own]
+        claims[tenant] = [int(time) for time in times if time is not None]
+    both_ms = max(claims[other])  # until then both waited
+    served = {tenant: sum(time <= both_ms for time in own) for tenant, own in claims.items()}
+    share = served[first] / sum(served.values())
+    assert share == pytest.approx(weights[0] / sum(weights), abs=0.05), served

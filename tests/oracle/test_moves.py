@@ -42,7 +42,7 @@ def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant)
     source = mutant.apply(library_with_test_clock())
     for seed in range(60):
         try:
-            walk(redis_server, seed, 400, source)
+            walk(redis_server, seed, 2000, source)
         except Exception:
             return
     pytest.fail("no walk has found it")
