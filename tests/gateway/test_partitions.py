@@ -1,5 +1,6 @@
 """Several partitions: jobs run where their tenants live, and every list and count has all."""
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -13,7 +14,9 @@ from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.ids import partition_of
 from contract.keys import Keys
 from contract.partitions import Homes, PartitionMap, move_tenant, open_partitions
+from infra.cli import main
 from infra.embedded_redis import EmbeddedRedis
+from infra.partitions_command import EXIT_LEFT
 from tests.fakes import HashModelOptions
 from tests.fleet import WorkerProcess, until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -258,3 +261,58 @@ async def test_tenants_share_by_weight_across_partitions(
     served = {tenant: sum(time <= both_ms for time in own) for tenant, own in claims.items()}
     share = served[first] / sum(served.values())
     assert share == pytest.approx(weights[0] / sum(weights), abs=0.05), served
+
+
+async def partitions(redis_server: EmbeddedRedis, *words: str) -> int:
+    """`batchway partitions`, in a thread; returns the exit status."""
+    shared = ["--redis-url", redis_server.url, "--namespace", "test"]
+    return await asyncio.to_thread(main, ["partitions", *words, *shared])
+
+
+async def test_partitions_are_added_and_drained_under_load(
+    redis_server: EmbeddedRedis,
+    redis_client: redis.asyncio.Redis,
+    callers: Callers,
+    ask: Asker,
+) -> None:
+    """While jobs come, one worker is killed and another takes its place: each job ends once."""
+    ids, is_over = list[tuple[str, str]](), asyncio.Event()
+
+    async def submit(gateway: int) -> None:
+        number = gateway
+        while not is_over.is_set():
+            tenant = TENANTS[number % len(TENANTS)]
+            ids.append((tenant, await callers.submit(tenant, gateway)))
+            number += 1
+
+    async with serving(redis_server, callers) as killed:
+        submitting = [asyncio.create_task(submit(gateway)) for gateway in (0, 1)]
+        async with serving(redis_server, callers):
+            assert await partitions(redis_server, "add") == 0
+            killed.kill()
+            for tenant in TENANTS[:4]:
+                assert await partitions(redis_server, "move", tenant, "4") == 0
+            drained = asyncio.create_task(partitions(redis_server, "drain", "1"))
+            await until(lambda: _has_left(ask, 1))
+            is_over.set()
+            await asyncio.gather(*submitting)
+            assert await drained == EXIT_LEFT  # its jobs are kept
+            assert await partitions(redis_server, "drain", "0") == 2  # the map is there
+            for tenant, job_id in ids:
+                assert (await callers.until_ended(tenant, job_id, 1))["status"] == "succeeded"
+            assert await partitions(redis_server, "list", "--json", "-") == 0
+            assert 4 in {partition_of(job_id) for _, job_id in ids}
+            assert len(set(ids)) == len(ids)
+            for tenant, job_id in ids:
+                if partition_of(job_id) == 1:
+                    path = f"/v1/jobs/{job_id}"
+                    assert (await callers.call(tenant, "DELETE", path)).status_code == 200
+            assert await partitions(redis_server, "drain", "1") == 0
+            known = await ask(0, Homes.map)
+            assert known.numbers == [0, 2, 3, 4]
+            answer = await callers.call(TENANTS[5], "POST", "/v1/completions", json=BODY)
+            assert answer.status_code == 200, answer.text
+
+
+async def _has_left(ask: Asker, number: int) -> bool:
+    return all(home.number != number for home in (await ask(0, Homes.tenants)).values())
