@@ -13,7 +13,7 @@ import msgspec
 from contract.callbacks import Callback
 from contract.errors import JobRefused, RateLimits
 from contract.events import LogEvent
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind, ObjectRef
 
 
 class Verdict(StrEnum):
@@ -170,6 +170,7 @@ class Append(msgspec.Struct, frozen=True):
     message: str = ""
     result: ObjectRef | None = None  # with an end: the object that holds the log before it
     prompt_tokens: int = 0  # with a flow's end: of all its calls; 0: of the job's own prompt
+    marks: tuple["JobMark", ...] = ()
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -221,12 +222,25 @@ class JobPage(msgspec.Struct, frozen=True):
     position: str
 
 
+class JobMark(msgspec.Struct, frozen=True):
+    """What an engine did with a job: `num` chunks of a prompt, or a loss of its place. Times are in
+    ms of the Redis clock; in an append, ms ago."""
+
+    kind: MarkKind
+    begun_ms: int
+    ended_ms: int
+    num: int
+    num_tokens: int  # computed, or to be computed again
+
+
 class JobRun(msgspec.Struct, frozen=True):
-    """A claim of a job: by whom, when (Redis clock), and the number of its first event."""
+    """A claim of a job: by whom, when (Redis clock), and the number of its first event; what that
+    worker's engine did with it, as far as its output or end has told of it."""
 
     worker: str
     claimed_ms: int
     first_number: int
+    marks: tuple[JobMark, ...] = ()
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,6 +307,9 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
     num_free_blocks: int
     num_places: int = 0  # 0: unknown
     version: str = ""  # of batchway
+    device: str = ""  # its name; empty: unknown
+    num_cached_blocks: int | None = None  # part of the free ones; None: unknown
+    gpu_share: float | None = None  # of time in which its GPU computes; None: no GPU, or unknown
 
     @property
     def kv_usage(self) -> float:
@@ -356,7 +373,10 @@ class WaitingTenant(msgspec.Struct, frozen=True):
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """What people watch of a model: held jobs by worker, and tenants that wait."""
+    """What people watch of a model: held jobs by worker, and tenants that wait; of all models,
+    callbacks that are to be sent and those that were given up in the last week."""
 
     held: tuple[WatchedJob, ...]
     waiting: tuple[WaitingTenant, ...]
+    num_due_callbacks: int
+    num_dead_callbacks: int

@@ -8,11 +8,13 @@ Over 300 lines: many functions, each with one short method.
 
 import json
 import logging
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from contract.codec import (
     WIRE_VERSION,
@@ -37,6 +39,7 @@ from contract.function_types import (
     Blame,
     Claimed,
     FleetSnapshot,
+    JobMark,
     JobPage,
     JobRun,
     JobView,
@@ -58,7 +61,7 @@ from contract.function_types import (
     WorkerSnapshot,
     WorkerState,
 )
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind
 from contract.library import Partition
 from contract.partitions import Moved
 
@@ -74,6 +77,9 @@ _BYTES_PER_OUTPUT_TOKEN = 13
 
 _SIZE = struct.Struct("<I")
 _HEAD = struct.Struct("<III")  # epoch, output tokens, bytes of the event
+_MARK = re.compile(
+    rf"({'|'.join(get_args(MarkKind))}) ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+)", re.ASCII
+)
 _NO_END = bytes(2)  # in place of an end, after the event's number
 _NO_ROOM = LaneRoom(0, 0)
 UNKNOWN_MS = -1
@@ -385,13 +391,14 @@ class Functions(Partition):
         of each lane. Raises WireError."""
         reply = await self._call("watch", model, max_jobs, *lanes, reads=True)
         with wire_errors("state of a model"):
-            held, waiting = _texts(reply)
+            held, waiting, callbacks = _texts(reply)
             return Watched(
                 tuple(WatchedJob(*row) for row in held),
                 tuple(
                     WaitingTenant(lane, tenant, num_jobs, num_tokens, float(weight))
                     for lane, tenant, num_jobs, num_tokens, weight in waiting
                 ),
+                *callbacks,
             )
 
     async def waiting(
@@ -491,8 +498,15 @@ def _append_items(items: Sequence[Append]) -> bytes:
     for item in items:
         event = encode(item.event) if item.event is not None else b""
         parts += (_HEAD.pack(item.epoch, item.num_tokens, len(event)), event, b"%d" % item.number)
-        parts.append(_encode_end(item) if item.fin else _NO_END)
+        end = _encode_end(item) if item.fin else _NO_END
+        parts.append(_encode_marks(item.marks) + end[1:] if item.marks else end)
     return b"".join(parts)
+
+
+def _encode_marks(marks: Sequence[JobMark]) -> bytes:
+    lines = [f"{m.kind} {m.begun_ms} {m.ended_ms} {m.num} {m.num_tokens}\n" for m in marks]
+    raw = "".join(lines).encode()
+    return b"\0marked\0" + _SIZE.pack(len(raw)) + raw
 
 
 def _encode_end(item: Append) -> bytes:
@@ -556,7 +570,7 @@ def _view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
             "metadata": decode_metadata(raw.pop("metadata")) if "metadata" in raw else {},
             "result": decode_ref(raw.pop("result")) if "result" in raw else None,
             "position": decode_position(position) if position else None,
-            "runs": _runs(raw.pop("runs", b"")),
+            "runs": decode_runs(raw.pop("runs", b"")),
         }
         if raw.get("predicted") == b"-1":
             del raw["predicted"]
@@ -564,19 +578,23 @@ def _view(flat: list[bytes], position: Sequence[int] = ()) -> JobView:
         return msgspec.convert(fields, JobView, strict=False)
 
 
-def _runs(raw: bytes) -> tuple[JobRun, ...]:
-    """The lines of claims; the first may be cut."""
-    words = [line.split(" ", 2) for line in raw.decode(errors="replace").splitlines()]
-    return tuple(
-        JobRun(word[2], int(word[0]), int(word[1]))
-        for word in words
-        if len(word) == 3 and word[0].isdigit() and word[1].isdigit()
-    )
+def decode_runs(raw: bytes) -> tuple[JobRun, ...]:
+    """The lines of claims, each followed by those of its marks; the first may be cut."""
+    runs: list[JobRun] = []
+    for line in raw.decode(errors="replace").splitlines():
+        if (claim := re.fullmatch(r"([0-9]+) ([0-9]+) (.*)", line, re.ASCII)) is not None:
+            runs.append(JobRun(claim[3], int(claim[1]), int(claim[2])))
+        elif runs and (found := _MARK.fullmatch(line)) is not None:
+            kind, *numbers = found.groups()
+            mark = JobMark(cast("MarkKind", kind), *map(int, numbers))
+            runs[-1] = replace(runs[-1], marks=(*runs[-1].marks, mark))
+    return tuple(runs)
 
 
 def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot:
     info = json.loads(raw_info or b"{}")
     names = ("num_running", "num_waiting", "num_blocks", "num_free_blocks")
+    cached, share = info.get("num_cached_blocks"), info.get("gpu_share")
     return WorkerSnapshot(
         incarnation=incarnation.decode(),
         seen_s=seen_ms / 1000,
@@ -584,6 +602,9 @@ def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot
         **{name: int(info.get(name, 0)) for name in names},
         num_places=int(info.get("places", 0)),
         version=str(info.get("version", "")),
+        device=str(info.get("device", "")),
+        num_cached_blocks=None if cached is None else int(cached),
+        gpu_share=None if share is None else float(share),
     )
 
 

@@ -149,6 +149,10 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_n: int | None = None
 
 
+# What an engine did with a job beside its output. prefill: computed a part of its prompt, or again
+# what it had lost. The others: gave its place in the memory to running jobs, or to newly admitted.
+MarkKind = Literal["prefill", "preempted", "displaced"]
+
 # How a job goes on after its worker has died; it loses and repeats no token. exact: with the tokens
 # that it would have had. same-noise: each draw has the same noise, but two scores that differ by
 # less than rounding may change places, because a resume recomputes the output by other kernels than

@@ -1,7 +1,8 @@
-"""Writes docs/options.md and docs/api-fields.md: python -m infra.options_page options, or fields
+"""Writes pages of the documents: python -m infra.options_page PAGE > docs/…, where PAGE is
+options (options.md), fields (api-fields.md) or metrics (metric-names.md).
 
-The options of the command line and the settings of a gateway, as they are declared; the fields of
-request bodies, as the OpenAPI document has them.
+The options of the command line, the settings of a gateway and the metrics, as they are declared;
+the fields of request bodies, as the OpenAPI document has them.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import re
 import sys
 from typing import Any
 
+from contract.telemetry.metrics import Source, of_sources
 from gateway.app import create_app
 from gateway.settings import GatewaySettings, variable
 from infra.argparse_compat import commands_of, shown_options
@@ -19,11 +21,24 @@ _HEAD = """<!-- Written by `python -m infra.options_page options`. Do not edit. 
 
 Every option and variable. [Configuration](configuration.md) explains those that need it."""
 _HEAD_OF_FIELDS = """<!-- Written by `python -m infra.options_page fields`. Do not edit. -->
-# Fields
+# Paths and fields
 
-The fields of bodies, as in `GET /openapi.json`; [HTTP API](api.md) tells more. Those in **bold** \
-are required, others may be null. A boolean is false unless its default is given. Brackets name \
-the calls that have a field, where not all of a table do."""
+Paths and the fields of bodies, as in `GET /openapi.json`; [HTTP API](api.md) tells more. Fields \
+in **bold** are required, others may be null. A boolean is false unless its default is given. \
+Brackets name the calls that have a field, where not all of a table do."""
+_HEAD_OF_METRICS = """<!-- Written by `python -m infra.options_page metrics`. Do not edit. -->
+# Metrics
+
+All metrics of Prometheus; [Observing](metrics.md) tells what to look at."""
+_SOURCES = {
+    "Jobs": (Source.JOBS, "Counted in Redis; the same on every gateway's page."),
+    "Engines": (
+        Source.ENGINES,
+        "Counted by workers. A gateway's page sums their last heartbeats (every 2.5 s).",
+    ),
+    "The fleet": (Source.FLEET, "As it is now; the same on every gateway's page."),
+    "One gateway": (Source.GATEWAY, "Counted by the gateway itself."),
+}
 _DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
 
 _TEXT = ("ChatBody", "CompletionBody", "ResponseBody")
@@ -67,7 +82,8 @@ def options() -> str:
 def fields() -> str:
     """The text of docs/api-fields.md."""
     app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))  # connects later
-    schemas = app.openapi()["components"]["schemas"]
+    document = app.openapi()
+    schemas = document["components"]["schemas"]
     paths = schemas["BatchBody"]["properties"]["endpoint"]["enum"]
     schemas["ChatJob"]["properties"]["endpoint"]["enum"] = paths  # of all kinds of jobs
     calls_with: dict[Row, list[str]] = {}
@@ -79,10 +95,23 @@ def fields() -> str:
         title = [title for title, bodies in _CALLS.items() if {*calls} <= {*bodies}][-1]
         tables[title].append((name + _brackets(calls, _CALLS[title]), values, meaning))
     tables |= {title: _field_rows(body, schemas) for title, body in _OTHERS.items()}
-    parts = [_HEAD_OF_FIELDS]
+    paths = _table("path | parameters", _path_rows(document["paths"]))
+    parts = [_HEAD_OF_FIELDS, f"## Paths\n\n{paths}"]
     for title, rows in tables.items():
         rows.sort(key=lambda row: not row[0].startswith("**"))
         parts += [f"## {title}", _table("field | values", rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def metrics() -> str:
+    """The text of docs/metric-names.md."""
+    parts = [_HEAD_OF_METRICS]
+    for title, (source, about) in _SOURCES.items():
+        lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
+        for metric in of_sources(source):
+            labels = ", ".join(f"`{label}`" for label in metric.all_labels)
+            lines.append(f"| `{metric.full_name}` | {metric.kind} | {labels} | {metric.help} |")
+        parts += [f"## {title}", about, "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -91,6 +120,17 @@ def _brackets(calls: list[str], bodies: tuple[str, ...]) -> str:
     named, no = (calls, "") if len(calls) <= len(others) else (others, "not ")
     names = ", ".join(body.removesuffix("Body").lower() for body in named)
     return f" ({no}{names})" if others else ""
+
+
+def _path_rows(paths: dict[str, Any]) -> list[Row]:
+    rows = []
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            params = operation.get("parameters", ())
+            names = ", ".join(f"`{param['name']}`" for param in params if param["in"] == "query")
+            meaning = " ".join(operation["description"].split())
+            rows.append((f"`{method.upper()} {path}`", names, meaning))
+    return rows
 
 
 def _field_rows(body: str, schemas: dict[str, Any]) -> list[Row]:
@@ -169,4 +209,5 @@ def _table(head: str, rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    print({"options": options, "fields": fields}[sys.argv[1]](), end="")
+    pages = {"options": options, "fields": fields, "metrics": metrics}
+    print(pages[sys.argv[1]](), end="")

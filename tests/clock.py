@@ -3,7 +3,8 @@
 from contract.library import library_source
 
 # Milliseconds that the functions add to the TIME, or `=` and the time itself.
-TEST_CLOCK = "test_clock"
+# In a cluster only the functions of the namespace `test` see it.
+TEST_CLOCK = "{bw:test:0}test_clock"
 
 _CLOCK = """
   local time = redis.call('TIME')

@@ -17,6 +17,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from contract.cluster import pool_from_url
+from contract.keys import Keys
 from infra.embedded_redis import find_server
 from tests.ports import free_port
 
@@ -54,7 +56,8 @@ class Node:
         return self.client.execute_command(*words)
 
     @property
-    def socket_url(self) -> str:
+    def url(self) -> str:
+        """Of its socket, where it answers as a server by itself."""
         return f"unix://{self.folder}/redis.sock"
 
     def stop(self) -> None:
@@ -126,6 +129,10 @@ class RedisCluster:
     @staticmethod
     def url_of(node: Node) -> str:
         return f"redis://127.0.0.1:{node.port}?cluster=true"
+
+    def flush(self) -> None:
+        for node in self.primaries:
+            node.run("FLUSHALL")
 
     def _start(self) -> None:
         for index in range(self._num_shards * (1 + self._has_replicas)):
@@ -206,3 +213,8 @@ def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < give_up_s, "the cluster did not come together"
         time.sleep(0.02)
+
+
+def plain_client(url: str, keys: Keys) -> redis.Redis:
+    """A blocking client of the server that holds a partition, in a cluster or not."""
+    return redis.Redis.from_pool(pool_from_url(redis.ConnectionPool, url, keys.tag))

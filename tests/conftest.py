@@ -8,11 +8,12 @@ import shutil
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import certifi
 import pytest
 import redis.asyncio
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -23,11 +24,16 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK, library_with_test_clock
+from tests.cluster import Node, RedisCluster
 from workers import callbacks  # noqa: F401  # sets RQ's variable before a test imports rq
 
 # Without a GPU, Triton's kernels run in its interpreter, which is chosen at its first import.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Cores may be busy: how long an example takes says nothing.
+settings.register_profile("batchway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("batchway")
 
 # BATCHWAY_CPU_ISA=avx2 or avx512 limits the instruction set of the tests. torch and oneDNN have
 # their own variables, which they read when they are imported.
@@ -110,8 +116,18 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
+    """With BATCHWAY_TEST_CLUSTER, which `scripts/with-redis cluster` sets, a cluster of three
+    shards, each with a replica; its URL names a replica."""
+    with RedisCluster() if os.environ.get("BATCHWAY_TEST_CLUSTER") else EmbeddedRedis() as server:
+        yield cast("EmbeddedRedis", server)
+
+
+@pytest.fixture
+def redis_node(redis_server: EmbeddedRedis, keys: Keys) -> EmbeddedRedis | Node:
+    """The one server that holds `keys`; its URL is that of a socket."""
+    if isinstance(redis_server, RedisCluster):
+        return redis_server.owner(keys.tag)
+    return redis_server
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -123,13 +139,19 @@ def test_clock() -> Iterator[None]:
 
 
 @pytest.fixture
-async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
+async def redis_client(
+    redis_server: EmbeddedRedis, keys: Keys
+) -> AsyncIterator[redis.asyncio.Redis]:
     """A client of an empty server with the library loaded."""
-    client = connect(redis_server.url, Keys("test"))
-    await client.flushall()
+    client = connect(redis_server.url, keys)
+    if isinstance(redis_server, RedisCluster):
+        redis_server.flush()
+    else:
+        await client.flushall()
     await ensure_library(client)
     yield client
-    await client.delete(TEST_CLOCK)
+    if not isinstance(redis_server, RedisCluster):
+        await client.delete(TEST_CLOCK)
     await client.aclose()
 
 

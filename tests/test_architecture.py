@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.options_page import fields, options
+from infra.options_page import fields, metrics, options
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("batchway_client", "contract", "gateway", "workers", "infra", "bench")
@@ -149,3 +149,8 @@ def test_the_page_of_options_is_as_they_are_declared() -> None:
 def test_the_page_of_fields_is_as_the_document_describes_them() -> None:
     """After a change: python -m infra.options_page fields > docs/api-fields.md"""
     assert (ROOT / "docs" / "api-fields.md").read_text() == fields()
+
+
+def test_the_page_of_metrics_is_of_today() -> None:
+    """After a change: python -m infra.options_page metrics > docs/metric-names.md"""
+    assert (ROOT / "docs" / "metric-names.md").read_text() == metrics()

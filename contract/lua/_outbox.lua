@@ -24,6 +24,11 @@ function outbox.reschedule(tag, to, now, cap)
   end
 end
 
+-- The dead letters of a tenant; '': those of all, which are counted.
+function outbox.dead(tag, tenant)
+  return tag .. ':dead:' .. tenant
+end
+
 -- Schedules a dead letter again, with a new series of attempts; the reply of outbox_replay.
 function outbox.replay(tag, id, tenant, now)
   local key = tag .. ':out:' .. id
@@ -32,7 +37,8 @@ function outbox.replay(tag, id, tenant, now)
   if record[1] ~= 'dead' then return record[1] end
   redis.call('HSET', key, 'state', 'due', 'failures', 0)
   redis.call('PEXPIRE', key, OUTBOX_KEEP_MS)
-  redis.call('ZREM', tag .. ':dead:' .. tenant, id)
+  redis.call('ZREM', outbox.dead(tag, tenant), id)
+  redis.call('ZREM', outbox.dead(tag, ''), id)
   redis.call('ZADD', tag .. ':due:' .. record[3], now, id)
   outbox.wake(tag, record[3], now)
   return 'OK'

@@ -55,6 +55,12 @@ function totals.first_output(tag, job, now)
     'prompt_tokens_total:' .. job.lane, job.prompt_tokens)
 end
 
+-- Counts a refusal. No worker may ever have served the model, so the totals expire from here on, too.
+function totals.refused(tag, job, reason)
+  totals.add(tag, job.model, 'refusals_total:' .. job.lane .. ':' .. reason, 1)
+  redis.call('PEXPIRE', tag .. ':totals:' .. job.model, TOTALS_TTL_MS)
+end
+
 function totals.ended(tag, job, status, now)
   local requests = 'requests_total:' .. job.lane .. ':' .. status
   if status == 'succeeded' then

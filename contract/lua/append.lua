@@ -5,7 +5,9 @@
 -- items  for each job an ITEM: epoch, output tokens in the event, the event (msgpack, '': none), its
 --       number (as text), '' or 'succeeded' or 'failed'. The latter two are followed by an END: error
 --       code, error message, the object that holds the log before the end (msgpack ObjectRef, '': none),
---       the prompt tokens of all calls of a flow (0: of the job's own prompt)
+--       the prompt tokens of all calls of a flow (0: of the job's own prompt). 'marked' in their place
+--       is followed by MARKED: lines of what the engine did with the job, and one of these three.
+--       A line is `<kind> <begun> <ended> <times> <tokens>`, in ms ago
 -- reply {job's index from 1, verdict, number, index, verdict, …} for the jobs whose event was not
 --       simply appended under its number
 --       'OK', next event number    also ended, or appended before
@@ -18,6 +20,7 @@
 -- written in one command for all jobs; packed arguments cost less than one argument per value. A job's
 -- first output, its end and refusals use the job's record (append_one).
 local ITEM = '<I4I4I4c0ss'
+local MARKED = '<I4c0s'
 local END = '<sI4c0I4c0I4'
 local MAX_ARGUMENTS = 1000  -- arguments of one command
 local FIRST_ID = 4  -- argument
@@ -50,6 +53,15 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane)
   running.store(tag, job)
 end
 
+-- Adds marks to the job's runs, behind the claim of the worker that tells of them.
+local function mark(job, lines, now)
+  local told = string.gsub(lines, '(%a+) (%d+) (%d+) (%d+ %d+)\n', function(kind, begun, ended, rest)
+    return string.format('%s %.0f %.0f %s\n', kind, now - begun, now - ended, rest)
+  end)
+  job.runs = string.sub((job.runs or '') .. told, -MAX_RUNS_BYTES)
+  redis.call('HSET', job.key, 'runs', job.runs)
+end
+
 -- Handles one item by the job's record: a verdict and its number.
 local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
   local job, num_tokens = load_job(tag, item.id, item.packed), item.num_tokens
@@ -63,6 +75,7 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
   end
   if job.tokens + num_tokens > job.max_tokens and not is_flow(job) then return 'OVER', job.tokens end
 
+  if item.marks then mark(job, item.marks, now) end
   if item.event ~= '' then
     progress(tag, job, item.event, num_tokens, now, gains_by_lane)
     local every = item.fin == '' and job.callback_every or 0
@@ -161,7 +174,10 @@ local function append(keys, argv)
       advanced, num_advanced = {}, 0
       local item = {id = id, epoch = epoch, number = tonumber(number), event = event,
         num_tokens = num_tokens, fin = fin, packed = stored}
-      if fin ~= '' then
+      if fin == 'marked' then
+        item.marks, item.fin, from = struct.unpack(MARKED, packed_items, from)
+      end
+      if item.fin ~= '' then
         item.code, item.message, item.result, item.prompt_tokens, from =
           struct.unpack(END, packed_items, from)
       end

@@ -4,7 +4,7 @@
 -- reply list of {job id, died (ms), {field, value, …}}
 local function outbox_dead(keys, argv)
   local tag, tenant = keys[1], argv[1]
-  local dead = tag .. ':dead:' .. tenant
+  local dead = outbox.dead(tag, tenant)
   local rows
   if argv[2] ~= '' then
     local died = redis.call('ZSCORE', dead, argv[2])

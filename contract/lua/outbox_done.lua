@@ -7,10 +7,11 @@
 --       {'FENCED'}      a later attempt has begun
 --       {'GONE'}        no such record
 local function add_dead_letter(tag, id, tenant, now)
-  local dead = tag .. ':dead:' .. tenant
-  redis.call('ZADD', dead, now, id)
-  redis.call('ZREMRANGEBYSCORE', dead, '-inf', now - OUTBOX_KEEP_MS)
-  redis.call('PEXPIRE', dead, OUTBOX_KEEP_MS)
+  for _, dead in ipairs({outbox.dead(tag, tenant), outbox.dead(tag, '')}) do
+    redis.call('ZADD', dead, now, id)
+    redis.call('ZREMRANGEBYSCORE', dead, '-inf', now - OUTBOX_KEEP_MS)
+    redis.call('PEXPIRE', dead, OUTBOX_KEEP_MS)
+  end
   redis.call('PEXPIRE', tag .. ':out:' .. id, OUTBOX_KEEP_MS)
 end
 

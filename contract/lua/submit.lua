@@ -105,7 +105,10 @@ local function submit(keys, argv)
   -- A flow that has been accepted must be able to end: its calls may use the reserve.
   job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8]
   local room = memory.room(tag, true)
-  if not is_call and room <= 0 then return {'MEMORY_FULL'} end
+  if not is_call and room <= 0 then
+    totals.refused(tag, job, 'memory_full')
+    return {'MEMORY_FULL'}
+  end
   local found = admission.evaluate(tag, job, terms, now, room)
   local limit = found.refusal and found.refusal[2]
   if (limit == 'lane_memory' or limit == 'tenant_memory') and memory.make_room(tag, job.lane, now) then
@@ -114,6 +117,7 @@ local function submit(keys, argv)
   if found.refusal then
     local reason, limit, retry_ms = unpack(found.refusal)
     if found.promised then promises.book(tag, job, found.promised, now) end
+    totals.refused(tag, job, reason)
     return {'REFUSED', reason, limit, retry_ms, admission.rates(found.tenant, terms)}
   end
   if found.ahead.jobs == 0 and found.wait == 0 then promises.forget(tag, job) end

@@ -1,10 +1,13 @@
--- watch: the jobs that a model's live workers hold, and its tenants that wait; for people who watch.
+-- watch: the jobs that a model's live workers hold, its tenants that wait, and how many callbacks of all
+-- models wait; for people who watch.
 -- KEYS  1 tag
 -- ARGV  1 model  2 jobs at most  3… lanes
 -- reply {{{incarnation, job id, tenant, lane, attempt, claimed (ms), first token (ms; 0: none yet),
 --          prompt tokens, output tokens, output tokens at most}, …},
---        {{lane, tenant, waiting jobs, waiting tokens, weight}, …}}
+--        {{lane, tenant, waiting jobs, waiting tokens, weight}, …},
+--        {callbacks to be sent, dead letters}}
 local MAX_WATCHED = 64  -- tenants of a lane
+local MAX_DESTINATIONS_WATCHED = 1000
 
 local function held_by(tag, incarnation, room, found)
   for _, id in ipairs(redis.call('SMEMBERS', tag .. ':own:' .. incarnation)) do
@@ -27,6 +30,14 @@ local function waiting_in(tag, model, lane, found)
   end
 end
 
+local function callbacks(tag)
+  local due = 0
+  local destinations = redis.call('ZRANGE', tag .. ':outbox', 0, MAX_DESTINATIONS_WATCHED - 1)
+  for _, to in ipairs(destinations) do due = due + redis.call('ZCARD', tag .. ':due:' .. to) end
+  local dead = redis.call('ZCOUNT', outbox.dead(tag, ''), now_ms() - OUTBOX_KEEP_MS, '+inf')
+  return {due, dead}
+end
+
 local function watch(keys, argv)
   local tag, model, held, waiting = keys[1], argv[1], {}, {}
   local live = redis.call('ZRANGE', tag .. ':workers:' .. model, now_ms() - WORKER_TTL_MS, '+inf',
@@ -35,7 +46,7 @@ local function watch(keys, argv)
     held_by(tag, incarnation, tonumber(argv[2]), held)
   end
   for i = 3, #argv do waiting_in(tag, model, argv[i], waiting) end
-  return {held, waiting}
+  return {held, waiting, callbacks(tag)}
 end
 
 register('watch', watch, 'no-writes')

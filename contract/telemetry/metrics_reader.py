@@ -156,18 +156,24 @@ def look(
 ) -> MetricsReader:
     """The values of a page, with growth since the page before."""
     gained = now if before is None else now.since(before)
-    reasons = sorted({labels["reason"] for labels in now.series("admission_total")} - {""})
-    refusals = {reason: int(gained.value("admission_total", reason=reason)) for reason in reasons}
     return MetricsReader(
         window_s,
         now.value("broker_up") > 0,
         int(now.value("open_streams")),
-        {reason: number for reason, number in refusals.items() if number},
+        _refusals(now, gained),
         {labels["model_name"]: labels["reason"] for labels in now.series("failed_models")},
         tuple(_lane(now, gained, at, window_s) for at in now.series("num_requests_waiting")),
         tuple(_worker(now, at) for at in now.series("worker_jobs")),
         tuple(_engine(now, gained, at, window_s) for at in now.series("workers")),
     )
+
+
+def _refusals(now: MetricsSamples, gained: MetricsSamples) -> dict[str, int]:
+    """By reason, on all gateways; of what Redis does not refuse, on the gateway of the page."""
+    sources = {at["reason"]: "admission_total" for at in now.series("admission_total")}
+    sources |= {at["reason"]: "refusals_total" for at in now.series("refusals_total")}
+    found = {why: int(gained.value(name, reason=why)) for why, name in sorted(sources.items())}
+    return {why: num for why, num in found.items() if why and num}
 
 
 def _pair(page: MetricsSamples, name: str, **labels: str) -> tuple[float, float] | None:

@@ -127,6 +127,7 @@ class FleetWatch:
             gained, window_s = samples.since(before[1]), now_s - before[0]
         models = snapshots if self._num_watching else ()
         watched = {model: await self._watch(model) for model in models}
+        some = next(iter(watched.values()), None)
         state = {
             "at": now_s,
             "is_broker_up": read.is_broker_up,
@@ -139,6 +140,7 @@ class FleetWatch:
             "held": [_with(model, row) for model, w in watched.items() for row in w.held],
             "steps": _steps(gained),
             "deliveries": _by_label(samples, "webhook_deliveries_total", "outcome"),
+            "callbacks": some and [some.num_due_callbacks, some.num_dead_callbacks],
             "models": await self._models(snapshots, samples),
             "worker_price": self._gateway.settings.worker_price,
         }
@@ -259,6 +261,7 @@ def _point(
     point: dict[str, Any] = {
         "waiting": sum(lane.num_queued for lane in snapshot.lanes.values()),
         "running": sum(lane.num_running for lane in snapshot.lanes.values()),
+        "gpu": _mean([worker.gpu_share for worker in snapshot.workers]),
         "batch": gained.mean("batch_size", **at),
         "padding": gained.mean("padding_ratio", **at),
     }
@@ -267,6 +270,11 @@ def _point(
     for name, metric in _SPREADS.items():
         point[name] = [gained.quantile(metric, share, **at) for share in (0.5, 0.9, 0.99)]
     return point
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 assert all(metric in METRICS for metric in (*_RATES.values(), *_SPREADS.values()))

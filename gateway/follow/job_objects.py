@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from contract.events import MemberRun
-from contract.function_types import JobView, QueuePosition, Submitted
-from contract.jobs import Endpoint, Job, JobStatus, ResumeKind, public_status
+from contract.function_types import JobMark, JobView, QueuePosition, Submitted
+from contract.jobs import Endpoint, Job, JobStatus, MarkKind, ResumeKind, public_status
 from contract.outbox import CallbackState
 from gateway.follow.answer_models import (
     ChatCompletion,
@@ -76,12 +76,29 @@ class MemberObject(BaseModel):
     usage: Usage
 
 
+class MarkObject(BaseModel):
+    """What the engine did: chunks of the prompt, or the loss of the job's place in its memory."""
+
+    kind: MarkKind = Field(
+        description="`prefill`; `preempted`: its lane's other jobs needed the memory; `displaced`: "
+        "for jobs that were admitted then"
+    )
+    started_at: UnixSeconds
+    ended_at: UnixSeconds
+    times: int = Field(description="chunks, or losses, one after the other")
+    tokens: int = Field(description="computed, or lost and computed again")
+
+
 class RunObject(BaseModel):
     """A worker's claim of the job; a second one goes on after `after_event` events of its log."""
 
     worker: str = Field(description="the last part of its name")
     started_at: UnixSeconds
     after_event: int
+    marks: list[MarkObject] = Field(
+        description="what its engine did beside the output, told with the output; the oldest may "
+        "be left out"
+    )
 
 
 class JobObject(AcceptedJob):
@@ -213,6 +230,7 @@ def job_object(
                 worker=run.worker.rpartition("-")[2],
                 started_at=run.claimed_ms / 1000,
                 after_event=run.first_number - 1,
+                marks=[_mark(mark) for mark in run.marks],
             )
             for run in view.runs
         ],
@@ -231,6 +249,17 @@ def job_object(
         resume=view.job.resume,
         parent=view.job.parent or None,
         members=[_member(view.job, run) for run in members] or None,
+    )
+
+
+def _mark(mark: JobMark) -> MarkObject:
+    begun_s, ended_s = mark.begun_ms / 1000, mark.ended_ms / 1000
+    return MarkObject(
+        kind=mark.kind,
+        started_at=begun_s,
+        ended_at=ended_s,
+        times=mark.num,
+        tokens=mark.num_tokens,
     )
 
 

@@ -74,6 +74,7 @@ const CHARTS = [
   ["Whole answer", spread("e2e"), seconds],
   ["Jobs", [["running", (p) => p.running], ["waiting", (p) => p.waiting]], (v) => number(v)],
   ["Sequences in a step, and padding (%)", [["sequences", (p) => p.batch], ["padding", (p) => (p.padding === null ? null : 100 * p.padding)]], (v) => number(v, 1)],
+  ["GPUs busy (%)", [["mean", (p) => (p.gpu === null ? null : 100 * p.gpu)]], (v) => number(v)],
   ["Computed again: tokens and preemptions per second", [["tokens", (p) => p.recomputed], ["preemptions", (p) => p.preemptions]], (v) => number(v, 1)],
 ];
 const charts = [];
@@ -122,6 +123,7 @@ function drawCharts() {
   $("charts").dataset.points = points.length;
   for (const each of charts) {
     const data = [points.map((point) => point.at), ...each.series.map(([, of]) => points.map((point) => of(point) ?? null))];
+    each.box.hidden = each.title.startsWith("GPU") && data[1].every((value) => value === null); // a CPU has no figure
     each.plot.setData(data);
     const last = each.series.map(([label], i) => `${label} ${data[i + 1].at(-1) == null ? "unknown" : each.format(data[i + 1].at(-1))}`);
     each.box.setAttribute("aria-label", `${each.title}: ${last.join(", ")}`);
@@ -144,7 +146,8 @@ function drawOverview() {
   if (point?.tokens_out > 0 && state.worker_price > 0) {
     parts.push(`${number((1e6 * state.worker_price * found.workers) / (3600 * point.tokens_out), 2)} for a million output tokens, at ${state.worker_price} for a worker's hour`);
   }
-  const callbacks = Object.entries(state.deliveries ?? {}).map(([outcome, num]) => `${number(num)} ${outcome}`);
+  const callbacks = Object.entries(state.deliveries ?? {}).map(([outcome, num]) => `${number(num)} attempts: ${outcome}`);
+  if (state.callbacks) callbacks.unshift(`${number(state.callbacks[0])} waiting`, `${number(state.callbacks[1])} dead`);
   if (callbacks.length) parts.push(`callbacks: ${callbacks.join(", ")}`);
   $("summary").textContent = parts.join("; ");
   drawCharts();
@@ -207,9 +210,11 @@ function tenantRow(row, _, all) {
 function workerRow(worker) {
   const late = worker.seen_s > 7.5;
   const drain = button("Drain", act(`Drain the worker ${worker.incarnation}? It takes no more jobs, gives back those that do not end in time, and exits.`, `/v1/workers/${encodeURIComponent(worker.incarnation)}/drain`), `Drain ${worker.incarnation}`);
-  return h("tr", {}, cell(worker.incarnation, ""), cell(worker.version, ""), h("td", { class: late ? "bad" : "" }, late ? "silent" : "ready"),
+  const busy = worker.gpu_share === null ? "" : `, ${Math.round(100 * worker.gpu_share)} % busy`;
+  const free = worker.num_running ? worker.num_free_blocks : worker.num_blocks;
+  return h("tr", {}, cell(worker.incarnation, ""), cell(`${worker.device || "–"}${busy}`, ""), cell(worker.version, ""), h("td", { class: late ? "bad" : "" }, late ? "silent" : "ready"),
     cell(number(worker.num_jobs_held)), cell(number(worker.num_places)), cell(number(worker.num_running)), cell(number(worker.num_waiting)),
-    cell(number(worker.num_blocks ? worker.num_blocks * worker.kv_usage : null)), cell(number(worker.num_running ? worker.num_free_blocks : worker.num_blocks)),
+    cell(number(worker.num_blocks ? worker.num_blocks * worker.kv_usage : null)), cell(number(worker.num_cached_blocks)), cell(number(free - (worker.num_cached_blocks ?? 0))),
     cell(seconds(worker.seen_s)), h("td", {}, who.is_admin ? drain : null));
 }
 
@@ -362,6 +367,13 @@ function pathOf(id, what = "") {
   return `/v1/jobs/${encodeURIComponent(id)}${what}${owner === who.tenant ? "" : `?${new URLSearchParams({ tenant: owner })}`}`;
 }
 
+function markText({ kind, started_at, ended_at, times, tokens }) {
+  const spent = ended_at > started_at ? `, in ${seconds(ended_at - started_at)}` : "";
+  const what = kind === "prefill" ? `${number(tokens)} tokens computed in ${number(times)} ${times === 1 ? "chunk" : "chunks"}`
+    : `${kind}${times > 1 ? ` ${number(times)} times` : ""}, ${number(tokens)} tokens to be computed again`;
+  return `${clock(started_at)}: ${what}${spent}`;
+}
+
 async function refreshJob() {
   const job = await attempt(() => json(pathOf(chosen)));
   if (!job) { chosen = ""; return; }
@@ -371,7 +383,9 @@ async function refreshJob() {
     .filter(([, from]) => from).map(([name, from, to]) => h("li", {}, h("span", { class: `key ${name}` }), `${name} ${clock(from)}, ${seconds(Math.max(0, to - from))}`));
   const held = (state?.held ?? []).find((each) => each.job_id === job.id);
   const facts = [`state: ${stateText(job)}`, `lane ${job.lane}, model ${job.model}`, `attempt ${job.attempt}${job.attempt > 1 ? " (resumed)" : ""}`,
-    ...job.runs.map((run, i) => `${i ? "resumed" : "claimed"} at ${clock(run.started_at)} by worker ${run.worker}${run.after_event ? `, after ${number(run.after_event)} events of its log` : ""}`),
+    ...job.runs.flatMap((run, i) => [
+      `${i ? "resumed" : "claimed"} at ${clock(run.started_at)} by worker ${run.worker}${run.after_event ? `, after ${number(run.after_event)} events of its log` : ""}`,
+      ...run.marks.map(markText)]),
     held ? `on worker ${held.worker}, ${number(held.num_output_tokens)} of ${number(held.max_output_tokens)} tokens` : null,
     job.error ? `${job.error.code}: ${job.error.message}` : null,
     job.callback ? `callback ${job.callback.state}, ${job.callback.attempts} attempts` : null,

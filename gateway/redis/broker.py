@@ -390,6 +390,8 @@ class Broker:
         return Watched(
             tuple(job for each in found for job in each.held),
             tuple(tenant for each in found for tenant in each.waiting),
+            sum(each.num_due_callbacks for each in found),
+            sum(each.num_dead_callbacks for each in found),
         )
 
     async def _snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:

@@ -36,7 +36,10 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-_FLEET_ONLY = ("engines", "workers", "steps", "refusals", "deliveries", "lanes", "worker_price")
+_FLEET_ONLY = (
+    *("engines", "workers", "steps", "refusals", "deliveries", "callbacks", "lanes"),
+    "worker_price",
+)
 
 
 @router.get("/")

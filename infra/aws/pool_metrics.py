@@ -1,22 +1,17 @@
-"""Metrics of a pool for CloudWatch: a model's lanes in the embedded format, and their sender.
+"""Metrics of a pool for CloudWatch: a model's lanes in the embedded format.
 
 One line per lane and snapshot, and one for all lanes. Counts are differences to the previous
 snapshot. First-token times are reported as upper bounds of their buckets, so percentiles are exact
 to a bucket.
 """
 
-import json
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from contract.function_types import FleetSnapshot, LaneSnapshot
 from contract.telemetry.metrics import LATENCY_BOUNDS_S, embedded_line
 
-EVERY_S = 60.0  # alarms check once a minute; every call costs
-_MAX_OF_ONE_CALL = 500  # per call; CloudWatch accepts 1,000, and 1 MB
 MAX_VALUES = 100  # per metric and line
 UNITS = {
     "WaitingJobs": "Count",
@@ -90,45 +85,3 @@ def spread(counts: list[int]) -> list[float]:
         times = count if total <= MAX_VALUES else -(-count * room // total)
         values += [bound] * times
     return values
-
-
-@dataclass(slots=True)
-class MetricSender:
-    """Collects lines in CloudWatch's embedded format and sends their values periodically by
-    PutMetricData, for a pool service whose log is not read by CloudWatch."""
-
-    client: Any
-    clock_s: Callable[[], float] = time.time
-    _waiting: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by namespace
-    _sent_s: float = float("-inf")
-
-    def __call__(self, line: str) -> None:
-        """Raises botocore's ClientError or BotoCoreError; unsent values are then lost."""
-        for namespace, datum in data_of(line):
-            self._waiting.setdefault(namespace, []).append(datum)
-        if self.clock_s() - self._sent_s < EVERY_S:
-            return
-        self._sent_s = self.clock_s()
-        waiting, self._waiting = self._waiting, {}
-        for namespace, data in waiting.items():
-            for start in range(0, len(data), _MAX_OF_ONE_CALL):
-                some = data[start : start + _MAX_OF_ONE_CALL]
-                self.client.put_metric_data(Namespace=namespace, MetricData=some)
-
-
-def data_of(line: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The metrics that a line declares, with their namespaces."""
-    record = json.loads(line)
-    for about in record["_aws"]["CloudWatchMetrics"]:
-        for names in about["Dimensions"]:
-            dimensions = [{"Name": name, "Value": record[name]} for name in names]
-            for metric in about["Metrics"]:
-                value = record[metric["Name"]]
-                datum = {
-                    "MetricName": metric["Name"],
-                    "Unit": metric["Unit"],
-                    "Timestamp": record["_aws"]["Timestamp"] / 1000,
-                    "Dimensions": dimensions,
-                    "Values": value if isinstance(value, list) else [value],
-                }
-                yield about["Namespace"], datum

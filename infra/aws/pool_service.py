@@ -1,14 +1,12 @@
 """Sizes the pool of workers continuously: observes, decides (infra/pool.py), asks AWS, reports.
 
     python -m infra.aws.pool_service --ecs-cluster NAME --ecs-service NAME [options]
-    python -m infra.aws.pool_service --auto-scaling-group NAME [options]
     python -m infra.aws.pool_service --decide-only [options]
 
 One process per pool. It keeps its state in memory: after a restart it waits as long as usual before
 any scale-in, and counts tasks that ended before the restart as never ready, if no worker lives. It
-writes metrics to standard output in CloudWatch's embedded format; use --put-metrics where
-CloudWatch does not receive the log. With --decide-only it publishes how many workers there should
-be, and another scaler follows that.
+writes metrics to standard output in CloudWatch's embedded format. With --decide-only it publishes
+how many workers there should be, and another scaler follows that.
 
 Over 300 lines: what is observed, decided and reported in one step is read together.
 """
@@ -36,8 +34,8 @@ from contract.pauses import Line, Pauses
 from contract.shards import OpenShards
 from contract.starts import ANY_LANE, Starts
 from contract.telemetry.metrics import embedded_line
-from infra.aws.pool_metrics import FleetLines, MetricSender
-from infra.aws.workforce import EcsService, OtherScaler, ScalingGroup, Workforce
+from infra.aws.pool_metrics import FleetLines
+from infra.aws.workforce import EcsService, OtherScaler, Workforce
 from infra.pool import (
     MAX_WORKERS,
     Decision,
@@ -280,7 +278,7 @@ class Failures:
     """The starts that failed in a row: since a worker became ready, or what workers run changed."""
 
     is_reported: bool = False  # to gateways
-    _failed_at_s: dict[str, float] = field(default_factory=dict)  # by task or machine
+    _failed_at_s: dict[str, float] = field(default_factory=dict)  # by task
     _ready_at_s: dict[str, float] = field(default_factory=dict)  # by the same, when last ready
     _since_s: float = 0.0
     _version: str | None = None
@@ -291,7 +289,7 @@ class Failures:
         return len(self._failed_at_s)
 
     def look(self, workforce: Workforce, live: Sequence[str], now_s: float) -> list[float]:
-        """When they failed. `live`: tasks or machines of live workers. Raises what boto3 raises."""
+        """When they failed. `live`: tasks of live workers. Raises what boto3 raises."""
         version = workforce.version()
         if self._version not in (None, version) or set(live) - self._ready_at_s.keys():
             self._failed_at_s.clear()
@@ -335,17 +333,9 @@ def build_parser() -> argparse.ArgumentParser:
     workforce = parser.add_mutually_exclusive_group(required=True)
     workforce.add_argument("--ecs-service", metavar="NAME", help="the service, in --ecs-cluster")
     workforce.add_argument(
-        "--auto-scaling-group", metavar="NAME", help="a group of machines that each run one worker"
-    )
-    workforce.add_argument(
         "--decide-only", action="store_true",
         help="resize nothing: another scaler follows the gateways' batchway_pool_workers_wanted",
     )  # fmt: skip
-    parser.add_argument(
-        "--put-metrics",
-        action="store_true",
-        help="send metrics, do not print them",
-    )
     parser.add_argument("--model-name", required=True, metavar="NAME")
     parser.add_argument("--min-workers", type=int, default=0)
     parser.add_argument("--max-workers", type=int, default=MAX_WORKERS)
@@ -375,18 +365,12 @@ def workforce_of(given: argparse.Namespace, client_of: Callable[[str], Any]) -> 
     """Raises ValueError."""
     if given.decide_only:
         return OtherScaler()
-    if given.auto_scaling_group:
-        return ScalingGroup(client_of("autoscaling"), given.auto_scaling_group)
     if not given.ecs_cluster:
         raise ValueError("--ecs-service needs --ecs-cluster")
     return EcsService(client_of("ecs"), given.ecs_cluster, given.ecs_service)
 
 
-def emitter_of(
-    given: argparse.Namespace, client_of: Callable[[str], Any]
-) -> Callable[[str], object]:
-    if given.put_metrics:
-        return MetricSender(client_of("cloudwatch"))
+def emitter_of(given: argparse.Namespace) -> Callable[[str], object]:
     if given.decide_only:
         return lambda _: None  # the gateways' pages have it
     return lambda line: print(line, flush=True)
@@ -402,7 +386,7 @@ async def serve(
         lanes = tuple(policy.wait_targets_s)
         watch = PoolWatch(first.client, first.keys, given.model_name, lanes, shards)
         functions = first.functions
-        emit = emitter_of(given, client_of)
+        emit = emitter_of(given)
         await PoolService(policy, watch, functions, workforce, emit=emit).run()
 
 

@@ -134,14 +134,10 @@ def check_concurrency(one: Installation, values: Mapping[str, str]) -> Iterator[
 
 def check_gpus(one: Installation, values: Mapping[str, str]) -> Iterator[Finding]:
     """Checks that a zone of the subnets offers machines for a worker, and the quota of vCPUs."""
-    kind = values.get("CapacityKind", "auto-scaling-group")
-    if kind == "own-machines":
-        return
-    is_managed = kind == "managed-instances"
-    wanted = values["GpuName" if is_managed else "GpuInstanceType"]
+    wanted = values["GpuName"]
     zones = {subnet["AvailabilityZone"] for subnet in _subnets(one, values)}
     ec2 = one.client("ec2")
-    names = [{"Name": "instance-type", "Values": ["g*", "p*"] if is_managed else [wanted]}]
+    names = [{"Name": "instance-type", "Values": ["g*", "p*"]}]
     here = [{"Name": "location", "Values": sorted(zones)}]
     pages = ec2.get_paginator("describe_instance_type_offerings").paginate(
         LocationType="availability-zone", Filters=here
@@ -158,17 +154,15 @@ def check_gpus(one: Installation, values: Mapping[str, str]) -> Iterator[Finding
         problem = f"no zone of the subnets offers {wanted} with {values['WorkerGpus']} GPU"
         yield Finding("GPU machines", f"{problem}: take another one, or another WorkerGpus")
     elif zones:
-        bought = values.get("CapacityOption", "ON_DEMAND") if is_managed else "ON_DEMAND"
-        yield from _vcpus(one, *fitting[0], bought, int(values["MaxWorkers"]))
+        yield from _vcpus(one, *fitting[0], values["CapacityOption"], int(values["MaxWorkers"]))
 
 
 def _fits(machine: Mapping[str, Any], wanted: str, values: Mapping[str, str]) -> bool:
-    """Whether a worker may run on it: a managed one on exactly so many GPUs of this name."""
+    """Whether a worker may run on it: it has exactly so many GPUs of this name."""
     gpus, num_gpus = machine.get("GpuInfo", {}).get("Gpus", []), int(values["WorkerGpus"])
     names = [one["Name"].lower().replace(" ", "-") for one in gpus for _ in range(one["Count"])]
-    is_right = names == [wanted] * num_gpus or machine["InstanceType"] == wanted
     has_cpu = "x86_64" in machine["ProcessorInfo"]["SupportedArchitectures"]
-    return is_right and len(names) >= num_gpus and has_cpu
+    return names == [wanted] * num_gpus and has_cpu
 
 
 def _vcpus(one: Installation, vcpus: int, kind: str, how: str, most: int) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
-"""What runs the workers of a pool: a service of ECS, or an Auto Scaling group. boto3 blocks, so
-callers use threads."""
+"""What runs a pool's workers: a service of ECS, or another scaler. boto3 blocks, so callers use
+threads."""
 
 import logging
 import re
@@ -13,7 +13,7 @@ log = logging.getLogger("batchway.pool")
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A task or machine that ended because of a worker error; Unix seconds."""
+    """A task that ended because of a worker error; Unix seconds."""
 
     name: str
     at_s: float
@@ -26,15 +26,13 @@ class Workforce(Protocol):
     drains: ClassVar[bool]
 
     def num_desired(self) -> int:
-        """The desired number of workers. Raises LookupError if there is no such service or
-        group.
-        """
+        """The desired number of workers. Raises LookupError if there is no such service."""
 
     def resize(self, num: int) -> None:
         """Sets the desired number; protected workers stay."""
 
     def keep(self, incarnations: Collection[str]) -> list[str]:
-        """Protects these live workers from scale-in, and returns their tasks or machines."""
+        """Protects these live workers from scale-in, and returns their tasks."""
 
     def version(self) -> str:
         """Names what new workers run; '' where that is not known."""
@@ -49,21 +47,8 @@ class Workforce(Protocol):
         """Workers of the current version that ended with an error recently."""
 
 
-class _Unversioned:
-    """A workforce that replaces its workers by itself, such as by an instance refresh."""
-
-    def version(self) -> str:
-        return ""
-
-    def outdated(self, incarnations: Collection[str]) -> set[str]:
-        return set()
-
-    def min_healthy_share(self) -> float:
-        return 1.0
-
-
 @dataclass
-class OtherScaler(_Unversioned):
+class OtherScaler:
     """A scaler that follows the metric `pool_workers_wanted`. It is not asked: what was decided
     last is the desired number, at first the number of live workers."""
 
@@ -81,11 +66,18 @@ class OtherScaler(_Unversioned):
             self.num = len(incarnations)
         return list(incarnations)
 
+    def version(self) -> str:
+        return ""
+
+    def outdated(self, incarnations: Collection[str]) -> set[str]:
+        return set()
+
+    def min_healthy_share(self) -> float:
+        return 1.0
+
     def failed(self) -> list[Failed]:
         return []
 
-
-# --- ECS ----------------------------------------------------------------------------------------
 
 _NOT_A_WORKER_ERROR = (
     "SpotInterruption",
@@ -206,79 +198,3 @@ def _has_failed(task: dict[str, Any]) -> bool:
     if task.get("stopCode") == "TaskFailedToStart":
         return not _NO_CAPACITY.search(task.get("stoppedReason", ""))
     return any(container.get("exitCode") for container in task.get("containers", []))
-
-
-# --- Auto Scaling -------------------------------------------------------------------------------
-
-_MAX_PROTECTED_MACHINES = 50  # per call
-_MAX_ACTIVITIES = 100
-_ENDED = re.compile(r"Terminating EC2 instance: (i-[0-9a-f]+)")
-# Set by `aws autoscaling set-instance-health`; EC2's own checks fail for other reasons.
-_REPORTED_BY_WORKER = "user health-check"
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingGroup(_Unversioned):
-    """A group of machines that each run one worker, for example under systemd. A machine is matched
-    to its worker by host name: the launch template must name hosts by instance (`HostnameType:
-    resource-name`). The machines need no permissions for this."""
-
-    drains: ClassVar[bool] = True
-    client: Any
-    name: str
-
-    def num_desired(self) -> int:
-        """The group's desired capacity. Raises LookupError if there is no such group."""
-        return int(self._group()["DesiredCapacity"])
-
-    def resize(self, num: int) -> None:
-        """Sets the desired capacity. The group ends unprotected machines in time."""
-        self.client.set_desired_capacity(
-            AutoScalingGroupName=self.name, DesiredCapacity=num, HonorCooldown=False
-        )
-
-    def keep(self, incarnations: Collection[str]) -> list[str]:
-        """Protects only the machines of these workers from scale-in, and returns them: a machine
-        whose worker has left should end."""
-        machines = self._in_service()
-        for is_kept in (True, False):
-            changed = [
-                machine["InstanceId"]
-                for machine in machines
-                if _has_worker(machine, incarnations) is is_kept
-                and machine["ProtectedFromScaleIn"] is not is_kept
-            ]
-            for start in range(0, len(changed), _MAX_PROTECTED_MACHINES):
-                self.client.set_instance_protection(
-                    AutoScalingGroupName=self.name,
-                    InstanceIds=changed[start : start + _MAX_PROTECTED_MACHINES],
-                    ProtectedFromScaleIn=is_kept,
-                )
-        return [m["InstanceId"] for m in machines if _has_worker(m, incarnations)]
-
-    def failed(self) -> list[Failed]:
-        """Machines that reported themselves unhealthy and were ended."""
-        listed = self.client.describe_scaling_activities(
-            AutoScalingGroupName=self.name, MaxRecords=_MAX_ACTIVITIES
-        )
-        return [
-            Failed(ended[1], activity["StartTime"].timestamp())
-            for activity in listed["Activities"]
-            if (ended := _ENDED.match(activity.get("Description", "")))
-            and _REPORTED_BY_WORKER in activity["Cause"]
-        ]
-
-    def _in_service(self) -> list[dict[str, Any]]:
-        """Returns the machines in service, as others cannot be protected."""
-        return [m for m in self._group()["Instances"] if m["LifecycleState"] == "InService"]
-
-    def _group(self) -> dict[str, Any]:
-        found = self.client.describe_auto_scaling_groups(AutoScalingGroupNames=[self.name])
-        if not found["AutoScalingGroups"]:
-            raise LookupError(f"no Auto Scaling group {self.name!r}")
-        group: dict[str, Any] = found["AutoScalingGroups"][0]
-        return group
-
-
-def _has_worker(machine: dict[str, Any], incarnations: Collection[str]) -> bool:
-    return any(name.startswith(f"{machine['InstanceId']}-") for name in incarnations)

@@ -107,13 +107,10 @@ def container(task: str) -> dict[str, Any]:
     return dict(found)
 
 
-def arguments(
-    task: str, *, has_machines: bool = False, worker_options: str | None = None
-) -> list[str]:
+def arguments(task: str, *, worker_options: str | None = None) -> list[str]:
     """A task's command line, with each parameter replaced by its default or what is given."""
-    holds = {"HasMachines": has_machines, "HasTasks": not has_machines}
-    holds["HasWorkerOptions"] = worker_options is not None
-    command = chosen(container(task)["Command"], *(name for name, is_so in holds.items() if is_so))
+    holds = [] if worker_options is None else ["HasWorkerOptions"]
+    command = chosen(container(task)["Command"], *holds)
     given = {"WorkerOptions": worker_options or ""}
     match command:
         case {"Fn::Split": [separator, {"Fn::Join": [_, parts]}]}:

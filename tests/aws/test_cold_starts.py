@@ -1,10 +1,9 @@
-"""From a first deployment to zero and back, whatever a cold start takes: the pool's service and the
-deployment's trial on a virtual clock, with an emulated ECS and the real functions of Redis."""
+"""From a first deployment to zero and back, whatever a cold start takes: the pool's service and a
+caller on a virtual clock, with an emulated ECS and the real functions of Redis."""
 
-import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +15,7 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.starts import ANY_LANE
-from infra.aws.parameters import DeployError
 from infra.aws.pool_service import PoolService, PoolWatch
-from infra.aws.trial import Trial
 from infra.aws.workforce import EcsService
 from infra.embedded_redis import EmbeddedRedis
 from infra.planning.queue import VirtualQueue
@@ -44,8 +41,7 @@ def server() -> Iterator[EmbeddedRedis]:
 
 @dataclass
 class World:
-    """A stack at virtual times. Its front is what the gateway does for the trial; workers answer a
-    job at once."""
+    """A stack at virtual times. Workers answer a job at once."""
 
     url: str
     cold_start_s: float
@@ -62,7 +58,6 @@ class World:
         service = EcsService(self.ecs, "c", "s", clock)
         functions = self.queue.functions
         self.pool = PoolService(POLICY, watch, functions, service, emit=len, clock_s=clock)
-        self.loop = asyncio.get_running_loop()
 
     async def run_for(self, seconds: float) -> None:
         for _ in range(math.ceil(seconds / TICK_S)):
@@ -103,7 +98,7 @@ class World:
         """Whether a job is answered within a quarter of a minute."""
         job_id = await self.submit()
         await self.run_for(15)
-        return bool((await self.job(job_id))["status"] is JobStatus.SUCCEEDED)
+        return await self.job(job_id) is JobStatus.SUCCEEDED
 
     async def submit(self) -> str:
         job = Job(
@@ -114,37 +109,22 @@ class World:
         submission = Submission(16, deadline_s=4_000.0, retention_s=600.0)
         return (await self.queue.functions.submit(job, submission)).job_id
 
-    async def job(self, job_id: str) -> dict[str, Any]:
+    async def job(self, job_id: str) -> JobStatus:
         found = await self.queue.functions.read(job_id, "t")
         assert found is not None
-        status = found[0].status
-        waits = None if self.pool.workforce.num_desired() and self.is_announced else "worker"
-        return {"status": status, "waiting_for": waits if status is JobStatus.QUEUED else None}
+        return found[0].status
 
-    async def front(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> tuple[int, dict[str, Any]]:
-        if path.startswith("/v1/models/"):
-            return 200, {"endpoints": ["/v1/completions"] if self.is_announced else []}
-        if method == "GET":
-            return 200, await self.job(path.rpartition("/")[2])
-        if not self.is_announced:
-            await self.call()
-            return 503, {"error": {"code": "no_workers", "message": "not yet"}}
-        return 202, {"id": await self.submit()}
-
-    async def trial_s(self) -> float:
-        """Runs the trial as a deployment does; returns how long it took."""
-        began_s = self.now_s
-
-        def wait(work: Any) -> Any:
-            return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-        trial = Trial(
-            lambda *asked: wait(self.front(*asked)), MODEL, "interactive", lambda: False,
-            clock_s=lambda: self.now_s, sleep=lambda seconds: wait(self.run_for(seconds)),
-        )  # fmt: skip
-        await asyncio.to_thread(trial.run)
+    async def answer_s(self) -> float:
+        """How long a caller waits for an answer who comes again every 10 s while nobody serves the
+        model."""
+        began_s, job_id = self.now_s, ""
+        while not job_id or await self.job(job_id) is not JobStatus.SUCCEEDED:
+            assert self.now_s - began_s < 4_200.0
+            if self.is_announced:
+                job_id = job_id or await self.submit()
+            else:
+                await self.call()
+            await self.run_for(10)
         return self.now_s - began_s
 
 
@@ -162,11 +142,11 @@ COLD_STARTS_S = pytest.mark.parametrize("cold_start_s", [60, 150, 240, 420, 900]
 async def test_a_first_deployment_serves_shrinks_and_serves_again(
     world: World, cold_start_s: float
 ) -> None:
-    """The pool has been idle for 20 minutes when the trial begins; nobody has announced the model.
+    """The pool has been idle for 20 minutes at the first call; nobody has announced the model.
     Later a single call brings a worker back, however long that takes. No starting worker is ended,
     and none outlasts its use."""
     await world.run_for(1_200)
-    assert await world.trial_s() <= cold_start_s + 60
+    assert await world.answer_s() <= cold_start_s + 60
     assert await world.is_answered()
     await world.run_for(QUIET_S)
     assert (world.ecs.num_desired, world.ecs.tasks) == (0, [])
@@ -187,14 +167,14 @@ async def test_a_first_deployment_serves_shrinks_and_serves_again(
 async def test_a_redeployment_serves_and_shrinks(
     world: World, cold_start_s: float, min_percent: int, max_percent: int
 ) -> None:
-    """At zero, where the trial starts a worker of the new version; and over an idle worker, which
+    """At zero, where a call starts a worker of the new version; and over an idle worker, which
     stays until its successor is ready, or makes room for it where there is none beside it. Then
     both pools end at zero."""
     world.ecs.min_percent, world.ecs.max_percent = min_percent, max_percent
-    await world.trial_s()
+    await world.answer_s()
     await world.run_for(QUIET_S)
     world.ecs.definition = "worker:2"
-    assert await world.trial_s() <= cold_start_s + 60
+    assert await world.answer_s() <= cold_start_s + 60
     await world.run_for(100)
 
     world.ecs.definition = "worker:3"
@@ -202,7 +182,7 @@ async def test_a_redeployment_serves_and_shrinks(
     is_beside = max_percent > 100
     former = ["worker:2"] * is_beside
     assert [task.definition for task in world.ecs.tasks] == [*former, "worker:3"]
-    assert await world.trial_s() <= (30 if is_beside else 60)
+    assert await world.answer_s() <= (30 if is_beside else 60)
     await world.run_for(30)
     assert [task.definition for task in world.ecs.tasks] == ["worker:3"]
     assert await world.is_answered()
@@ -245,47 +225,3 @@ async def test_a_model_that_can_never_load_stops_its_starts(
     assert ecs.num_started - has_former <= 2 * 11
     assert starting_s <= 11 * (fails_after_s + 2 * TICK_S)
     assert len(ecs.sight().workers) == has_former
-
-
-async def test_a_trial_that_cannot_succeed_ends_with_its_reason(
-    server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A job that is refused or fails, a worker that ends, a model that has failed, or no answer in
-    time. Nothing of the job is printed but its id."""
-    job: dict[str, Any] = {"status": "queued", "waiting_for": "worker", "expected_start_s": 200.4}
-    model: dict[str, Any] = {"endpoints": ["/v1/responses", "/v1/embeddings"]}
-    submission: tuple[int, dict[str, Any]] = (202, {"id": "job-0-x"})
-    has_failed, clock, asked = False, Clock(), []
-
-    def ask(method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
-        if body is not None:
-            asked.append(body)
-            return submission
-        return 200, model if path.startswith("/v1/models") else job
-
-    def sleep(seconds: float) -> None:
-        clock.now_s += seconds
-
-    def error() -> str:
-        trial = Trial(ask, MODEL, "batch", lambda: has_failed, clock, sleep)
-        with pytest.raises(DeployError) as raised:
-            trial.run()
-        return str(raised.value)
-
-    assert error() == "no answer of 'm' within 70 minutes"
-    assert "waits for a worker, expected in 200 s" in capsys.readouterr().out
-    assert (asked[0]["endpoint"], asked[0]["lane"]) == ("/v1/embeddings", "batch")
-    assert asked[0]["deadline_s"] == 4_200  # it does not ask for workers afterwards
-    has_failed = True
-    assert error() == "a worker ended before it was ready: its log says why"
-    has_failed, model = False, model | {"failed": {"reason": "3 workers in a row ended"}}
-    assert error() == "the model 'm' has failed: 3 workers in a row ended"
-    job = {"status": "failed", "error": {"code": "engine_error"}, "result": "secret"}
-    assert error() == "the trial job job-0-x has failed: engine_error"
-    submission = (401, {"error": {"code": "invalid_api_key", "message": "wrong"}})
-    assert error() == "the trial job was refused: invalid_api_key: wrong"
-    submission = (503, {"error": {"code": "model_failed", "message": "3 workers"}})
-    assert error() == "the trial job was refused: model_failed: 3 workers"
-    submission = (403, {"message": "Forbidden"})  # API Gateway's, of a stage that is new
-    assert error() == "no answer of 'm' within 70 minutes"
-    assert "secret" not in capsys.readouterr().out

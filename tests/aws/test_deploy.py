@@ -18,7 +18,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from moto.core.config import default_user_config
 
-from infra.aws import destroy, images, parameters, trial
+from infra.aws import destroy, images, parameters
 from infra.aws.installation import Installation
 from infra.aws.parameters import DeployError
 from tests.aws.template import ROOT
@@ -293,39 +293,6 @@ def test_a_stack_that_is_not_there_or_protected_is_left_alone(
     monkeypatch.setattr(Installation, "described", lambda *_: guarded)
     with pytest.raises(DeployError, match="--no-enable-termination-protection"):
         destroy.destroy(one)
-
-
-def test_a_trial_asks_the_stack_for_its_url_its_key_and_its_model(
-    aws_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what was deployed, whatever the file of parameters says now."""
-    secret = boto3.client("secretsmanager").create_secret(
-        Name="key", SecretString='{"BATCHWAY_API_KEY": "secret"}'
-    )
-    boto3.client("ecs").create_cluster(clusterName="c")
-    outputs = {"Url": "https://u", "ApiKeySecretArn": secret["ARN"], "ClusterName": "c"}
-    parameters = {"ServedModelName": "mine", "Lanes": "batch,standard"}
-    body = {
-        "Parameters": {n: {"Type": "String", "Default": v} for n, v in parameters.items()},
-        "Resources": {"T": {"Type": "AWS::SNS::Topic"}},
-        "Outputs": {name: {"Value": value} for name, value in outputs.items()},
-    }
-    boto3.client("cloudformation").create_stack(StackName="tried", TemplateBody=json.dumps(body))
-    tried: list[tuple[Any, ...]] = []
-
-    class Recorded:
-        def __init__(self, ask: Any, *given: Any) -> None:
-            tried.append((ask, *given[:2], given[2]()))
-
-        def run(self) -> None:
-            pass
-
-    monkeypatch.setattr(trial, "Trial", Recorded)
-    monkeypatch.setattr(trial, "asker", lambda *given: given)
-    assert trial.try_stack(Installation(Session(), "tried", {})) == 0
-    assert tried == [(("https://u", "secret"), "mine", "batch", False)]
-    with pytest.raises(DeployError, match="no stack none"):
-        trial.try_stack(Installation(Session(), "none", {}))
 
 
 @pytest.fixture

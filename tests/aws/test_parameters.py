@@ -93,7 +93,7 @@ def test_every_parameter_is_set_changed_and_cleared(folder: Path) -> None:
     value that is left out is the template's default of now."""
     wanted: list[dict[str, str]] = []
     files: list[str] = []
-    beside = {"CacheNodeType": "cache.m7g.large", "AlarmTopicArn": "arn", "MachineGroupName": "m"}
+    beside = {"CacheNodeType": "cache.m7g.large", "AlarmTopicArn": "arn"}
     beside["CertificateArn"] = "arn:aws:acm:eu-central-1:123456789012:certificate/c"
 
     def deployed(**values: Any) -> None:

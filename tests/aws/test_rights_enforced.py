@@ -18,7 +18,7 @@ from tests.aws.template import as_list, chosen, statements, transformed
 
 JOB, OTHER = "job-0-" + "0" * 32, "job-0-" + "1" * 32
 BUCKETS = {"PayloadBucket": "stack-payloads", "WeightsBucket": "stack-weights"}
-WRITING = ("ApiRole", "StreamRole", "WorkerTaskRole", "FlowsTaskRole", "MachineRole")
+WRITING = ("ApiRole", "StreamRole", "WorkerTaskRole", "FlowsTaskRole")
 READING = ("CallbacksTaskRole",)
 
 

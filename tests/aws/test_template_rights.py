@@ -71,7 +71,7 @@ def test_the_cache_is_a_cluster_where_it_is_durable(is_durable: bool) -> None:
     assert ("NumCacheClusters" in properties) != is_durable
     assert settings.get("cluster-enabled") == ("yes" if is_durable else None)
     urls = re.findall(r"rediss://[^\"]+", json.dumps(template))
-    assert len(urls) == 10
+    assert len(urls) == 9
     assert all(url.endswith("?cluster=true") == is_durable for url in urls)
     assert all(("ConfigurationEndPoint" in url) == is_durable for url in urls)
 
@@ -120,8 +120,6 @@ def test_roles_have_no_wildcards() -> None:
         "ec2:DescribeNetworkInterfaces",
         "ec2:DescribeSubnets",
         "ec2:UnassignPrivateIpAddresses",
-        "autoscaling:DescribeAutoScalingGroups",
-        "autoscaling:DescribeScalingActivities",
         "ecr:GetAuthorizationToken",
     }
 
@@ -139,7 +137,6 @@ def test_each_part_reads_its_own_secrets() -> None:
         "HousekeeperRole": {"HousekeeperCacheSecret"},
         "OperatorRole": {"KeyPepperSecret", "OperatorCacheSecret"},
         "WorkerExecutionRole": {"WorkerCacheSecret"},
-        "MachineRole": {"WorkerCacheSecret"},
         "CallbacksExecutionRole": {"CallbacksCacheSecret", "CallbackKeySecret"},
         "PoolExecutionRole": {"PoolCacheSecret"},
         "FlowsExecutionRole": {"FlowsCacheSecret"},

@@ -1,4 +1,4 @@
-"""The GPU pool of template.yaml: ECS tasks, or machines that the operator runs."""
+"""The GPU pool of template.yaml: workers on Managed Instances, and the service that sizes it."""
 
 import re
 
@@ -10,35 +10,27 @@ from infra.parser import build_parser
 from infra.pool import PoolPolicy
 from tests.aws.template import (
     arguments,
-    as_list,
     container,
     of_type,
-    statements,
-    transformed,
     written,
 )
 
 
 def test_a_worker_has_a_gpu_and_time_to_drain() -> None:
-    """On Managed Instances or an Auto Scaling group. The drain fits a spot machine's notice."""
+    """On Managed Instances. The drain fits a spot machine's notice."""
     task = of_type("AWS::ECS::TaskDefinition")["WorkerTask"]
     [container] = task["ContainerDefinitions"]
     command = arguments("WorkerTask")
     gpus = {"Ref": "WorkerGpus"}
     assert container["ResourceRequirements"] == [{"Type": "GPU", "Value": gpus}]
     assert int(command[command.index("--drain-s") + 1]) < container["StopTimeout"] == 120
-    assert task["RequiresCompatibilities"][0]["Fn::If"] == ["IsManaged", "MANAGED_INSTANCES", "EC2"]
+    assert task["RequiresCompatibilities"] == ["MANAGED_INSTANCES"]
     service = of_type("AWS::ECS::Service")["WorkerService"]
     assert service["DesiredCount"] == {"Fn::GetAtt": ["WorkerCount", "DesiredCount"]}
     capacity = of_type("AWS::ECS::CapacityProvider")
     managed = capacity["ManagedCapacity"]["ManagedInstancesProvider"]["InstanceLaunchTemplate"]
     assert managed["InstanceRequirements"]["AcceleratorNames"] == [{"Ref": "GpuName"}]
     assert managed["InstanceRequirements"]["AcceleratorCount"] == {"Min": gpus, "Max": gpus}
-    group = capacity["GroupCapacity"]["AutoScalingGroupProvider"]
-    assert group["ManagedTerminationProtection"] == "ENABLED"
-    assert of_type("AWS::AutoScaling::AutoScalingGroup")["GpuGroup"]["MinSize"] == "0"
-    launch = of_type("AWS::EC2::LaunchTemplate")["GpuLaunchTemplate"]["LaunchTemplateData"]
-    assert launch["MetadataOptions"]["HttpTokens"] == "required"
 
 
 def test_every_service_runs_a_command_that_exists() -> None:
@@ -102,41 +94,9 @@ def test_gateways_know_the_model_before_any_worker() -> None:
     assert {"Fn::Sub": "--model-name=${ServedModelName}"} in container("PoolTask")["Command"]
 
 
-def test_the_pool_is_given_a_service_or_a_group() -> None:
-    """An ECS service, or the group of the operator's machines. The policy is the same."""
-    parser = pool_service.build_parser()
-    on_ecs = parser.parse_args(arguments("PoolTask"))
-    on_machines = parser.parse_args([*arguments("PoolTask", has_machines=True)])
-    assert (on_ecs.ecs_cluster, on_ecs.ecs_service) == ("x", "x-worker")
-    assert on_ecs.auto_scaling_group is None
-    assert on_machines.ecs_service is None
-    assert on_machines.auto_scaling_group == written()["Parameters"]["MachineGroupName"]["Default"]
-    assert pool_service.policy_of(on_ecs) == pool_service.policy_of(on_machines)
-
-
-def test_machines_of_the_operator_need_no_ecs() -> None:
-    """No task, service or instances. The machines may read their weights and report themselves
-    unhealthy."""
-    conditions = {name: r.get("Condition") for name, r in transformed()["Resources"].items()}
-    tasks = {name for name, condition in conditions.items() if condition == "HasTasks"}
-    assert tasks == {
-        "WorkerLog", "WorkerExecutionRole", "WorkerTaskRole", "WorkerTask", "WorkerCount",
-        "WorkerService", "InstanceRole", "InstanceProfile",
-    }  # fmt: skip
-    allowed = {
-        (name, action): statement["Resource"]
-        for name, statement in statements()
-        for action in as_list(statement["Action"])
-        if action.startswith("autoscaling:Set")
-    }
-    assert set(allowed) == {
-        ("PoolTaskRole", "autoscaling:SetDesiredCapacity"),
-        ("PoolTaskRole", "autoscaling:SetInstanceProtection"),
-        ("MachineRole", "autoscaling:SetInstanceHealth"),
-    }
-    for resource in allowed.values():
-        assert resource["Fn::Sub"].endswith(":autoScalingGroupName/${MachineGroupName}")
-    rule = transformed()["Rules"]["MachinesHaveAGroup"]
-    assert rule["Assertions"][0]["Assert"] == {
-        "Fn::Not": [{"Fn::Equals": [{"Ref": "MachineGroupName"}, ""]}]
+def test_the_pool_sizes_the_service_of_its_workers() -> None:
+    given = pool_service.build_parser().parse_args(arguments("PoolTask"))
+    assert (given.ecs_cluster, given.ecs_service) == ("x", "x-worker")
+    assert of_type("AWS::ECS::Service")["WorkerService"]["ServiceName"] == {
+        "Fn::Sub": "${AWS::StackName}-worker"
     }

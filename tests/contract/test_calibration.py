@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from contract.connection import connect
 from contract.function_types import WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
 from infra import cli
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
+from tests.cluster import plain_client
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.gateway.fake_worker import publish_model
 
@@ -87,12 +89,12 @@ def test_the_command_line_shows_prediction_errors(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a table and as JSON."""
-    with redis.Redis.from_url(redis_server.url) as client:
+    with plain_client(redis_server.url, Keys("test")) as client:
         client.flushall()
         client.rpush(Keys("test").of("calibration", "hash", "batch"), "500 1000", "900 1000")
 
     async def publish() -> None:
-        async with redis.asyncio.Redis.from_url(redis_server.url) as own:
+        async with connect(redis_server.url, Keys("test")) as own:
             await publish_model(own, Keys("test"))
 
     asyncio.run(publish())

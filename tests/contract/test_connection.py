@@ -14,6 +14,7 @@ from contract.connection import connect, repeated
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.test_tls import certificate
+from tests.cluster import Node
 from tests.contract.relay import Relay, with_tls
 from tests.fleet import until
 
@@ -118,10 +119,10 @@ async def test_a_connection_closed_by_the_server_is_reopened(
 
 
 async def test_only_idempotent_calls_are_repeated(
-    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+    redis_client: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node
 ) -> None:
     """The server executes the call, and its reply is lost."""
-    async with Relay(redis_server).running() as relay:
+    async with Relay(redis_node).running() as relay:
         client = connect(f"redis://127.0.0.1:{relay.port}", Keys("test"), connect_timeout_s=5.0)
         async with contextlib.aclosing(client):
             await client.ping()
@@ -169,11 +170,11 @@ async def test_a_server_that_closes_after_its_greeting_fails_the_call(
 
 
 async def test_calls_work_over_tls(
-    echo: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
+    echo: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node, tmp_path: Path
 ) -> None:
     """Also replies that span several TLS records."""
     async with (
-        with_tls(redis_server, tmp_path) as (relay, url),
+        with_tls(redis_node, tmp_path) as (relay, url),
         connect(url, Keys("test"), connect_timeout_s=5.0) as client,
     ):
         for text in ("short", "long" * 50_000):
@@ -181,15 +182,17 @@ async def test_calls_work_over_tls(
         assert relay.num_connections == 1
 
 
-async def test_values_come_back_as_they_were_written(redis_client: redis.asyncio.Redis) -> None:
+async def test_values_come_back_as_they_were_written(
+    redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
     """In single commands and in a pipeline."""
     values = (b"\x00\r\n", b"", "größe".encode(), b"x" * 100_000)
     for number, value in enumerate(values):
-        await redis_client.set(f"alone {number}", value)
+        await redis_client.set(keys.of(f"alone {number}"), value)
     async with redis_client.pipeline() as pipe:
         for number, value in enumerate(values):
-            pipe.set(f"piped {number}", value)
+            pipe.set(keys.of(f"piped {number}"), value)
         await pipe.execute()
     for number, value in enumerate(values):
-        assert await redis_client.get(f"alone {number}") == value
-        assert await redis_client.get(f"piped {number}") == value
+        assert await redis_client.get(keys.of(f"alone {number}")) == value
+        assert await redis_client.get(keys.of(f"piped {number}")) == value

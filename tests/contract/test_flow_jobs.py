@@ -17,6 +17,7 @@ from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
+from tests.cluster import plain_client
 from tests.contract.some_calls import append, claim, make_job, make_submission, pass_time, tokens
 from tests.oracle.audit import Audit
 
@@ -29,7 +30,7 @@ FLOW = Flow(
 
 @pytest.fixture
 def audit(redis_server: EmbeddedRedis, keys: Keys) -> Iterator[Audit]:
-    with redis.Redis.from_url(redis_server.url) as client:
+    with plain_client(redis_server.url, keys) as client:
         yield Audit(client, keys)
 
 

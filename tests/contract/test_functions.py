@@ -13,6 +13,7 @@ from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.cluster import Node
 from tests.contract.relay import Relay
 from tests.contract.some_calls import (
     LEASE_S,
@@ -242,12 +243,12 @@ async def test_a_claim_stays_within_the_worker_s_room(functions: Functions) -> N
 
 
 async def test_a_claim_whose_reply_is_lost_is_not_repeated(
-    functions: Functions, redis_server: EmbeddedRedis, keys: Keys
+    functions: Functions, redis_node: EmbeddedRedis | Node, keys: Keys
 ) -> None:
     """A repeated claim would take further jobs, and the first would wait until its lease expires.
     The worker asks which jobs it holds instead."""
     jobs = [make_job(), make_job()]
-    async with Relay(redis_server).running() as relay:
+    async with Relay(redis_node).running() as relay:
         client = connect(f"redis://127.0.0.1:{relay.port}", Keys("test"))
         async with contextlib.aclosing(client):
             worker = Functions(client, keys)

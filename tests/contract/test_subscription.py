@@ -13,6 +13,7 @@ from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 from contract.connection import Listener, connect
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.cluster import Node
 from tests.contract.relay import Relay, with_tls
 
 pytestmark = pytest.mark.anyio
@@ -111,11 +112,11 @@ async def test_an_unreachable_server_is_reported_at_once(tmp_path: Path) -> None
 
 
 async def test_a_silent_connection_is_closed(
-    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+    redis_client: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node
 ) -> None:
     """The connection is open and no message arrives: only an unanswered PING shows that it is
     dead."""
-    async with Relay(redis_server).running() as relay:
+    async with Relay(redis_node).running() as relay:
         url = f"redis://127.0.0.1:{relay.port}"
         async with listening(url, "one", look_s=0.2) as (_, listener, task):
             relay.fall_silent()
@@ -137,12 +138,12 @@ async def test_an_idle_connection_is_kept(
 
 
 async def test_a_redis_user_without_a_channel_gets_an_error(
-    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+    redis_client: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node
 ) -> None:
     await redis_client.acl_setuser(
         "deaf", enabled=True, passwords=["+secret"], commands=["+@all"], reset=True
     )
-    url = redis_server.url.replace("unix://", "unix://deaf:secret@")
+    url = redis_node.url.replace("unix://", "unix://deaf:secret@")
     with pytest.raises(NoPermissionError):
         async with listening(url, "one"):
             pass
@@ -150,9 +151,9 @@ async def test_a_redis_user_without_a_channel_gets_an_error(
 
 
 async def test_a_subscription_works_over_tls(
-    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
+    redis_client: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node, tmp_path: Path
 ) -> None:
-    tls = with_tls(redis_server, tmp_path)
+    tls = with_tls(redis_node, tmp_path)
     async with tls as (_, url), listening(url, "one") as (received, _, _):
         await redis_client.publish("one", "x" * 100_000)
         assert await data_of(received, 1) == [b"x" * 100_000]

@@ -6,6 +6,7 @@ import pytest
 import redis
 
 from infra.embedded_redis import EmbeddedRedis
+from tests.cluster import plain_client
 from tests.e2e.questions import KEYS
 from tests.infra.stack import Stack, running_demo_stack
 from tests.vllm_environment import vllm_arguments
@@ -26,5 +27,5 @@ def stack(redis_server: EmbeddedRedis, request: pytest.FixtureRequest) -> Iterat
 
 @pytest.fixture
 def redis_view(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(redis_server.url) as client:
+    with plain_client(redis_server.url, KEYS) as client:
         yield client

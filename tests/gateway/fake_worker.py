@@ -124,6 +124,7 @@ class FakeWorker:
     script: Script = field(default_factory=lambda: says("Hello", " wörld", "!"))
     seen: list[Job] = field(default_factory=list)
     lanes: tuple[str, ...] = LANES
+    info: str = "{}"  # JSON, of its status
 
     async def beat(self, *held: Claimed) -> list[str]:
         pairs = [(claimed.job.id, claimed.epoch) for claimed in held]
@@ -132,7 +133,7 @@ class FakeWorker:
             self.model,
             pairs,
             lease_s=LEASE_S,
-            info="{}",
+            info=self.info,
             capacity=self.capacity,
         )
 

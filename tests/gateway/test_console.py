@@ -11,6 +11,7 @@ from axe_playwright_python.base import AXE_FILE_PATH
 from playwright.async_api import Browser, Page, expect
 
 from contract.api_keys import ApiKeys, KeyTerms, Scope
+from contract.callbacks import Callback, CallbackKind
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Claimed
 from contract.functions import Functions
@@ -18,6 +19,7 @@ from contract.jobs import FinishReason
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.browser import chromium, needs_chromium
+from tests.contract.some_calls import make_job, make_submission
 from tests.fakes import encode_text
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
@@ -25,6 +27,14 @@ from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 pytestmark = [pytest.mark.anyio, needs_chromium]
 
 JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
+WORKER_INFO = {
+    "device": "NVIDIA H100",
+    "gpu_share": 0.5,
+    "num_running": 1,
+    "num_blocks": 100,
+    "num_free_blocks": 40,
+    "num_cached_blocks": 15,
+}
 VIEWS = ("overview", "batch", "jobs", "flows")
 HOSTILE = (
     "<script>window.hit=1</script>",
@@ -126,6 +136,32 @@ async def test_each_view_shows_what_a_call_changed(
     await lane.locator("button", has_text="Resume").click()
     await page.locator("#confirm-yes").click()
     await expect(lane).to_contain_text("open", timeout=10_000)
+
+
+async def test_the_overview_tells_of_devices_callbacks_and_all_gateways(
+    page: Page, http: httpx.AsyncClient, idle_worker: FakeWorker, functions: Functions
+) -> None:
+    """A worker's device, its GPU's use and its blocks; callbacks that wait; what another gateway
+    refuses, by reason."""
+    idle_worker.info = json.dumps(WORKER_INFO)
+    await idle_worker.beat()
+    await page.goto("/console")
+    worker = page.locator("#workers tr")
+    await expect(worker).to_contain_text("H100, 50 % busy", timeout=20_000)
+    cells = await worker.locator("td").all_inner_texts()
+    assert cells[8:11] == ["60", "15", "25"]
+    await expect(page.locator("#charts")).to_contain_text("GPUs busy")
+    paused = await http.post("/v1/lanes/pause", json={"lane": "standard"})
+    assert paused.status_code == 200
+    assert (await http.post("/v1/jobs", json=JOB)).status_code == 503
+    await expect(page.locator("#refusals")).to_contain_text("lane_paused", timeout=10_000)
+    target = Callback(kind=CallbackKind.URL, target="https://a/x")
+    job = make_job(lane="interactive")
+    await functions.submit(job, make_submission(callback=target))
+    await functions.cancel(job.id, job.tenant)
+    await expect(page.locator("#summary")).to_contain_text(
+        "callbacks: 1 waiting, 0 dead", timeout=10_000
+    )
 
 
 async def test_a_waiting_job_is_moved_and_cancelled_from_its_page(

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from fastapi.routing import APIRoute
 
 from contract.errors import ErrorCode
 from gateway.app import create_app
@@ -12,7 +11,6 @@ from gateway.http.errors import STATUS_BY_CODE
 from gateway.prepare.response_bodies import UNSUPPORTED_OF_RESPONSES
 from gateway.prepare.unsupported import IGNORED, UNSUPPORTED
 from gateway.prepare.vector_bodies import UNSUPPORTED_OF_VECTORS
-from gateway.routes import calls, health, jobs, models, objects, responses
 from gateway.settings import GatewaySettings
 from infra.options import GATEWAY_DRAIN_S
 
@@ -37,18 +35,6 @@ def test_every_code_of_the_gateway_is_documented() -> None:
         codes |= set(re.findall(pattern, path.read_text()))
     assert len(codes) > 10
     assert {code for code in codes if f"`{code}`" not in text} == set()
-
-
-def test_every_route_is_documented() -> None:
-    """Method and path."""
-    text = (DOCS / "api.md").read_text()
-    modules = (calls, responses, health, jobs, models, objects)
-    for router in (module.router for module in modules):
-        for route in router.routes:
-            assert isinstance(route, APIRoute)
-            path = re.sub(r"\{(\w+?)_id(:path)?\}", "{id}", route.path)
-            for method in route.methods or ():
-                assert f"`{method} {path}`" in text, (method, path)
 
 
 def test_every_unsupported_or_ignored_parameter_is_documented() -> None:

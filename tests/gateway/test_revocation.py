@@ -1,6 +1,7 @@
 """A revoked key: its calls end within five seconds, and their jobs as if the caller had left."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms
+from contract.function_types import Claimed
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
@@ -31,29 +33,25 @@ async def bearer(api_keys: ApiKeys, **options: Any) -> tuple[dict[str, str], str
     return {"authorization": f"Bearer {key}"}, prefix
 
 
+CALLS: list[tuple[str, dict[str, Any], JobStatus]] = [
+    ("/v1/completions", BODY, JobStatus.CANCELLED),
+    ("/v1/completions", BODY | LATER, JobStatus.STREAMING),
+    ("/v1/completions", BODY | STREAM, JobStatus.CANCELLED),
+    ("/v1/chat/completions", CHAT | STREAM, JobStatus.CANCELLED),
+    ("/v1/chat/completions", CHAT | STREAM | LATER, JobStatus.STREAMING),
+    ("/v1/responses", ASKED, JobStatus.CANCELLED),
+    ("/v1/responses", ASKED | STREAM, JobStatus.CANCELLED),
+    ("/v1/responses", ASKED | STREAM | {"background": True}, JobStatus.STREAMING),
+    ("/v1/jobs/{id}/events", {}, JobStatus.STREAMING),
+]
+
+
 @pytest.mark.parametrize("has_spoken", [False, True], ids=["waiting", "speaking"])
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("/v1/completions", BODY, JobStatus.CANCELLED),
-        ("/v1/completions", BODY | LATER, JobStatus.STREAMING),
-        ("/v1/completions", BODY | STREAM, JobStatus.CANCELLED),
-        ("/v1/chat/completions", CHAT | STREAM, JobStatus.CANCELLED),
-        ("/v1/chat/completions", CHAT | STREAM | LATER, JobStatus.STREAMING),
-        ("/v1/responses", ASKED, JobStatus.CANCELLED),
-        ("/v1/responses", ASKED | STREAM, JobStatus.CANCELLED),
-        ("/v1/responses", ASKED | STREAM | {"background": True}, JobStatus.STREAMING),
-        ("/v1/jobs/{id}/events", {}, JobStatus.STREAMING),
-    ],
-)
-async def test_a_revoked_key_ends_its_open_call(
+async def test_a_revoked_key_ends_its_open_calls(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     idle_worker: FakeWorker,
-    path: str,
-    body: dict[str, Any],
-    status: JobStatus,
     has_spoken: bool,
 ) -> None:
     """Whole answers get 401, streams an error event. A job goes on if it would without its caller;
@@ -67,33 +65,37 @@ async def test_a_revoked_key_ends_its_open_call(
         ):
             theirs = group.create_task(http.post("/v1/completions", json=BODY, headers=other))
             of_other = await idle_worker.claim()
-            if "{id}" in path:
-                job = {"endpoint": "/v1/completions", "body": BODY}
-                made = await http.post("/v1/jobs", json=job, headers=mine)
-                path = path.format(id=made.json()["id"])
-            method = "POST" if body else "GET"
-            asking = http.request(method, path, json=body or None, headers=mine)
-            call = group.create_task(asking)
-            claimed = await idle_worker.claim()
-            if has_spoken:
-                await idle_worker.say(claimed, 1, says("Hello")(claimed.job)[0])
+            opened = []
+            for path, body, status in CALLS:
+                if "{id}" in path:
+                    job = {"endpoint": "/v1/completions", "body": BODY}
+                    made = await http.post("/v1/jobs", json=job, headers=mine)
+                    path = path.format(id=made.json()["id"])
+                method = "POST" if body else "GET"
+                asking = http.request(method, path, json=body or None, headers=mine)
+                call = group.create_task(asking)
+                claimed = await idle_worker.claim()
+                if has_spoken:
+                    await idle_worker.say(claimed, 1, says("Hello")(claimed.job)[0])
+                elif status is JobStatus.STREAMING:
+                    status = JobStatus.CLAIMED
+                opened.append((call, body, claimed, status))
 
             await api_keys.revoke(prefix)
             async with asyncio.timeout(PROMISED_S):
-                answer = await call
+                await asyncio.wait([call for call, *_ in opened])
 
-            assert_ended(answer, is_stream=bool(body.get("stream")) or not body)
-            if not has_spoken and status is JobStatus.STREAMING:
-                status = JobStatus.CLAIMED
-
-            async def is_so() -> bool:
-                found = await idle_worker.functions.read(claimed.job.id, "acme")
-                return found is not None and found[0].status is status
-
-            await until(is_so)
+            for call, body, claimed, status in opened:
+                assert_ended(call.result(), is_stream=bool(body.get("stream")) or not body)
+                await until(partial(has_status, idle_worker, claimed, status))
             assert not theirs.done()
             await idle_worker.run(of_other)
             assert (await theirs).status_code == 200
+
+
+async def has_status(worker: FakeWorker, claimed: Claimed, status: JobStatus) -> bool:
+    found = await worker.functions.read(claimed.job.id, "acme")
+    return found is not None and found[0].status is status
 
 
 def assert_ended(answer: httpx.Response, *, is_stream: bool) -> None:

@@ -26,7 +26,7 @@ from tests.fakes import hash_tokenizer
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-LIMITS = ChildLimits(cpu_s=1)
+LIMITS = ChildLimits(cpu_s=1, wall_s=60.0)  # the machine may be busy
 HOSTILE = {
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals of a function": "{{ raise_exception.__globals__.os }}",

@@ -28,7 +28,7 @@ from tests.markdown import code_blocks
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("docker", "systemctl")
+KINDS = ("docker", pytest.param("systemctl", marks=pytest.mark.campaign))
 SLOW = HashModelOptions(step_s=0.05, eos_rate=0.0)
 NUM_TOKENS = 80
 

@@ -113,8 +113,9 @@ class MovesWalk:
         else:
             number = self._rng.choice(NUMBERS)
             removes = self._rng.random() < 0.4 and number in self._entries
-            state = self._rng.choice(["active", "active", "draining"])
-            changes[number] = None if removes else Entry(1.0, "active" if number == 0 else state)
+            drains = number != 0 and self._rng.random() < 0.3
+            entry = Entry(1.0, "draining" if drains else "active")
+            changes[number] = None if removes else entry
         words = {n: "" if e is None else e.state for n, e in changes.items()}
         expected = self._reference.chart(version, words)
         try:

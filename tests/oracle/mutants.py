@@ -602,6 +602,11 @@ MUTANTS = [
         "if true then",
         seed=3,
     ),
+    Mutant(
+        "marks are noted at the time of the append",
+        "kind, now - begun, now - ended, rest)",
+        "kind, now, now - ended, rest)",
+    ),
     Mutant("the hash forgets the past", "sha1hex(hash .. event)", "sha1hex(event)"),
     Mutant(
         "compaction drops an event",

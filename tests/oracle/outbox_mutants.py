@@ -108,7 +108,7 @@ _TEXTS = [
     ),
     (
         "a replayed letter stays dead",
-        "  redis.call('ZREM', tag .. ':dead:' .. tenant, id)\n",
+        "  redis.call('ZREM', outbox.dead(tag, tenant), id)\n",
         "",
     ),
     (

@@ -23,7 +23,6 @@ from contract.function_types import (
     Blame,
     Claimed,
     JobPage,
-    JobRun,
     JobView,
     LaneRoom,
     QueuePosition,
@@ -44,6 +43,7 @@ from contract.functions import (
     UNKNOWN_MS,
     decode_position,
     decode_rates,
+    decode_runs,
     encoded_parts,
     refusal,
     stored_bytes,
@@ -71,6 +71,7 @@ from tests.oracle.reference_promises import Promises
 
 FIRST_HASH = "00000000"
 MAX_RELEASES = 32
+MAX_RUNS_BYTES = 1024
 SUSPECT = "suspect"
 BACK = "back"
 
@@ -104,7 +105,7 @@ class Record:
     num_tokens: int = 0
     predicted_ms: int = UNKNOWN_MS  # its wait, at submission
     claimed_ms: int | None = None
-    runs: tuple[JobRun, ...] = ()
+    runs: str = ""  # a line for each claim and mark, the last MAX_RUNS_BYTES
     first_token_ms: int | None = None
     finished_ms: int | None = None
     code: str = ""
@@ -192,6 +193,7 @@ class Reference:
         if job.id in self.records:
             return Submitted(job.id, False)
         if self.memory_room <= 0 and not job.parent:
+            self.totals[job.model][f"refusals_total:{job.lane}:memory_full"] += 1
             raise BrokerFull(ErrorCode.MEMORY_FULL, "")
         candidate = self._candidate(job, s)
         promises = self._promises_of.setdefault(job.model, Promises())
@@ -203,6 +205,7 @@ class Reference:
         if refused is not None:
             if refused.promised_ms is not None:
                 promises.book(candidate.line, refused.promised_ms)
+            self.totals[job.model][f"refusals_total:{job.lane}:{refused.reason}"] += 1
             raise self._refused(job, candidate, refused)
         if candidate.finds_room:
             promises.forget(candidate.line)
@@ -549,6 +552,9 @@ class Reference:
             return Verdict.OVER, record.num_tokens
         if lease_ms > 0:
             record.lease_ms = self.now_ms + lease_ms
+        for mark in item.marks:
+            times = f"{self.now_ms - mark.begun_ms} {self.now_ms - mark.ended_ms}"
+            _note(record, f"{mark.kind} {times} {mark.num} {mark.num_tokens}")
         if item.event is not None:
             record.num_tokens += item.num_tokens
             self._count("generation_tokens_total", record, item.num_tokens)
@@ -617,7 +623,7 @@ class Reference:
         record.owner = incarnation
         record.epoch += 1
         record.attempt += 1
-        record.runs += (JobRun(incarnation, self.now_ms, record.next_number),)
+        _note(record, f"{self.now_ms} {record.next_number} {incarnation}")
         self._count("attempts_total", record, 1)
         if record.claimed_ms is None:
             record.claimed_ms = self.now_ms
@@ -1057,8 +1063,12 @@ def _view(record: Record) -> JobView:
         metadata=dict(record.submission.metadata),
         result=record.result,
         predicted_wait_ms=None if record.predicted_ms == UNKNOWN_MS else record.predicted_ms,
-        runs=record.runs,
+        runs=decode_runs(record.runs.encode()),
     )
+
+
+def _note(record: Record, line: str) -> None:
+    record.runs = f"{record.runs}{line}\n"[-MAX_RUNS_BYTES:]
 
 
 def _passes_progress(record: Record, num_new: int) -> bool:

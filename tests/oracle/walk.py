@@ -3,7 +3,14 @@
 import random
 from typing import Any
 
-from contract.function_types import FairRoom, LaneRoom, TenantLimits, Wanted, WorkerCapacity
+from contract.function_types import (
+    FairRoom,
+    JobMark,
+    LaneRoom,
+    TenantLimits,
+    Wanted,
+    WorkerCapacity,
+)
 from contract.jobs import JobStatus
 from contract.pauses import Line
 from tests.oracle.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
@@ -90,6 +97,7 @@ class Walk:
         self._weighing = random.Random(seed)  # its own, so that weights change no other step
         self._weights = (0.5, 1.0, 4.0) if seed % 2 else (1.0,)
         self._entering = random.Random(seed)
+        self._marking = random.Random(seed)
         self._batch_price = (1.0, 0.5, 0.3)[seed // 6 % 3]
         self._stage = STAGES[seed % len(STAGES)]
         self._measures = seed % 18 != 9  # in a third of the worlds of _LIMITS no worker does
@@ -300,7 +308,15 @@ class Walk:
             is_kept_elsewhere=self._flip(0.2),
             beside=sorted(self._world.beliefs[worker])[-3:] if self._flip(0.3) else (),
             renews=self._flip(0.6),
+            marks=self._marks(),
         )
+
+    def _marks(self) -> tuple[JobMark, ...]:
+        rng = self._marking
+        if rng.random() < 0.7:
+            return ()
+        chunks = JobMark("prefill", 900, rng.randint(0, 900), 3, 1500)
+        return (chunks, JobMark("displaced", 7, 7, 1, 12)) if rng.random() < 0.5 else (chunks,)
 
     def _go_on(self) -> None:
         """A worker appends a token to some jobs, repeatedly for longer than a lease."""

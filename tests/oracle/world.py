@@ -16,7 +16,7 @@ import redis
 import redis.asyncio
 from msgspec.structs import replace
 
-from contract.callbacks import Callback, CallbackKind
+from contract.callbacks import Callback, CallbackKind, OutboxState
 from contract.connection import connect
 from contract.errors import BatchwayError, BrokerFull, JobRefused
 from contract.events import ChoiceDelta, Tokens
@@ -24,6 +24,7 @@ from contract.function_types import (
     Append,
     Blame,
     Claimed,
+    JobMark,
     JobPage,
     LaneRoom,
     Quote,
@@ -286,12 +287,14 @@ class World:
         is_kept_elsewhere: bool = False,
         beside: Sequence[str] = (),
         renews: bool = True,
+        marks: tuple[JobMark, ...] = (),
     ) -> None:
         """`shift` 0 is the next event; −1 repeats one, +1 leaves a gap. A token of each job in
         `beside` comes first."""
         result = REF if fin and is_kept_elsewhere else None
         items = [self._said(worker, other, 1) for other in beside if other != job_id]
-        items.append(self._said(worker, job_id, num_tokens, shift, fin, result))
+        said = self._said(worker, job_id, num_tokens, shift, fin, result)
+        items.append(replace(said, marks=marks))
         lease_s = LEASE_S if renews else 0.0
         verdicts = self._both("append", worker, items, lease_s=lease_s)
         for item, (verdict, next_number) in zip(items, verdicts, strict=True):
@@ -487,6 +490,9 @@ class World:
             known = record.owner, record.job.tenant, record.lane, record.attempt, record.num_tokens
             seen = job.worker, job.tenant, job.lane, job.attempt, job.num_output_tokens
             assert seen == known, job.job_id
+        posted = [entry.state for entry in self.reference.outbox.entries.values()]
+        counted = watched.num_due_callbacks, watched.num_dead_callbacks
+        assert counted == (posted.count(OutboxState.DUE), posted.count(OutboxState.DEAD))
         self.replies["watch some" if watched.held else "watch none"] += 1
 
     def read(self, job_id: str, tenant: str) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 MIB = 2**20
 LANES = ("interactive", "standard", "batch", "scoring")
-NUM_JOBS = int(os.environ.get("FLOOD_JOBS", "400"))
+NUM_JOBS = int(os.environ.get("FLOOD_JOBS", "200"))
 # A job's own bounds, and a client that has too many calls under way.
 OWN_BOUNDS = {"lane_full", "tenant_quota", "deadline_infeasible"}
 PROMPTS = (12_000, 12_000, 3_000, 100)

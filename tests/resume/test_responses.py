@@ -17,9 +17,9 @@ from tests.gateway.test_stored_responses import blocks_of, first_block
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
-NUM_TOKENS = 30
-MODEL = HashModelOptions(eos_rate=0.0, step_s=0.5)  # the job outlasts its readers
-KILLS = (3, 14)  # a worker dies after the event with this number
+NUM_TOKENS = 16
+MODEL = HashModelOptions(eos_rate=0.0, step_s=0.3)  # the job outlasts its readers
+KILLS = (3, 12)  # a worker dies after the event with this number
 
 
 async def test_killed_at_every_event_it_goes_on_with_the_same_bytes(

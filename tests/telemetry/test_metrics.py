@@ -110,20 +110,3 @@ def test_fields_of_another_version_are_left_out() -> None:
     fields = {"of_tomorrow_total:x": 1, "batch_size:sum:of:more": 2, "num_preemptions_total": 1}
     shown = samples(page(list(counted_families({"m": fields}, Source.ENGINES))).decode())
     assert list(shown.values()) == [1.0]
-
-
-def documented() -> dict[str, tuple[str, str]]:
-    """The tables of docs/metrics.md: name → (kind, labels)."""
-    text = (ROOT / "docs" / "metrics.md").read_text()
-    rows = re.findall(r"^\| `batchway_(\w+)` \| (\w+) \| ([^|]*) \|", text, re.MULTILINE)
-    assert len({name for name, *_ in rows}) == len(rows)
-    return {name: (kind, labels.strip()) for name, kind, labels in rows}
-
-
-def test_documented_metrics_are_exported() -> None:
-    """With the same kinds and labels, and no others are exported."""
-    exported = {
-        metric.name: (metric.kind, ", ".join(f"`{label}`" for label in metric.all_labels))
-        for metric in METRICS.values()
-    }
-    assert documented() == exported

@@ -132,6 +132,11 @@ class BlockManager:
         return len(self._blank_ids) + len(self._kept_ids)
 
     @property
+    def num_cached(self) -> int:
+        """Free blocks whose content is kept for others until they are needed."""
+        return len(self._kept_ids)
+
+    @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 

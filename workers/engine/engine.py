@@ -31,7 +31,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepPlan
 from workers.engine.strategy import Strategies, Strategy
-from workers.ipc.messages import TokenOut, VectorOut
+from workers.ipc.messages import Marked, TokenOut, VectorOut
 from workers.lanes import DEFAULT_LANES, Lane
 
 
@@ -167,11 +167,13 @@ class Engine(JobEngine):
         report.num_running, report.num_waiting = scheduler.num_running, scheduler.num_waiting
         report.waiting_lanes = scheduler.waiting_lanes
         report.num_free_blocks = self._blocks.num_free
+        report.num_cached_blocks = self._blocks.num_cached
         report.num_step_seqs = num_streams + len(num_each)
         report.num_step_tokens = num_streams + sum(num_each)
         report.num_decode_tokens = num_streams + num_known.count(1) + num_drafted
         report.num_drafted_tokens = num_drafted
         report.num_preemptions = len(plan.preempted)
+        report.marks = _marks(plan)
         report.num_prefix_queries = plan.num_prefix_queries
         report.num_prefix_hits = plan.num_prefix_hits
 
@@ -280,6 +282,24 @@ def _num_equal(one: Seq[int], other: Seq[int]) -> int:
     """The number of leading elements that are equal in both."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _marks(plan: StepPlan) -> list[Marked]:
+    """Losses of places, then chunks of prompts; a stream's one token is none."""
+    marks = [
+        Marked(
+            sequence.job_id,
+            sequence.epoch,
+            "displaced" if sequence in plan.displaced else "preempted",
+            sequence.num_once_computed,
+        )
+        for sequence in sorted(plan.preempted, key=lambda sequence: sequence.arrival)
+    ]
+    for chunk in plan.served_singly:
+        sequence = chunk.sequence
+        if chunk.num_known > 1 or chunk.start < sequence.num_prompt - 1:
+            marks.append(Marked(sequence.job_id, sequence.epoch, "prefill", chunk.num_known))
+    return marks
 
 
 def _late(masks: StepMasks | None, chunks: Seq[Chunk]) -> set[Sequence]:

@@ -244,3 +244,5 @@ class LoadedModel:
     pooling: PoolingCard | None = None  # of a prefill-only model
     tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
     resume: ResumeKind = "same-noise"  # how its jobs go on after their worker's death
+    device: str = ""  # its name
+    gpu_uuids: tuple[str, ...] = ()  # of the GPUs that compute, as nvidia-smi names them

@@ -11,6 +11,7 @@ from workers.ipc.messages import (
     EngineLoad,
     FromEngine,
     JobFailed,
+    Marked,
     PromptLogprobs,
     TokenOut,
     VectorOut,
@@ -47,6 +48,7 @@ class StepReport(EngineLoad, array_like=False, tag=False):
     failed: list[JobFailed] = msgspec.field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = msgspec.field(default_factory=list)
     vectors: list[VectorOut] = msgspec.field(default_factory=list)
+    marks: list[Marked] = msgspec.field(default_factory=list)
 
     def add_scores(self, sequence: Sequence, found: interface.PromptLogprobs) -> None:
         """Adds log probabilities of a part of the sequence's prompt."""
@@ -55,11 +57,12 @@ class StepReport(EngineLoad, array_like=False, tag=False):
         self.prompt_logprobs.append(PromptLogprobs(job_id, epoch, found.start, scores, number))
 
     def messages(self, start_s: float, ended_s: float) -> list[FromEngine]:
-        """Returns prompt scores, tokens, vectors, ends, failures, and the load last. The times are
-        those of the whole step."""
+        """Returns marks, prompt scores, tokens, vectors, ends, failures, and the load last. The
+        times are those of the whole step."""
         load = EngineLoad(*[getattr(self, name) for name in EngineLoad.__struct_fields__])
         load.model_s, load.step_s, load.ended_s = self.step_s, ended_s - start_s, ended_s
         return [
+            *self.marks,
             *self.prompt_logprobs,
             *self.outputs,
             *self.vectors,

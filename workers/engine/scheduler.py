@@ -367,6 +367,7 @@ class Scheduler:
         verdict, entry = self._admission.ask(plan, candidate)
         while entry is not None and entry.victims:
             for victim in entry.victims:
+                plan.displaced.add(victim)
                 self._take_blocks(plan, victim)
             # Blocks that victims shared with each other or the candidate are known only now.
             verdict, entry = self._admission.ask(plan, candidate)

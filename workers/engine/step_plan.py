@@ -132,6 +132,7 @@ class StepPlan:
     seconds_left: float = math.inf
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     preempted: set[Sequence] = field(default_factory=set)
+    displaced: set[Sequence] = field(default_factory=set)  # of these, for sequences admitted now
     is_full: bool = False  # an overdue sequence waits for room: admit no one else
     streams: Streams = field(default_factory=Streams)  # running when the step began
     streams_s: float = 0.0  # time they add to the step, if its time is limited

@@ -139,4 +139,6 @@ def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities
         pooling=loaded.pooling,
         tokens_per_s=loaded.tokens_per_s,
         num_step_tokens=options.max_num_batched_tokens or loaded.num_step_tokens,
+        device=loaded.device,
+        gpu_uuids=loaded.gpu_uuids,
     )

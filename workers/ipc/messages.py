@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from contract.events import TokenLogprob
-from contract.jobs import FinishReason, Pooling, SamplingParams
+from contract.jobs import FinishReason, MarkKind, Pooling, SamplingParams
 from contract.model_cards import (
     Capabilities,
     GenerationDefaults,
@@ -192,6 +192,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     pooling: PoolingCard | None = None  # of a prefill-only model
     tokens_per_s: float = 0.0  # of a full step of a prefill-only model; 0: not measured
     num_step_tokens: int = 0  # the token budget of a step; 0: unknown
+    device: str = ""  # its name
+    gpu_uuids: tuple[str, ...] = ()  # of the GPUs that compute, as nvidia-smi names them
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
@@ -241,6 +243,15 @@ class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
+class Marked(msgspec.Struct, frozen=True, array_like=True, tag="marked"):
+    """What a step did with a job beside its output; of a loss, the tokens that it had computed."""
+
+    job_id: str
+    epoch: int
+    kind: MarkKind
+    num_tokens: int
+
+
 class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     """The engine's state after a step, from which the supervisor sizes its next claim."""
 
@@ -264,6 +275,7 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
     model_s: float = 0.0  # the model's part of `step_s`
     # `model_s` as predicted before the step. 0: there was no prediction yet; None: there never is.
     predicted_s: float | None = None
+    num_cached_blocks: int | None = None  # part of the free ones; None: unknown
 
 
 FromEngine = (
@@ -276,6 +288,7 @@ FromEngine = (
     | VectorOut
     | ChoiceEnded
     | JobFailed
+    | Marked
     | EngineLoad
 )
 

@@ -80,6 +80,16 @@ def capability_of(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def gpu_uuids(device: torch.device) -> tuple[str, ...]:
+    """The GPU's uuid, as nvidia-smi names it; none of a CPU."""
+    gpus = visible_gpus() if device.type == "cuda" else ()
+    return tuple(gpu.uuid for gpu in gpus[:1])
+
+
 def choose_dtype(name: str, config: PretrainedConfig, capability: Capability | None) -> torch.dtype:
     """auto: float32 on a CPU; on a GPU the checkpoint's own half type, or bfloat16; float16 where
     the GPU has no bfloat16. capability None: a CPU. Raises ModelRefused."""

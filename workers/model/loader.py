@@ -26,7 +26,9 @@ from workers.model.device import (
     check_triton,
     choose_device,
     choose_dtype,
+    device_name,
     dtype_name,
+    gpu_uuids,
 )
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
@@ -113,6 +115,8 @@ def load_model(
         num_step_tokens,
         generation,
         resume=resume_kind(device.type, computes_in),
+        device=device_name(device),
+        gpu_uuids=gpu_uuids(device),
     )
 
 
@@ -151,6 +155,8 @@ def _load_pooling(
         pooling=card,
         tokens_per_s=runner.tokens_per_s,
         resume=resume_kind(device.type, dtype_name(dtype)),
+        device=device_name(device),
+        gpu_uuids=gpu_uuids(device),
     )
 
 

@@ -27,6 +27,7 @@ from workers.ipc.messages import (
     JobFailed,
     LoadFailed,
     Loading,
+    Marked,
     PromptLogprobs,
     Ready,
     Running,
@@ -162,6 +163,9 @@ class EngineKeeper:
                 self._engine.running = frozenset(job_ids)
                 self._engine.steps.begin(time.monotonic())
                 self._holding.spans.note_running(job_ids)
+            case Marked(job_id, epoch, kind, num_tokens):
+                if (job := self._holding.get(job_id, epoch)) is not None:
+                    job.mark(kind, num_tokens, time.monotonic())
             case JobFailed(_, _, ErrorCode.DEADLINE, _):
                 pass  # the sweep of Redis ends expired jobs
             case PromptLogprobs(job_id, epoch):

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
-from contract.function_types import Claimed
-from contract.jobs import Endpoint, FinishReason, Job, ObjectRef
+from contract.function_types import Claimed, JobMark
+from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
 from workers.ipc.messages import ChoiceEnded, PromptLogprobs, Request, TokenOut, VectorOut
@@ -245,6 +245,20 @@ class _Scores:
         return event
 
 
+_MAX_MARKS = 8  # of one append
+
+
+@dataclass(slots=True)
+class _Mark:
+    """What the engine did with the job, from the first to the last of `num` times."""
+
+    kind: MarkKind
+    begun_s: float
+    ended_s: float
+    num: int
+    num_tokens: int
+
+
 class HeldJob:
     """A claimed job, until it ends or is lost."""
 
@@ -265,6 +279,7 @@ class HeldJob:
         self.result: ObjectRef | None = None  # the stored result
         self.num_vector_bytes = 0  # of a prefill-only job's output so far
         self.token_times_s: dict[int, float] = {}  # of each choice's last token (engine clock)
+        self._marks: list[_Mark] = []  # that are not logged yet
         self._deadline_s = claimed.deadline_s
         # Read for every held job at every claim.
         self._num_prompt_tokens = claimed.job.num_prompt_tokens
@@ -431,6 +446,34 @@ class HeldJob:
 
     def take_prompt(self, message: PromptLogprobs) -> None:
         self._scores[message.prompt].take(message.start, message.logprobs)
+
+    @property
+    def is_marked(self) -> bool:
+        return bool(self._marks)
+
+    def mark(self, kind: MarkKind, num_tokens: int, now_s: float) -> None:
+        """Notes what the engine did with the job; of equal ones that follow each other, the first
+        and the last time, and the sums."""
+        last = self._marks[-1] if self._marks else None
+        if last is not None and last.kind == kind:
+            last.ended_s = now_s
+            last.num += 1
+            last.num_tokens += num_tokens
+        else:
+            self._marks.append(_Mark(kind, now_s, now_s, 1, num_tokens))
+            del self._marks[:-_MAX_MARKS]
+
+    def take_marks(self, now_s: float) -> tuple[JobMark, ...]:
+        """What is not logged yet."""
+
+        def age_ms(at_s: float) -> int:
+            return round(1000 * (now_s - at_s))
+
+        taken, self._marks = self._marks, []
+        return tuple(
+            JobMark(m.kind, age_ms(m.begun_s), age_ms(m.ended_s), m.num, m.num_tokens)
+            for m in taken
+        )
 
     def take_event(self) -> tuple[Prompt | Tokens | None, int]:
         """The unlogged output as one event, and its number of output tokens. Prompt scores come

@@ -20,6 +20,7 @@ from workers.settings import WorkerSettings
 from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.drain import Drain
 from workers.supervisor.engine_keeper import RESTART_S
+from workers.supervisor.gpu_use import GpuUse
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
@@ -53,6 +54,7 @@ class LeaseKeeper:
         self._meter = meter
         self._drain = drain
         self._on_drain_order = on_drain_order
+        self._gpu_use = GpuUse(engine)
         self._is_published = False
         self._started_s: float | None = time.monotonic()  # None: its duration is reported
         self._control: asyncio.Queue[str] = asyncio.Queue()
@@ -65,6 +67,7 @@ class LeaseKeeper:
             self._sweep(),
             self._broker.listen(self._holding.wake, self._control),
             self._handle_control(),
+            self._gpu_use.watch(),
         ]
 
     async def report_draining(self) -> None:
@@ -207,7 +210,10 @@ class LeaseKeeper:
                 "num_waiting": load.num_waiting,
                 "num_free_blocks": load.num_free_blocks,
                 "num_blocks": ready.num_blocks if ready else 0,
+                "num_cached_blocks": load.num_cached_blocks,
                 "block_size": ready.block_size if ready else 0,
+                "device": ready.device if ready else "",
+                "gpu_share": self._gpu_use.share,
                 "step_tokens": ready.num_step_tokens if ready else 0,
                 "batching": self._engine.options.batching_version,
                 "places": self._engine.options.max_num_seqs,

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from msgspec.structs import replace
+
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Append, Release, Verdict
@@ -175,9 +177,12 @@ class Publisher:
                 jobs.append(job)
                 number = job.next_number
                 result = job.result if fin is JobStatus.SUCCEEDED else None
-                items.append(
-                    Append(job_id, job.epoch, number, event, num_tokens, fin, code, message, result)
+                item = Append(
+                    job_id, job.epoch, number, event, num_tokens, fin, code, message, result
                 )
+                if job.is_marked:
+                    item = replace(item, marks=job.take_marks(time.monotonic()))
+                items.append(item)
         return jobs, items
 
     async def _publish(self, jobs: list[HeldJob], items: list[Append], generation: int) -> None:

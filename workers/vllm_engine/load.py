@@ -26,6 +26,7 @@ from workers.lanes import lanes_of
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, parse_config
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
+from workers.model.nvidia import visible_gpus
 from workers.model.pooling.folder import read_folder
 from workers.model.rope import of_each_layer
 from workers.model.tokenizer import read_tokenizer
@@ -137,6 +138,7 @@ def start_vllm(
     )
     try_step(engine, min(model.max_model_len, vocab_size), options.model_path)
     num_kv_tokens = engine.num_blocks * engine.block_size
+    gpus = visible_gpus()[:1]
     ready = Ready(
         context_length=min(model.max_model_len, num_kv_tokens),
         vocab_size=vocab_size,
@@ -150,6 +152,8 @@ def start_vllm(
             resume=_resume(model) if has_plugin else "distribution",
         ),
         generation=generation,
+        device=gpus[0].name if gpus else "",
+        gpu_uuids=tuple(gpu.uuid for gpu in gpus),
     )
     return engine, ready, config.scheduler_config.max_num_batched_tokens
 

@@ -102,6 +102,19 @@ def test_choices_share_their_prompt_and_copy_its_last_block() -> None:
     assert counts == {1: (5, 1), 4: (4 + 4, 4)}
 
 
+def test_free_blocks_whose_content_is_kept_are_counted() -> None:
+    """Those of a sequence that has ended, until they are evicted."""
+    harness = Harness(Sizes())
+    assert harness.step().num_cached_blocks == 0
+    harness.add(job("first", PROMPT))
+    harness.run()
+    last = harness.step()
+    assert last.num_free_blocks == 64
+    assert last.num_cached_blocks == 4
+    harness.engine.evict_cache()
+    assert harness.step().num_cached_blocks == 0
+
+
 def test_content_that_was_evicted_is_not_found() -> None:
     """After another tenant has filled all blocks."""
     harness = Harness(Sizes())
