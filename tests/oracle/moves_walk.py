@@ -114,8 +114,8 @@ class MovesWalk:
             number = self._rng.choice(NUMBERS)
             removes = self._rng.random() < 0.4 and number in self._entries
             drains = number != 0 and self._rng.random() < 0.3
-            entry = Entry(1.0, "draining" if drains else "active")
-            changes[number] = None if removes else entry
+            made = Entry(1.0, "draining" if drains else "active")
+            changes[number] = None if removes else made
         words = {n: "" if e is None else e.state for n, e in changes.items()}
         expected = self._reference.chart(version, words)
         try:
