@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +13,8 @@ import redis.asyncio
 from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.ids import partition_of
 from contract.keys import Keys
-from contract.partitions import Homes, PartitionMap, move_tenant, open_partitions
+from contract.partitions import Ask, Homes, PartitionMap, move_tenant, open_partitions
+from contract.shards import OpenShards
 from infra.cli import main
 from infra.embedded_redis import EmbeddedRedis
 from infra.partitions_command import EXIT_LEFT
@@ -28,26 +29,23 @@ TENANTS = [f"tenant{number}" for number in range(12)]
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 4}
 JOB = {"endpoint": "/v1/completions", "body": BODY}
 
-T = TypeVar("T")
 
-
-class Asker:
-    """Calls partitions as nobody's gateway."""
-
-    def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._client = client
-
-    async def __call__(self, number: int, call: Callable[[Homes], Awaitable[T]], /) -> T:
-        return await call(Homes(self._client, Keys("test", number)))
+@pytest.fixture
+async def shards(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
+) -> AsyncIterator[OpenShards]:
+    """All partitions of an empty server or cluster, called as nobody's gateway."""
+    async with OpenShards(redis_server.url, "test") as found:
+        yield found
 
 
 @pytest.fixture
-def ask(redis_client: redis.asyncio.Redis) -> Asker:
-    return Asker(redis_client)
+def ask(shards: OpenShards) -> Ask:
+    return shards.ask
 
 
 @pytest.fixture
-async def known(ask: Asker) -> PartitionMap:
+async def known(ask: Ask) -> PartitionMap:
     return await open_partitions(ask, NUM_PARTITIONS)
 
 
@@ -159,7 +157,7 @@ async def test_jobs_run_where_their_tenants_live_and_an_admin_sees_all(
 
 
 async def test_a_tenant_moves_while_it_submits(
-    redis_server: EmbeddedRedis, callers: Callers, known: PartitionMap, ask: Asker
+    redis_server: EmbeddedRedis, callers: Callers, known: PartitionMap, ask: Ask
 ) -> None:
     """Between any two calls: no job is lost or doubled, keys of idempotency hold, what was
     submitted before ends where it is, and the tenant's list has all."""
@@ -193,7 +191,7 @@ async def test_a_tenant_moves_while_it_submits(
 
 
 async def test_limits_hold_while_a_tenant_moves(
-    callers: Callers, ask: Asker, redis_client: redis.asyncio.Redis
+    callers: Callers, ask: Ask, redis_client: redis.asyncio.Redis
 ) -> None:
     """Two gateways with different maps together admit no more than one would."""
     api_keys = ApiKeys(redis_client, Keys("test"), None)
@@ -208,7 +206,7 @@ async def test_limits_hold_while_a_tenant_moves(
     assert codes[429] == 24 - 6, codes  # 404 within the limit: nobody serves the model
 
 
-async def test_lists_of_batches_hold_after_moves(callers: Callers, ask: Asker) -> None:
+async def test_lists_of_batches_hold_after_moves(callers: Callers, ask: Ask) -> None:
     """A list of a tenant that has lived in all partitions is that of all."""
     tenant = TENANTS[1]
     for number in range(NUM_PARTITIONS):
@@ -223,6 +221,7 @@ async def test_lists_of_batches_hold_after_moves(callers: Callers, ask: Asker) -
 async def test_tenants_share_by_weight_across_partitions(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
+    shards: OpenShards,
     callers: Callers,
     known: PartitionMap,
     weights: tuple[float, float],
@@ -254,8 +253,9 @@ async def test_tenants_share_by_weight_across_partitions(
         await worker.close()
     claims = dict[str, list[int]]()
     for tenant, own in ids.items():
-        keys = Keys("test", known.choose(tenant))
-        times = [await redis_client.hget(keys.of("job", job_id), "claimed") for job_id in own]
+        shard = shards.at(known.choose(tenant))
+        names = [shard.keys.of("job", job_id) for job_id in own]
+        times = [await shard.client.hget(name, "claimed") for name in names]
         claims[tenant] = [int(time) for time in times if time is not None]
     both_ms = max(claims[other])  # until then both waited
     served = {tenant: sum(time <= both_ms for time in own) for tenant, own in claims.items()}
@@ -273,7 +273,7 @@ async def test_partitions_are_added_and_drained_under_load(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     callers: Callers,
-    ask: Asker,
+    ask: Ask,
 ) -> None:
     """While jobs come, one worker is killed and another takes its place: each job ends once."""
     ids, is_over = list[tuple[str, str]](), asyncio.Event()
@@ -314,5 +314,5 @@ async def test_partitions_are_added_and_drained_under_load(
             assert answer.status_code == 200, answer.text
 
 
-async def _has_left(ask: Asker, number: int) -> bool:
+async def _has_left(ask: Ask, number: int) -> bool:
     return all(home.number != number for home in (await ask(0, Homes.tenants)).values())

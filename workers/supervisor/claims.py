@@ -101,6 +101,21 @@ class Claims:
     def has_turn(self, partition: int) -> bool:
         return self._suspects.get(partition) == 2
 
+    def part_of(self, room: LaneRoom, turn: Turn) -> LaneRoom:
+        """The room of one turn. Where all places are taken, a partition's tenants share its part of
+        them: it does not know the weights of others."""
+        partition, fair = turn.line[0], room.fair
+        if fair is not None:
+            jobs = self._holding.jobs.values()
+            own = {job.job.tenant for job in jobs if partition_of(job.job.id) == partition}
+            fair = replace(
+                fair,
+                max_jobs=round(fair.max_jobs * turn.share),
+                max_tokens=int(fair.max_tokens * turn.share),
+                held={tenant: held for tenant, held in fair.held.items() if tenant in own},
+            )
+        return replace(room, max_jobs=turn.max_jobs, fair=fair)
+
     def rooms(self) -> dict[str, LaneRoom]:
         """The room of each lane that has any."""
         self._checked_s = self._clock_s()
@@ -198,7 +213,7 @@ class Turns:
             if part is None:
                 claims.rotation.forget(turn.line[0])
                 continue
-            await self._take(turn, part, {lane: _cut(rooms[lane], turn)})
+            await self._take(turn, part, {lane: claims.part_of(rooms[lane], turn)})
         return {}
 
     async def _take(self, turn: Turn, part: WorkerBroker, rooms: dict[str, LaneRoom]) -> None:
@@ -239,9 +254,3 @@ class Turns:
         except BrokerUnavailable:
             claims.rotation.forget(part.partition)
             claims.look_later(part.partition)
-
-
-def _cut(room: LaneRoom, turn: Turn) -> LaneRoom:
-    """The room of one turn. Where all places are taken, only a tenant below its share may come."""
-    most = min(room.max_jobs, max(1, turn.max_jobs))
-    return replace(room, max_jobs=most)

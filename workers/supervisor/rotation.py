@@ -19,13 +19,13 @@ Line = tuple[int, str]  # partition, lane
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A claim to make: up to `max_jobs` places of a lane in a partition. `must_fit`: nobody else
-    may be served before a job of it."""
+    """A claim to make: up to `max_jobs` places of a lane in a partition; 0: only of tenants below
+    their share. `share`: the partition's part of the lane, by the weights that wait."""
 
     line: Line
     max_jobs: int
     weight: float
-    must_fit: bool
+    share: float
 
 
 @dataclass(slots=True)
@@ -78,13 +78,15 @@ class Rotation:
             lines = [line for line in lines if line in left]
             if lines:
                 chosen = min(lines, key=lambda line: (self._counters[line], line[0]))
-                return self._turn(chosen, rooms[lane], must_fit=must_fit)
+                return self._turn(chosen, rooms[lane])
         return None
 
-    def _turn(self, line: Line, room: LaneRoom, *, must_fit: bool) -> Turn:
+    def _turn(self, line: Line, room: LaneRoom) -> Turn:
         sum_weights = sum(w for other, w in self.waiting.items() if other[1] == line[1])
         weight = self.waiting[line]
-        return Turn(line, round(room.max_jobs * weight / sum_weights), weight, must_fit)
+        share = weight / sum_weights
+        places = min(room.max_jobs, max(1, round(room.max_jobs * share)))
+        return Turn(line, places, weight, share)
 
     def note_claimed(
         self, turn: Turn, costs: Mapping[str, int], shares: Mapping[str, float]
@@ -92,7 +94,8 @@ class Rotation:
         """The jobs that a turn has claimed, with their costs; none: nothing fits, or waits."""
         line, lane = turn.line, turn.line[1]
         if not costs:
-            self._misses[line] = self._misses.get(line, 0) + 1
+            if turn.max_jobs:  # there was room
+                self._misses[line] = self._misses.get(line, 0) + 1
             return
         self._misses.pop(line, None)
         self._clocks[lane] = max(self._clocks.get(lane, 0.0), self._counters[line])
