@@ -3,8 +3,8 @@
 The functions write it (contract/lua/_ab.lua); this module reads it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -86,6 +86,17 @@ async def read_ab(client: redis.asyncio.Redis, keys: Keys, model: str) -> AbReco
             {arm: _num_open(totals, version) for arm, version in versions.items()},
             await _num_workers(client, keys, model),
         )
+
+
+def merged(parts: Sequence[AbRecord]) -> AbRecord:
+    """The A/B over all partitions; workers are in each of them."""
+    first, *others = parts
+    if not others:
+        return first
+    same = [part for part in parts if part.versions == first.versions]
+    jobs = sorted((job for part in same for job in part.jobs), key=lambda job: job.created_ms)
+    num_open = {arm: sum(part.num_open[arm] for part in same) for arm in ARMS}
+    return replace(first, jobs=tuple(jobs), num_open=num_open)
 
 
 def _num_open(totals: Mapping[bytes, bytes], version: str) -> int:

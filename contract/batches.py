@@ -8,7 +8,6 @@ token, so that no other feeder's object is ever read.
 
 import contextlib
 import hashlib
-import secrets
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -20,6 +19,7 @@ from contract.callbacks import Callback
 from contract.codec import encode
 from contract.connection import broker_errors, repeated
 from contract.errors import BatchwayError, WireError, wire_errors
+from contract.ids import in_partition, new_id, partition_of
 from contract.jobs import Endpoint
 from contract.library import Partition
 
@@ -119,18 +119,24 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_ms: int | None = msgspec.field(default=None, name="cancelled_at")
 
 
-def new_batch_id() -> str:
-    return f"batch_{secrets.token_hex(16)}"
+def new_batch_id(partition: int = 0) -> str:
+    return new_id("batch_", partition)
 
 
 def line_job_id(batch_id: str, line: int) -> str:
     """The id of a line's job, the same whoever submits it."""
-    return f"job-0-{hashlib.sha256(f'{batch_id}/{line}'.encode()).hexdigest()[:32]}"
+    return _derived_id("job-", batch_id, str(line))
 
 
 def result_file_id(batch_id: str, kind: str) -> str:
     """The id of a batch's file of one kind, `output` or `error`."""
-    return f"file-{hashlib.sha256(f'{batch_id}/{kind}'.encode()).hexdigest()[:32]}"
+    return _derived_id("file-", batch_id, kind)
+
+
+def _derived_id(kind: str, batch_id: str, name: str) -> str:
+    """An id in the batch's partition."""
+    digits = hashlib.sha256(f"{batch_id}/{name}".encode()).hexdigest()[:32]
+    return in_partition(kind + digits, partition_of(batch_id))
 
 
 def part_key(batch_id: str, kind: str, number: int, token: str) -> str:

@@ -9,7 +9,6 @@ purpose `upload:` with the seconds that it will be kept; lists leave it out.
 """
 
 import contextlib
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import msgspec
 
 from contract.connection import broker_errors, repeated
 from contract.errors import BatchwayError, WireError, wire_errors
+from contract.ids import new_id
 from contract.library import Partition
 
 UPLOAD_S = 3_600.0  # until a content without a record is deleted
@@ -47,8 +47,8 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     expires_ms: int = msgspec.field(default=0, name="expires")
 
 
-def new_file_id() -> str:
-    return f"file-{secrets.token_hex(16)}"
+def new_file_id(partition: int = 0) -> str:
+    return new_id("file-", partition)
 
 
 class Upload(msgspec.Struct, frozen=True):
@@ -58,10 +58,18 @@ class Upload(msgspec.Struct, frozen=True):
     file_lifetime_s: int
 
     @classmethod
-    def new(cls, tenant: str, num_bytes: int, filename: str, *, file_lifetime_s: float) -> "Upload":
+    def new(
+        cls,
+        tenant: str,
+        num_bytes: int,
+        filename: str,
+        *,
+        file_lifetime_s: float,
+        partition: int = 0,
+    ) -> "Upload":
         seconds = int(file_lifetime_s)
         record = StoredFile(
-            id=f"upload_{secrets.token_hex(16)}",
+            id=new_id("upload_", partition),
             tenant=tenant,
             num_bytes=num_bytes,
             purpose=f"{_UPLOAD_PURPOSE}{seconds}",

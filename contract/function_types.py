@@ -3,7 +3,8 @@
 Over 300 lines: one struct for each argument and reply.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Literal
 
@@ -71,6 +72,7 @@ class Submission(msgspec.Struct, frozen=True):
     is_passing: bool = False  # nobody reads the result once it was delivered
     call_prompt_tokens: int = 0  # of a flow's calls, more than its own prompt; an estimate
     is_counted: bool = False  # `enter` has counted it as a request
+    home: int = 0  # version of the tenant's home; 0: there is one partition
 
 
 class QueuePosition(msgspec.Struct, frozen=True):
@@ -282,6 +284,16 @@ class LaneSnapshot(msgspec.Struct, frozen=True):
     running_tokens: int
     oldest_wait_s: float  # since the first waiting job was submitted
 
+    def with_(self, other: "LaneSnapshot") -> "LaneSnapshot":
+        """Both together."""
+        return LaneSnapshot(
+            self.num_queued + other.num_queued,
+            self.queued_tokens + other.queued_tokens,
+            self.num_running + other.num_running,
+            self.running_tokens + other.running_tokens,
+            max(self.oldest_wait_s, other.oldest_wait_s),
+        )
+
 
 class WorkerSnapshot(msgspec.Struct, frozen=True):
     """A live worker by its last heartbeat, `seen_s` seconds ago."""
@@ -315,6 +327,24 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     workers: tuple[WorkerSnapshot, ...]
     totals: Mapping[str, int]
     deliveries: Mapping[str, int]
+
+
+def merged(parts: Sequence[FleetSnapshot]) -> FleetSnapshot:
+    """The fleet over its partitions. A worker is in each of them, its totals in the first; the
+    oldest wait counts."""
+    first, *others = parts
+    if not others:
+        return first
+    lanes = dict(first.lanes)
+    workers = {worker.incarnation: worker for worker in first.workers}
+    totals, deliveries = Counter(first.totals), Counter(first.deliveries)
+    for part in others:
+        for name, lane in part.lanes.items():
+            lanes[name] = lanes[name].with_(lane) if name in lanes else lane
+        workers = {**{worker.incarnation: worker for worker in part.workers}, **workers}
+        totals.update(part.totals)
+        deliveries.update(part.deliveries)
+    return FleetSnapshot(first.now_s, lanes, tuple(workers.values()), totals, deliveries)
 
 
 class WatchedJob(msgspec.Struct, frozen=True):

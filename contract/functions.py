@@ -63,6 +63,7 @@ from contract.function_types import (
 )
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind
 from contract.library import Partition
+from contract.partitions import Moved
 
 log = logging.getLogger("batchway.redis")
 
@@ -110,18 +111,22 @@ class Functions(Partition):
     BrokerUnavailable, CommandDenied, and WireError for an unreadable record.
     """
 
-    async def enter(self, tenant: str, limits: TenantLimits) -> None:
+    async def enter(self, tenant: str, limits: TenantLimits, *, home: int = 0) -> None:
         """Counts a call against its tenant's limit of requests, before anything is done for it.
-        Raises JobRefused with the time of a retry."""
-        retry_ms, rates = await self._call(
-            "enter", tenant, limits.requests_per_min, limits.tokens_per_min
+        `home`: version of the tenant's home. Raises JobRefused with the time of a retry; Moved."""
+        reply = await self._call(
+            "enter", tenant, limits.requests_per_min, limits.tokens_per_min, home
         )
+        if reply == [b"MOVED"]:
+            raise Moved
+        retry_ms, rates = reply
         if retry_ms:
             left = decode_rates(limits, rates)
             raise refusal(None, "tenant_quota", "requests_per_min", retry_ms, left)
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Submits a job. Raises JobRefused with the reason and the time of a retry; BrokerFull."""
+        """Submits a job. Raises JobRefused with the reason and the time of a retry; BrokerFull;
+        Moved."""
         reply = await self._call("submit", *_submit_arguments(job, submission))
         match reply:
             case [b"OK", job_id, place, rates]:
@@ -131,6 +136,8 @@ class Functions(Partition):
                 return Submitted(job_id.decode(), False)
             case [b"MISMATCH", _]:
                 raise refusal(job, "idempotency_mismatch", "", UNKNOWN_MS, None)
+            case [b"MOVED"]:
+                raise Moved
             case [b"MEMORY_FULL"]:
                 raise BrokerFull(ErrorCode.MEMORY_FULL, "Redis has no memory for more jobs")
             case [b"REFUSED", reason, limit, retry_ms, rates]:
@@ -139,8 +146,10 @@ class Functions(Partition):
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        """Returns what submit would reply; writes nothing."""
+        """Returns what submit would reply; writes nothing. Raises Moved."""
         reply = await self._call("quote", *_submit_arguments(job, submission), reads=True)
+        if reply == [b"MOVED"]:
+            raise Moved
         reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
         limits = decode_rates(submission.limits, rates)
         refused = None
@@ -392,6 +401,15 @@ class Functions(Partition):
                 *callbacks,
             )
 
+    async def waiting(
+        self, model: str, incarnation: str, lanes: Sequence[str]
+    ) -> tuple[int, dict[str, float]]:
+        """Whether suspects wait (1), whether the worker has the turn to run one (2), else 0; and by
+        lane the weight of the tenants whose jobs wait; lanes without any are missing."""
+        turn, weights = await self._call("waiting", model, incarnation, *lanes, reads=True)
+        found = {lane: float(raw) for lane, raw in zip(lanes, weights, strict=True)}
+        return turn, {lane: weight for lane, weight in found.items() if weight}
+
     async def sweep(self, max_jobs: int = 100) -> Swept:
         """Applies what has become due; the first call after a restart of Redis extends leases
         instead."""
@@ -459,6 +477,7 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
         "part": _part(job),
         "call_prompt_tokens": s.call_prompt_tokens,
+        **({"home": s.home} if s.home else {}),
     }
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane

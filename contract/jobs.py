@@ -4,7 +4,6 @@ All types are frozen, because they are sent between processes.
 """
 
 import hashlib
-import secrets
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Literal, get_args
@@ -13,6 +12,7 @@ import msgspec
 
 from contract.endpoints import Endpoint as Endpoint
 from contract.flows import FlowCall
+from contract.ids import new_id
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
@@ -260,9 +260,8 @@ def cut_tokens(job: Job) -> dict[str, int]:
     return {} if job.num_cut_tokens is None else {"truncated_tokens": job.num_cut_tokens}
 
 
-def new_job_id() -> str:
-    """A job id: the number of the job's partition, 0, and 128 random bits."""
-    return f"job-0-{secrets.token_hex(16)}"
+def new_job_id(partition: int = 0) -> str:
+    return new_id("job-", partition)
 
 
 def default_seed(job_id: str) -> int:

@@ -8,9 +8,10 @@ import msgspec
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """Names under `{bw:<namespace>:0}`; there is one partition, 0."""
+    """Names under `{bw:<namespace>:<partition>}`."""
 
     namespace: str = "default"
+    partition: int = 0
 
     def __post_init__(self) -> None:
         if not self.namespace or set(self.namespace) & set("{}:* \n"):
@@ -20,7 +21,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def tag(self) -> str:
-        return f"{{bw:{self.namespace}:0}}"
+        return f"{{bw:{self.namespace}:{self.partition}}}"
 
     def of(self, *parts: str) -> str:
         """The key whose name behind the tag consists of these parts."""

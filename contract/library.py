@@ -23,6 +23,7 @@ _SHARED = (  # in this order
     "operations",
     "fairness",
     "ledger",
+    "homes",
     "outbox",
     "running",
     "totals",

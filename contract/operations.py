@@ -5,7 +5,6 @@ An operation is leased by one gateway at a time. Its counts and how far it is ch
 in one step, so the next gateway goes on exactly there.
 """
 
-import secrets
 from enum import StrEnum
 from typing import Any
 
@@ -16,6 +15,7 @@ from contract.codec import encode
 from contract.connection import broker_errors, repeated
 from contract.errors import BatchwayError, wire_errors
 from contract.function_types import TenantLimits, Wanted
+from contract.ids import new_id
 from contract.library import Partition
 
 MAX_OPEN = 16  # operations of a tenant that have not ended
@@ -69,8 +69,8 @@ class Step(msgspec.Struct, frozen=True):
     cursor: bytes
 
 
-def new_operation_id() -> str:
-    return f"op-{secrets.token_hex(16)}"
+def new_operation_id(partition: int = 0) -> str:
+    return new_id("op-", partition)
 
 
 class Operations(Partition):

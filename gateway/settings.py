@@ -23,6 +23,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from contract.callback_urls import AllowList
 from contract.callbacks import Secrets
+from contract.partitions import MAX_PARTITIONS
 from contract.payloads import open_store
 
 _ENTRY = re.compile(r"([a-z][a-z0-9_-]{0,31})\s*=\s*(\d+|\d+(?:\.\d+)?s)")
@@ -112,6 +113,9 @@ class GatewaySettings(BaseSettings):
         description="Redis 7.0 or later; every command takes it",
     )
     namespace: str = _set("default", "separates installations on one Redis")
+    partitions: Annotated[int, Field(ge=1, le=MAX_PARTITIONS)] = _set(
+        1, "partitions made at the first start; later `batchway partitions` changes their number"
+    )
     api_key: _Key | None = _secret(
         None, "a key of the tenant `default` with all rights, beside the keys in Redis"
     )

@@ -4,10 +4,10 @@ import argparse
 import asyncio
 import sys
 
-from contract.ab import ARMS, AbJob, AbRecord, read_ab
+from contract.ab import ARMS, AbJob, AbRecord, merged, read_ab
 from contract.catalogue import Catalogue
-from contract.connection import connect, now_ms
-from contract.keys import Keys
+from contract.connection import now_ms
+from contract.shards import OpenShards
 from infra import options as opts
 from infra.ab_report import TOO_FEW, WORSE, Terms, compare_arms, report_text
 from infra.option_values import model_name, number
@@ -155,11 +155,16 @@ def run_ab(options: argparse.Namespace, redis_url: str) -> int:
 
 async def _read(options: argparse.Namespace, redis_url: str) -> tuple[str, AbRecord, list[AbJob]]:
     """The model, its A/B, and the wanted jobs of both present versions. Raises NoAb."""
-    keys, name = Keys(options.namespace), options.served_model_name
-    async with connect(redis_url, keys) as client:
+    name = options.served_model_name
+    async with OpenShards(redis_url, options.namespace) as shards:
+        client, keys = shards.first.client, shards.first.keys
         cards = await Catalogue(client, keys).models()
         names = [card.name for card in cards] if name is None else [name]
-        records = {n: found for n in names if (found := await read_ab(client, keys, n))}
+        records = dict[str, AbRecord]()
+        for each in names:
+            parts = [await read_ab(s.client, s.keys, each) for s in await shards.all()]
+            if known := [part for part in parts if part is not None]:
+                records[each] = merged(known)
         since_ms = await now_ms(client) - 1000 * options.last_s if options.last_s else 0
     if not records:
         raise NoAb("no worker has run a candidate: start some with --candidate")

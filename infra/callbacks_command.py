@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from contract.callback_urls import AllowList
 from contract.callbacks import Secrets
-from contract.connection import connect
-from contract.keys import Keys
 from contract.operations import OperationKind
-from contract.outbox import DeadLetter, Outbox
+from contract.outbox import DeadLetter
+from contract.shards import OpenShards
+from contract.spread import SpreadOutbox
 from infra import options as opts
 from infra.jobs_command import add_tenant_option
 from infra.operations_command import add_filter_options, has_filter, run_operation
@@ -124,13 +124,12 @@ def _parts(raw: str) -> Sequence[str]:
 
 
 async def _dead(options: argparse.Namespace, url: str) -> int:
-    keys = Keys(options.namespace)
-    async with connect(url, keys) as client:
-        outbox = Outbox(client, keys)
+    async with OpenShards(url, options.namespace) as shards:
+        outbox = SpreadOutbox(shards)
         if options.action == "replay" and options.job is not None and has_filter(options):
             raise UsageError("give a JOB or filters, not both")
         if options.action == "replay" and options.job is None:
-            await run_operation(client, options, OperationKind.REPLAY_CALLBACKS)
+            await run_operation(shards, options, OperationKind.REPLAY_CALLBACKS)
             return 0
         if options.action == "replay":
             state = await outbox.replay(options.job, options.tenant)

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.catalogue import Catalogue
-from contract.connection import broker_errors, connect
+from contract.connection import broker_errors
 from contract.errors import wire_errors
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
+from contract.shards import OpenShards
 from infra import options as opts
 
 EXIT_DIFFERENT = 1
@@ -80,19 +81,29 @@ def run_check(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> int:
-    keys, found = Keys(options.namespace), Differences()
-    async with connect(redis_url, keys) as client:
-        with wire_errors("records"), broker_errors(client, "HGETALL"):
-            if before := await differences(client, keys):
-                await asyncio.sleep(_GAP_S)
-                again = await differences(client, keys)
-                found = {place: it for place, it in again.items() if before.get(place) == it}
-            for (key, field), (held, wanted) in sorted(found.items()):
-                print(f"{key} {field}: holds {held}, the records say {wanted}")
-                if options.repair:
-                    await repair(client, keys, key, field, held, wanted)
-    print(f"differences: {len(found)}")
-    return EXIT_DIFFERENT if found else 0
+    num_found = 0
+    async with OpenShards(redis_url, options.namespace) as shards:
+        known = await shards.all()
+        for shard in known:
+            where = f"partition {shard.number}: " if len(known) > 1 else ""
+            num_found += await _check(shard.client, shard.keys, options, where)
+    print(f"differences: {num_found}")
+    return EXIT_DIFFERENT if num_found else 0
+
+
+async def _check(client: Any, keys: Keys, options: argparse.Namespace, where: str) -> int:
+    """Shows the differences in one partition, and repairs them where asked; their number."""
+    found = Differences()
+    with wire_errors("records"), broker_errors(client, "HGETALL"):
+        if before := await differences(client, keys):
+            await asyncio.sleep(_GAP_S)
+            again = await differences(client, keys)
+            found = {place: it for place, it in again.items() if before.get(place) == it}
+        for (key, field), (held, wanted) in sorted(found.items()):
+            print(f"{where}{key} {field}: holds {held}, the records say {wanted}")
+            if options.repair:
+                await repair(client, keys, key, field, held, wanted)
+    return len(found)
 
 
 async def differences(client: Any, keys: Keys) -> Differences:

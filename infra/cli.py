@@ -1,4 +1,6 @@
-"""The command `batchway`: parses options and runs the command. Commands import what they need."""
+"""The command `batchway`: parses options and runs the command. Commands import what they need.
+
+Over 300 lines: one short function for each command."""
 
 import argparse
 import asyncio
@@ -28,6 +30,7 @@ from infra.keys_command import keys_exist, run_keys
 from infra.lanes_command import run_lanes
 from infra.measure.options import run_command
 from infra.parser import build_parser
+from infra.partitions_command import run_partitions
 from infra.plan_command import run_plan
 from infra.preconditions import (
     UsageError,
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands |= {"simulate": run_simulate, "record": partial(_with_redis, run_record)}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     commands |= {"lanes": partial(_with_redis, run_lanes)}
+    commands |= {"partitions": partial(_with_redis, run_partitions)}
     commands |= {"ab": partial(_with_redis, run_ab), "check": partial(_with_redis, run_check)}
     try:
         return commands[options.command](options)
@@ -129,7 +133,12 @@ def _up(options: argparse.Namespace) -> int:
             for is_candidate, (name, entry) in zip(are_candidates, named, strict=True)
         ),
         drain_s=options.drain_s,
-        gateway_arguments=(drain, f"--models={options.models}", *shared),
+        gateway_arguments=(
+            drain,
+            f"--models={options.models}",
+            f"--partitions={options.partitions}",
+            *shared,
+        ),
         callbacks_arguments=(drain, *shared),
     )
     return asyncio.run(run_up(stack))
@@ -168,6 +177,7 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> "GatewaySettings
             drain_s=options.drain_s,
             object_store=options.object_store,
             models=options.models,
+            partitions=options.partitions,
         )
     except ValueError as exc:
         raise UsageError(str(exc)) from exc

@@ -13,16 +13,20 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+import redis.asyncio
 
 from contract.catalogue import Catalogue
-from contract.connection import broker_errors, connect
+from contract.connection import broker_errors
 from contract.errors import JobRefused, wire_errors
-from contract.function_types import JobView, Submitted, Wanted
+from contract.function_types import JobView, Submitted
 from contract.functions import Functions
+from contract.ids import in_partition
+from contract.job_lists import JobLists
 from contract.jobs import PUBLIC_STATUSES, JobStatus, public_status
 from contract.keys import Keys
 from contract.operations import OperationKind
 from contract.replays import replay_of, replayed_id
+from contract.shards import OpenShards
 from infra import options as opts
 from infra.operations_command import (
     ALL_TENANTS,
@@ -74,24 +78,24 @@ def run_tenant_jobs(options: argparse.Namespace, redis_url: str) -> None:
 async def _run_on_job(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Functions, argparse.Namespace], Awaitable[None]]]
     actions = {"show": _show_job, "cancel": _cancel, "delete": _delete}
-    keys = Keys(options.namespace)
-    async with connect(redis_url, keys) as client:
-        functions = Functions(client, keys)
+    async with OpenShards(redis_url, options.namespace) as shards:
         if options.kind == "list":
-            await _list_jobs(functions, options, await wanted_of(client, options))
+            await _list_jobs(shards, options)
         elif options.kind == "replay" or (options.kind == "cancel" and options.job_id is None):
-            await run_operation(client, options, OperationKind(options.kind))
+            await run_operation(shards, options, OperationKind(options.kind))
         else:
-            await actions[options.kind](functions, options)
+            shard = await shards.of(options.job_id)
+            await actions[options.kind](shard.functions, options)
 
 
-async def _list_jobs(functions: Functions, options: argparse.Namespace, wanted: Wanted) -> None:
+async def _list_jobs(shards: OpenShards, options: argparse.Namespace) -> None:
     tenant = "" if options.tenant == ALL_TENANTS else options.tenant
+    wanted = await wanted_of(shards.first.client, options)
+    lists = JobLists(await shards.all(), tenant, wanted)
     views: list[JobView] = []
     after = ""
     while len(views) < options.limit:
-        room = options.limit - len(views)
-        page = await functions.list_jobs(tenant, wanted, after=after, max_jobs=room)
+        page = await lists.page(after, options.limit - len(views))
         if page is None:
             break  # deleted while we read
         views += page.views
@@ -192,6 +196,10 @@ class Quarantine(Functions):
     one, so that a repeated requeue finds the existing job.
     """
 
+    def __init__(self, client: redis.asyncio.Redis, keys: Keys, shards: OpenShards) -> None:
+        super().__init__(client, keys)
+        self._shards = shards
+
     async def records(self) -> list[dict[str, Any]]:
         """All records, latest first."""
         with wire_errors("quarantine"), broker_errors(self._client, "ZREVRANGE"):
@@ -227,7 +235,14 @@ class Quarantine(Functions):
             )
         if deadline_s is not None:
             terms = msgspec.structs.replace(terms, deadline_s=deadline_s)
-        return await self.submit(job, terms)
+        if job.parent:
+            return await self.submit(job, terms)
+        home = await self._shards.home(job.tenant)
+        placed = job
+        if home.version:
+            placed = msgspec.structs.replace(job, id=in_partition(job.id, home.number))
+        terms = msgspec.structs.replace(terms, home=home.version)
+        return await self._shards.at(home.number).functions.submit(placed, terms)
 
     async def _record(self, job_id: str, since_ms: int) -> dict[str, Any]:
         again = replayed_id(job_id)
@@ -300,14 +315,20 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
     actions: dict[str, Callable[[Quarantine, argparse.Namespace], Awaitable[None]]]
-    actions = {"list": _list, "show": _show, "requeue": _requeue}
-    keys = Keys(options.namespace)
-    async with connect(redis_url, keys) as client:
-        await actions[options.action](Quarantine(client, keys), options)
+    actions = {"show": _show, "requeue": _requeue}
+    async with OpenShards(redis_url, options.namespace) as shards:
+        if options.action == "list":
+            await _list(shards, options)
+            return
+        shard = await shards.of(options.job_id)
+        await actions[options.action](Quarantine(shard.client, shard.keys, shards), options)
 
 
-async def _list(quarantine: Quarantine, options: argparse.Namespace) -> None:
-    records = await quarantine.records()
+async def _list(shards: OpenShards, options: argparse.Namespace) -> None:
+    records = list[dict[str, Any]]()
+    for shard in await shards.all():
+        records += await Quarantine(shard.client, shard.keys, shards).records()
+    records.sort(key=lambda record: record["since"], reverse=True)
     rows = [_HEADING, *map(_row, records)]
     text = table(rows) if records else "no job is in quarantine"
     write({"jobs": records}, text, options.json)
@@ -352,16 +373,19 @@ async def _calibrations(
 ) -> dict[str, list[dict[str, Any]]]:
     """By model, of each lane the median and the 90th percentile of |predicted − actual| ÷ actual
     over the last 1,000 jobs that were claimed."""
-    keys, found = Keys(options.namespace), dict[str, list[dict[str, Any]]]()
-    async with connect(redis_url, keys) as client:
-        for card in await Catalogue(client, keys).models():
+    found = dict[str, list[dict[str, Any]]]()
+    async with OpenShards(redis_url, options.namespace) as shards:
+        for card in await Catalogue(shards.first.client, shards.first.keys).models():
             if options.model not in (None, card.name):
                 continue
             found[card.name] = []
             for lane in card.lanes:
-                with wire_errors("calibration"), broker_errors(client, "LRANGE"):
-                    raw: Any = await client.lrange(keys.of("calibration", card.name, lane), 0, -1)
-                    waits = [tuple(map(int, entry.split())) for entry in raw]
+                waits = list[tuple[int, ...]]()
+                for shard in await shards.all():
+                    key = shard.keys.of("calibration", card.name, lane)
+                    with wire_errors("calibration"), broker_errors(shard.client, "LRANGE"):
+                        raw: Any = await shard.client.lrange(key, 0, -1)
+                        waits += [tuple(map(int, entry.split())) for entry in raw]
                 errors = [abs(said - ms) / max(_LEAST_WAIT_MS, ms) for said, ms in waits]
                 figures = {"p50": percentile(errors, 0.5), "p90": percentile(errors, 0.9)}
                 found[card.name].append({"lane": lane, "num_jobs": len(errors), **figures})

@@ -3,9 +3,9 @@
 import argparse
 import asyncio
 
-from contract.connection import connect
-from contract.keys import Keys
-from contract.pauses import Line, Pause, Pauses
+from contract.pauses import Line, Pause
+from contract.shards import OpenShards
+from contract.spread import SpreadPauses
 from infra import options as opts
 from infra.option_values import model_name
 from infra.options import Option, Value
@@ -39,9 +39,8 @@ def run_lanes(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> int:
-    keys = Keys(options.namespace)
-    async with connect(redis_url, keys) as client:
-        pauses = Pauses(client, keys)
+    async with OpenShards(redis_url, options.namespace) as shards:
+        pauses = SpreadPauses(shards)
         if options.kind == "list":
             return _list(options, await pauses.all())
         line = Line(options.model or "", options.lane or "", options.tenant or "")

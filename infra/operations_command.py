@@ -15,17 +15,17 @@ from msgspec.structs import replace
 
 from contract.batches import LeaseLost
 from contract.connection import now_ms
-from contract.function_types import Wanted
+from contract.function_types import TenantLimits, Wanted
 from contract.jobs import PUBLIC_STATUSES
-from contract.keys import Keys
 from contract.operations import (
     Operation,
     OperationKind,
-    Operations,
     OperationsFull,
     OperationState,
     new_operation_id,
 )
+from contract.shards import OpenShards, Shard
+from contract.spread import SpreadOperations
 from infra import options as opts
 from infra.options import Option, Value
 from infra.preconditions import UsageError
@@ -90,21 +90,22 @@ def has_filter(options: argparse.Namespace) -> bool:
 
 
 async def run_operation(
-    client: redis.asyncio.Redis, options: argparse.Namespace, kind: OperationKind
+    shards: OpenShards, options: argparse.Namespace, kind: OperationKind
 ) -> None:
     """Begins an operation and shows its end. Raises UsageError, BrokerUnavailable."""
     if not has_filter(options):
         raise UsageError("give a JOB, or at least one filter")
     if options.tenant == ALL_TENANTS and kind is OperationKind.REPLAY_CALLBACKS:
         raise UsageError("--tenant must be one tenant")
-    wanted = await wanted_of(client, options)
+    wanted = await wanted_of(shards.first.client, options)
     if kind is OperationKind.REPLAY and not wanted.statuses:
         wanted = replace(wanted, statuses=PUBLIC_STATUSES["failed"])
     is_all = options.tenant == ALL_TENANTS
-    operations, operation_id = Operations(client, Keys(options.namespace)), new_operation_id()
+    operations, operation_id = SpreadOperations(shards), new_operation_id()
     owner, tenant = (DEFAULT_TENANT, "") if is_all else (options.tenant, options.tenant)
     try:
-        await operations.add(operation_id, kind, wanted, owner=owner, tenant=tenant)
+        limits = TenantLimits()
+        await operations.add(operation_id, kind, wanted, owner=owner, tenant=tenant, limits=limits)
     except OperationsFull as exc:
         raise UsageError(str(exc)) from exc
     if kind is OperationKind.REPLAY:
@@ -116,7 +117,9 @@ async def run_operation(
     write(shown, text, options.json)
 
 
-async def _ended(operations: Operations, operation_id: str, *, works: bool) -> Operation:
+async def _ended(
+    operations: SpreadOperations[Shard], operation_id: str, *, works: bool
+) -> Operation:
     """Works on the operation, or waits while a gateway does."""
     token = secrets.token_hex(8)
     while True:
@@ -124,13 +127,16 @@ async def _ended(operations: Operations, operation_id: str, *, works: bool) -> O
         assert found is not None, "it is kept for a week after its end"
         if found.state is not OperationState.RUNNING:
             return found
-        if works and await operations.take(token, lease_s=_LEASE_S, only=operation_id):
-            await _work(operations, operation_id, token)
+        part_id = None
+        if works:
+            part_id = await operations.take(token, lease_s=_LEASE_S, only=operation_id)
+        if part_id is not None:
+            await _work(operations, part_id, token)
         else:
             await asyncio.sleep(_POLL_S)
 
 
-async def _work(operations: Operations, operation_id: str, token: str) -> None:
+async def _work(operations: SpreadOperations[Shard], operation_id: str, token: str) -> None:
     try:
         state = OperationState.RUNNING
         while state is OperationState.RUNNING:

@@ -129,6 +129,14 @@ MODELS = {
         variable=MODELS_VARIABLE,
     ),
 }
+PARTITIONS = {
+    "partitions": Option(
+        "partitions made at the first start; later `batchway partitions` changes them",
+        COUNT,
+        1,
+        variable="BATCHWAY_PARTITIONS",
+    ),
+}
 ADDRESS = {
     "host": Option(
         "address to listen on; any but loopback needs an API key",

@@ -19,6 +19,7 @@ from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
 from infra.lanes_command import add_lanes_options
 from infra.measure.options import add_bench_options, add_cascade_options, add_compare_options
+from infra.partitions_command import add_partitions_options
 from infra.plan_command import add_plan_options
 from infra.profile_command import add_profile_options
 from infra.record_command import add_record_options
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_shared_options(up, redis_default="a server of its own")
     opts.add_object_store_option(up, "a directory beside its own Redis")
     opts.add_options(up, opts.MODELS)
+    opts.add_options(up, opts.PARTITIONS)
     opts.add_drain_option(
         up,
         opts.WORKER_DEFAULTS.drain_s,
@@ -72,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     opts.add_shared_options(gateway, redis_default="refused")
     opts.add_object_store_option(gateway, "they stay in Redis")
     opts.add_options(gateway, opts.MODELS)
+    opts.add_options(gateway, opts.PARTITIONS)
     opts.add_drain_option(
         gateway,
         opts.GATEWAY_DRAIN_S,
@@ -109,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add(commands, "jobs", "list, show, cancel and delete jobs; manage quarantined jobs")
     )
     add_lanes_options(_add(commands, "lanes", "pause and resume lanes and tenants"))
+    add_partitions_options(_add(commands, "partitions", "add partitions, move tenants"))
     add_drain_options(_add(commands, "drain", "order workers to finish their jobs and end"))
     add_check_options(
         _add(commands, "check", "compare counters and lists in Redis with the jobs' records")

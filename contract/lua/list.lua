@@ -1,9 +1,11 @@
 -- list: the jobs of a tenant, or of all, youngest first; reads a bounded number of records.
 -- KEYS  1 tag
--- ARGV  1 tenant ('': all)  2 after this job ('': from the youngest)  3 jobs at most
+-- ARGV  1 tenant ('': all)  2 after this job ('': from the youngest), or `<created (ms)> <id>`: behind this
+--       place, which may be another partition's  3 jobs at most
 --       4 records read at most  5 filters (msgpack, _filters.lua)
 -- reply {'NOT_FOUND'}      the job of argument 2 is not in the list
---       {'OK', job id, {{field, value, …}, …}}  job to continue after ('': none), records
+--       {'OK', job id, {{field, value, …}, …}}  job to continue after ('': none), records; a place where
+--                                               argument 2 is one
 local MIN_EACH = 32  -- rows of each tenant that a list of all reads
 
 -- As filters.rows, of all tenants. It ends where a tenant may have more rows than were read.
@@ -25,6 +27,11 @@ end
 local function start_of(tag, tenant, after, before)
   local start = before > 0 and {created = before, id = ''} or nil
   if after == '' then return start end
+  local time, id = string.match(after, '^(%d+) (%S+)$')
+  if time then
+    local place = {created = tonumber(time), id = id}
+    return start and filters.is_before(place, start) and start or place
+  end
   local created = tenant ~= '' and redis.call('ZSCORE', tag .. ':jobs:' .. tenant, after)
     or tenant == '' and redis.call('HGET', tag .. ':job:' .. after, 'created')
   if not created then return false end
@@ -49,14 +56,17 @@ local function list(keys, argv)
     rows, is_more = filters.rows(tag .. ':jobs:' .. tenant, cursor, max_looks)
   end
   local found = {}
+  local function place(row)
+    return string.find(argv[2], ' ', 1, true) and string.format('%.0f %s', row.created, row.id) or row.id
+  end
   for i, row in ipairs(rows) do
     if row.created <= filter.since then return {'OK', '', found} end
     if try(matches, tag .. ':job:' .. row.id, filter) then  -- not a record that cannot be read
-      if #found == max_jobs then return {'OK', rows[i - 1].id, found} end
+      if #found == max_jobs then return {'OK', place(rows[i - 1]), found} end
       table.insert(found, view(tag, row.id))
     end
   end
-  return {'OK', is_more and rows[#rows].id or '', found}
+  return {'OK', is_more and place(rows[#rows]) or '', found}
 end
 
 register('list', list, 'no-writes')

@@ -6,10 +6,9 @@ It runs after each deployment, too. No other role may load functions.
 import asyncio
 from typing import Any
 
-from contract.connection import connect
-from contract.functions import Functions
-from contract.keys import Keys
+from contract.function_types import Swept
 from contract.library import ensure_library
+from contract.shards import OpenShards, Shard
 from gateway.aws.environment import load_settings
 from gateway.settings import GatewaySettings
 
@@ -20,13 +19,29 @@ def handler(_event: Any, _context: Any) -> dict[str, int]:
 
 
 async def sweep(settings: GatewaySettings) -> dict[str, int]:
-    """Raises BrokerUnavailable."""
-    keys = Keys(settings.namespace)
-    async with connect(settings.redis_url, keys) as client:
-        await ensure_library(client)
-        swept = await Functions(client, keys).sweep()
+    """Sweeps all partitions. Raises BrokerUnavailable, after those that answer are swept."""
+    shards = OpenShards(settings.redis_url, settings.namespace)
+    async with shards:
+        await ensure_library(shards.first.client)
+        swept = await asyncio.gather(
+            *(_sweep(shards, shard) for shard in await shards.all()), return_exceptions=True
+        )
+    found = list[Swept]()
+    for each in swept:
+        if isinstance(each, BaseException):
+            raise each
+        found.append(each)
     return {
-        "leases_lapsed": swept.num_lapsed,
-        "jobs_expired": swept.num_expired,
-        "jobs_unattended": swept.num_unattended,
+        "leases_lapsed": sum(each.num_lapsed for each in found),
+        "jobs_expired": sum(each.num_expired for each in found),
+        "jobs_unattended": sum(each.num_unattended for each in found),
     }
+
+
+async def _sweep(shards: OpenShards, shard: Shard) -> Swept:
+    if shard is not shards.first:
+        await ensure_library(shard.client)
+    swept = await shard.functions.sweep()
+    if len(await shards.all()) > 1:
+        await shards.lower_rests(shard)
+    return swept

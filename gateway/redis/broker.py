@@ -12,30 +12,28 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from cachetools import LRUCache
 from msgspec.structs import replace
 
 from contract.api_keys import ApiKeys, Pepper
-from contract.batches import Batches
-from contract.catalogue import clear_orphan, knows_key
-from contract.connection import SWEEP_PAUSE_S, connect
+from contract.catalogue import clear_orphan, earlier_job, knows_key
+from contract.connection import SWEEP_PAUSE_S
 from contract.errors import (
     BatchwayError,
     BrokerFull,
     BrokerUnavailable,
-    BrokerUnfit,
     CommandDenied,
     ErrorCode,
     JobRefused,
     WireError,
 )
 from contract.events import LogEntry
-from contract.files import Files
 from contract.function_types import (
+    FleetSnapshot,
     JobPage,
     JobView,
     Quote,
@@ -44,14 +42,14 @@ from contract.function_types import (
     TenantLimits,
     Wanted,
     Watched,
+    merged,
 )
-from contract.functions import Functions
+from contract.functions import UNKNOWN_MS, refusal
+from contract.ids import in_partition, partition_of
+from contract.job_lists import JobLists
 from contract.jobs import Job, JobStatus, StoredPrompt
-from contract.keys import Keys
-from contract.library import check_fitness, ensure_library
-from contract.operations import Operations
-from contract.outbox import CallbackState, Outbox, callback_state
-from contract.pauses import Pauses
+from contract.outbox import CallbackState, callback_state
+from contract.partitions import Home, Moved
 from contract.payloads import open_store
 from contract.payloads.encoding import decode_log, encode_prompts, with_prompts
 from contract.payloads.store import (
@@ -62,11 +60,19 @@ from contract.payloads.store import (
     response_key,
 )
 from contract.replays import replay_of
+from contract.spread import (
+    SpreadBatches,
+    SpreadFiles,
+    SpreadOperations,
+    SpreadOutbox,
+    SpreadPauses,
+)
 from contract.starts import ANY_LANE, Starts
 from gateway.http.errors import UnknownJob, readable
-from gateway.redis.hints import Cursor, Hints, Idle, Reset, is_end
+from gateway.redis.hints import Cursor, Idle, Reset, is_end
 from gateway.redis.key_ring import KeyRing
 from gateway.redis.known_models import KnownModels, WorkerWait
+from gateway.redis.shards import GatewayShard, GatewayShards
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
@@ -75,13 +81,13 @@ _MAX_KEPT_LOGS = 8  # decoded results, for clients that read page by page
 # A token id takes at most five bytes of msgpack, so shorter prompts need not be encoded.
 _MAX_ID_BYTES = 5
 
-MAX_CALLS = 128  # concurrent calls, each on its own connection; others wait
 PAGE_EVENTS = 500  # of a log, per read
 MAX_LISTINGS = 20  # calls for one page of a list; 10,000 jobs are searched
 SWEEP_EVERY_S = 1.0
 FIRST_LOOK_S = 0.02  # seconds until a new job's log is read if no hint arrives
 SAFE_LOOK_S = 0.2  # if the subscription existed this long after the submit, no hint was missed
 SOON_S = 0.005
+_MAX_MOVES = 5  # of a tenant during one call
 _RETRY_S = 1.0  # of a report that Redis has not answered
 _WANTED_S = 60.0  # for which a worker is wanted, beyond the cold start
 _FOR_WANT = {ErrorCode.NO_WORKERS, ErrorCode.DEADLINE_INFEASIBLE}  # of a worker, if none lives
@@ -158,55 +164,6 @@ class Payloads:
         return self.store
 
 
-class Breaker:
-    """Opens when a call fails. After a while, one call at a time may try."""
-
-    def __init__(self, open_s: float, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._open_s = open_s
-        self._clock_s = clock_s
-        self._open_until_s: float | None = None
-        self._is_probing = False
-        self._away_since_s: float | None = None
-
-    def check(self) -> None:
-        """Raises BrokerUnavailable if a call would be rejected."""
-        if self._open_until_s is not None and (
-            self._is_probing or self._clock_s() < self._open_until_s
-        ):
-            raise BrokerUnavailable("Redis did not answer a moment ago")
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Surrounds one call. Raises BrokerUnavailable at once while open."""
-        self.check()
-        is_probe = self._is_probing = self._open_until_s is not None
-        try:
-            yield
-        except (BrokerFull, BrokerUnfit, CommandDenied):
-            self._note_answer()
-            raise
-        except BrokerUnavailable as exc:
-            self._open_until_s = self._clock_s() + self._open_s
-            self._note_absence(exc)
-            raise
-        else:
-            self._note_answer()
-        finally:
-            if is_probe:
-                self._is_probing = False
-
-    def _note_absence(self, exc: BrokerUnavailable) -> None:
-        if self._away_since_s is None:
-            self._away_since_s = self._clock_s()
-            log.warning("no answer from Redis: %s", exc)
-
-    def _note_answer(self) -> None:
-        self._open_until_s = None
-        if self._away_since_s is not None:
-            log.info("Redis answers again after %.0f s", self._clock_s() - self._away_since_s)
-            self._away_since_s = None
-
-
 class Broker:
     """The jobs in Redis, for one gateway process."""
 
@@ -215,65 +172,98 @@ class Broker:
     ) -> None:
         self._settings = settings
         self.clock = clock
-        self.keys = Keys(settings.namespace)
-        self._client = connect(settings.redis_url, self.keys)
-        self._functions = Functions(self._client, self.keys)
-        self._outbox = Outbox(self._client, self.keys)
-        self._files = Files(self._client, self.keys)
-        self._batches = Batches(self._client, self.keys)
-        self._operations = Operations(self._client, self.keys)
-        self._pauses = Pauses(self._client, self.keys)
-        self._starts = Starts(self._client, self.keys)
-        self._breaker = Breaker(settings.breaker_open_s)
-        self._slots = asyncio.Semaphore(MAX_CALLS)
-        self._has_library = False
+        self.shards = GatewayShards(settings, clock)
+        self._files = SpreadFiles(self.shards)
+        self._batches = SpreadBatches(self.shards)
+        self._operations = SpreadOperations(self.shards)
+        self._pauses = SpreadPauses(self.shards)
+        self._outbox = SpreadOutbox(self.shards)
+        first = self.shards.first  # has what is not a tenant's: models, keys, starts of workers
+        self._starts = Starts(first.client, first.keys)
         self._followed: Counter[str] = Counter()  # the jobs that callers follow here
-        self.known = KnownModels(self._call, self._client, self.keys, settings.declared_models)
-        pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
-        api_keys = ApiKeys(self._client, self.keys, pepper or None)
-        self.key_ring = KeyRing(api_keys, self._call, own_key=settings.api_key)
-        self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
-        self._hints = Hints(
-            connect(settings.redis_url, self.keys), max_bytes=settings.max_buffer_bytes
+        self.known = KnownModels(
+            first.call, first.client, first.keys, settings.declared_models, self._snapshot
         )
-        self._swept_s = 0.0
+        pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
+        api_keys = ApiKeys(first.client, first.keys, pepper or None)
+        self.key_ring = KeyRing(api_keys, first.call, own_key=settings.api_key)
+        self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
 
     async def aclose(self) -> None:
-        for part in (self.known, self._hints, self._client):
-            await part.aclose()
-
-    async def _call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Returns the function's result. Raises BrokerUnavailable, at once if Redis failed a moment
-        ago; BrokerUnfit; CommandDenied, which it logs; and what the function raises."""
-        self._breaker.check()
-        async with self._slots:
-            try:
-                with self._breaker.guard():
-                    if not self._has_library:
-                        await self._load_library()
-                    return await function()
-            except CommandDenied as exc:
-                log.error("%s", exc)
-                raise
-
-    async def _load_library(self) -> None:
-        await check_fitness(self._client)
-        await ensure_library(self._client)
-        self._has_library = True
+        await self.known.aclose()
+        await self.shards.aclose()
 
     async def enter(self, tenant: str, limits: TenantLimits) -> bool:
         """Counts a call against its tenant's limit of requests; False if there is none. Raises
         JobRefused."""
         if not limits.requests_per_min:
             return False
-        await self._call(lambda: self._functions.enter(tenant, limits))
+        await self._at_home(
+            tenant, lambda shard, home: shard.functions.enter(tenant, limits, home=home.version)
+        )
         return True
 
-    async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Queues a job. Raises JobRefused, PayloadUnavailable."""
+    async def _at_home(self, tenant: str, call: Callable[[GatewayShard, Home], Awaitable[T]]) -> T:
+        """Calls a tenant's home, and if it has moved the new one."""
+        for _ in range(_MAX_MOVES):
+            home = await self.shards.home(tenant)
+            shard = self.shards.at(home.number)
+            try:
+                return await shard.call(lambda: call(shard, home))  # noqa: B023
+            except Moved:
+                await self.shards.forget(tenant)
+        raise BrokerUnavailable("the tenant's home changes all the time")
+
+    async def home_of(self, tenant: str) -> int:
+        """The partition in which a tenant's new jobs, files and batches are."""
+        return (await self.shards.home(tenant)).number
+
+    async def submit(
+        self, job: Job, submission: Submission, *, is_derived: bool = False
+    ) -> Submitted:
+        """Queues a job, under an id that names the partition in which its tenant lives. The calls
+        of a flow are where it is. `is_derived`: others may submit the same job. Raises JobRefused,
+        PayloadUnavailable."""
+        if job.parent:
+            shard = await self.shards.of(job.id)
+            return await self._submit_at(shard, Home(), job, submission)
+        is_known = is_derived or bool(submission.idempotency_key)
+        for _ in range(_MAX_MOVES):
+            home = await self.shards.home(job.tenant)
+            if is_known and (found := await self._former(home, job, submission)) is not None:
+                return found
+            placed = replace(job, id=in_partition(job.id, home.number)) if home.version else job
+            try:
+                return await self._submit_at(self.shards.at(home.number), home, placed, submission)
+            except Moved:
+                await self.shards.forget(job.tenant)
+        raise BrokerUnavailable("the tenant's home changes all the time")
+
+    async def _former(self, home: Home, job: Job, submission: Submission) -> Submitted | None:
+        """The same job, accepted in a former home of its tenant, which accepts no more."""
+        known = await self.shards.current()
+        for number in home.partitions[:-1]:
+            if number not in known.entries:
+                continue
+            shard, job_id = self.shards.at(number), in_partition(job.id, number)
+            names = job.tenant, submission.idempotency_key, job_id
+            found = await shard.call(partial(earlier_job, shard.client, shard.keys, *names))
+            if found is not None and found[1] in (None, submission.body_hash):
+                return Submitted(found[0], False)
+            if found is not None:
+                raise refusal(job, "idempotency_mismatch", "", UNKNOWN_MS, None)
+        return None
+
+    async def _submit_at(
+        self, shard: GatewayShard, home: Home, job: Job, submission: Submission
+    ) -> Submitted:
         held = await self.payloads.outsourced(job)
+        terms = self._bounded(submission, home)
         try:
-            submitted = await self._call(lambda: self._functions.submit(held, submission))
+            submitted = await shard.call(lambda: shard.functions.submit(held, terms))
+        except Moved:
+            await self._discard(held)
+            raise
         except JobRefused as exc:
             await self._discard(held)
             await self._note_refusal(job, exc)
@@ -281,6 +271,21 @@ class Broker:
         if submitted.job_id != job.id:
             await self._discard(held)
         return submitted
+
+    def _bounded(self, submission: Submission, home: Home) -> Submission:
+        """The submission with its partition's part of the fleet's bounds."""
+        if not home.version:
+            return submission
+        share = self.shards.share(home.number)
+        tokens, s = submission.lane_bound_tokens, submission
+        limits = replace(s.limits, lane_share=min(1.0, s.limits.lane_share / share))
+        return replace(
+            s,
+            home=home.version,
+            limits=limits,  # a tenant's own room stays the same
+            lane_bound_tokens=max(1, int(tokens * share)) if tokens else 0,
+            max_stored_bytes=max(1, int(s.max_stored_bytes * share)) if s.max_stored_bytes else 0,
+        )
 
     async def _discard(self, held: Job) -> None:
         """Deletes the objects of a job that was not accepted."""
@@ -301,7 +306,7 @@ class Broker:
         failure changes nothing."""
         wanted_s = self._settings.cold_start_s + _WANTED_S
         with contextlib.suppress(BatchwayError):
-            await self._call(lambda: self._starts.want(model, lane, wanted_s))
+            await self.shards.first.call(lambda: self._starts.want(model, lane, wanted_s))
 
     async def worker_wait(self, job: Job, status: JobStatus) -> WorkerWait | None:
         """The wait for a worker of a job with this status; None where it does not wait for one, or
@@ -312,23 +317,52 @@ class Broker:
 
     async def knows_key(self, tenant: str, idempotency_key: str) -> bool:
         """Whether a job was accepted under this Idempotency-Key."""
-        return await self._call(lambda: knows_key(self._client, self.keys, tenant, idempotency_key))
+        for shard in await self.shards.places(tenant):
+            known = partial(knows_key, shard.client, shard.keys, tenant, idempotency_key)
+            if await shard.call(known):
+                return True
+        return False
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        quote = await self._call(lambda: self._functions.quote(job, submission))
+        async def ask(shard: GatewayShard, home: Home) -> Quote:
+            return await shard.functions.quote(job, self._bounded(submission, home))
+
+        if job.parent:
+            shard = await self.shards.of(job.id)
+            quote = await shard.call(lambda: ask(shard, Home()))
+        else:
+            quote = await self._at_home(job.tenant, ask)
         await self._note_refusal(job, quote.refusal)
-        refusal = quote.refusal and await self.known.explained(job.model, quote.refusal)
-        return replace(quote, refusal=refusal)
+        refused = quote.refusal and await self.known.explained(job.model, quote.refusal)
+        return replace(quote, refusal=refused)
+
+    async def _on_job(
+        self, job_id: str, tenant: str, call: Callable[[GatewayShard, str], Awaitable[T | None]]
+    ) -> T | None:
+        """What a call replies for a job; None where the tenant has no such job. Where the tenant
+        has moved, a job whose id others derive may be in each of its homes."""
+        own = await self.shards.of(job_id)
+        found = await own.call(lambda: call(own, job_id))
+        if found is not None or (await self.shards.current()).is_single:
+            return found
+        for shard in await self.shards.places(tenant):
+            if found is None and shard is not own:
+                other_id = in_partition(job_id, shard.number)
+                found = await shard.call(partial(call, shard, other_id))
+        return found
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
     ) -> tuple[JobView, list[LogEntry]]:
         """A job and a page of its log, from Redis or the object store. Raises UnknownJob,
         RecordUnreadable, PayloadError."""
+
+        async def ask(shard: GatewayShard, known_id: str) -> tuple[JobView, list[LogEntry]] | None:
+            terms = {"after": after, "max_events": max_events}
+            return await shard.functions.read(known_id, tenant, **terms)
+
         with readable("job"):
-            found = await self._call(
-                lambda: self._functions.read(job_id, tenant, after=after, max_events=max_events)
-            )
+            found = await self._on_job(job_id, tenant, ask)
         if found is None:
             raise UnknownJob(job_id)
         view, entries = found
@@ -351,50 +385,69 @@ class Broker:
     async def watch(self, model: str, lanes: Sequence[str]) -> Watched:
         """The jobs that a model's workers hold and the tenants that wait. Raises BrokerUnavailable,
         WireError."""
-        return await self._call(lambda: self._functions.watch(model, lanes))
+        shards = await self.shards.all()
+        found = [await s.call(partial(s.functions.watch, model, lanes)) for s in shards]
+        return Watched(
+            tuple(job for each in found for job in each.held),
+            tuple(tenant for each in found for tenant in each.waiting),
+            sum(each.num_due_callbacks for each in found),
+            sum(each.num_dead_callbacks for each in found),
+        )
 
-    async def ask_outbox(self, ask: Callable[[Outbox], Awaitable[T]]) -> T:
+    async def _snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:
+        shards = await self.shards.all()
+        return merged([await s.call(partial(s.functions.snapshot, model, lanes)) for s in shards])
+
+    async def ask_outbox(self, ask: Callable[[SpreadOutbox[GatewayShard]], Awaitable[T]]) -> T:
         """One call to the outbox of callbacks. Raises WireError."""
-        return await self._call(lambda: ask(self._outbox))
+        return await ask(self._outbox)
 
     async def drain(self, incarnation: str) -> bool:
         """Orders a worker to drain; False if there is none. Raises BrokerUnavailable."""
-        [is_there] = await self._call(lambda: self._functions.drain([incarnation]))
+        first = self.shards.first
+        [is_there] = await first.call(lambda: first.functions.drain([incarnation]))
         return is_there
 
-    async def ask_pauses(self, ask: Callable[[Pauses], Awaitable[T]]) -> T:
+    async def ask_pauses(self, ask: Callable[[SpreadPauses[GatewayShard]], Awaitable[T]]) -> T:
         """One call to what is paused. Raises TooManyPauses, PausedByOperator, WireError."""
-        return await self._call(lambda: ask(self._pauses))
+        return await ask(self._pauses)
 
-    async def ask_operations(self, ask: Callable[[Operations], Awaitable[T]]) -> T:
+    async def ask_operations(
+        self, ask: Callable[[SpreadOperations[GatewayShard]], Awaitable[T]]
+    ) -> T:
         """One call to operations on many jobs. Raises LeaseLost, OperationsFull,
         RecordUnreadable."""
         with readable("operation"):
-            return await self._call(lambda: ask(self._operations))
+            return await ask(self._operations)
 
     async def replay_of(self, job_id: str) -> tuple[Job, Submission] | None:
         """An ended job as a new one; None if its record has expired. Raises RecordUnreadable."""
         with readable("job"):
-            return await self._call(lambda: replay_of(self._client, self.keys, job_id))
+            shard = await self.shards.of(job_id)
+            return await shard.call(lambda: replay_of(shard.client, shard.keys, job_id))
 
-    async def ask_files(self, ask: Callable[[Files], Awaitable[T]]) -> T:
+    async def ask_files(self, ask: Callable[[SpreadFiles[GatewayShard]], Awaitable[T]]) -> T:
         """One call to the records of files. Raises RecordUnreadable."""
         with readable("file"):
-            return await self._call(lambda: ask(self._files))
+            return await ask(self._files)
 
-    async def ask_batches(self, ask: Callable[[Batches], Awaitable[T]]) -> T:
+    async def ask_batches(self, ask: Callable[[SpreadBatches[GatewayShard]], Awaitable[T]]) -> T:
         """One call to the records of batches. Raises LeaseLost, StatusChanged, RecordUnreadable."""
         with readable("batch"):
-            return await self._call(lambda: ask(self._batches))
+            return await ask(self._batches)
 
     async def callback_state(self, job_id: str, tenant: str) -> CallbackState | None:
         """The state of the job's callback; None if it has none. Raises RecordUnreadable."""
         with readable("callback"):
-            return await self._call(lambda: callback_state(self._client, self.keys, job_id, tenant))
+            return await self._on_job(
+                job_id, tenant, lambda s, known: callback_state(s.client, s.keys, known, tenant)
+            )
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus:
         """Cancels a job and returns its status. Raises UnknownJob."""
-        status = await self._call(lambda: self._functions.cancel(job_id, tenant))
+        status = await self._on_job(
+            job_id, tenant, lambda shard, known: shard.functions.cancel(known, tenant)
+        )
         if status is None:
             raise UnknownJob(job_id)
         return status
@@ -402,43 +455,47 @@ class Broker:
     async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> JobPage:
         """A tenant's jobs after the job `after`, youngest first; perhaps fewer than `max_jobs`.
         Raises UnknownJob if `after` is not in the list."""
+        shards = await self.shards.places(tenant)
+        if after and (await self.shards.of(after)) not in shards:
+            raise UnknownJob(after)
+        lists = JobLists(shards, tenant, wanted)
         views: list[JobView] = []
         for _ in range(MAX_LISTINGS):
-            room = max_jobs - len(views)
-            page = await self._list(tenant, wanted, after, room)
+            page = await lists.page(after, max_jobs - len(views))
+            if page is None:
+                raise UnknownJob(after)
             views += page.views
             after = page.position
             if not after or len(views) == max_jobs:
                 break
         return JobPage(tuple(views), after)
 
-    async def _list(self, tenant: str, wanted: Wanted, after: str, max_jobs: int) -> JobPage:
-        page = await self._call(
-            lambda: self._functions.list_jobs(tenant, wanted, after=after, max_jobs=max_jobs)
-        )
-        if page is None:
-            raise UnknownJob(after)
-        return page
-
     async def delete(self, job_id: str, tenant: str) -> JobStatus | None:
         """Deletes an ended job, or returns another one's status. Raises UnknownJob."""
-        found = await self._call(lambda: self._functions.delete(job_id, tenant))
-        if found is False:
+
+        async def ask(
+            shard: GatewayShard, known_id: str
+        ) -> tuple[GatewayShard, str, JobStatus | bool] | None:
+            found = await shard.functions.delete(known_id, tenant)
+            return None if found is False else (shard, known_id, found)
+
+        found = await self._on_job(job_id, tenant, ask)
+        if found is None:
             raise UnknownJob(job_id)
-        if found is not True:
-            return found
-        if await self.payloads.discard(job_id):
-            await self._call(lambda: clear_orphan(self._client, self.keys, job_id))
+        shard, known_id, status = found
+        if isinstance(status, JobStatus):
+            return status
+        if await self.payloads.discard(known_id):
+            await shard.call(lambda: clear_orphan(shard.client, shard.keys, known_id))
         return None
 
     async def detach(
         self, job_id: str, tenant: str, *, deadline_s: float, retention_s: float
     ) -> None:
         """Turns a call's job into one that needs no caller. Raises UnknownJob."""
-        status = await self._call(
-            lambda: self._functions.detach(
-                job_id, tenant, deadline_s=deadline_s, retention_s=retention_s
-            )
+        terms = {"deadline_s": deadline_s, "retention_s": retention_s}
+        status = await self._on_job(
+            job_id, tenant, lambda shard, known: shard.functions.detach(known, tenant, **terms)
         )
         if status is None:
             raise UnknownJob(job_id)
@@ -447,8 +504,12 @@ class Broker:
         self, job_id: str, tenant: str, *, lane: str, deadline_s: float | None
     ) -> JobStatus | None:
         """Changes a job's lane or deadline. The status if it has ended. Raises UnknownJob."""
-        status = await self._call(
-            lambda: self._functions.reprioritise(job_id, tenant, lane=lane, deadline_s=deadline_s)
+        status = await self._on_job(
+            job_id,
+            tenant,
+            lambda shard, known: shard.functions.reprioritise(
+                known, tenant, lane=lane, deadline_s=deadline_s
+            ),
         )
         if status is None:
             raise UnknownJob(job_id)
@@ -472,8 +533,9 @@ class Broker:
         cursor = Cursor(after, after_hash)
         view: JobView | None = None
         answered_s = self.clock()
-        channel = self.keys.of("ev", job_id)
-        async with self._following(job_id), self._hints.listen(channel) as mailbox:
+        shard = await self.shards.of(job_id)
+        channel = shard.keys.of("ev", job_id)
+        async with self._following(job_id), shard.hints.listen(channel) as mailbox:
             is_whole, wait_s = False, self._settings.poll_s
             if submitted_s is not None:
                 is_whole, wait_s = True, min(wait_s, self._first_look_s(submitted_s))
@@ -527,12 +589,21 @@ class Broker:
             await asyncio.sleep(pause_s)
             pause_s = self._settings.attendance_s / 3
             if self._followed:
-                try:
-                    await self._call(lambda: self._functions.attend(list(self._followed)))
-                except BrokerUnavailable:
-                    pause_s = min(pause_s, _RETRY_S)  # before a sweep finds it lapsed
-                except (CommandDenied, WireError):
-                    pass
+                for number in {partition_of(job_id) for job_id in self._followed}:
+                    if not await self._attend(number):
+                        pause_s = min(pause_s, _RETRY_S)  # before a sweep finds it lapsed
+
+    async def _attend(self, number: int) -> bool:
+        """Whether the partition of the number has answered."""
+        job_ids = [job_id for job_id in self._followed if partition_of(job_id) == number]
+        try:
+            shard = await self.shards.of(job_ids[0])
+            await shard.call(lambda: shard.functions.attend(job_ids))
+        except BrokerUnavailable:
+            return False
+        except (CommandDenied, WireError):
+            pass
+        return True
 
     def _first_look_s(self, submitted_s: float) -> float:
         return SAFE_LOOK_S if self.clock() - submitted_s < SOON_S else FIRST_LOOK_S
@@ -551,14 +622,21 @@ class Broker:
 
     async def sweep(self) -> None:
         """Ends jobs past their deadlines and leases, at most once a second; ignores failures."""
+        with contextlib.suppress(BrokerUnavailable):  # the breaker logs it
+            shards = await self.shards.all()
+            await asyncio.gather(*(self._sweep(shard, len(shards) == 1) for shard in shards))
+
+    async def _sweep(self, shard: GatewayShard, is_only: bool) -> None:
         now_s = self.clock()
-        if now_s - self._swept_s < SWEEP_EVERY_S:
+        if now_s - shard.swept_s < SWEEP_EVERY_S:
             return
-        self._swept_s = now_s
+        shard.swept_s = now_s
         try:
-            await self._call(self._functions.sweep)
+            await shard.call(shard.functions.sweep)
+            if not is_only:
+                await self.shards.lower_rests(shard)
         except BrokerFull:
-            self._swept_s = now_s + SWEEP_PAUSE_S - SWEEP_EVERY_S
+            shard.swept_s = now_s + SWEEP_PAUSE_S - SWEEP_EVERY_S
         except BrokerUnavailable:
             return  # the breaker logs it
         except (CommandDenied, WireError) as exc:

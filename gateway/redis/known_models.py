@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -18,7 +18,6 @@ from cachetools import LRUCache, TTLCache
 from contract.catalogue import Catalogue
 from contract.errors import ErrorCode, JobRefused, WireError
 from contract.function_types import FleetSnapshot
-from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import max_memory
 from contract.model_cards import ModelCard
@@ -62,13 +61,19 @@ class KnownModels:
     """The models that one gateway process knows."""
 
     def __init__(
-        self, call: Guard, client: redis.asyncio.Redis, keys: Keys, declared: Sequence[str]
+        self,
+        call: Guard,
+        client: redis.asyncio.Redis,
+        keys: Keys,
+        declared: Sequence[str],
+        snapshot: Callable[[str, Sequence[str]], Awaitable[FleetSnapshot]],
     ) -> None:
+        """`snapshot`: of a model and its lanes, over all partitions."""
         self.declared = declared  # somebody starts their workers, also the first
         self._call = call
         self._client = client
         self._catalogue = Catalogue(client, keys)
-        self._functions = Functions(client, keys)
+        self._snapshot = snapshot
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
         self._num_workers: TTLCache[str, int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
         self._failures: tuple[float, dict[str, ModelFailure]] = (-CATALOGUE_TTL_S, {})
@@ -196,7 +201,11 @@ class KnownModels:
         if refused.code is not ErrorCode.NO_WORKERS:
             return refused
         failure = (await self.failures()).get(model)
-        return refused if failure is None else model_failed(model, failure)
+        if failure is not None:
+            return model_failed(model, failure)
+        if refused.retry_after_s is None and (start := await self.expected_start(model)):
+            refused.retry_after_s = start.ready_in_s  # announced in partition 0 alone
+        return refused
 
     async def max_memory_bytes(self) -> int:
         """The bytes that Redis may use, at most a minute old; 0: unknown."""
@@ -213,7 +222,7 @@ class KnownModels:
         found, spoiled = {}, set()
         for name, card in (await self.models()).items():
             try:
-                found[name] = await self._call(partial(self._functions.snapshot, name, card.lanes))
+                found[name] = await self._snapshot(name, card.lanes)
             except WireError as exc:
                 spoiled.add(name)
                 if name not in self._spoiled:

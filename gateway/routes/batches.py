@@ -21,7 +21,7 @@ from gateway.state import AcceptingGateway, ThisGateway
 
 router = APIRouter(route_class=StrictRoute, tags=["batches"], responses=answers(401, 403, 429))
 
-_BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+_BATCH_ID = re.compile(r"batch_([0-9]{1,4}-)?[0-9a-f]{32}")
 _WINDOW_S = 86_400.0
 
 
@@ -174,7 +174,7 @@ async def create_batch(
         metadata=body.metadata,
         output_lifetime_s=lifetime.seconds if lifetime else gateway.settings.file_lifetime_s,
     )
-    batch_id = new_batch_id()
+    batch_id = new_batch_id(await gateway.broker.home_of(caller.tenant))
     try:
         await gateway.broker.ask_batches(
             lambda batches: batches.add(batch_id, asked, window_s=_WINDOW_S, callback=callback)

@@ -96,6 +96,7 @@ async def submit_job(
     timing.mark("admission")
     status = JobStatus.QUEUED
     if submitted.is_new:
+        job = msgspec.structs.replace(job, id=submitted.job_id)
         num_prompt = job.num_prompt_tokens
         log.info("accepted job_id=%s lane=%s num_prompt=%d", job.id, job.lane, num_prompt)
     else:
@@ -258,6 +259,8 @@ async def begin_call(
         view = await _known_job(gateway, submitted.job_id, job.tenant)
         caller.check_lane(view.lane)
         job = await gateway.whole(view.job)
+    else:
+        job = msgspec.structs.replace(job, id=submitted.job_id)
     return SyncCall(
         gateway,
         job,

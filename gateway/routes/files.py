@@ -38,7 +38,7 @@ MIN_LIFETIME_S, MAX_LIFETIME_S = 3_600, 30 * 86_400  # OpenAI's; the store delet
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 MAX_FILENAME = 255
 _REDIRECT_S = 300.0  # in which a download from the store must begin
-_FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+_FILE_ID = re.compile(r"file-([0-9]{1,4}-)?[0-9a-f]{32}")
 _UPLOAD = {
     "requestBody": {
         "required": True,
@@ -243,7 +243,7 @@ async def _stored(
         raise ApiError(413, "body_too_large", f"the file has more than {most} bytes", param="file")
     filename = os.path.basename(upload.filename or "upload")[:MAX_FILENAME]
     file = StoredFile(
-        id=new_file_id(),
+        id=new_file_id(await gateway.broker.home_of(caller.tenant)),
         tenant=caller.tenant,
         num_bytes=num_bytes,
         purpose=purpose,

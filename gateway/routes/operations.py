@@ -36,7 +36,7 @@ from gateway.state import Gateway, ThisGateway
 
 router = APIRouter(route_class=StrictRoute, tags=["operations"], responses=answers(401, 403, 429))
 
-_ID = re.compile(r"op-[0-9a-f]{32}")
+_ID = re.compile(r"op-([0-9]{1,4}-)?[0-9a-f]{32}")
 _Name = Annotated[str | None, Field(min_length=1, max_length=256)]
 _Time = Annotated[float | None, Field(ge=0, le=10**11)]
 

@@ -38,7 +38,7 @@ json_router = APIRouter(
 )
 
 _MAX_PARTS = 1_000
-_ID = re.compile(r"upload_[0-9a-f]{32}")
+_ID = re.compile(r"upload_([0-9]{1,4}-)?[0-9a-f]{32}")
 _READ_BYTES = 2**20
 _PART = {
     "requestBody": {
@@ -109,7 +109,10 @@ async def create_upload(
     lifetime = body.expires_after
     lifetime_s = lifetime.seconds if lifetime else gateway.settings.file_lifetime_s
     name = os.path.basename(body.filename) or "upload"
-    upload = Upload.new(caller.tenant, body.bytes, name, file_lifetime_s=lifetime_s)
+    partition = await gateway.broker.home_of(caller.tenant)
+    upload = Upload.new(
+        caller.tenant, body.bytes, name, file_lifetime_s=lifetime_s, partition=partition
+    )
     record = await _recorded(gateway, upload.record, UPLOAD_S, of_tenant)
     return _shown(record, "pending")
 

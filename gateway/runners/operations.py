@@ -142,7 +142,7 @@ class _Run:
             found = await self._gateway.broker.replay_of(job_id)
             if found is None:
                 return False
-            await submit(self._gateway, *await self._prepared(*found))
+            await submit(self._gateway, *await self._prepared(*found), is_derived=True)
         except (BrokerUnavailable, PayloadUnavailable):
             raise
         except JobRefused as exc:

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from contract.errors import BrokerUnavailable
-from gateway.redis.broker import Breaker
+from gateway.redis.shards import Breaker
 
 
 def fail(breaker: Breaker) -> None:

@@ -11,7 +11,7 @@ from contract.errors import BrokerFull, BrokerUnavailable, ErrorCode
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import ensure_library
-from gateway.redis.broker import Breaker
+from gateway.redis.shards import Breaker
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says

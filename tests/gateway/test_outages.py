@@ -14,8 +14,9 @@ from contract.connection import connect, end_tasks
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.keys import Keys
-from gateway.redis.broker import Breaker, Broker
+from gateway.redis.broker import Broker
 from gateway.redis.hints import Idle
+from gateway.redis.shards import Breaker
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_submission
 from tests.gateway.conftest import make_settings, running_gateway

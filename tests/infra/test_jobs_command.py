@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.replays import replayed_id
 from contract.roster import Roster
+from contract.shards import OpenShards
 from infra.embedded_redis import EmbeddedRedis
 from infra.jobs_command import JobRefusal, Quarantine
 from tests.contract.some_calls import claim, make_job, make_submission
@@ -26,8 +28,11 @@ ABOUT = {"prompt_sha256": "ab12", "prompt_tokens": 3, "model": "m", "lane": "sta
 
 
 @pytest.fixture
-def quarantine(redis_client: redis.asyncio.Redis, keys: Keys) -> Quarantine:
-    return Quarantine(redis_client, keys)
+async def quarantine(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+) -> AsyncIterator[Quarantine]:
+    async with OpenShards(redis_server.url, "test") as shards:
+        yield Quarantine(redis_client, keys, shards)
 
 
 @pytest.fixture

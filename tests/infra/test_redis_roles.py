@@ -55,6 +55,7 @@ from tests.fakes import encode_text
 from tests.fleet import fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.oracle import world as small_world
+from tests.oracle.moves_walk import walk_of_moves
 from tests.oracle.postal_walk import PostalWalk
 from tests.oracle.walk import Walk
 from tests.oracle.whole_walk import walk
@@ -62,7 +63,7 @@ from tests.oracle.whole_walk import walk
 PASSWORD = "a-password"
 NAMES = sorted(REDIS_ROLES)
 FUNCTIONS = sorted({name for role in REDIS_ROLES.values() for name in role.functions.split()})
-READING = {"read", "list", "quote", "outbox_dead", "snapshot", "watch"}
+READING = {"read", "list", "quote", "outbox_dead", "snapshot", "watch", "left", "waiting"}
 FORBIDDEN = """
 EVAL 'return 1' 0|EVAL_RO 'return 1' 0|EVALSHA 0 0|EVALSHA_RO 0 0|SCRIPT LOAD x|SCRIPT FLUSH
 SCRIPT KILL|SCRIPT EXISTS x|FUNCTION DELETE batchway_v1|FUNCTION FLUSH|FUNCTION DUMP
@@ -252,6 +253,10 @@ def test_every_function_runs_under_every_role_that_has_it(
                 walk(server.url, seed, 80, audit_every=50, draws=PostalWalk)
             asyncio.run(walk_of_files(RoleClients(server.url, turns, calls), random.Random(0)))
             asyncio.run(walk_of_operations(RoleClients(server.url, turns, calls)))
+            admin.flushall()
+            admin.set(TEST_CLOCK, "=1700000000000")
+            asyncio.run(walk_of_moves(RoleClients(server.url, turns, calls), "world", 0, 400))
+            admin.delete(TEST_CLOCK)
         finally:
             make_users(admin, "test")
     assert set(calls) == owned
@@ -464,7 +469,7 @@ def test_the_printed_commands_create_working_users(server: EmbeddedRedis) -> Non
 def test_special_characters_of_a_namespace_are_escaped() -> None:
     """In key patterns."""
     rules = acl_rules(REDIS_ROLES["pool"], "a[b]?")
-    assert r"~{bw:a\[b\]\?:0}:worker:*" in rules
+    assert r"~{bw:a\[b\]\?:*}:worker:*" in rules
 
 
 @pytest.mark.parametrize("name", ["gateway", "worker", "callbacks"])

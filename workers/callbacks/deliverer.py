@@ -31,6 +31,8 @@ from contract.outbox import Outbox, OutboxRecord, Taken
 from contract.payloads.encoding import decode_log
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from contract.response_events import ResponseEvents, decode_record
+from contract.shards import Shard
+from contract.spread import SpreadOutbox
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
 from contract.vector_answers import VectorAnswer, num_vector_bytes
 from workers.callbacks import deliverer as envelope
@@ -177,8 +179,8 @@ class Deliverer:
     def __init__(
         self,
         settings: CallbackSettings,
-        outbox: Outbox,
-        functions: Functions,
+        outbox: Outbox | SpreadOutbox[Shard],
+        functions: Functions | SpreadOutbox[Shard],
         catalogue: Catalogue,
         webhooks: WebhookSender,
         aws: AwsSender,

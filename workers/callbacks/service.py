@@ -13,12 +13,12 @@ import ssl
 from redis.exceptions import NoPermissionError, RedisError
 
 from contract.catalogue import Catalogue
-from contract.connection import connect, denied, end_tasks
+from contract.connection import denied, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
-from contract.functions import Functions
-from contract.keys import Keys
-from contract.outbox import Outbox, Taken
+from contract.outbox import Taken
 from contract.payloads import open_store
+from contract.shards import OpenShards
+from contract.spread import SpreadOutbox
 from contract.telemetry.tracing import Tracing
 from workers.callbacks.deliverer import SERVICE, CallbackSettings, Deliverer
 from workers.callbacks.destinations import AwsSender
@@ -55,17 +55,16 @@ class CallbackService:
 
     def __init__(self, settings: CallbackSettings, tls: ssl.SSLContext | None = None) -> None:
         self._settings = settings
-        keys = Keys(settings.namespace)
-        self._client = connect(settings.redis_url, keys)
-        self._outbox = Outbox(self._client, keys)
+        self._shards = OpenShards(settings.redis_url, settings.namespace)
+        self._outbox = SpreadOutbox(self._shards)
         guard = Guard(settings.allow)
         self._webhooks = WebhookSender(settings.allow, guard, timeout_s=settings.timeout_s, tls=tls)
         self._tracing = Tracing(SERVICE)
         self._deliverer = Deliverer(
             settings,
             self._outbox,
-            Functions(self._client, keys),
-            Catalogue(self._client, keys),
+            self._outbox,
+            Catalogue(self._shards.first.client, self._shards.first.keys),
             self._webhooks,
             AwsSender(timeout_s=settings.timeout_s),
             open_store(settings.object_store),
@@ -102,7 +101,7 @@ class CallbackService:
         if not done:
             log.warning("running attempts did not end in time; other processes repeat them")
         await self._webhooks.aclose()
-        await self._client.aclose()
+        await self._shards.aclose()
         self._rq_client.close()
         await asyncio.to_thread(self._tracing.close)
         if not relaying.cancelled():

@@ -13,16 +13,18 @@ from contract.connection import SWEEP_PAUSE_S
 from contract.consumer import keep_leases
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.function_types import WorkerState
+from contract.ids import partition_of
 from workers.ipc.messages import Ready, Reprioritise
 from workers.logs import ErrorOnce
 from workers.settings import WorkerSettings
+from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.drain import Drain
 from workers.supervisor.engine_keeper import RESTART_S
 from workers.supervisor.gpu_use import GpuUse
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher
-from workers.supervisor.worker_broker import WorkerBroker, make_card
+from workers.supervisor.worker_broker import make_card
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class LeaseKeeper:
     def __init__(
         self,
         settings: WorkerSettings,
-        broker: WorkerBroker,
+        broker: AllPartitions,
         engine: EngineLink,
         holding: Holding,
         publisher: Publisher,
@@ -148,13 +150,15 @@ class LeaseKeeper:
         """Drops all jobs before their leases expire, if Redis has not renewed them: another worker
         may run them then."""
         while True:
-            silent_s = time.monotonic() - self._broker.last_contact_s
-            if self._holding.jobs and silent_s > self._settings.self_fence_s:
-                jobs = list(self._holding.jobs.values())
-                log.warning("self-fence silent_s=%.1f jobs_held=%d", silent_s, len(jobs))
-                self._publisher.clear()
-                for job in jobs:
-                    self._holding.drop(job)
+            for part in self._broker.parts():
+                silent_s = time.monotonic() - part.last_contact_s
+                held = self._holding.jobs.values()
+                jobs = [job for job in held if partition_of(job.job.id) == part.partition]
+                if jobs and silent_s > self._settings.self_fence_s:
+                    log.warning("self-fence silent_s=%.1f jobs_held=%d", silent_s, len(jobs))
+                    self._publisher.clear(part.partition)
+                    for job in jobs:
+                        self._holding.drop(job)
             await asyncio.sleep(self._settings.lease_s / 20)
 
     async def _sweep(self) -> None:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Append, Release, Verdict
+from contract.ids import partition_of
 from contract.jobs import JobStatus
 from contract.payloads.encoding import encode_result
 from contract.payloads.store import (
@@ -28,6 +29,7 @@ from contract.payloads.store import (
     PayloadUnavailable,
     result_key,
 )
+from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.held_job import MAX_VECTOR_BYTES, HeldJob
 from workers.supervisor.holding import Holding
 from workers.supervisor.worker_broker import WorkerBroker
@@ -133,8 +135,9 @@ class Publisher:
         self._failures[(job.job.id, job.epoch)] = (code, message)
         self.note(job)
 
-    def clear(self) -> None:
-        """Discards all output: this worker may no longer write to the jobs' logs."""
+    def clear(self, partition: int | None = None) -> None:
+        """Discards all output, or that for one partition: this worker may no longer write to the
+        jobs' logs."""
         self._news.clear()
         self._failures.clear()
         self._generation += 1
@@ -237,3 +240,49 @@ def _release_of(job: HeldJob, verdict: Verdict) -> Release:
         return Release(job.job.id, job.epoch, "drain")
     message = "more output than its cap"
     return Release(job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, message)
+
+
+class Publishers(Publisher):
+    """One publisher for each partition, so that one which does not answer stops no other."""
+
+    def __init__(self, broker: AllPartitions, holding: Holding, results: ResultKeeper) -> None:
+        super().__init__(broker, holding, results)
+        self._brokers = broker
+        self._parts: dict[int, Publisher] = {}
+        self._changed = asyncio.Event()
+
+    def note(self, job: HeldJob) -> None:
+        self._of(job).note(job)
+
+    def fail(self, job: HeldJob, code: str, message: str) -> None:
+        self._of(job).fail(job, code, message)
+
+    def clear(self, partition: int | None = None) -> None:
+        for number, part in self._parts.items():
+            if partition in (None, number):
+                part.clear()
+
+    async def run(self) -> None:
+        tasks = dict[int, asyncio.Task[None]]()
+        try:
+            while True:
+                for number in self._parts.keys() - tasks.keys():
+                    tasks[number] = asyncio.create_task(self._parts[number].run())
+                self._changed.clear()
+                changing = asyncio.create_task(self._changed.wait())
+                done, _ = await asyncio.wait(
+                    {changing, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED
+                )
+                await end_tasks(changing)
+                for task in done - {changing}:
+                    task.result()  # raises what ended it
+        finally:
+            await end_tasks(*tasks.values())
+
+    def _of(self, job: HeldJob) -> Publisher:
+        number = partition_of(job.job.id)
+        if (part := self._parts.get(number)) is None:
+            broker = self._brokers.part(number)
+            part = self._parts[number] = Publisher(broker, self._holding, self._results)
+            self._changed.set()
+        return part

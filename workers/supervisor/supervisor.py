@@ -14,6 +14,7 @@ from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
 from contract.functions import poisoned
+from contract.ids import partition_of
 from contract.payloads import open_store
 from contract.telemetry.tracing import Tracing
 from workers import logs
@@ -21,6 +22,7 @@ from workers.configuration import ConfigurationError
 from workers.ipc.channel import GRACE_S
 from workers.ipc.messages import Reconfigure
 from workers.settings import WorkerSettings, new_incarnation
+from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.claims import POLL_S, Claims
 from workers.supervisor.drain import Drain, SpotNotice
 from workers.supervisor.engine_keeper import EngineKeeper, EngineRefused
@@ -30,7 +32,7 @@ from workers.supervisor.job_spans import JobSpans
 from workers.supervisor.leases import LeaseKeeper
 from workers.supervisor.metrics import Meter, MetricsUnservable, serve_metrics
 from workers.supervisor.prompts import PromptFetcher
-from workers.supervisor.publisher import Publisher, ResultKeeper, tidy
+from workers.supervisor.publisher import Publishers, ResultKeeper, tidy
 from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
@@ -63,14 +65,14 @@ class Supervisor:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._broker = WorkerBroker(settings, new_incarnation())
+        self._broker = AllPartitions(settings, new_incarnation())
         self._engine = EngineLink(settings.engine_options())
         logs.stamp(self._engine.options.batching_version)
         self._tracing = Tracing("batchway-worker")
         self._holding = Holding(self._engine, spans=JobSpans(self._tracing))
         self._store = open_store(settings.object_store)
         self._results = ResultKeeper(self._store, settings.object_min_bytes, self._broker)
-        self._publisher = Publisher(self._broker, self._holding, self._results)
+        self._publisher = Publishers(self._broker, self._holding, self._results)
         self._prompts = PromptFetcher(
             self._store, self._broker, self._holding, self._publisher, self._run
         )
@@ -82,6 +84,7 @@ class Supervisor:
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
         self._claims = Claims(settings, self._broker, self._holding)
+        self._broker.share_of = self._claims.rotation.share
 
     def drain(self, why: str = "signal") -> None:
         """Stops claiming. The worker ends when its jobs have ended or the budget is spent."""
@@ -132,17 +135,13 @@ class Supervisor:
     # --- claiming -----------------------------------------------------------------------------
 
     async def _claim_jobs(self) -> None:
-        has_lost_reply, errors = False, logs.ErrorOnce(log, "claim failed")
+        errors = logs.ErrorOnce(log, "claim failed")
         while not self._drain.begun.is_set():
             await self._claims.wait_for_wake()
             try:
-                if has_lost_reply and self._engine.ready is not None:
-                    await self._start_all(await self._broker.mine(list(self._holding.jobs)))
-                    has_lost_reply = False
                 await self._claims.claim_while_room(self._start_all, self._drain.begun.is_set)
                 errors.clear()
             except BrokerUnavailable:
-                has_lost_reply = True  # the call may have claimed jobs
                 await asyncio.sleep(_RETRY_S)
             except (WireError, CommandDenied) as exc:
                 errors.note(exc)
@@ -263,14 +262,20 @@ class Supervisor:
     async def _leave(self, held: list[HeldJob]) -> None:
         """Releases unfinished jobs, also those of a claim whose reply was lost, and deregisters. If
         Redis stays unreachable, the leases expire."""
+        await asyncio.gather(*(self._leave_one(part, held) for part in self._broker.parts()))
+
+    async def _leave_one(self, part: WorkerBroker, held: list[HeldJob]) -> None:
+        """Leaves a partition."""
+        claims = [(job.job.id, job.epoch) for job in held]
+        claims = [claim for claim in claims if partition_of(claim[0]) == part.partition]
+        counted = self._leases.counted() if part is self._broker else {}
         while True:
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
-                unknown = await self._broker.mine([job.job.id for job in held])
-                claims = [(job.job.id, job.epoch) for job in held]
+                unknown = await part.mine([job_id for job_id, _ in claims])
                 claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]
                 if claims:
-                    await self._broker.release([Release(i, epoch, "drain") for i, epoch in claims])
-                await self._broker.leave(self._leases.counted())
+                    await part.release([Release(i, epoch, "drain") for i, epoch in claims])
+                await part.leave(counted)
                 return
             await asyncio.sleep(_RETRY_S)
 

@@ -30,6 +30,7 @@ from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.library import check_fitness, ensure_library
 from contract.model_cards import ModelCard, TokenizerFiles
+from contract.partitions import Homes
 from contract.payloads.store import ObjectStore
 from contract.roster import Roster
 from contract.starts import Starts
@@ -46,7 +47,8 @@ _RENEWAL_INTERVAL = 0.05  # of a lease: appends renew leases at most this often
 
 
 class WorkerBroker:
-    """The Redis calls of one worker incarnation. Each raises BrokerUnavailable."""
+    """The Redis calls of one worker incarnation in one partition. Each raises
+    BrokerUnavailable."""
 
     def __init__(
         self,
@@ -54,13 +56,16 @@ class WorkerBroker:
         incarnation: str,
         clock: Callable[[], float] = time.monotonic,
         client: redis.asyncio.Redis | None = None,
+        partition: int = 0,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self.incarnation = incarnation
-        self._keys = Keys(settings.namespace)
+        self.partition = partition
+        self._keys = Keys(settings.namespace, partition)
         self._client = client or connect(settings.redis_url, self._keys)
         self._functions = Roster(self._client, self._keys)
+        self.homes = Homes(self._client, self._keys)
         self.last_contact_s = clock()  # when the last call that renewed the leases was sent
         self._appends_renewed_s = -math.inf  # when an append last renewed
 
@@ -112,6 +117,11 @@ class WorkerBroker:
         if not known_ids:
             self._note_renewal(sent_s)
         return found
+
+    async def waiting(self, lanes: Sequence[str]) -> tuple[int, dict[str, float]]:
+        """What waits here for this worker (`waiting` of contract/functions.py)."""
+        model = self._settings.served_model_name
+        return await self._functions.waiting(model, self.incarnation, lanes)
 
     async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
         """A job's whole log; empty if the job is gone."""

@@ -113,7 +113,8 @@ class PartRun:
                 await asyncio.sleep(pause_s or self._poll_s)
 
     async def _states(self, job_ids: Sequence[str]) -> list[str | None]:
-        return await self._broker.ask_batches(lambda batches: batches.job_states(job_ids))
+        tenant = self._leased.batch.tenant
+        return await self._broker.ask_batches(lambda batches: batches.job_states(job_ids, tenant))
 
     async def _submit(self, job_id: str) -> float:
         """Submits a line's job, or keeps the error of a line that cannot run. Returns the seconds
@@ -127,7 +128,7 @@ class PartRun:
         try:
             job, submission = await self._prepared(job_id, caller)
             try:
-                await submit(self._leased.gateway, job, submission)
+                await submit(self._leased.gateway, job, submission, is_derived=True)
             except JobRefused as exc:
                 error = to_api_error(exc)
                 if error.status in (429, 503) and await self._may_fit(job, submission, exc):

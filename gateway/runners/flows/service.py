@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import redis.asyncio
 from msgspec.structs import replace
 
 from contract.catalogue import Catalogue
@@ -16,6 +17,7 @@ from contract.errors import BatchwayError
 from contract.flows import Definition, Pipeline
 from contract.function_types import Claimed
 from contract.jobs import Job
+from contract.keys import Keys
 from contract.library import ensure_library
 from contract.model_cards import ModelCard
 from gateway.runners.flows.definitions import FlowError, check_flows, flow_card, load_flows, members
@@ -39,12 +41,14 @@ class FlowService:
         self._broker = gateway.broker
         self._drain = gateway.drain
         self._path = Path(gateway.settings.models)
-        self._client = connect(gateway.settings.redis_url, self._broker.keys)
-        self._catalogue = Catalogue(self._client, self._broker.keys)
+        keys = self._broker.shards.first.keys
+        self._client = connect(gateway.settings.redis_url, keys)
+        self._catalogue = Catalogue(self._client, keys)
         self._stamp: object = None
         self._definitions: Mapping[str, Definition] = {}
         self._published: dict[str, ModelCard] = {}
-        self._workers: dict[str, FlowWorker] = {}
+        self._workers: dict[tuple[str, int], FlowWorker] = {}  # by flow and partition
+        self._clients: dict[int, redis.asyncio.Redis] = {0: self._client}
         self._leaving: dict[FlowWorker, float] = {}  # of withdrawn flows: since when
         self._stage_queues: dict[tuple[str, bytes], StageQueues] = {}
         self._last_line = ""
@@ -64,7 +68,7 @@ class FlowService:
         """Gives the jobs that run back."""
         workers = *self._workers.values(), *self._leaving
         await asyncio.gather(*(worker.aclose() for worker in workers))
-        await self._client.aclose()
+        await asyncio.gather(*(client.aclose() for client in self._clients.values()))
 
     async def _look(self) -> None:
         try:
@@ -142,7 +146,8 @@ class FlowService:
         own = self._published.keys() - self._definitions.keys()
         for name in own:
             del self._published[name]
-            self._leaving[self._workers.pop(name)] = self._broker.clock()
+            for key in [key for key in self._workers if key[0] == name]:
+                self._leaving[self._workers.pop(key)] = self._broker.clock()
         for name in flows:
             if name in self._definitions:
                 continue
@@ -159,7 +164,15 @@ class FlowService:
                 await worker.aclose()
 
     async def _serve(self, card: ModelCard) -> None:
-        known = self._workers.get(card.name)
+        shards = {shard.number: shard.keys for shard in await self._broker.shards.all()}
+        for keys in shards.values():
+            await self._serve_in(card, keys)
+        for key in [key for key in self._workers if key[1] not in shards]:
+            self._leaving[self._workers.pop(key)] = self._broker.clock()
+
+    async def _serve_in(self, card: ModelCard, keys: Keys) -> None:
+        place = card.name, keys.partition
+        known = self._workers.get(place)
         if known is not None and known.is_draining:  # the name was a model's for a while
             self._leaving[known] = self._broker.clock()
             known = None
@@ -169,9 +182,12 @@ class FlowService:
                 return
             log.error("flow begins again error=%s model=%s", type(failure).__name__, card.name)
             await known.aclose()
-        worker = FlowWorker(self._client, self._broker.keys, card.name, card.lanes, self._run)
+        if (client := self._clients.get(keys.partition)) is None:
+            client = connect(self._gateway.settings.redis_url, keys)
+            self._clients[keys.partition] = client
+        worker = FlowWorker(client, keys, card.name, card.lanes, self._run)
         worker.start()
-        self._workers[card.name] = worker
+        self._workers[place] = worker
 
     def _run(self, publisher: Publisher, claimed: Claimed) -> Run:
         return Run(self._gateway, publisher, claimed, self._stages_of(claimed.job))
@@ -184,7 +200,7 @@ class FlowService:
             return None
         key = job.model, msgspec.json.encode(definition)
         if (known := self._stage_queues.get(key)) is None:
-            worker = self._workers.get(job.model)  # None: the flow is withdrawn
+            worker = self._workers.get((job.model, 0))  # None: the flow is withdrawn
             lanes = worker.lanes if worker else ()
             known = StageQueues(len(definition.steps), self._broker.clock, lanes)
             self._stage_queues[key] = known
