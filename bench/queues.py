@@ -5,8 +5,8 @@ of one process (RQ: a thread), so a rate says as much of the client library as o
 µs` is the processor time of the server for one job. Needs node and npm, and makes an environment
 with pinned packages in a folder that it keeps.
 
-batchway admits, ages, meters and logs each job and keeps its result; its `finish` claims and ends one
-job at a time, `finish16` up to 16 in a call, as its workers do.
+batchway admits, ages, meters and logs each job and keeps its result; its `finish` claims and ends
+one job at a time, `finish16` up to 16 in a call, as its workers do.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Server:
     def run(self, peer: str, action: str, num_clients: int, num_jobs: int) -> Figure:
         """Raises CalledProcessError, TimeoutExpired."""
         before_s = self._processor_s()
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603
             [*self._program(peer), self._path, action, str(num_clients), str(num_jobs)],
             cwd=self._folder if peer == "bullmq" else ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -94,9 +94,9 @@ def make_environment(folder: Path) -> None:
         return
     venv.create(folder, clear=True, with_pip=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "-qq"]
-    subprocess.run([*pip, *_PYTHON_PACKAGES], check=True)
+    subprocess.run([*pip, *_PYTHON_PACKAGES], check=True)  # noqa: S603
     npm = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
-    subprocess.run([*npm, *_NODE_PACKAGES], check=True)
+    subprocess.run([*npm, *_NODE_PACKAGES], check=True)  # noqa: S603
     (folder / _READY).touch()
 
 

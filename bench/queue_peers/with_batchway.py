@@ -18,7 +18,7 @@ from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Submission, TenantLimits
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
+from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import ensure_library
 from contract.roster import Roster
@@ -84,7 +84,7 @@ class Actions:
                     one.job.id,
                     one.epoch,
                     1,
-                    Tokens((ChoiceDelta(0, 0, (7, 8), "done", "stop"),)),
+                    Tokens((ChoiceDelta(0, 0, (7, 8), "done", FinishReason.STOP),)),
                     2,
                     JobStatus.SUCCEEDED,
                 )

@@ -1,8 +1,9 @@
 """One action on an RQ queue: python with_rq.py SOCKET ACTION CLIENTS JOBS; prints the seconds.
 
-Clients are threads. RQ has no stream of a job's output; `append` saves the job's metadata.
+Clients are threads, workers are processes. RQ has no stream of a job's output; `append` saves the job's metadata.
 """
 
+import multiprocessing
 import sys
 import threading
 import time
@@ -10,18 +11,8 @@ from collections.abc import Callable
 
 import redis
 from rq import Queue, SimpleWorker
-from rq.timeouts import TimerDeathPenalty
 
 DATA = "x" * 600
-
-
-class Worker(SimpleWorker):
-    """Runs in a thread, where signals cannot be used."""
-
-    death_penalty_class = TimerDeathPenalty
-
-    def _install_signal_handlers(self) -> None:
-        """None."""
 
 
 def shared(num_clients: int, num_jobs: int, call: Callable[[], object]) -> None:
@@ -54,11 +45,16 @@ def main(path: str, action: str, clients: str, jobs: str) -> None:
     elif action == "finish":
 
         def work() -> None:
-            Worker([queue], connection=client).work(
+            SimpleWorker([queue], connection=client).work(
                 burst=True, max_jobs=max(1, num_jobs // num_clients), logging_level="ERROR"
             )
 
-        run(num_clients, work)
+        context = multiprocessing.get_context("fork")
+        processes = [context.Process(target=work) for _ in range(num_clients)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
     else:
         job = queue.enqueue("builtins.len", DATA)
 

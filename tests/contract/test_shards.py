@@ -7,15 +7,16 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import redis.asyncio
 
-from contract.connection import connect
+from contract.connection import connect, now_ms
 from contract.errors import BrokerUnavailable
-from contract.function_types import Submission
+from contract.function_types import Append, Submission
 from contract.functions import Functions
+from contract.jobs import JobStatus
 from contract.keys import Keys
-from contract.library import LIBRARY, ensure_library
+from contract.library import LIBRARY, check_fitness, ensure_library
 from contract.outbox import Taken
 from tests.cluster import Node, RedisCluster, until
-from tests.contract.some_calls import make_job
+from tests.contract.some_calls import append, claim, make_job, tokens
 from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
 
 pytestmark = pytest.mark.anyio
@@ -102,6 +103,45 @@ async def test_a_user_who_may_not_load_the_library_is_told_that_it_is_missing(
             await submit(Functions(client, KEYS))
 
 
+# What ElastiCache Serverless lacks: docs.aws.amazon.com, "Supported and restricted Valkey,
+# Memcached, and Redis OSS commands".
+LACKED = (
+    "acl|setuser acl|deluser acl|load acl|save bgrewriteaof bgsave client|kill client|pause "
+    "client|setinfo cluster|failover cluster|meet cluster|setslot config debug failover latency "
+    "lastsave migrate module monitor move psync replicaof replconf save select shutdown slaveof "
+    "slowlog swapdb sync wait"
+)
+
+
+async def test_a_job_runs_where_commands_of_serverless_caches_are_lacking(
+    cluster: RedisCluster,
+) -> None:
+    """From the check of the server to the answer, and an attempt by RQ."""
+    forbidden = [f"-{command}" for command in LACKED.split()]
+    for node in cluster.nodes:
+        node.run("ACL", "SETUSER", "serverless", "on", "nopass", "~*", "&*", "+@all", *forbidden)
+    url = cluster.url.replace("://", "://serverless:x@")
+    async with connect(url, KEYS) as client:
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            await client.config_get("maxmemory")
+        await check_fitness(client)
+        await ensure_library(client)
+        functions = Functions(client, KEYS)
+        await run_job(functions, await submit(functions))
+        assert await functions.sweep() is not None
+        assert await now_ms(client) > 0
+    await asyncio.to_thread(deliver_with_rq, url)
+
+
+async def run_job(functions: Functions, job_id: str) -> None:
+    assert await functions.heartbeat("w", "m", [], lease_s=10.0, info="{}") == []
+    [claimed] = await claim(functions, "w")
+    assert claimed.job.id == job_id
+    items = [Append(job_id, claimed.epoch, 1, tokens(0, 7), 1, JobStatus.SUCCEEDED)]
+    assert await append(functions, "w", *items) == [("OK", 3)]
+    assert await is_kept(functions, job_id)
+
+
 async def test_nothing_is_lost_while_a_slot_moves_key_by_key(
     cluster: RedisCluster, functions: Functions
 ) -> None:
@@ -183,7 +223,11 @@ async def test_hints_reach_subscribers_at_every_server(
 
 
 async def test_rq_runs_on_the_primary_of_its_slot(cluster: RedisCluster) -> None:
-    client = open_redis(cluster.url_of(other_primary(cluster, "{rq}")))
+    await asyncio.to_thread(deliver_with_rq, cluster.url_of(other_primary(cluster, "{rq}")))
+
+
+def deliver_with_rq(url: str) -> None:
+    client = open_redis(url)
     attempts = AttemptQueue(client, "test", "a key")
     delivered, is_done = [], threading.Event()
 
@@ -195,7 +239,7 @@ async def test_rq_runs_on_the_primary_of_its_slot(cluster: RedisCluster) -> None
     runner.start()
     taken = Taken("job-0-" + "0" * 32, 1)
     attempts.put([taken])
-    assert await asyncio.to_thread(is_done.wait, 20)
-    await asyncio.to_thread(runner.stop)
+    assert is_done.wait(20)
+    runner.stop()
     client.close()
     assert delivered == [taken]
