@@ -1,6 +1,7 @@
 """One action on an RQ queue: python with_rq.py SOCKET ACTION CLIENTS JOBS; prints the seconds.
 
-Clients are threads, workers are processes. RQ has no stream of a job's output; `append` saves the job's metadata.
+Clients are threads, workers are processes. RQ has no stream of a job's output: `append` saves the
+job's metadata.
 """
 
 import multiprocessing
