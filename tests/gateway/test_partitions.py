@@ -239,7 +239,7 @@ async def test_tenants_share_by_weight_across_partitions(
         pass  # the model is known, and nobody serves it
     job = {"endpoint": "/v1/completions", "body": {**BODY, "max_tokens": 8}}
     ids: dict[str, list[str]] = {first: [], other: []}
-    for number in range(330):
+    for number in range(660):
         tenant = other if number % 11 == 0 else first
         answer = await callers.call(tenant, "POST", "/v1/jobs", number % 2, json=job)
         assert answer.status_code == 202, answer.text

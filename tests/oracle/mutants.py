@@ -222,8 +222,8 @@ MUTANTS = [
     ),
     Mutant(
         "a list skips the job after its page",
-        "return {'OK', rows[i - 1].id, found}",
-        "return {'OK', row.id, found}",
+        "return {'OK', place(rows[i - 1]), found}",
+        "return {'OK', place(row), found}",
         seed=8,
     ),
     Mutant(

@@ -50,6 +50,7 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
         "contract.errors",
         "contract.events",
         "contract.flows",
+        "contract.ids",
         "contract.jobs",
         "contract.model_cards",
         "contract.output_formats",
