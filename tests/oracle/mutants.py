@@ -257,7 +257,7 @@ MUTANTS = [
         seed=2,
     ),
     Mutant("a paused lane accepts jobs", "pauses.hold(ahead.paused, ", "pauses.hold(nil, ", seed=2),
-    Mutant("a list ends where it stopped to look", "is_more and rows[#rows].id or ''", "''"),
+    Mutant("a list ends where it stopped to look", "is_more and place(rows[#rows]) or ''", "''"),
     Mutant(
         "a log that is kept elsewhere loses its end", "'MINID', (job.next - 1)", "'MINID', job.next"
     ),
