@@ -74,7 +74,7 @@ def test_the_artifact_contains_all_imports_of_the_functions() -> None:
 
 
 def test_the_artifact_is_small() -> None:
-    """Under 57 MB unzipped with compiled files, measured on the installed packages."""
+    """Under 55 MB unzipped with compiled files, measured on the installed packages."""
     left_out = ("pydantic/v1/", "../")  # by the script, and programs
     num_bytes = 0
     for name in pins():
@@ -86,9 +86,10 @@ def test_the_artifact_is_small() -> None:
         )
     for package in _copied():
         files_here = [path for path in (ROOT / package).rglob("*") if path.is_file()]
-        files_here = [path for path in files_here if path.name != "model.safetensors"]
+        left = re.compile(r"/gateway/pages/|/infra/aws/[^/]*\.yaml$|/model\.safetensors$")
+        files_here = [path for path in files_here if not left.search(path.as_posix())]
         num_bytes += sum(path.stat().st_size for path in files_here)
-    assert 20e6 < num_bytes < 57e6
+    assert 20e6 < num_bytes < 55e6
 
 
 def test_locked_versions_are_the_tested_ones() -> None:

@@ -34,6 +34,7 @@ _MAP_S, _SINGLE_MAP_S = 1.0, 5.0  # between two looks at the map; while there is
 T = TypeVar("T")
 Item = TypeVar("Item", Append, Release, Blame)
 Verdicts = list[tuple[Verdict | JobStatus, int]]
+_Report = tuple[str, WorkerState, WorkerCapacity]  # of a heartbeat
 
 
 class AllPartitions(WorkerBroker):
@@ -51,7 +52,7 @@ class AllPartitions(WorkerBroker):
         self._others: dict[int, WorkerBroker] = {}
         self._changed = asyncio.Event()  # the partitions have
         self._read_s = -math.inf
-        self._report: tuple[str, WorkerState, WorkerCapacity] | None = None
+        self._report: _Report | None = None
         self.on_wake: Callable[[int], None] = lambda _: None
         self.share_of: Callable[[int], float] = lambda _: 1.0
 
@@ -86,7 +87,7 @@ class AllPartitions(WorkerBroker):
             part = self.part(number)
             log.info("partition served number=%d", number)
             if self._report is not None:
-                await self._beat(part, [], *self._report, {})
+                await self._beat(part, [], self._report, {})
         for number in self._others.keys() - known.entries.keys():
             gone = self._others.pop(number)
             self._changed.set()
@@ -116,11 +117,11 @@ class AllPartitions(WorkerBroker):
     ) -> Verdicts:
         """One call for each partition that has jobs in it. Raises BrokerUnavailable if one does not
         answer, after the others did: the calls may be repeated."""
+        if not self._others:
+            return await own(items)
         groups = dict[int, list[int]]()
         for place, item in enumerate(items):
             groups.setdefault(partition_of(item.job_id), []).append(place)
-        if groups.keys() <= {self.partition}:
-            return await own(items)
 
         async def ask(number: int, places: list[int]) -> Verdicts:
             part = self.part(number)
@@ -143,13 +144,13 @@ class AllPartitions(WorkerBroker):
         capacity: WorkerCapacity,
         counted: Mapping[str, int],
     ) -> list[str]:
-        self._report = info, state, capacity
+        report = self._report = info, state, capacity
         if not self._others:
-            return await self._beat(self, held, info, state, capacity, counted)
-        parts, report = list(self._others.values()), (info, state, capacity)
+            return await self._beat(self, held, report, counted)
+        parts = list(self._others.values())
         own, *others = await asyncio.gather(
-            self._beat(self, held, *report, counted),
-            *(self._beat(part, held, *report, {}) for part in parts),
+            self._beat(self, held, report, counted),
+            *(self._beat(part, held, report, {}) for part in parts),
             return_exceptions=True,
         )
         lost = list[str]()
@@ -168,11 +169,10 @@ class AllPartitions(WorkerBroker):
         self,
         part: WorkerBroker,
         held: Sequence[tuple[str, int]],
-        info: str,
-        state: WorkerState,
-        capacity: WorkerCapacity,
+        report: _Report,
         counted: Mapping[str, int],
     ) -> list[str]:
+        info, state, capacity = report
         own = [pair for pair in held if partition_of(pair[0]) == part.partition]
         if self._others:
             capacity = self._capacity(part.partition, capacity, len(held) - len(own))

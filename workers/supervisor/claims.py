@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from contract.errors import BrokerUnavailable
 from contract.function_types import Claimed, LaneRoom
-from contract.ids import partition_of
 from workers.settings import WorkerSettings
 from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.held_job import HeldJob
@@ -107,7 +106,7 @@ class Claims:
         partition, fair = turn.line[0], room.fair
         if fair is not None:
             jobs = self._holding.jobs.values()
-            own = {job.job.tenant for job in jobs if partition_of(job.job.id) == partition}
+            own = {job.job.tenant for job in jobs if job.partition == partition}
             fair = replace(
                 fair,
                 max_jobs=round(fair.max_jobs * turn.share),
@@ -147,7 +146,8 @@ class Claims:
     ) -> None:
         """Starts the jobs of a claim in a partition whose reply was lost, if one was."""
         if part.partition in self._lost_replies and self._holding.engine.ready is not None:
-            known = [i for i in self._holding.jobs if partition_of(i) == part.partition]
+            jobs = self._holding.jobs.values()
+            known = [job.job.id for job in jobs if job.partition == part.partition]
             await start(await part.mine(known))
             self._lost_replies.discard(part.partition)
 

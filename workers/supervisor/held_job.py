@@ -17,6 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed, JobMark
+from contract.ids import partition_of
 from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
@@ -280,6 +281,7 @@ class HeldJob:
         self.num_vector_bytes = 0  # of a prefill-only job's output so far
         self.token_times_s: dict[int, float] = {}  # of each choice's last token (engine clock)
         self._marks: list[_Mark] = []  # that are not logged yet
+        self.partition = partition_of(claimed.job.id)
         self._deadline_s = claimed.deadline_s
         # Read for every held job at every claim.
         self._num_prompt_tokens = claimed.job.num_prompt_tokens
@@ -446,10 +448,6 @@ class HeldJob:
 
     def take_prompt(self, message: PromptLogprobs) -> None:
         self._scores[message.prompt].take(message.start, message.logprobs)
-
-    @property
-    def is_marked(self) -> bool:
-        return bool(self._marks)
 
     def mark(self, kind: MarkKind, num_tokens: int, now_s: float) -> None:
         """Notes what the engine did with the job; of equal ones that follow each other, the first

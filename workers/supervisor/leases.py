@@ -13,7 +13,6 @@ from contract.connection import SWEEP_PAUSE_S
 from contract.consumer import keep_leases
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.function_types import WorkerState
-from contract.ids import partition_of
 from workers.ipc.messages import Ready, Reprioritise
 from workers.logs import ErrorOnce
 from workers.settings import WorkerSettings
@@ -23,7 +22,7 @@ from workers.supervisor.engine_keeper import RESTART_S
 from workers.supervisor.gpu_use import GpuUse
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
-from workers.supervisor.publisher import Publisher
+from workers.supervisor.publisher import Publishers
 from workers.supervisor.worker_broker import make_card
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class LeaseKeeper:
         broker: AllPartitions,
         engine: EngineLink,
         holding: Holding,
-        publisher: Publisher,
+        publisher: Publishers,
         meter: Meter,
         drain: Drain,
         on_drain_order: Callable[[], None],
@@ -153,7 +152,7 @@ class LeaseKeeper:
             for part in self._broker.parts():
                 silent_s = time.monotonic() - part.last_contact_s
                 held = self._holding.jobs.values()
-                jobs = [job for job in held if partition_of(job.job.id) == part.partition]
+                jobs = [job for job in held if job.partition == part.partition]
                 if jobs and silent_s > self._settings.self_fence_s:
                     log.warning("self-fence silent_s=%.1f jobs_held=%d", silent_s, len(jobs))
                     self._publisher.clear(part.partition)

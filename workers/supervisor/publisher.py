@@ -14,12 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from msgspec.structs import replace
-
 from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, ErrorCode, WireError
 from contract.function_types import Append, Release, Verdict
-from contract.ids import partition_of
 from contract.jobs import JobStatus
 from contract.payloads.encoding import encode_result
 from contract.payloads.store import (
@@ -135,9 +132,8 @@ class Publisher:
         self._failures[(job.job.id, job.epoch)] = (code, message)
         self.note(job)
 
-    def clear(self, partition: int | None = None) -> None:
-        """Discards all output, or that for one partition: this worker may no longer write to the
-        jobs' logs."""
+    def clear(self) -> None:
+        """Discards all output: this worker may no longer write to the jobs' logs."""
         self._news.clear()
         self._failures.clear()
         self._generation += 1
@@ -177,12 +173,13 @@ class Publisher:
                 jobs.append(job)
                 number = job.next_number
                 result = job.result if fin is JobStatus.SUCCEEDED else None
-                item = Append(
-                    job_id, job.epoch, number, event, num_tokens, fin, code, message, result
-                )
-                if job.is_marked:
-                    item = replace(item, marks=job.take_marks(time.monotonic()))
-                items.append(item)
+                marks = job.take_marks(time.monotonic())
+                items.append(
+                    Append(
+                        job_id, job.epoch, number, event, num_tokens, fin, code, message, result,
+                        marks=marks,
+                    )
+                )  # fmt: skip
         return jobs, items
 
     async def _publish(self, jobs: list[HeldJob], items: list[Append], generation: int) -> None:
@@ -247,7 +244,6 @@ class Publishers(Publisher):
 
     def __init__(self, broker: AllPartitions, holding: Holding, results: ResultKeeper) -> None:
         super().__init__(broker, holding, results)
-        self._brokers = broker
         self._parts: dict[int, Publisher] = {}
         self._changed = asyncio.Event()
 
@@ -258,6 +254,7 @@ class Publishers(Publisher):
         self._of(job).fail(job, code, message)
 
     def clear(self, partition: int | None = None) -> None:
+        """Discards all output, or that for one partition."""
         for number, part in self._parts.items():
             if partition in (None, number):
                 part.clear()
@@ -280,9 +277,8 @@ class Publishers(Publisher):
             await end_tasks(*tasks.values())
 
     def _of(self, job: HeldJob) -> Publisher:
-        number = partition_of(job.job.id)
-        if (part := self._parts.get(number)) is None:
-            broker = self._brokers.part(number)
-            part = self._parts[number] = Publisher(broker, self._holding, self._results)
+        if (part := self._parts.get(job.partition)) is None:
+            part = Publisher(self._broker, self._holding, self._results)
+            self._parts[job.partition] = part
             self._changed.set()
         return part

@@ -14,7 +14,6 @@ from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied, ErrorCode, WireError
 from contract.function_types import Claimed, Release
 from contract.functions import poisoned
-from contract.ids import partition_of
 from contract.payloads import open_store
 from contract.telemetry.tracing import Tracing
 from workers import logs
@@ -266,8 +265,7 @@ class Supervisor:
 
     async def _leave_one(self, part: WorkerBroker, held: list[HeldJob]) -> None:
         """Leaves a partition."""
-        claims = [(job.job.id, job.epoch) for job in held]
-        claims = [claim for claim in claims if partition_of(claim[0]) == part.partition]
+        claims = [(job.job.id, job.epoch) for job in held if job.partition == part.partition]
         counted = self._leases.counted() if part is self._broker else {}
         while True:
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
