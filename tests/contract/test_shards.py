@@ -117,7 +117,9 @@ async def test_a_job_runs_where_commands_of_serverless_caches_are_lacking(
     cluster: RedisCluster,
 ) -> None:
     """From the check of the server to the answer, and an attempt by RQ."""
-    forbidden = [f"-{command}" for command in LACKED.split()]
+    known = {command.decode() for command in cluster.nodes[0].client.command_list()}
+    forbidden = [f"-{command}" for command in LACKED.split() if command in known]
+    assert len(forbidden) > 30
     for node in cluster.nodes:
         node.run("ACL", "SETUSER", "serverless", "on", "nopass", "~*", "&*", "+@all", *forbidden)
     url = cluster.url.replace("://", "://serverless:x@")
