@@ -185,6 +185,8 @@ class RedisCluster:
     def move_at_once(self, tag: str, target: Node) -> None:
         """Moves the slot of a tag in one step, as Valkey 9 can."""
         slot, source = slot_of(tag), self.owner(tag)
+        # By default the move waits for a moment without writes, which busy callers may not leave.
+        source.run("CONFIG", "SET", "slot-migration-max-failover-repl-bytes", -1)
         source.run("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", target.id)
         until(lambda: _has(target, slot))
 

@@ -159,10 +159,12 @@ async def test_a_response_may_take_longer_than_every_client_timeout(
     """A long call is no idle connection."""
     async with httpx.AsyncClient(base_url=url, timeout=20) as http:
         call = asyncio.create_task(http.post("/v1/completions", json=CALL))
-        claimed = await idle_worker.claim()
+        claiming = asyncio.create_task(idle_worker.claim())
+        await asyncio.wait([call, claiming], return_when=asyncio.FIRST_COMPLETED)
+        assert claiming.done(), call.result().text
         async with connected(url) as idle:
             assert await idle.rest() == b""  # the whole timeout has passed
-        await idle_worker.run(claimed)
+        await idle_worker.run(claiming.result())
         assert (await call).status_code == 200
 
 
