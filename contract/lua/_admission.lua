@@ -110,8 +110,7 @@ end
 -- Charges the tenant's meter of tokens with the difference where a job's new lane has another price.
 function admission.reprice(tag, job, lane, now)
   if job.metered == 0 then return end
-  local text = redis.call('HGET', job.key, 'batch_price')
-  local more = ledger.price(lane, text) - ledger.price(job.lane, text)
+  local more = ledger.price(lane, job.batch_price) - ledger.price(job.lane, job.batch_price)
   admission.meter(tag, job, ledger.reserved(job) * more, now)
 end
 
@@ -165,6 +164,20 @@ function admission.count_request(tag, name, tenant, more, terms, now)
   redis.call('HSET', key, 'requests', tenant.requests, 'requests_ms', now)
   redis.call('HSETNX', key, 'reserved', 0)
   if tenant.reserved <= 0 then ledger.expire_tenant(key) end
+end
+
+-- Charges the tenant's meters for a job that is accepted. `tenant`: its levels, which this keeps.
+function admission.charge(tag, job, tenant, terms, now)
+  local changed = {}
+  if terms.requests_per_min > 0 then
+    tenant.requests = tenant.requests + 1
+    changed = {'requests', tenant.requests, 'requests_ms', now}
+  end
+  if terms.tokens_per_min > 0 then
+    tenant.tokens = tenant.tokens + ledger.reserved(job) * job.price
+    for _, word in ipairs({'tokens', tenant.tokens, 'tokens_ms', now}) do table.insert(changed, word) end
+  end
+  if #changed > 0 then redis.call('HSET', tag .. ':tenant:' .. job.tenant, unpack(changed)) end
 end
 
 local function tenant_refusal(pool, lane_rate, tenant, line_tokens, job, terms)

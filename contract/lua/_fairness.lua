@@ -42,7 +42,7 @@ function fairness.weight_of_others(tag, model, lane, tenant, paused)
   local active = lane_key(tag, 'active', model, lane)
   local names = redis.call('ZRANGE', active, 0, MAX_WEIGHED - 1)
   if #names == 0 then return 0 end
-  local sum = redis.call('ZCARD', active) - #names
+  local sum = #names < MAX_WEIGHED and 0 or redis.call('ZCARD', active) - MAX_WEIGHED
   local weights = redis.call('HMGET', tag .. ':weights', unpack(names))
   for i, name in ipairs(names) do
     if name ~= tenant and not pauses.hold(paused, lane, name) then sum = sum + readable_weight(weights[i]) end

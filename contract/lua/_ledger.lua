@@ -16,6 +16,10 @@ local function tenant_queue_key(tag, job)
   return tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
 end
 
+local function counters_key(tag, job)
+  return tag .. ':counters:' .. job.model .. ':' .. job.lane
+end
+
 -- Computed tokens of a running job's cost: the prompt, once there is output, and the output.
 function ledger.done(job)
   if job.tokens == 0 then return 0 end
@@ -25,24 +29,23 @@ end
 -- Adds computed tokens to the counters of a lane's running jobs.
 function ledger.progress(tag, job, tokens)
   if tokens == 0 then return end
-  redis.call('HINCRBY', tag .. ':counters:' .. job.model .. ':' .. job.lane, 'done_tokens', tokens)
+  redis.call('HINCRBY', counters_key(tag, job), 'done_tokens', tokens)
 end
 
+-- Adds a job to (1) or removes it from (-1) its tenant's queue. Returns the jobs and tokens that will
+-- have left it before a job that comes now.
 local function count_in_tenant_queue(tag, job, sign)
-  local line = tenant_queue_key(tag, job)
-  local jobs = redis.call('HINCRBY', line, 'jobs', sign)
+  local key, gains = tenant_queue_key(tag, job), {'jobs', sign, 'tokens', sign * job.cost,
+    'left_jobs', 0, 'left_tokens', 0}
+  if sign < 0 then gains[6], gains[8] = 1, job.cost end
+  local jobs, tokens, left_jobs, left_tokens = unpack(add_to(key, gains))
   if jobs == 0 then
-    redis.call('DEL', line)
+    redis.call('DEL', key)
     fairness.deactivate(tag, job.model, job.lane, job.tenant)
-    return
-  end
-  redis.call('HINCRBY', line, 'tokens', sign * job.cost)
-  if sign < 0 then
-    redis.call('HINCRBY', line, 'left_jobs', 1)
-    redis.call('HINCRBY', line, 'left_tokens', job.cost)
-  elseif jobs == 1 then
+  elseif jobs == 1 and sign > 0 then
     fairness.activate(tag, job.model, job.lane, job.tenant)
   end
+  return jobs + left_jobs - sign, tokens + left_tokens - sign * job.cost
 end
 
 -- Whether a flow's job called this one, and has reserved its tokens.
@@ -62,35 +65,22 @@ end
 
 -- Moves a job from the queued counters to the running ones.
 function ledger.start(tag, job)
-  local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
-  local names = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens'}
-  local counts = redis.call('HMGET', key, unpack(names))
-  redis.call('HSET', key, names[1], (counts[1] or 0) - 1, names[2], (counts[2] or 0) - job.cost,
-    names[3], (counts[3] or 0) + 1, names[4], (counts[4] or 0) + job.cost)
-  ledger.progress(tag, job, ledger.done(job))
+  add_to(counters_key(tag, job), {'queued_jobs', -1, 'queued_tokens', -job.cost,
+    'running_jobs', 1, 'running_tokens', job.cost, 'done_tokens', ledger.done(job)})
   if is_in_tenant_queue(job) then count_in_tenant_queue(tag, job, -1) end
 end
 
--- Adds a job to (1) or removes it from (-1) the 'queued' or 'running' counters.
-function ledger.count(tag, job, what, sign)
-  local key = tag .. ':counters:' .. job.model .. ':' .. job.lane
-  redis.call('HINCRBY', key, what .. '_jobs', sign)
-  redis.call('HINCRBY', key, what .. '_tokens', sign * job.cost)
-  if what == 'running' then
-    ledger.progress(tag, job, sign * ledger.done(job))
-  elseif is_in_tenant_queue(job) then
-    count_in_tenant_queue(tag, job, sign)
-  end
+-- Adds a job to (1) or removes it from (-1) the running counters.
+function ledger.count_running(tag, job, sign)
+  add_to(counters_key(tag, job), {'running_jobs', sign, 'running_tokens', sign * job.cost,
+    'done_tokens', sign * ledger.done(job)})
 end
 
--- Notes in the job's record the jobs and tokens that will have left its tenant queue before it.
-function ledger.note_position(tag, job, record)
-  if not is_in_tenant_queue(job) then return end
-  local line = redis.call('HMGET', tenant_queue_key(tag, job), 'jobs', 'tokens', 'left_jobs', 'left_tokens')
-  for _, word in ipairs({'turn_jobs', (line[1] or 0) + (line[3] or 0),
-    'turn_tokens', (line[2] or 0) + (line[4] or 0)}) do
-    table.insert(record, word)
-  end
+-- Adds a job to (1) or removes it from (-1) the queued counters. Returns, where the job waits in its
+-- tenant's queue, the jobs and tokens that will have left it before.
+function ledger.count_queued(tag, job, sign)
+  add_to(counters_key(tag, job), {'queued_jobs', sign, 'queued_tokens', sign * job.cost})
+  if is_in_tenant_queue(job) then return count_in_tenant_queue(tag, job, sign) end
 end
 
 -- The estimated output length of a choice, and the number of jobs behind the estimate.
@@ -159,12 +149,10 @@ end
 -- the flow's job nothing, so that the meter is right however the flow ends.
 function ledger.settle(tag, job, status, now)
   local charge = job.epoch > 0 and job.prompt_tokens + job.tokens or 0
-  local refund = job.cost - charge
-  redis.call('HSET', job.key, 'charge', charge, 'refund', refund)
   fairness.settle(tag, job, charge)
   if job.metered > 0 then
     local used = is_flow(job) and 0 or charge
-    local price = ledger.price(job.lane, redis.call('HGET', job.key, 'batch_price'))
+    local price = ledger.price(job.lane, job.batch_price)
     admission.meter(tag, job, (used - ledger.reserved(job)) * price, now)
   end
   local tenant = tag .. ':tenant:' .. job.tenant
@@ -176,6 +164,7 @@ function ledger.settle(tag, job, status, now)
     learn_length(tag, job, job.tenant)
     learn_length(tag, job, '')
   end
+  return charge
 end
 
 -- What is noted of a job's bytes until it is forgotten, because its record may expire before: those
@@ -205,9 +194,14 @@ end
 function ledger.hold(tag, job, bytes)
   local noted = noted_bytes(tag, job.id)
   if not noted then return end
-  memory.add(tag, noted.lane, noted.tenant, -noted.bytes)
-  memory.add(tag, job.lane, noted.tenant, bytes or noted.bytes)
-  note_bytes(tag, job.id, noted.stored, bytes or noted.bytes, job.lane, noted.tenant)
+  bytes = bytes or noted.bytes
+  if job.lane == noted.lane then
+    memory.add(tag, job.lane, noted.tenant, bytes - noted.bytes)
+  else
+    memory.add(tag, noted.lane, noted.tenant, -noted.bytes)
+    memory.add(tag, job.lane, noted.tenant, bytes)
+  end
+  note_bytes(tag, job.id, noted.stored, bytes, job.lane, noted.tenant)
 end
 
 -- Subtracts a forgotten job's bytes.

@@ -7,12 +7,28 @@ local WINDOW = 16      -- entries that a search reads
 local FAIR_WINDOW = 64     -- entries that a search reads for tenants below their share
 local MAX_TENANTS = 8  -- of a lane, whose queues are searched, or read at once
 
+-- The last delivered id of a queue stream; makes its consumer group where it is lost.
 local function last_delivered(key)
-  local group = redis.call('XINFO', 'GROUPS', key)[1] or {}
-  for i = 1, #group, 2 do
+  local group = redis.call('XINFO', 'GROUPS', key)[1]
+  if not group then redis.call('XGROUP', 'CREATE', key, GROUP, '0') end
+  for i = 1, #(group or ''), 2 do
     if group[i] == 'last-delivered-id' then return group[i + 1] end
   end
   return '0-0'
+end
+
+-- Iterates over at most so many entries of a stream behind an id. Reads the first one by itself, because
+-- it mostly fits.
+local function entries_behind(key, id, most)
+  local entries, i = redis.call('XRANGE', key, '(' .. id, '+', 'COUNT', 1), 0
+  return function()
+    i = i + 1
+    if i == 2 then
+      local rest = redis.call('XRANGE', key, '(' .. entries[1][1], '+', 'COUNT', most - 1)
+      for _, entry in ipairs(rest) do table.insert(entries, entry) end
+    end
+    return entries[i]
+  end
 end
 
 -- Removes an entry whose job cannot run.
@@ -34,9 +50,9 @@ local function find_fit(tag, key, room, skipped, fair, paused)
   local most, num_skipped, is_first = fair and FAIR_WINDOW or WINDOW, 0, true
   local last = last_delivered(key)
   repeat
-    local entries, num_paused = redis.call('XRANGE', key, '(' .. last, '+', 'COUNT', most), 0
-    for _, entry in ipairs(entries) do
-      last = entry[1]
+    local num_read, num_paused = 0, 0
+    for entry in entries_behind(key, last, most) do
+      num_read, last = num_read + 1, entry[1]
       local id, cost = entry[2][2], whole_number(entry[2][4])
       local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices',
         'tenant', 'lane')
@@ -60,7 +76,7 @@ local function find_fit(tag, key, room, skipped, fair, paused)
         if num_skipped == MAX_SKIPPED then return nil end
       end
     end
-  until num_paused == 0 or #entries < most
+  until num_paused == 0 or num_read < most
   return nil
 end
 
@@ -114,9 +130,6 @@ local MAX_RUNS_BYTES = 1024  -- of the last claims of a job
 
 -- Claims a job that was found; nil where it has expired or cannot be read.
 local function claim_job(tag, found, incarnation, lease_ms, now, config)
-  if #redis.call('XINFO', 'GROUPS', found.key) == 0 then
-    redis.call('XGROUP', 'CREATE', found.key, GROUP, '0')
-  end
   mark_pending(found)
   local job = load_job(tag, found.id)
   if not job or job.stream ~= string.sub(found.key, #tag + 2) then

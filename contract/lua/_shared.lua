@@ -68,7 +68,7 @@ local JOB_FIELDS = {
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
   'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
-  'part', 'arm', 'fixed', 'passing', 'runs',
+  'part', 'arm', 'fixed', 'passing', 'batch_price', 'runs',
 }
 
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
@@ -91,6 +91,18 @@ end
 local function whole_number(text)
   local number = tonumber(text)
   if number and number >= -2 ^ 53 and number <= 2 ^ 53 then return math.floor(number) end
+end
+
+-- Adds to fields of a hash: {field, number, …}. Two commands, however many fields. Returns the sums.
+local function add_to(key, gains)
+  local fields, sums = {}, {}
+  for i = 1, #gains, 2 do table.insert(fields, gains[i]) end
+  for i, value in ipairs(redis.call('HMGET', key, unpack(fields))) do
+    sums[i] = (whole_number(value or 0) or 0) + gains[2 * i]
+    gains[2 * i] = string.format('%.0f', sums[i])
+  end
+  redis.call('HSET', key, unpack(gains))
+  return sums
 end
 
 -- The mutable part of a job's record; nil where there is none or a required field is missing or
@@ -149,12 +161,6 @@ local function events_of(entry)
   return {{tonumber(number), hash, string.sub(value, start)}}
 end
 
-local function log_event(tag, job, event)
-  job.hash = write_event(tag, job.id, job.next, job.hash, event)
-  job.next = job.next + 1
-  redis.call('HSET', job.key, 'next', job.next, 'hash', job.hash)
-end
-
 -- What the reply of `claim` says of a job.
 local function claim_reply(tag, job, now)
   return {job.id, job.epoch, job.attempt, job.next, job.hash, job.tokens, job.deadline - now,
@@ -183,12 +189,12 @@ local function enqueue(tag, job, stream, record)
   job.state = 'queued'
   job.owner = ''
   record = record or {}
-  for _, word in ipairs({'state', 'queued', 'owner', '', 'stream', stream, 'entry', job.entry}) do
+  local turn_jobs, turn_tokens = ledger.count_queued(tag, job, 1)
+  for _, word in ipairs({'state', 'queued', 'owner', '', 'stream', stream, 'entry', job.entry,
+    turn_jobs and 'turn_jobs', turn_jobs, turn_jobs and 'turn_tokens', turn_tokens}) do
     table.insert(record, word)
   end
-  ledger.note_position(tag, job, record)
   redis.call('HSET', job.key, unpack(record))
-  ledger.count(tag, job, 'queued', 1)
   redis.call('PUBLISH', tag .. ':wake:' .. job.model, job.lane)
 end
 
@@ -204,7 +210,7 @@ local function dequeue(tag, job)
   if job.crashes + job.lapses > 0 then
     redis.call('SREM', tag .. ':alone:' .. job.model, job.id)
   end
-  ledger.count(tag, job, job.state == 'queued' and 'queued' or 'running', -1)
+  if job.state == 'queued' then ledger.count_queued(tag, job, -1) else ledger.count_running(tag, job, -1) end
 end
 
 -- Packs a finished log into few entries: field `c` holds {{number, hash, event}, …}, and the entry's id
@@ -261,8 +267,9 @@ end
 local function terminal(tag, job, status, code, message, now, result)
   local own_prompt_tokens = job.prompt_tokens
   job.prompt_tokens = job.all_prompt_tokens or own_prompt_tokens
-  log_event(tag, job,
+  job.hash = write_event(tag, job.id, job.next, job.hash,
     cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
+  job.next = job.next + 1
   local log_bytes = 0  -- of one event: in the record's bytes
   if result and result ~= '' then
     redis.call('XTRIM', tag .. ':log:' .. job.id, 'MINID', (job.next - 1) .. '-0')
@@ -275,19 +282,17 @@ local function terminal(tag, job, status, code, message, now, result)
   if job.passing == '1' then
     redis.call('ZADD', tag .. ':stored:passing:' .. job.lane, now, job.id)
   end
-  ledger.settle(tag, job, status, now)
+  local charge = ledger.settle(tag, job, status, now)
   totals.ended(tag, job, status, now)
   ab.ended(tag, job, status, now)
-  if job.all_prompt_tokens then
-    redis.call('HSET', job.key, 'prompt_tokens', job.all_prompt_tokens)
-    job.prompt_tokens = own_prompt_tokens  -- as the counters have it
-  end
+  job.prompt_tokens = own_prompt_tokens  -- as the counters have it
   dequeue(tag, job)
   job.prompt_tokens = job.all_prompt_tokens or own_prompt_tokens
   redis.call('ZREM', tag .. ':deadlines', job.id)
   redis.call('ZREM', tag .. ':attended', job.id)
   redis.call('HSET', job.key, 'state', status, 'code', code, 'message', message,
-    'finished', now, 'owner', '')
+    'finished', now, 'owner', '', 'next', job.next, 'hash', job.hash,
+    'prompt_tokens', job.prompt_tokens, 'charge', charge, 'refund', job.cost - charge)
   redis.call('PEXPIRE', job.key, job.ttl_ms)
   redis.call('PEXPIRE', tag .. ':log:' .. job.id, job.ttl_ms)
   redis.call('ZADD', tag .. ':kept', now + job.ttl_ms, kept_entry(job))

@@ -12,23 +12,13 @@ function totals.add(tag, model, field, value)
   redis.call('HINCRBY', tag .. ':totals:' .. model, field, string.format('%.0f', value))
 end
 
--- Adds to several fields: {field, value, …}.
-local function add_all(tag, model, gains)
-  local key, fields = tag .. ':totals:' .. model, {}
-  for i = 1, #gains, 2 do table.insert(fields, gains[i]) end
-  for i, value in ipairs(redis.call('HMGET', key, unpack(fields))) do
-    gains[2 * i] = string.format('%.0f', (value or 0) + gains[2 * i])
-  end
-  redis.call('HSET', key, unpack(gains))
-end
-
 -- Adds an observation to a latency histogram, and with `field` a value to another field.
 function totals.observe(tag, model, series, ms, field, value)
   local bucket = 1
   while LATENCY_BOUNDS_MS[bucket] and ms > LATENCY_BOUNDS_MS[bucket] do bucket = bucket + 1 end
   local gains = {series .. ':' .. bucket, 1, series .. ':sum', ms * 1000}
   if field then gains[5], gains[6] = field, value end
-  add_all(tag, model, gains)
+  add_to(tag .. ':totals:' .. model, gains)
 end
 
 local function observe(tag, job, metric, ms, field, value)

@@ -36,7 +36,7 @@ local function gains_of(gains_by_lane, model_lane)
 end
 
 -- Appends an event and updates the job's record.
-local function progress(tag, job, event, num_tokens, now, gains_by_lane)
+local function progress(tag, job, event, num_tokens, now, gains_by_lane, continues)
   local gains, done_before = gains_of(gains_by_lane, running.model_lane(job)), ledger.done(job)
   local is_first = job.tokens == 0 and num_tokens > 0
   job.tokens = job.tokens + num_tokens
@@ -50,7 +50,7 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane)
     totals.first_output(tag, job, now)
   end
   redis.call('HSET', job.key, unpack(changed))
-  running.store(tag, job)
+  if continues then running.store(tag, job) end
 end
 
 -- Adds marks to the job's runs, behind the claim of the worker that tells of them, while there is room.
@@ -77,7 +77,7 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
 
   if item.marks then mark(job, item.marks, now) end
   if item.event ~= '' then
-    progress(tag, job, item.event, num_tokens, now, gains_by_lane)
+    progress(tag, job, item.event, num_tokens, now, gains_by_lane, item.fin == '')
     local every = item.fin == '' and job.callback_every or 0
     if every > 0 and job.tokens % every < num_tokens then
       outbox.post(tag, job, 'progress', now, '', '')

@@ -28,10 +28,10 @@ local function reprioritise(keys, argv)
     redis.call('HSET', job.key, 'lane', job.lane, 'predicted', -1)
     enqueue(tag, job, suspect and job.stream or tenant_stream(job))
   else
-    ledger.count(tag, job, 'running', -1)
+    ledger.count_running(tag, job, -1)
     fairness.move(tag, job, argv[3], true)
     job.lane = argv[3]
-    ledger.count(tag, job, 'running', 1)
+    ledger.count_running(tag, job, 1)
     redis.call('HSET', job.key, 'lane', job.lane, 'predicted', -1)
   end
   ledger.hold(tag, job)

@@ -48,7 +48,7 @@ local function known(tag, job, terms)
 end
 
 local function accept(tag, job, terms, argv, found, now)
-  local deadline, tenant = now + terms.deadline_ms, found.tenant
+  local deadline = now + terms.deadline_ms
   job.deadline = deadline
   job.arm = ab.assign(tag, job.model, job.id, now)
   local record = {'v', terms.version, 'tenant', job.tenant, 'model', job.model,
@@ -78,13 +78,9 @@ local function accept(tag, job, terms, argv, found, now)
     redis.call('ZADD', tag .. ':attended', now + terms.attendance_ms, job.id)
   end
   fairness.set_weight(tag, job.tenant, job.weight)
-  admission.count_request(tag, job.tenant, tenant, 1, terms, now)
   ledger.reserve(tag, job)
   ledger.store(tag, job, terms.stored_bytes)
-  if terms.tokens_per_min > 0 then
-    tenant.tokens = tenant.tokens + ledger.reserved(job) * job.price
-    redis.call('HSET', tag .. ':tenant:' .. job.tenant, 'tokens', tenant.tokens, 'tokens_ms', now)
-  end
+  admission.charge(tag, job, found.tenant, terms, now)
   enqueue(tag, job, tenant_stream(job), record)
 end
 

@@ -42,9 +42,14 @@ MUTANTS = [
         "'claimed', now,",
     ),
     Mutant(
+        "a search passes over the second job",
+        "local rest = redis.call('XRANGE', key, '(' .. entries[1][1],",
+        "local rest = redis.call('XRANGE', key, '(' .. entries[1][1] .. '9',",
+    ),
+    Mutant(
         "who runs still counts among those who wait",
-        "names[1], (counts[1] or 0) - 1,",
-        "names[1], (counts[1] or 0),",
+        "add_to(counters_key(tag, job), {'queued_jobs', -1,",
+        "add_to(counters_key(tag, job), {'queued_jobs', 0,",
     ),
     Mutant(
         "how far a job is that waited for its worker is not looked at",
@@ -463,8 +468,8 @@ MUTANTS = [
     ),
     Mutant(
         "a job keeps its price in another lane",
-        "local more = ledger.price(lane, text) - ledger.price(job.lane, text)",
-        "local more = 0",
+        "local more = ledger.price(lane, job.batch_price)",
+        "local more = 0 * ledger.price(lane, job.batch_price)",
         seed=27,
     ),
     Mutant(
