@@ -14,7 +14,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 from fastapi import Depends, Request, Security
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
+from fastapi.security import APIKeyHeader, HTTPBearer, SecurityScopes
+from fastapi.security import HTTPAuthorizationCredentials as Authorization
 
 from contract.api_keys import KeyTerms, Scope, is_tenant
 from contract.callbacks import Callback
@@ -134,20 +135,33 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 _BEARER = HTTPBearer(scheme_name="apiKey", auto_error=False)
-Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
+# For callers whose Authorization is another's, such as the signature that AWS' IAM asks for.
+_HEADER = APIKeyHeader(name="x-api-key", scheme_name="apiKeyHeader", auto_error=False)
+
+
+async def key_of(
+    bearer: Annotated[Authorization | None, Depends(_BEARER)],
+    header: Annotated[str | None, Depends(_HEADER)],
+) -> str:
+    """The API key that a request brings, or nothing."""
+    return (bearer.credentials if bearer is not None else header or "").strip()
+
+
+Key = Annotated[str, Depends(key_of)]
 
 
 async def count_call(request: Request) -> None:
     """Counts a call against its caller's limit of requests, before its body is read. Raises
     ApiError, JobRefused, BrokerUnavailable."""
-    caller = await identify(request, await _BEARER(request))
+    key = await key_of(await _BEARER(request), await _HEADER(request))
+    caller = await identify(request, key)
     request.state.caller = caller
     broker: Broker = request.app.state.gateway.broker
     is_counted = await broker.enter(caller.tenant, caller.limits)
     request.state.caller = msgspec.structs.replace(caller, is_counted=is_counted)
 
 
-async def identify(request: Request, bearer: Bearer) -> Caller:
+async def identify(request: Request, key: Key) -> Caller:
     """Returns the caller. Raises ApiError (401) without a valid key where one is required, and
     BrokerUnavailable if the key could only be checked in Redis."""
     known: Caller | None = getattr(request.state, "caller", None)
@@ -155,7 +169,7 @@ async def identify(request: Request, bearer: Bearer) -> Caller:
         return known
     settings: GatewaySettings = request.app.state.settings
     ring: KeyRing = request.app.state.key_ring
-    given = bearer.credentials.strip() if bearer is not None else _session_of(request)
+    given = key or _session_of(request)
     if given and (terms := await ring.terms_of(given)) is not None:
         watch_key(request, given)
         return Caller(terms, name_of(given))
@@ -164,7 +178,7 @@ async def identify(request: Request, bearer: Bearer) -> Caller:
     raise ApiError(
         401,
         "invalid_api_key",
-        "this gateway wants `Authorization: Bearer` with an API key of its own",
+        "this gateway wants `Authorization: Bearer`, or `x-api-key`, with an API key of its own",
         headers={"www-authenticate": 'Bearer realm="batchway"'},
     )
 

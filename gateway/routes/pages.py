@@ -107,7 +107,7 @@ async def log_in(
 @router.delete("/console/session")
 async def log_out(request: Request) -> Response:
     """Forgets the browser's session."""
-    await identify(request, None)  # with its token: another site must not end a session
+    await identify(request, "")  # with its token: another site must not end a session
     answer = Response(status_code=204)
     answer.delete_cookie(SESSION_COOKIE, httponly=True, samesite="strict")
     return answer

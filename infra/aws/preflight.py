@@ -16,8 +16,11 @@ from infra.aws.installation import Installation, code_of, explained, run_script
 from infra.aws.parameters import IMAGES, complete, faults
 
 _UNRESERVED = 100  # environments that Lambda keeps unreserved; fewer are too few for a service
-_NEEDED = ("ecr.api", "ecr.dkr", "ecs", "logs", "monitoring", "s3", "secretsmanager")
-"""Endpoints that a VPC without a way out must have."""
+_NEEDED = (
+    "ecr.api", "ecr.dkr", "ecs", "ecs-agent", "ecs-telemetry", "logs", "s3", "secretsmanager",
+)  # fmt: skip
+"""Endpoints that a VPC without a way out must have. Those of ecs-agent and ecs-telemetry are for
+the agent on workers' machines, by ECS' documentation. Metrics leave by the logs."""
 # Quotas of EC2 in vCPUs, by the start of an instance type and the way it is bought.
 _QUOTAS = (
     ("g", "ON_DEMAND", "L-DB2E81BA", "Running On-Demand G and VT instances"),

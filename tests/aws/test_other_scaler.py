@@ -1,10 +1,13 @@
 """The number of wanted workers as a metric, which another scaler follows."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import redis.asyncio
+import yaml  # type: ignore[import-untyped]
 
 from contract.functions import Functions
 from contract.keys import Keys
@@ -18,6 +21,8 @@ from tests.aws.conftest import Clock
 from tests.aws.test_pool_service import ecs
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+from tests.infra.test_alert_rules import PROMTOOL, promtool
+from tests.markdown import code_blocks
 
 __all__ = ["ecs"]
 pytestmark = pytest.mark.anyio
@@ -110,6 +115,79 @@ async def test_a_decision_is_forgotten_when_its_service_is_gone(
             await redis_client.hset(key, "num_wanted", "three")
             assert await wanted(http) is None
     assert num == b"3"
+
+
+def scaled_object() -> dict[str, Any]:
+    """What docs/scaling.md gives to KEDA."""
+    text = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    [found] = [block.text for block in code_blocks(text) if "kind: ScaledObject" in block.text]
+    return dict(yaml.safe_load(found))
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool: scripts/setup says why")
+async def test_prometheus_answers_kedas_query_with_the_decision(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys, tmp_path: Path
+) -> None:
+    """One number of several gateways, of which one is scraped before a new decision, and of several
+    models. Without a decision there is no answer, which is not zero."""
+    for model in (MODEL, "other"):
+        await publish_model(redis_client, keys, model)
+    starts = Starts(redis_client, keys)
+    pages = []
+    with running_gateway(make_settings(redis_server.url)) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            for num in (3, 4):
+                await starts.decide(MODEL, num)
+                await starts.decide("other", 9)
+                page = (await http.get("/metrics")).text
+                pages.append(
+                    re.findall(r"^(batchway_pool_workers_wanted)\{(.*)\} (\S+)$", page, re.M)
+                )
+    # Each gateway's page at minutes 0 and 1, with the labels that Prometheus adds; then no series.
+    series: dict[str, list[str]] = {}
+    for gateway, seen in (("a:8000", (0, 1)), ("b:8000", (1, 1))):
+        for name, labels, value in (one for number in seen for one in pages[number]):
+            whole = f'{name}{{{labels},job="gateway",instance="{gateway}"}}'
+            series.setdefault(whole, []).append(value)
+    assert len(series) == 4
+    query = scaled_object()["spec"]["triggers"][0]["metadata"]["query"].replace("NAME", MODEL)
+    answers = [
+        {"expr": query, "eval_time": f"{minute}m", "exp_samples": [{"labels": "{}", "value": 4}]}
+        for minute in (0, 1)
+    ]
+    answers.append({"expr": query, "eval_time": "8m", "exp_samples": []})
+    given = [{"series": name, "values": " ".join(values)} for name, values in series.items()]
+    test = {"interval": "1m", "input_series": given, "promql_expr_test": answers}
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    promtool("test", "rules", str(path))
+
+
+def test_keda_takes_the_decision_as_it_is() -> None:
+    """Only fields of KEDA's specification, which lets unknown ones pass in silence: so many pods as
+    the query says, from zero, at once. An empty answer is an error, at which it leaves the pods;
+    by default it would be zero and end all.
+
+    https://keda.sh/docs/latest/reference/scaledobject-spec/, …/scalers/prometheus/
+    """
+    found = scaled_object()
+    assert (found["apiVersion"], found["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    spec = found["spec"]
+    assert spec.keys() == {
+        "scaleTargetRef", "minReplicaCount", "cooldownPeriod", "advanced", "triggers",
+    }  # fmt: skip
+    assert spec["scaleTargetRef"].keys() == {"name"}
+    assert spec["minReplicaCount"] == spec["cooldownPeriod"] == 0
+    down = {"stabilizationWindowSeconds": 0}
+    autoscaler = {"behavior": {"scaleDown": down}}
+    assert spec["advanced"] == {"horizontalPodAutoscalerConfig": autoscaler}
+    [trigger] = spec["triggers"]
+    assert trigger.pop("type") == "prometheus"
+    asked = trigger.pop("metadata")
+    assert trigger == {}  # no metricType: the query's value by threshold is the number of pods
+    assert asked.pop("serverAddress").startswith("http://")
+    assert "wanted" in asked.pop("query")
+    assert asked == {"threshold": "1", "ignoreNullValues": "false"}  # Kubernetes takes texts only
 
 
 def test_the_service_needs_no_aws_to_decide_only() -> None:

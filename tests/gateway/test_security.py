@@ -70,6 +70,24 @@ async def test_every_route_needs_the_key(keyed: httpx.AsyncClient, method: str, 
     assert right.status_code != 401
 
 
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_the_key_may_come_in_a_header_of_its_own(
+    keyed: httpx.AsyncClient, method: str, path: str
+) -> None:
+    """Beside an Authorization of another kind, such as the signature of AWS' IAM. A bearer counts
+    for more."""
+    beside: tuple[dict[str, str], ...] = ({}, {"authorization": "AWS4-HMAC-SHA256 Credential=a"})
+    for headers in beside:
+        answers = [
+            (await keyed.request(method, path, headers=headers | {"x-api-key": value})).status_code
+            for value in (KEY, f"{KEY}x", "")
+        ]
+        assert answers[0] != 401
+        assert answers[1:] == [401, 401]
+    both = {"authorization": f"Bearer {KEY}x", "x-api-key": KEY}
+    assert (await keyed.request(method, path, headers=both)).status_code == 401
+
+
 def test_only_these_routes_need_no_key() -> None:
     """A new route must be in this list or need the key."""
     without_key = {

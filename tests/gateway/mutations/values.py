@@ -186,6 +186,7 @@ HEADERS: tuple[Header, ...] = (
     *((b"accept", b"text/event-stream"), (b"accept", b"\xff"), (b"accept-encoding", b"gzip, br")),
     *((b"traceparent", b"00-" + b"0" * 32 + b"-" + b"1" * 16 + b"-01"), (b"traceparent", b"\xff")),
     *((b"cookie", b"canary=canary-cookie"), (b"authorization", b"Bearer canary-token")),
+    *((b"x-api-key", key) for key in (b"canary-token", b"", b"\xff")),
     *((b"content-encoding", b"gzip"), (b"expect", b"200-ok"), (b"x-canary", b"\x80" * 100)),
 )
 CONTENT_TYPES: tuple[bytes, ...] = (
