@@ -4,6 +4,7 @@ It does what `redis-cli --cluster create` and `reshard` do: the wheel's server h
 """
 
 import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from binascii import crc_hqx
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
+from zlib import crc32
 
 import redis
 from redis.backoff import NoBackoff
@@ -23,6 +25,7 @@ from infra.embedded_redis import find_server
 from tests.ports import free_port
 
 NUM_SLOTS = 16_384
+MAX_TEST_PARTITIONS = 4
 # A failed primary's replica takes over after about twice this time.
 NODE_TIMEOUT_MS = 1_000
 
@@ -64,6 +67,17 @@ class Node:
         self.client.close()
         self.server.kill()
         self.server.wait()
+
+
+def num_test_partitions() -> int:
+    """1, or the number in BATCHWAY_TEST_PARTITIONS, which `scripts/with-redis cluster` sets."""
+    return int(os.environ.get("BATCHWAY_TEST_PARTITIONS", "1"))
+
+
+def partition_of_test() -> int:
+    """The partition in which the running test of the contract has its keys: by its name."""
+    name = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return crc32(name.encode()) % num_test_partitions()
 
 
 def cluster_port(port: int) -> int:
