@@ -25,7 +25,6 @@ from infra.embedded_redis import find_server
 from tests.ports import free_port
 
 NUM_SLOTS = 16_384
-MAX_TEST_PARTITIONS = 4
 # A failed primary's replica takes over after about twice this time.
 NODE_TIMEOUT_MS = 1_000
 
@@ -67,6 +66,20 @@ class Node:
         self.client.close()
         self.server.kill()
         self.server.wait()
+
+    def start_again(self, *settings: str) -> None:
+        """After it was killed, on its ports; what it held is gone."""
+        self.client.close()
+        command = server_command(self.port, self.folder, *self._settings, *settings)
+        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.client = redis.Redis(port=self.port, protocol=2, retry=Retry(NoBackoff(), 0))
+        until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.server.poll() is None, "it did not start again"
+        with contextlib.suppress(redis.RedisError):
+            return bool(self.client.ping())
+        return False
 
 
 def num_test_partitions() -> int:
