@@ -14,7 +14,7 @@ from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.ids import partition_of
 from contract.keys import Keys
 from contract.partitions import Ask, Homes, PartitionMap, move_tenant, open_partitions
-from contract.shards import OpenShards
+from contract.shards import OpenShards, Shard, Shards
 from infra.cli import main
 from infra.embedded_redis import EmbeddedRedis
 from infra.partitions_command import EXIT_LEFT
@@ -188,6 +188,20 @@ async def test_a_tenant_moves_while_it_submits(
                 break
             after = page["last_id"]
         assert sorted(listed) == sorted(ids)
+
+
+async def test_an_id_of_a_new_partition_leads_there_at_once(
+    redis_server: EmbeddedRedis, known: PartitionMap
+) -> None:
+    """For a gateway that has just started with one partition, and for one that has just read the
+    map."""
+    started = Shards(lambda number: Shard(redis_server.url, "test", number))
+    async with contextlib.aclosing(started), OpenShards(redis_server.url, "test") as reader:
+        for gateway, number in ((started, 3), (reader, 4)):
+            await gateway.current()
+            if number not in known.entries:
+                assert await partitions(redis_server, "add") == 0
+            assert (await gateway.of(f"job-{number}-{'0' * 32}")).number == number
 
 
 async def test_limits_hold_while_a_tenant_moves(

@@ -379,8 +379,10 @@ class Audit:
             if record.number("reserved"):
                 found[key] = {"reserved": record.number("reserved")}
             expires = self.client.ttl(f"{self.keys.tag}:{key}") > 0
-            assert expires == (record["reserved"] == "0"), (
-                f"I15: idle ones go: {key} has {record['reserved']} reserved; it expires: {expires}"
+            names = ["reserved", *(name for name in ("away", "away_bytes") if name in record)]
+            has = {name: record.number(name) for name in names}
+            assert expires != any(has.values()), (
+                f"I15: idle ones go: {key} has {has}; it expires: {expires}"
             )
         same("I11: reservations", found, by_records)
 
