@@ -27,17 +27,26 @@ _NUM_HOMES = 500  # read at once
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A partition of the map. One that drains takes no new tenants."""
+    """A partition of the map. One that drains takes no new tenants. `share`: its part of the
+    fleet's bounds, if all have one; else by weight."""
 
     weight: float = 1.0
     state: Literal["active", "draining"] = "active"
+    share: float | None = None
+
+    @property
+    def text(self) -> str:
+        share = "" if self.share is None else f" {self.share:.4f}"
+        return f"{self.weight:.17g} {self.state}{share}"
 
 
 class PartitionMap(msgspec.Struct, frozen=True):
-    """The partitions. `version` 0: there is no map, and partition 0 alone."""
+    """The partitions. `version` 0: there is no map, and partition 0 alone. `shared_ms`: when the
+    bounds were last shared out otherwise."""
 
     version: int = 0
     entries: Mapping[int, Entry] = msgspec.field(default_factory=lambda: {0: Entry()})
+    shared_ms: int = 0
 
     @property
     def numbers(self) -> list[int]:
@@ -60,7 +69,12 @@ class PartitionMap(msgspec.Struct, frozen=True):
         return -self.entries[number].weight / math.log(h)
 
     def share(self, number: int) -> float:
-        """A partition's part of the fleet's bounds."""
+        """A partition's part of the fleet's bounds (contract/shares.py)."""
+        shares = {n: entry.share for n, entry in self.entries.items()}
+        own = shares.get(number)
+        return self.weight_share(number) if own is None or None in shares.values() else own
+
+    def weight_share(self, number: int) -> float:
         if number not in self.entries:
             return 1.0
         return self.entries[number].weight / sum(entry.weight for entry in self.entries.values())
@@ -103,14 +117,19 @@ class Homes(Partition):
             raw: Any = await repeated(lambda: self._client.hgetall(key))
             if not raw:
                 return PartitionMap()
-            version = int(raw.pop(b"version"))
-            return PartitionMap(version, {int(name): _entry(raw[name]) for name in raw})
+            version, shared_ms = int(raw.pop(b"version")), int(raw.pop(b"shared_ms", 0))
+            entries = {int(name): _entry(raw[name]) for name in raw}
+            return PartitionMap(version, entries, shared_ms)
 
-    async def chart(self, known: PartitionMap, changes: Mapping[int, Entry | None]) -> None:
-        """Changes entries of the map; None removes one. Raises MapChanged, PartitionInUse."""
+    async def chart(
+        self, known: PartitionMap, changes: Mapping[int, Entry | None], shared_ms: int = 0
+    ) -> None:
+        """Changes entries of the map; None removes one. `shared_ms`: now, where shares change.
+        Raises MapChanged, PartitionInUse."""
         words: list[str | int] = [known.version]
         for number, entry in changes.items():
-            words += [number, "" if entry is None else f"{entry.weight:.17g} {entry.state}"]
+            words += [number, "" if entry is None else entry.text]
+        words += ["shared_ms", shared_ms] if shared_ms else []
         match await self._call("chart", *words):
             case [b"STALE", _]:
                 raise MapChanged("the map of partitions was changed")
@@ -199,8 +218,9 @@ class Homes(Partition):
 
 
 def _entry(raw: bytes) -> Entry:
-    weight, state = raw.decode().split()
-    return msgspec.convert({"weight": float(weight), "state": state}, Entry)
+    weight, state, *share = raw.decode().split()
+    found = {"weight": float(weight), "state": state, "share": float(share[0]) if share else None}
+    return msgspec.convert(found, Entry)
 
 
 def _home(reply: list[Any]) -> Home:

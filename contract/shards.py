@@ -20,7 +20,15 @@ from contract.ids import partition_of
 from contract.keys import Keys
 from contract.operations import Operations
 from contract.outbox import Outbox
-from contract.partitions import Home, Homes, PartitionMap, home_of, lower_rests, open_partitions
+from contract.partitions import (
+    MAX_PARTITIONS,
+    Home,
+    Homes,
+    PartitionMap,
+    home_of,
+    lower_rests,
+    open_partitions,
+)
 from contract.pauses import Pauses
 
 log = logging.getLogger("batchway.partitions")
@@ -94,8 +102,8 @@ class Shards(Generic[S]):
         """The partition of a job, file, batch or operation. An id of none that there is leads to
         partition 0, which does not know it either. Raises BrokerUnavailable."""
         number = partition_of(object_id)
-        if number and number not in self._map.entries:
-            await self.refresh(MAP_TTL_S)
+        if 0 < number < MAX_PARTITIONS and number not in self._map.entries:
+            await self.refresh()  # another gateway may know a partition that was added just now
         return self.at(number) if number in self._map.entries else self.first
 
     async def all(self) -> list[S]:

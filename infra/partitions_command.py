@@ -28,7 +28,7 @@ from infra.tables import table, write
 
 PARTITIONS_ACTIONS = ("list", "add", "drain", "move")
 EXIT_LEFT = 1
-_HEADING = ("partition", "state", "weight", "tenants", "unfinished jobs", "kept jobs")
+_HEADING = ("partition", "state", "weight", "share", "tenants", "unfinished jobs", "kept jobs")
 _POLL_S = 0.5
 
 
@@ -83,6 +83,7 @@ async def _row(shard: Shard, known: PartitionMap, homes: Mapping[str, Home]) -> 
         "partition": shard.number,
         "state": entry.state,
         "weight": entry.weight,
+        "share": round(known.share(shard.number), 3),  # of the fleet's bounds
         "tenants": sum(home.number == shard.number for home in homes.values()),
         "unfinished_jobs": num_open,
         "kept_jobs": num_kept,

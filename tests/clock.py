@@ -1,21 +1,39 @@
 """A function library whose clock tests set; in production it asks Redis for the TIME."""
 
+from contract.keys import Keys
 from contract.library import library_source
+from tests.cluster import partition_of_test
+
+_NUM_CLOCKS = 8  # partitions that may have one
+
+
+def clock_of(partition: int) -> str:
+    return f"{Keys('test', partition).tag}test_clock"
+
 
 # Milliseconds that the functions add to the TIME, or `=` and the time itself.
 # In a cluster only the functions of the namespace `test` see it.
-TEST_CLOCK = "{bw:test:0}test_clock"
+TEST_CLOCK = clock_of(0)
+
+
+def clock_key() -> str:
+    """The clock of the partition in which the running test has its keys."""
+    return clock_of(partition_of_test())
+
 
 _CLOCK = """
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 """
-# pcall: a node of a cluster may not hold the key.
+_CLOCKS = ", ".join(f"'{clock_of(partition)}'" for partition in range(_NUM_CLOCKS))
+# pcall: in a cluster a function reaches the clock of its own partition only.
 _TEST_CLOCK = f"""
-  local time = redis.call('TIME')
-  local set = server().pcall('GET', '{TEST_CLOCK}')
-  set = type(set) == 'string' and set or '0'
+  local time, set = redis.call('TIME'), '0'
+  for _, key in ipairs({{{_CLOCKS}}}) do
+    local found = server().pcall('GET', key)
+    if type(found) == 'string' then set = found end
+  end
   if string.sub(set, 1, 1) == '=' then return tonumber(string.sub(set, 2)) end
   return time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(set)
 end

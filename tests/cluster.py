@@ -4,6 +4,7 @@ It does what `redis-cli --cluster create` and `reshard` do: the wheel's server h
 """
 
 import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from binascii import crc_hqx
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
+from zlib import crc32
 
 import redis
 from redis.backoff import NoBackoff
@@ -64,6 +66,31 @@ class Node:
         self.client.close()
         self.server.kill()
         self.server.wait()
+
+    def start_again(self, *settings: str) -> None:
+        """After it was killed, on its ports; what it held is gone."""
+        self.client.close()
+        command = server_command(self.port, self.folder, *self._settings, *settings)
+        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.client = redis.Redis(port=self.port, protocol=2, retry=Retry(NoBackoff(), 0))
+        until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.server.poll() is None, "it did not start again"
+        with contextlib.suppress(redis.RedisError):
+            return bool(self.client.ping())
+        return False
+
+
+def num_test_partitions() -> int:
+    """1, or the number in BATCHWAY_TEST_PARTITIONS, which `scripts/with-redis cluster` sets."""
+    return int(os.environ.get("BATCHWAY_TEST_PARTITIONS", "1"))
+
+
+def partition_of_test() -> int:
+    """The partition in which the running test of the contract has its keys: by its name."""
+    name = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return crc32(name.encode()) % num_test_partitions()
 
 
 def cluster_port(port: int) -> int:

@@ -53,9 +53,12 @@ function ledger.is_call(job)
   return job.part == 'child' or job.part == 'nested'
 end
 
--- Lets the record of a tenant without reservations expire.
+-- Lets the record of a tenant without reservations expire, unless it has left something elsewhere.
 function ledger.expire_tenant(key)
-  redis.call('PEXPIRE', key, TENANT_TTL_MS)
+  local away = redis.call('HMGET', key, 'away', 'away_bytes')
+  if (whole_number(away[1] or 0) or 0) <= 0 and (whole_number(away[2] or 0) or 0) <= 0 then
+    redis.call('PEXPIRE', key, TENANT_TTL_MS)
+  end
 end
 
 -- What an unfinished job reserves of its tenant's tokens.

@@ -1,8 +1,8 @@
 -- chart: changes the map of partitions (partition 0 alone has it). The hash `partitions` has `version` and
--- for each partition `<weight> <active | draining>`.
+-- for each partition `<weight> <active | draining>[ <share of the bounds>]`; `shared_ms`: when shares changed.
 -- KEYS  1 tag of partition 0
 -- ARGV  1 version of the map that the caller knows (0: none)
---       then 2 for each partition: number, `<weight> <state>`; '': it is removed
+--       then 2 for each partition: number, its text; '': it is removed; or `shared_ms` and a time
 -- reply {'OK', version}
 --       {'STALE', version}   another caller has changed it
 --       {'IN_USE', number}   it is the home of a tenant, or the only partition

@@ -23,10 +23,7 @@ local function take_over(tag, tenant, number, argv, now)
     end
   end
   redis.call('HDEL', key, 'late')
-  if (whole_number(redis.call('HGET', key, 'reserved')) or 0) <= 0
-    and (whole_number(redis.call('HGET', key, 'away') or 0) or 0) <= 0 then
-    ledger.expire_tenant(key)
-  end
+  if (whole_number(redis.call('HGET', key, 'reserved')) or 0) <= 0 then ledger.expire_tenant(key) end
 end
 
 local function settle(keys, argv)

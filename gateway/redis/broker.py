@@ -259,6 +259,7 @@ class Broker:
     ) -> Submitted:
         held = await self.payloads.outsourced(job)
         terms = self._bounded(submission, home)
+        self.shards.note(job, submission)
         try:
             submitted = await shard.call(lambda: shard.functions.submit(held, terms))
         except Moved:
@@ -267,6 +268,7 @@ class Broker:
         except JobRefused as exc:
             await self._discard(held)
             await self._note_refusal(job, exc)
+            await self.shards.note_refusal(shard.number, exc)
             raise await self.known.explained(job.model, exc) from exc
         if submitted.job_id != job.id:
             await self._discard(held)
@@ -625,6 +627,7 @@ class Broker:
         with contextlib.suppress(BrokerUnavailable):  # the breaker logs it
             shards = await self.shards.all()
             await asyncio.gather(*(self._sweep(shard, len(shards) == 1) for shard in shards))
+            await self.shards.rebalance()
 
     async def _sweep(self, shard: GatewayShard, is_only: bool) -> None:
         now_s = self.clock()

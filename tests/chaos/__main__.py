@@ -19,6 +19,7 @@ from tests.chaos.campaign import (
     run_campaign,
 )
 from tests.chaos.faults import KINDS
+from tests.chaos.fleet import FleetOptions
 from tests.chaos.report import Report
 from tests.vllm_environment import interpreter
 
@@ -41,6 +42,9 @@ def main() -> int:
         flows=options.flows,
         batch_lines=options.batches,
     )
+    if options.cluster:
+        fleet = FleetOptions(num_partitions=4, awaits=options.cluster == "awaited")
+        campaign = replace(campaign, fleet=fleet)
     if options.model == "vllm":  # whose next start needs the cores more than callers do
         campaign = replace(campaign, callers=FEW_CALLERS)
     if options.flows:  # each of which takes three times as long
@@ -83,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=("always", "everysec"),
         default="always",
         help="of Redis; with everysec a power cut loses up to its last second",
+    )
+    parser.add_argument(
+        "--cluster",
+        choices=("awaited", "asynchronous"),
+        help="three primaries with replicas and four partitions; whether replicas are awaited",
     )
     parser.add_argument("--gap-s", type=float, default=0.4, help="mean time between two faults")
     parser.add_argument(

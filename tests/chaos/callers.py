@@ -69,7 +69,9 @@ class Callers:
         oracle: Oracle,
         ledger: Ledger,
         receiver_urls: Sequence[str],
+        api_keys: Sequence[str] = (),
     ) -> None:
+        self.api_keys = api_keys  # which clients use in turn; (): none
         self.ledger = ledger
         self.oracle = oracle
         self.is_over = asyncio.Event()
@@ -92,6 +94,9 @@ class Client:
         self._rng = random.Random(f"{seed} {self.kind} {number}")
         self._name = f"{self.kind}-{number}"
         self._num_stories = 0
+        keys = callers.api_keys
+        key = keys[self._rng.randrange(len(keys))] if keys else ""
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     async def run(self) -> None:
         while not self._callers.is_over.is_set():
@@ -126,9 +131,10 @@ class Client:
 
     async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """A definite response. Raises Broken, Gone."""
+        headers = {**self._headers, **options.pop("headers", {})}
         try:
             answer = await self._callers.http.request(
-                method, self._callers.url(self._rng) + path, **options
+                method, self._callers.url(self._rng) + path, headers=headers, **options
             )
         except httpx.HTTPError as exc:
             raise Broken(type(exc).__name__) from exc
@@ -167,6 +173,7 @@ class Client:
         self, story: Story, method: str, path: str, *, after: int = 0, **options: Any
     ) -> bool:
         url = self._callers.url(self._rng) + path
+        options["headers"] = {**self._headers, **options.get("headers", {})}
         try:
             async with self._callers.http.stream(method, url, **options) as response:
                 if response.status_code >= 400:

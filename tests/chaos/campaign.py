@@ -8,29 +8,28 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import redis
 import redis.asyncio
 
 from contract.connection import connect, end_tasks
 from contract.functions import Functions
+from contract.ids import partition_of
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from gateway.redis.key_ring import DEFAULT_TENANT
 from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.batches import KILLS, Batcher, BatchOracle
 from tests.chaos.callers import Callers, Client
 from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
-from tests.chaos.faults import VLLM_KINDS, Injector
+from tests.chaos.faults import CLUSTER_KINDS, VLLM_KINDS, Injector
 from tests.chaos.fleet import HASH_MODEL, Fleet, FleetOptions
 from tests.chaos.flows import MODELS_YAML, FlowOracle, check_calls
 from tests.chaos.ledger import Kind, Ledger, Violation
 from tests.chaos.mistakes import Mistake
 from tests.chaos.oracles import DemoOracle, HashOracle, Oracle
 from tests.chaos.report import Report
-from tests.chaos.seats import NAMESPACE
 from tests.chaos.tellings import Telling, check_tellings
-from tests.clock import TEST_CLOCK, library_with_test_clock
+from tests.clock import clock_of, library_with_test_clock
+from tests.cluster import plain_client
 from tests.fleet import until
 from tests.oracle.audit import Audit
 from tests.vllm_environment import interpreter
@@ -98,11 +97,14 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
     rng = random.Random(options.seed)
     async with Fleet(_fleet_options(options), rng) as fleet, _receiver(options) as receiver:
         fleet.keeps_logs = options.keeps_logs
-        cuts_s = fleet.redis.cuts_s if options.fsync == "everysec" else ()
-        ledger = Ledger(cuts_s, has_hidden_events=options.flows)
+        ledger = _ledger(options, fleet)
         oracle = await _oracle(options, fleet, rng)
         callers = Callers(
-            fleet.gateway_urls, oracle, ledger, [receiver.url(path) for path in receiver.behaviours]
+            fleet.gateway_urls,
+            oracle,
+            ledger,
+            [receiver.url(path) for path in receiver.behaviours],
+            fleet.api_keys,
         )
         injector = Injector(fleet, rng, options.mean_gap_s, _kinds(options))
         say(f"fleet is up: logs in {fleet.directory}")
@@ -116,7 +118,19 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
         if ledger.violations and not options.mistake:
             fleet.keeps_logs = True
             say(f"violations: logs are kept in {fleet.directory}")
-        return Report(options, injector.counts, injector.num_bytes_lost, ledger, started_s)
+        num_lost = fleet.cluster.num_bytes_lost if fleet.cluster else injector.num_bytes_lost
+        return Report(options, injector.counts, num_lost, ledger, started_s)
+
+
+def _ledger(options: CampaignOptions, fleet: Fleet) -> Ledger:
+    """With the cuts that may have lost what was acknowledged."""
+    ledger = Ledger(has_hidden_events=options.flows)
+    if (cluster := fleet.cluster) is None:
+        ledger.cuts_s = fleet.redis.cuts_s if options.fsync == "everysec" else ()
+    elif not options.fleet.awaits:
+        ledger.cuts_s = cluster.cuts
+        ledger.is_struck = lambda cut, job_id: cluster.is_struck(cut, partition_of(job_id))
+    return ledger
 
 
 def _fleet_options(options: CampaignOptions) -> FleetOptions:
@@ -133,6 +147,8 @@ def _fleet_options(options: CampaignOptions) -> FleetOptions:
 def _kinds(options: CampaignOptions) -> Sequence[str]:
     if options.batch_lines:
         return options.kinds or KILLS
+    if options.fleet.num_partitions:
+        return options.kinds or CLUSTER_KINDS
     return options.kinds or (VLLM_KINDS if options.model == "vllm" else ())
 
 
@@ -176,17 +192,19 @@ async def _disturb(options: CampaignOptions, callers: Callers, injector: Injecto
 async def _rest(fleet: Fleet) -> None:
     """I14: without faults every job ends, and every callback is delivered. Returns when this is
     done or the time limit has passed."""
-    keys = Keys(NAMESPACE)
-    async with fleet.redis.client() as client:
+    for keys in await fleet.all_keys():
+        async with connect(fleet.redis_url, keys) as client:
 
-        async def is_at_rest() -> bool:
-            if await client.zcard(keys.of("deadlines")) or await client.zcard(keys.of("leases")):
-                return False
-            records: Any = await client.keys(keys.of("out", "*"))
-            return {await client.hget(key, "state") for key in records} <= set(_TOLD)
+            async def is_at_rest() -> bool:
+                for name in ("deadlines", "leases"):
+                    if await client.zcard(keys.of(name)):  # noqa: B023
+                        return False
+                records: Any = await client.keys(keys.of("out", "*"))  # noqa: B023
+                states = {await client.hget(key, "state") for key in records}
+                return states <= set(_TOLD)
 
-        with contextlib.suppress(TimeoutError):
-            await until(is_at_rest, _REST_TIMEOUT_S)
+            with contextlib.suppress(TimeoutError):
+                await until(is_at_rest, _REST_TIMEOUT_S)
 
 
 async def _reckon(
@@ -194,9 +212,40 @@ async def _reckon(
 ) -> None:
     """Compares all logs with the expected and the received output, and delivered callbacks with the
     ends of jobs. Audits Redis."""
-    keys = Keys(NAMESPACE)
-    client = connect(fleet.redis.url, keys)
-    functions = Functions(client, keys)
+    has_key, statuses = dict[str, bool](), dict[str, JobStatus]()
+    async with contextlib.AsyncExitStack() as stack:
+        places = [
+            (keys, await stack.enter_async_context(connect(fleet.redis_url, keys)))
+            for keys in await fleet.all_keys()
+        ]
+        for keys, client in places:
+            has_key |= await _jobs_of(options, ledger, callers.oracle, client, keys)
+        ledger.check_jobs(has_key)
+        for keys, client in places:
+            functions = Functions(client, keys)
+            for job_id in sorted(has_key.keys() & ledger.stories_by_job.keys()):
+                if partition_of(job_id) != keys.partition:
+                    continue
+                tenant: Any = await client.hget(keys.of("job", job_id), "tenant")
+                read = await functions.read(job_id, tenant.decode(), max_events=100_000)
+                assert read is not None
+                view, entries = read
+                statuses[job_id] = view.status
+                ledger.check_log(job_id, view.status, entries)
+        check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
+        _judge_differences(ledger, callers.oracle)
+        for keys, client in places:
+            await _audit(ledger, fleet, client, keys)
+
+
+async def _jobs_of(
+    options: CampaignOptions,
+    ledger: Ledger,
+    oracle: Oracle,
+    client: redis.asyncio.Redis,
+    keys: Keys,
+) -> dict[str, bool]:
+    """The jobs of a partition without those that others have made, and whether they have a key."""
     prefix = keys.of("job", "")
     found: Any = await client.keys(f"{prefix}*")
     # A call without a key needs a connected caller; the oracle's questions are such calls too.
@@ -205,36 +254,31 @@ async def _reckon(
     }
     parts = {job_id: await client.hget(keys.of("job", job_id), "part") for job_id in has_key}
     children = {job_id for job_id, part in parts.items() if part in (b"child", b"nested")}
-    if isinstance(callers.oracle, BatchOracle):  # jobs that a killed feeder has not deleted
-        children |= callers.oracle.line_job_ids
+    if isinstance(oracle, BatchOracle):  # jobs that a killed feeder has not deleted
+        children |= oracle.line_job_ids
     for job_id in children:
         has_key.pop(job_id, None)
-    ledger.check_jobs(has_key)
     if options.flows:
         flows_within = {job_id for job_id, part in parts.items() if part == b"nested"}
+        functions = Functions(client, keys)
         await check_calls(ledger, functions, sorted({*has_key, *flows_within}), children)
-    statuses: dict[str, JobStatus] = {}
-    for job_id in sorted(has_key.keys() & ledger.stories_by_job.keys()):
-        read = await functions.read(job_id, DEFAULT_TENANT, max_events=100_000)
-        assert read is not None
-        view, entries = read
-        statuses[job_id] = view.status
-        ledger.check_log(job_id, view.status, entries)
-    check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
-    _judge_differences(ledger, callers.oracle)
+    return has_key
+
+
+async def _audit(ledger: Ledger, fleet: Fleet, client: redis.asyncio.Redis, keys: Keys) -> None:
     retyped: Any = await client.hget(keys.of("corrections"), "type")
     if retyped:
         detail = f"{retyped.decode()} keys had another type"
         ledger.violations.append(Violation(Kind.LOST, "audit", detail))
-    with redis.Redis.from_url(fleet.redis.url) as sync_client:
+    with plain_client(fleet.redis_url, keys) as sync_client:
         audit = Audit(sync_client, keys)
         try:
-            audit.check_all_ended()
-            await _outlive_retention(functions, client, keys)
-            audit.check_at_rest()
+            await asyncio.to_thread(audit.check_all_ended)
+            await _outlive_retention(Functions(client, keys), client, keys)
+            await asyncio.to_thread(audit.check_at_rest)
         except AssertionError as broken:
-            ledger.violations.append(Violation(Kind.LOST, "audit", str(broken)[:500]))
-    await client.aclose()
+            detail = f"partition {keys.partition}: {broken}"[:500]
+            ledger.violations.append(Violation(Kind.LOST, "audit", detail))
 
 
 def _tellings(receiver: Receiver) -> list[Telling]:
@@ -247,7 +291,7 @@ def _tellings(receiver: Receiver) -> list[Telling]:
 
 async def _outlive_retention(functions: Functions, client: redis.asyncio.Redis, keys: Keys) -> None:
     """Advances the clock of Redis until every record has expired, and sweeps."""
-    await client.set(TEST_CLOCK, _RETENTION_MS)
+    await client.set(clock_of(keys.partition), _RETENTION_MS)
     for _ in range(_MAX_SWEEPS):
         # Each time, because workers load the library again where it is not theirs.
         await client.function_load(library_with_test_clock(), replace=True)

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.connection import end_tasks
+from tests.chaos.cluster import ChaosCluster
 from tests.chaos.fleet import Fleet
 from tests.chaos.proxy import Doom
 from tests.chaos.seats import LEASE_S, Seat, WorkerSeat
 
 ENGINE_CORE = "engine core kill -9"  # of vLLM only
 REDIS_FAILOVER = "redis failover"
-_ONLY_BY_NAME = (ENGINE_CORE, REDIS_FAILOVER)
+CHANGES = ("partition added", "partition drained", "tenant moved")
+FAILOVERS = ("primary kill -9", "replica promoted")
+_ONLY_BY_NAME = (ENGINE_CORE, REDIS_FAILOVER, *FAILOVERS, *CHANGES)
 _MAX_AT_ONCE = 4
 _REDIS_REST_S = 3.0  # between two faults of Redis: each of its restarts grants leases a grace
 _STRIKE_TIMEOUT_S = 3.0  # for a doomed link to be used
@@ -213,6 +216,10 @@ class Injector:
 
         return await self._at_redis(fail)
 
+    async def at_cluster(self, fault: Callable[[ChaosCluster], Awaitable[bool]]) -> bool:
+        assert self.fleet.cluster is not None, "a fault of clusters"
+        return await fault(self.fleet.cluster)
+
     async def _at_redis(self, fault: Callable[[], Awaitable[None]]) -> bool:
         redis = self.fleet.redis
         if redis.is_busy:
@@ -279,6 +286,11 @@ _KINDS: dict[str, tuple[float, Callable[[Injector], Awaitable[bool]]]] = {
     "redis SIGSTOP": (1, Injector.stop_redis),
     "redis power cut": (1.5, Injector.cut_power),
     REDIS_FAILOVER: (1, Injector.fail_over),
+    "primary kill -9": (10, lambda i: i.at_cluster(ChaosCluster.kill_primary)),
+    "replica promoted": (6, lambda i: i.at_cluster(ChaosCluster.promote_replica)),
+    "partition added": (3, lambda i: i.at_cluster(ChaosCluster.add_partition)),
+    "partition drained": (3, lambda i: i.at_cluster(ChaosCluster.drain_partition)),
+    "tenant moved": (8, lambda i: i.at_cluster(ChaosCluster.move_tenant)),
     "redis memory full": (1, Injector.fill_redis),
     "reply lost": (5, Injector.lose_reply),
     "reply cut": (4, Injector.cut_reply),
@@ -287,4 +299,10 @@ _KINDS: dict[str, tuple[float, Callable[[Injector], Awaitable[bool]]]] = {
 }
 KINDS = tuple(_KINDS)
 # An asynchronous failover loses writes, which the ledger excuses with `everysec` alone.
+_OF_PROCESSES = ("worker ", "engine ", "gateway ", "callbacks ")
+CLUSTER_KINDS = (
+    *(kind for kind in KINDS if kind.startswith(_OF_PROCESSES) and kind != ENGINE_CORE),
+    *FAILOVERS,
+    *CHANGES,
+)
 VLLM_KINDS = tuple(kind for kind in KINDS if kind != REDIS_FAILOVER)

@@ -1,5 +1,5 @@
-"""All processes of a campaign, each with its own link to one Redis. All of them end with the
-campaign."""
+"""All processes of a campaign, each with its own link to one Redis or to a cluster. All of them end
+with the campaign."""
 
 import asyncio
 import random
@@ -11,14 +11,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from contract.api_keys import ApiKeys, KeyTerms
+from contract.connection import connect
+from contract.keys import Keys
 from infra.child import lifeline
 from infra.embedded_redis import Fsync
+from tests.chaos.cluster import ChaosCluster
 from tests.chaos.mistakes import Mistake
 from tests.chaos.proxy import Link
-from tests.chaos.seats import CallbacksSeat, GatewaySeat, Place, Seat, WorkerSeat
+from tests.chaos.seats import NAMESPACE, CallbacksSeat, GatewaySeat, Place, Seat, WorkerSeat
 from tests.chaos.server import ChaosRedis
 from tests.fakes import HashModelOptions
 
+_NUM_TENANTS = 8
 HASH_MODEL = HashModelOptions(num_blocks=256, step_s=0.02)
 
 
@@ -34,6 +39,8 @@ class FleetOptions:
     hash_model: HashModelOptions = HASH_MODEL
     mistake: Mistake = Mistake.NONE  # planted in every process
     models: str = ""  # the text of models.yaml; "": none
+    num_partitions: int = 0  # on a cluster of three shards; 0: one server
+    awaits: bool = False  # whether the cluster answers once a replica has a write
 
 
 class Fleet:
@@ -45,10 +52,14 @@ class Fleet:
         self._rng = rng
         self.directory = Path(tempfile.mkdtemp(prefix="bw-chaos-"))
         self.redis = ChaosRedis(self.directory / "redis", options.fsync, rng)
+        self.cluster: ChaosCluster | None = None
+        if num := options.num_partitions:
+            self.cluster = ChaosCluster(NAMESPACE, num, rng, awaits=options.awaits)
         self.gateways: list[GatewaySeat] = []
         self.workers: list[WorkerSeat] = []
         self.callbacks: list[CallbacksSeat] = []
         self.keeps_logs = False
+        self.api_keys: list[str] = []
         self._lifeline = lifeline()
 
     @property
@@ -74,14 +85,19 @@ class Fleet:
         for seat in self.seats:
             seat.end()
         self.redis.stop()
+        if self.cluster is not None:
+            self.cluster.stop()
         self._lifeline.__exit__(None, None, None)
         for seat in self.seats:
             await seat.link.close()
+        if self.cluster is not None:
+            await self.cluster.close()
         if not self.keeps_logs:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     async def _start(self, lifeline_fd: int) -> None:
-        await self.redis.start()
+        await (self.redis if self.cluster is None else self.cluster).start()
+        await self._make_api_keys()
         for number in range(self._options.num_workers):
             place = await self._place(f"worker-{number}", lifeline_fd)
             self.workers.append(
@@ -99,6 +115,26 @@ class Fleet:
             seat.start()
         await asyncio.gather(*(seat.until_ready() for seat in self.seats))
 
+    @property
+    def redis_url(self) -> str:
+        """For observers."""
+        return self.redis.url if self.cluster is None else self.cluster.entry.url
+
+    async def all_keys(self) -> list[Keys]:
+        """Of all partitions."""
+        if self.cluster is None:
+            return [Keys(NAMESPACE)]
+        return [Keys(NAMESPACE, number) for number in (await self.cluster.known()).numbers]
+
+    async def _make_api_keys(self) -> None:
+        """In a cluster callers are of several tenants."""
+        if self.cluster is not None:
+            async with connect(self.redis_url, Keys(NAMESPACE)) as client:
+                made = ApiKeys(client, Keys(NAMESPACE))
+                for number in range(_NUM_TENANTS):
+                    key, _ = await made.create(KeyTerms(tenant=f"tenant-{number}"))
+                    self.api_keys.append(key)
+
     def _models_yaml(self) -> str:
         """Its path; '' for none."""
         if not self._options.models:
@@ -108,7 +144,8 @@ class Fleet:
         return str(path)
 
     async def _place(self, name: str, lifeline_fd: int) -> Place:
-        link = Link(lambda: self.redis.socket_path)
+        one = self.cluster
+        link = Link(lambda: self.redis.socket_path) if one is None else one.new_entry()
         await link.start()
         log_path = self.directory / f"{name}.log"
         return Place(name, link, log_path, lifeline_fd, self._options.mistake)

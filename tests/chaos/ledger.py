@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from contract.events import End, LogEntry, Tokens
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
@@ -40,6 +41,14 @@ class Violation:
     kind: Kind
     story: str
     detail: str
+
+
+class Cut(NamedTuple):
+    """A power cut, or a failover; `shard` of a cluster."""
+
+    begun_s: float
+    ended_s: float
+    shard: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +98,12 @@ class Story:
         return self._was_cut_by(self.accepted_s + LOSS_S)
 
     def _was_cut_by(self, last_s: float) -> bool:
-        cuts = self.ledger.cuts_s
-        return any(self.opened_s <= ended_s and begun_s <= last_s for begun_s, ended_s in cuts)
+        return any(
+            self.opened_s <= cut.ended_s
+            and cut.begun_s <= last_s
+            and self.ledger.is_struck(cut, self.job_id or "")
+            for cut in self.ledger.cuts_s
+        )
 
     def accepted(self, job_id: str) -> None:
         """The client has received the id of its job. One key has one job."""
@@ -228,7 +241,9 @@ class Ledger:
     """All stories of a campaign."""
 
     # Power cuts that lost what was acknowledged, each from its begin to its end.
-    cuts_s: Sequence[tuple[float, float]] = ()
+    cuts_s: Sequence[Cut] = ()
+    # Whether a cut may have lost what there is of a job; "": of one whose id no caller knows.
+    is_struck: Callable[[Cut, str], bool] = lambda cut, job_id: True
     clock_s: Callable[[], float] = time.monotonic
     has_hidden_events: bool = False  # of flows, about their calls: no client sees them
     stories: list[Story] = field(default_factory=list)

@@ -74,6 +74,11 @@ class Link:
         finally:
             self._is_refusing = False
 
+    async def before_reply(self, command: bytes, reply: bytes) -> None:
+        """Returns once a reply may pass; `command` is what the client has sent last."""
+        del command, reply
+        await self.passes_replies.wait()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(self, reader, writer)
         self._connections.add(connection)
@@ -97,6 +102,7 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._doom: Doom | None = None
+        self._command = b""  # what the client has sent last
         self._task: asyncio.Task[object] | None = None
 
     def drop(self) -> None:
@@ -131,6 +137,7 @@ class _Connection:
 
     async def _pass_commands(self, to_server: asyncio.StreamWriter) -> None:
         while data := await self._reader.read(_READ_BYTES):
+            self._command = data
             if self._doom is None and self._link.dooms:
                 self._doom = self._link.dooms.pop(0)
             to_server.write(data)
@@ -142,7 +149,7 @@ class _Connection:
             if link.delay_s:
                 link.effects["delayed"] += 1
                 await asyncio.sleep(link.delay_s)
-            await link.passes_replies.wait()
+            await link.before_reply(self._command, data)
             if self._doom is not None:
                 link.effects[self._doom] += 1
                 link.struck.set()

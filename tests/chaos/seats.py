@@ -22,7 +22,7 @@ from tests.fakes import HashModelOptions
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from tests.infra.processes import command_of, descendants
 
-NAMESPACE = "chaos"
+NAMESPACE = "test"  # of which the functions see the test clock in a cluster too
 LEASE_S = 2.0
 _READY_TIMEOUT_S = 240.0  # three vLLMs that start at once on two busy cores
 _POLL_S = 0.05

@@ -17,6 +17,7 @@ from pathlib import Path
 import redis.asyncio
 
 from infra.embedded_redis import EmbeddedRedis, Fsync
+from tests.chaos.ledger import Cut
 from tests.chaos.proxy import Link
 
 FSYNC_EVERY_S = 1.0  # what `everysec` may lose
@@ -31,7 +32,7 @@ class ChaosRedis:
     def __init__(self, data_dir: Path, fsync: Fsync, rng: random.Random) -> None:
         self.fsync = fsync
         self.is_busy = False
-        self.cuts_s: list[tuple[float, float]] = []
+        self.cuts_s: list[Cut] = []
         self._base_dir = data_dir
         self._data_dir = data_dir
         self._num_failovers = 0
@@ -103,7 +104,7 @@ class ChaosRedis:
         path, num_bytes = await keep(links)
         lost = path.stat().st_size - num_bytes
         os.truncate(path, num_bytes)
-        self.cuts_s.append((begun_s, time.monotonic()))
+        self.cuts_s.append(Cut(begun_s, time.monotonic()))
         self._sizes.clear()
         for link in links:
             link.drop_all()  # with the replies that they hold
@@ -143,7 +144,7 @@ class ChaosRedis:
             self._embedded, self._data_dir = replica, data_dir
             if self._is_over:
                 replica.stop()
-        self.cuts_s.append((begun_s, time.monotonic()))
+        self.cuts_s.append(Cut(begun_s, time.monotonic()))
         self._sizes.clear()
         for link in links:
             link.drop_all()

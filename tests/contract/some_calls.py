@@ -7,7 +7,8 @@ from contract.function_types import Append, Claimed, Submission, Verdict
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
+from tests.cluster import partition_of_test
 
 LEASE_S = 10.0
 
@@ -16,7 +17,7 @@ def make_job(
     tenant: str = "t", lane: str = "standard", num_prompt: int = 3, weight: float = 1.0
 ) -> Job:
     return Job(
-        id=new_job_id(),
+        id=new_job_id(partition_of_test()),
         tenant=tenant,
         model="m",
         lane=lane,
@@ -61,4 +62,4 @@ async def append(
 
 
 async def pass_time(client: redis.asyncio.Redis, keys: Keys, seconds: float) -> None:
-    await client.incrby(TEST_CLOCK, int(seconds * 1000))
+    await client.incrby(clock_key(), int(seconds * 1000))

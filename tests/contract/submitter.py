@@ -1,6 +1,6 @@
 """A process that submits jobs of one tenant and prints how many were admitted:
 
-python -m tests.contract.submitter URL NAMESPACE TASKS TRIES CONCURRENT_TOKENS
+python -m tests.contract.submitter URL NAMESPACE PARTITION TASKS TRIES CONCURRENT_TOKENS
 """
 
 import asyncio
@@ -37,16 +37,18 @@ async def _submit_all(redis_url: str, keys: Keys, num_tries: int, limits: Tenant
     try:
         for _ in range(num_tries):
             with contextlib.suppress(JobRefused):
-                await functions.submit(_job(), Submission(MAX_TOKENS, 600, 600, limits=limits))
+                await functions.submit(
+                    _job(keys.partition), Submission(MAX_TOKENS, 600, 600, limits=limits)
+                )
                 num_accepted += 1
     finally:
         await client.aclose()
     return num_accepted
 
 
-def _job() -> Job:
+def _job(partition: int) -> Job:
     return Job(
-        id=new_job_id(),
+        id=new_job_id(partition),
         tenant="greedy",
         model="m",
         lane="standard",
@@ -59,6 +61,6 @@ def _job() -> Job:
 
 if __name__ == "__main__":
     url, namespace, *numbers = sys.argv[1:]
-    tasks, tries, tokens = map(int, numbers)
+    partition, tasks, tries, tokens = map(int, numbers)
     limit = TenantLimits(concurrent_tokens=tokens)
-    print(asyncio.run(hammer(url, Keys(namespace), tasks, tries, limit)))
+    print(asyncio.run(hammer(url, Keys(namespace, partition), tasks, tries, limit)))

@@ -18,7 +18,7 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
 from tests.contract.some_calls import (
     append,
     claim,
@@ -52,7 +52,8 @@ async def test_fifty_gateways_admit_exactly_the_quota(
     """25 tasks in this process and 25 in two others, each with its own connection, try 400 times.
     The quota is 137 unfinished jobs."""
     limit = QUOTA_JOBS * COST
-    numbers = [str(n) for n in (NUM_TASKS // NUM_PROCESSES + 1, NUM_TRIES, limit)]
+    num_tasks = NUM_TASKS // NUM_PROCESSES + 1
+    numbers = [str(n) for n in (keys.partition, num_tasks, NUM_TRIES, limit)]
     command = ("-m", "tests.contract.submitter", redis_server.url, keys.namespace, *numbers)
     others = [
         await asyncio.create_subprocess_exec(
@@ -94,7 +95,7 @@ async def test_a_rate_limit_reports_exactly_when_it_has_room(
 ) -> None:
     """60 requests at once are within a limit of 60 per minute; the next must wait exactly one
     second."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     limits = TenantLimits(requests_per_min=60)
     for left in reversed(range(60)):
         submitted = await functions.submit(make_job(), make_submission(limits=limits))
@@ -102,9 +103,9 @@ async def test_a_rate_limit_reports_exactly_when_it_has_room(
         assert submitted.rates.requests.remaining == left
     refused = await refusal(functions, limits=limits)
     assert (refused.limit, refused.retry_after_s) == ("requests_per_min", 1.0)
-    await redis_client.set(TEST_CLOCK, "=1700000000999")
+    await redis_client.set(clock_key(), "=1700000000999")
     await refusal(functions, limits=limits)
-    await redis_client.set(TEST_CLOCK, "=1700000001000")
+    await redis_client.set(clock_key(), "=1700000001000")
     await functions.submit(make_job(), make_submission(limits=limits))
 
 
@@ -113,7 +114,7 @@ async def test_unused_cost_is_refunded(
 ) -> None:
     """13 tokens are reserved and 5 are used: 8 return to the rate limit, and all 13 to the
     reservation."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     limits = TenantLimits(tokens_per_min=100, concurrent_tokens=100)
     job = make_job()
     await functions.submit(job, make_submission(limits=limits))

@@ -10,7 +10,7 @@ from contract.function_types import Append, TenantLimits
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
 from tests.contract.some_calls import append, make_job, make_submission, tokens
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ async def test_a_price_counts_in_the_meter_alone(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """A limit of 20 has room for 40 tokens at half price; reservation and bill are of tokens."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     half = make_submission(limits=TenantLimits(tokens_per_min=20), batch_price=0.5)
     jobs = [make_job(lane="batch") for _ in range(3)]
     for job in jobs:
@@ -50,7 +50,7 @@ async def test_no_fraction_of_a_price_is_lost(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """500 jobs of 5 tokens each, reserved with 13: at half price exactly 1,250."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     half = make_submission(limits=TenantLimits(tokens_per_min=10**6), batch_price=0.5)
     for _ in range(500):
         job = make_job(lane="batch")
@@ -65,11 +65,11 @@ async def test_a_job_that_leaves_the_lane_pays_the_difference(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """Also where the meter has run empty since; back in the lane it has the price again."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     half = make_submission(limits=TenantLimits(tokens_per_min=60), batch_price=0.5)
     job = make_job(lane="batch")
     await functions.submit(job, half)
-    await redis_client.set(TEST_CLOCK, "=1700000030000")
+    await redis_client.set(clock_key(), "=1700000030000")
     await functions.reprioritise(job.id, "t", lane="standard")
     assert await levels(redis_client, keys) == [6.5, 13.0]
     await functions.reprioritise(job.id, "t", lane="batch")

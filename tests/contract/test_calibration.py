@@ -13,7 +13,7 @@ from contract.functions import Functions
 from contract.keys import Keys
 from infra import cli
 from infra.embedded_redis import EmbeddedRedis
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
 from tests.cluster import plain_client
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.gateway.fake_worker import publish_model
@@ -29,7 +29,7 @@ async def beat(functions: Functions) -> None:
 
 
 async def set_clock(client: redis.asyncio.Redis, keys: Keys, ms: int) -> None:
-    await client.set(TEST_CLOCK, f"={1_700_000_000_000 + ms}")
+    await client.set(clock_key(), f"={1_700_000_000_000 + ms}")
 
 
 @pytest.fixture

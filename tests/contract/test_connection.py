@@ -14,7 +14,7 @@ from contract.connection import connect, repeated
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.test_tls import certificate
-from tests.cluster import Node
+from tests.cluster import Node, partition_of_test
 from tests.contract.relay import Relay, with_tls
 from tests.fleet import until
 
@@ -54,7 +54,7 @@ async def test_a_client_can_be_used_after_a_cancelled_call(
     echo: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     """The next call uses a new connection, without an old reply."""
-    impatient = connect(redis_server.url, Keys("test"), command_timeout_s=0.1)
+    impatient = connect(redis_server.url, Keys("test", partition_of_test()), command_timeout_s=0.1)
     async with contextlib.aclosing(impatient):
         assert await impatient.fcall("echo", 0, "warm") == b"warm"
         await echo.client_pause(60_000, all=False)
@@ -69,7 +69,7 @@ async def test_the_reply_of_a_cancelled_call_is_discarded(
 ) -> None:
     """A call is cancelled while the server delays its reply: redis-py closes the connection, and
     the next call opens another."""
-    async with connect(redis_server.url, Keys("test")) as client:
+    async with connect(redis_server.url, Keys("test", partition_of_test())) as client:
         assert await client.fcall("echo", 0, "warm") == b"warm"
         num_before = await num_connections(echo)
         await echo.client_pause(60_000, all=False)
@@ -98,7 +98,7 @@ async def test_a_call_cancelled_at_any_point_harms_no_other(
     """After any number of turns of the event loop: while a connection is opened, written to or
     read."""
     for num_turns in range(40):
-        async with connect(redis_server.url, Keys("test")) as client:
+        async with connect(redis_server.url, Keys("test", partition_of_test())) as client:
             call = asyncio.ensure_future(client.fcall("echo", 0, "old"))
             for _ in range(num_turns):
                 await asyncio.sleep(0)
@@ -119,24 +119,25 @@ async def test_a_connection_closed_by_the_server_is_reopened(
 
 
 async def test_only_idempotent_calls_are_repeated(
-    redis_client: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node
+    redis_client: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node, keys: Keys
 ) -> None:
     """The server executes the call, and its reply is lost."""
+    number = keys.of("number")
     async with Relay(redis_node).running() as relay:
-        client = connect(f"redis://127.0.0.1:{relay.port}", Keys("test"), connect_timeout_s=5.0)
+        client = connect(f"redis://127.0.0.1:{relay.port}", keys, connect_timeout_s=5.0)
         async with contextlib.aclosing(client):
             await client.ping()
             relay.lose_next_answer()
             with pytest.raises(ConnectionError):
-                await client.incr("number")
-            assert await redis_client.get("number") == b"1"
+                await client.incr(number)
+            assert await redis_client.get(number) == b"1"
             await client.ping()
             relay.lose_next_answer()
-            assert await repeated(lambda: client.incr("number")) == 3
+            assert await repeated(lambda: client.incr(number)) == 3
 
 
 async def test_an_absent_server_fails_every_call(tmp_path: Path) -> None:
-    async with connect(f"unix://{tmp_path}/none", Keys("test")) as client:
+    async with connect(f"unix://{tmp_path}/none", Keys("test", partition_of_test())) as client:
         calls = [client.fcall("echo", 0, "x") for _ in range(5)]
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(answer, ConnectionError)
@@ -161,7 +162,9 @@ async def test_a_server_that_closes_after_its_greeting_fails_the_call(
     tls.load_cert_chain(pem)
     server = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=tls)
     url = f"rediss://localhost:{server.sockets[0].getsockname()[1]}/1?ssl_ca_certs={pem}"
-    client = connect(url, Keys("test"), connect_timeout_s=5.0, command_timeout_s=None)
+    client = connect(
+        url, Keys("test", partition_of_test()), connect_timeout_s=5.0, command_timeout_s=None
+    )
     async with server, contextlib.aclosing(client):
         for _ in range(5):
             async with asyncio.timeout(20):
@@ -175,7 +178,7 @@ async def test_calls_work_over_tls(
     """Also replies that span several TLS records."""
     async with (
         with_tls(redis_node, tmp_path) as (relay, url),
-        connect(url, Keys("test"), connect_timeout_s=5.0) as client,
+        connect(url, Keys("test", partition_of_test()), connect_timeout_s=5.0) as client,
     ):
         for text in ("short", "long" * 50_000):
             assert await client.fcall("echo", 0, text) == text.encode()

@@ -16,7 +16,7 @@ from contract.functions import Functions
 from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
 from tests.cluster import plain_client
 from tests.contract.some_calls import append, claim, make_job, make_submission, pass_time, tokens
 from tests.oracle.audit import Audit
@@ -77,7 +77,7 @@ async def test_the_meter_gets_the_tokens_of_a_flow_s_calls_however_it_ends(
     ending: str,
 ) -> None:
     """Of one that ended before the flow, and of one that ends after it; a third never ran."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     parent = make_parent()
     limited = make_submission(limits=TenantLimits(tokens_per_min=1000), call_prompt_tokens=6)
     await functions.submit(parent, limited)
@@ -116,7 +116,7 @@ async def test_a_call_is_never_refused_for_its_tenant_s_limit(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, audit: Audit
 ) -> None:
     """Its flow was admitted. A flow that another called reserves nothing either."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     limited = make_submission(limits=TenantLimits(tokens_per_min=13))
     parent = make_parent()
     await functions.submit(parent, limited)

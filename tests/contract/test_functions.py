@@ -249,7 +249,7 @@ async def test_a_claim_whose_reply_is_lost_is_not_repeated(
     The worker asks which jobs it holds instead."""
     jobs = [make_job(), make_job()]
     async with Relay(redis_node).running() as relay:
-        client = connect(f"redis://127.0.0.1:{relay.port}", Keys("test"))
+        client = connect(f"redis://127.0.0.1:{relay.port}", keys)
         async with contextlib.aclosing(client):
             worker = Functions(client, keys)
             assert await claim(worker) == []

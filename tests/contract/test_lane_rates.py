@@ -12,7 +12,7 @@ from contract.errors import ErrorCode, JobRefused
 from contract.function_types import WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
 from tests.contract.some_calls import make_job, make_submission
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ START_MS = 1_700_000_000_000  # the start of a window
 @pytest.fixture(autouse=True)
 async def still_clock(redis_client: redis.asyncio.Redis, keys: Keys) -> None:
     """Time passes only when a test advances it."""
-    await redis_client.set(TEST_CLOCK, f"={START_MS}")
+    await redis_client.set(clock_key(), f"={START_MS}")
 
 
 async def beat(functions: Functions, shares: Mapping[str, float]) -> None:
@@ -96,9 +96,9 @@ async def test_a_lower_lane_has_the_rate_that_urgent_lanes_leave(
     await fill(functions, "standard", 4)
     rest_s = 1.0  # of a running job, on average
     assert await eta_s(functions, "standard") == 2 * (4 + rest_s)
-    await redis_client.set(TEST_CLOCK, f"={START_MS + 15_000}")
+    await redis_client.set(clock_key(), f"={START_MS + 15_000}")
     assert await eta_s(functions, "standard") == pytest.approx((4 + rest_s) / 0.75, abs=0.001)
-    await redis_client.set(TEST_CLOCK, f"={START_MS + 20_000}")
+    await redis_client.set(clock_key(), f"={START_MS + 20_000}")
     await beat(functions, {})
     assert await eta_s(functions, "standard") == 4 + rest_s
 

@@ -9,7 +9,7 @@ from contract.function_types import Append, JobMark, JobRun, JobView
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
 from tests.contract.some_calls import append, claim, make_job, make_submission, tokens
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,7 @@ async def test_marks_come_with_output_and_with_the_end(
 ) -> None:
     """At the times that the worker tells of; a repeated append adds none twice, and an event
     without marks changes none."""
-    await redis_client.set(TEST_CLOCK, f"={NOW_MS}")
+    await redis_client.set(clock_key(), f"={NOW_MS}")
     job = make_job()
     await functions.submit(job, make_submission())
     [claimed] = await claim(functions)

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def small_redis() -> AsyncIterator[redis.asyncio.Redis]:
+async def small_redis(keys: Keys) -> AsyncIterator[redis.asyncio.Redis]:
     """A server whose maxmemory may be set."""
     with EmbeddedRedis() as server:
-        client = connect(server.url, Keys("test"))
+        client = connect(server.url, keys)
         await ensure_library(client)
         yield client
         await client.aclose()
@@ -137,7 +137,7 @@ async def test_a_full_disk_refuses_jobs_and_can_be_read(
     """The append-only file cannot grow: submits report this, and reads work. With free space
     everything works again."""
     url, pid = full_disk
-    client = connect(url, Keys("test"))
+    client = connect(url, keys)
 
     async def is_up() -> bool:
         with contextlib.suppress(BrokerUnavailable):

@@ -24,7 +24,8 @@ from contract.operations import (
     new_operation_id,
 )
 from contract.outbox import Outbox
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
+from tests.cluster import partition_of_test
 from tests.contract.some_calls import append, claim, make_job, make_submission, pass_time, tokens
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +39,8 @@ ANY = Wanted(model="m")
 def keys() -> Keys:
     """A namespace in which no gateway of other tests works on operations. On a cluster, where these
     tests run without gateways, that of the test clock."""
-    return Keys("test" if os.environ.get("BATCHWAY_TEST_CLUSTER") else "operations")
+    namespace = "test" if os.environ.get("BATCHWAY_TEST_CLUSTER") else "operations"
+    return Keys(namespace, partition_of_test())
 
 
 @pytest.fixture
@@ -140,9 +142,9 @@ async def test_only_what_matches_is_cancelled(
     functions: Functions, operations: Operations, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """Every filter; jobs of later are not meant, nor ended ones, nor calls of flows."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     [old] = await submitted(functions, 1)
-    await redis_client.set(TEST_CLOCK, "=1700000010000")
+    await redis_client.set(clock_key(), "=1700000010000")
     [plain] = await submitted(functions, 1)
     [other_lane] = await submitted(functions, 1, lane="interactive")
     [marked] = await submitted(functions, 1, metadata={"run": "7", "x": "y"})
@@ -166,9 +168,9 @@ async def test_only_what_matches_is_cancelled(
         assert await states(functions, expected) <= {"cancelled"}
     assert await states(functions, [call.id]) == {"queued"}
 
-    await redis_client.set(TEST_CLOCK, "=1700000020000")
+    await redis_client.set(clock_key(), "=1700000020000")
     operation_id = await begun(operations)
-    await redis_client.set(TEST_CLOCK, "=1700000020001")
+    await redis_client.set(clock_key(), "=1700000020001")
     later = await submitted(functions, 1)
     await worked(operations, operation_id)
     assert await states(functions, later) == {"queued"}
@@ -183,7 +185,7 @@ async def test_jobs_of_one_moment_are_all_met(
     max_looks: int,
 ) -> None:
     """However many a step reads, and if the job where it stopped has been forgotten since."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     job_ids = await submitted(functions, 20)
     operation_id = await begun(operations)
     assert await operations.take("a", lease_s=LEASE_S) == operation_id
@@ -267,18 +269,18 @@ async def test_operations_take_turns_and_have_bounds(
     functions: Functions, operations: Operations, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """The one that was worked on longest ago goes first; a tenant may have only so many."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await redis_client.set(clock_key(), "=1700000000000")
     await submitted(functions, 10)
     operation_ids = []
     for number in range(MAX_OPEN):
-        await redis_client.set(TEST_CLOCK, f"={1700000000000 + number}")
+        await redis_client.set(clock_key(), f"={1700000000000 + number}")
         operation_ids.append(await begun(operations, REPLAY))
     with pytest.raises(OperationsFull):
         await begun(operations)
     await begun(operations, owner="u")
     for round_ms in (1_000, 2_000):
         for number, operation_id in enumerate(operation_ids):
-            await redis_client.set(TEST_CLOCK, f"={1700000000000 + round_ms + number}")
+            await redis_client.set(clock_key(), f"={1700000000000 + round_ms + number}")
             assert await operations.take("a", lease_s=LEASE_S, only=operation_id) == operation_id
             await operations.give_back(operation_id, "a")
     first = await operations.take("b", lease_s=LEASE_S)

@@ -12,7 +12,7 @@ from contract.errors import JobRefused
 from contract.function_types import TenantLimits, WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
 from tests.contract.some_calls import make_job, make_submission
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,7 @@ async def full_lane(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> Functions:
     """A lane where one job waits and no other may. The clock stands still."""
-    await redis_client.set(TEST_CLOCK, f"={NOW_MS}")
+    await redis_client.set(clock_key(), f"={NOW_MS}")
     capacity = WorkerCapacity(tokens_per_s=RATE, max_tokens=100, max_jobs=1)
     await functions.heartbeat("w1", "m", [], lease_s=10, info="{}", capacity=capacity)
     await functions.submit(make_job(), make_submission(**FULL))
@@ -67,7 +67,7 @@ async def test_promises_expire(
     """A later caller is placed only behind those whose time has not come yet."""
     for _ in range(4):
         await retry_s(full_lane)
-    await redis_client.set(TEST_CLOCK, f"={NOW_MS + 4000}")
+    await redis_client.set(clock_key(), f"={NOW_MS + 4000}")
     assert await retry_s(full_lane) == 0.5
 
 

@@ -8,7 +8,7 @@ from contract.functions import Functions
 from contract.jobs import Job
 from contract.keys import Keys
 from contract.telemetry.metrics import LATENCY_BOUNDS_S
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_key
 from tests.contract.some_calls import claim, make_job, make_submission, tokens
 
 pytestmark = pytest.mark.anyio
@@ -17,7 +17,7 @@ START_MS = 1_700_000_000_000
 
 
 async def stop_clock(client: redis.asyncio.Redis, keys: Keys, after_ms: int = 0) -> None:
-    await client.set(TEST_CLOCK, f"={START_MS + after_ms}")
+    await client.set(clock_key(), f"={START_MS + after_ms}")
 
 
 async def submitted(functions: Functions) -> Job:

@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 from contract.connection import Listener, connect
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.cluster import Node
+from tests.cluster import Node, partition_of_test
 from tests.contract.relay import Relay, with_tls
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ async def listening(
 ) -> AsyncIterator[tuple[Received, Listener, asyncio.Task[NoReturn]]]:
     """Messages received after the server's confirmation; the subscription, and its task."""
     received: Received = asyncio.Queue()
-    client = connect(url, Keys("test"), connect_timeout_s=5.0)
+    client = connect(url, Keys("test", partition_of_test()), connect_timeout_s=5.0)
     async with contextlib.aclosing(client), client.pubsub() as pubsub:
         await pubsub.connect()
         listener = Listener(
@@ -87,9 +87,10 @@ async def test_an_interrupted_listener_loses_nothing(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
 ) -> None:
     """In any turn of the event loop."""
+    # A channel of its own: what another test has sent may still be on its way between servers.
     sent = [b"%d" % i * 10_000 for i in range(200)]
-    async with listening(redis_server.url, "one") as (received, listener, _):
-        saying = asyncio.gather(*(redis_client.publish("one", data) for data in sent))
+    async with listening(redis_server.url, "interrupted") as (received, listener, _):
+        saying = asyncio.gather(*(redis_client.publish("interrupted", data) for data in sent))
         while not saying.done():
             listener.interrupt()
             await asyncio.sleep(0)

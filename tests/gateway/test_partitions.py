@@ -14,7 +14,7 @@ from contract.api_keys import ApiKeys, KeyTerms, Scope
 from contract.ids import partition_of
 from contract.keys import Keys
 from contract.partitions import Ask, Homes, PartitionMap, move_tenant, open_partitions
-from contract.shards import OpenShards
+from contract.shards import OpenShards, Shard, Shards
 from infra.cli import main
 from infra.embedded_redis import EmbeddedRedis
 from infra.partitions_command import EXIT_LEFT
@@ -81,8 +81,18 @@ class Callers:
 
 
 @pytest.fixture
-def gateway_urls(redis_server: EmbeddedRedis, known: PartitionMap) -> Iterator[list[str]]:
-    settings = make_settings(redis_server.url, partitions=NUM_PARTITIONS, lane_bound_s=0.0)
+def bounds() -> dict[str, int]:
+    """Settings of the gateways; tests override it."""
+    return {}
+
+
+@pytest.fixture
+def gateway_urls(
+    redis_server: EmbeddedRedis, known: PartitionMap, bounds: dict[str, int]
+) -> Iterator[list[str]]:
+    settings = make_settings(
+        redis_server.url, partitions=NUM_PARTITIONS, lane_bound_s=0.0, **bounds
+    )
     with running_gateway(settings) as first, running_gateway(settings) as second:
         yield [first, second]
 
@@ -190,6 +200,20 @@ async def test_a_tenant_moves_while_it_submits(
         assert sorted(listed) == sorted(ids)
 
 
+async def test_an_id_of_a_new_partition_leads_there_at_once(
+    redis_server: EmbeddedRedis, known: PartitionMap
+) -> None:
+    """For a gateway that has just started with one partition, and for one that has just read the
+    map."""
+    started = Shards(lambda number: Shard(redis_server.url, "test", number))
+    async with contextlib.aclosing(started), OpenShards(redis_server.url, "test") as reader:
+        for gateway, number in ((started, 3), (reader, 4)):
+            await gateway.current()
+            if number not in known.entries:
+                assert await partitions(redis_server, "add") == 0
+            assert (await gateway.of(f"job-{number}-{'0' * 32}")).number == number
+
+
 async def test_limits_hold_while_a_tenant_moves(
     callers: Callers, ask: Ask, redis_client: redis.asyncio.Redis
 ) -> None:
@@ -204,6 +228,41 @@ async def test_limits_hold_while_a_tenant_moves(
         answer = await callers.call("limited", "POST", "/v1/completions", turn % 2, json=BODY)
         codes[answer.status_code] += 1
     assert codes[429] == 24 - 6, codes  # 404 within the limit: nobody serves the model
+
+
+@pytest.mark.parametrize("bounds", [{"lane_bound_tokens": 400}])
+async def test_a_full_partition_gets_the_room_of_others(
+    redis_server: EmbeddedRedis,
+    callers: Callers,
+    shards: OpenShards,
+    ask: Ask,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A quarter of the lane's bound is its part; what it gets more is logged, and what waits in all
+    partitions stays within the bound of both gateways."""
+    caplog.set_level("INFO", logger="batchway.gateway")
+    monkeypatch.setattr("gateway.redis.shards.PERIOD_S", 0.1)
+    async with serving(redis_server, callers):
+        pass  # the model is known, and nobody serves it
+    tenant, codes = TENANTS[0], Counter[int]()
+
+    async def has_more() -> bool:
+        turn = codes.total()
+        answer = await callers.call(tenant, "POST", "/v1/jobs", turn % 2, json=JOB)
+        codes[answer.status_code] += 1
+        waiting = [
+            await shard.client.hget(shard.keys.of("counters", "m", "standard"), "queued_tokens")
+            for shard in await shards.all()
+        ]
+        assert sum(int(num or 0) for num in waiting) <= 400
+        return max(int(num or 0) for num in waiting) > 250
+
+    await until(has_more)
+    assert set(codes) == {202, 429}, codes
+    assert "bounds shared out otherwise" in caplog.text
+    known = await ask(0, Homes.map)
+    assert sum(known.share(number) for number in known.numbers) <= 1.0
 
 
 async def test_lists_of_batches_hold_after_moves(callers: Callers, ask: Ask) -> None:

@@ -18,7 +18,7 @@ from contract.events import End, LogEntry, Members, Tokens
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
 from infra.check_command import Contents, expected
-from tests.clock import TEST_CLOCK
+from tests.clock import clock_of
 from tests.oracle.audit_files import FilesAudit
 from tests.oracle.findings import Record, members, same
 from tests.oracle.reference import FIRST_HASH, MAX_RELEASES
@@ -379,8 +379,10 @@ class Audit:
             if record.number("reserved"):
                 found[key] = {"reserved": record.number("reserved")}
             expires = self.client.ttl(f"{self.keys.tag}:{key}") > 0
-            assert expires == (record["reserved"] == "0"), (
-                f"I15: idle ones go: {key} has {record['reserved']} reserved; it expires: {expires}"
+            names = ["reserved", *(name for name in ("away", "away_bytes") if name in record)]
+            has = {name: record.number(name) for name in names}
+            assert expires != any(has.values()), (
+                f"I15: idle ones go: {key} has {has}; it expires: {expires}"
             )
         same("I11: reservations", found, by_records)
 
@@ -459,7 +461,7 @@ class Audit:
 
     def _now_ms(self) -> float:
         """The clock of the functions, which a test may have moved or stopped."""
-        offset: Any = self.client.get(TEST_CLOCK) or b"0"
+        offset: Any = self.client.get(clock_of(self.keys.partition)) or b"0"
         if offset.startswith(b"="):
             return float(offset[1:])
         seconds, microseconds = self.client.time()

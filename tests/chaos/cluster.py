@@ -1,0 +1,315 @@
+"""The campaign's cluster: three primaries with a replica each, which take over; partitions are
+added and drained, tenants moved.
+
+Each server is reached through a port in front of it, which it announces: there a replica is held
+up before its primary is killed, so that a kill loses writes. With `awaits` a reply passes once the
+replica has all that was written before it, as in services that log each write in two zones;
+without, at once. Servers keep nothing on disk: one that was killed starts again, empty, as a
+replica.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from contract.errors import BrokerUnavailable
+from contract.keys import Keys
+from contract.partitions import PartitionMap, open_partitions
+from contract.shards import OpenShards
+from infra.partitions_command import EXIT_LEFT
+from tests.chaos.ledger import Cut
+from tests.chaos.proxy import Link
+from tests.cluster import NUM_SLOTS, Node, RedisCluster, slot_of, until
+
+MAX_LAG_S = 0.5  # of a replica
+REST_S = 3.0  # between two failovers: each grants leases a grace
+NUM_SHARDS = 3
+_MAX_PARTITIONS = 8  # those included that are drained: their jobs are kept
+_MIN_ACTIVE = 2
+_COMMAND_TIMEOUT_S = 150.0  # repeats included
+_KILL_RATE = 0.3  # of commands, while they run
+
+
+class EntryLink(Link):
+    """Leads to any server that runs, which names the others."""
+
+    @property
+    def url(self) -> str:
+        return f"{super().url}?cluster=true"
+
+
+class NodeLink(Link):
+    """In front of one server. `key` lies in a slot of its shard."""
+
+    def __init__(self, node: Node, key: str, *, awaits: bool) -> None:
+        self._socket_path_of_node = node.folder / "redis.sock"
+        super().__init__(lambda: self._socket_path_of_node)
+        self.passes_replication = asyncio.Event()
+        self.passes_replication.set()
+        self._key = key
+        self._awaits = awaits
+        self._held: list[asyncio.Future[None]] = []
+        self._has_held = asyncio.Event()
+        self._client = redis.asyncio.Redis.from_url(
+            node.url, protocol=2, retry=Retry(NoBackoff(), 0)
+        )
+        self._releasing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        self._releasing = asyncio.create_task(self._release())
+
+    async def close(self) -> None:
+        if self._releasing is not None:
+            self._releasing.cancel()
+        await super().close()
+        await self._client.aclose()
+
+    async def before_reply(self, command: bytes, reply: bytes) -> None:
+        """Raises ConnectionError if the server ends, or is no primary any more, before its replica
+        has what it had written."""
+        if b"PSYNC" in command[:20] or b"REPLCONF" in command[:20]:
+            await self.passes_replication.wait()
+        elif self._awaits and not reply.startswith(b"-") and not _writes_nothing(command):
+            future = asyncio.get_running_loop().create_future()
+            self._held.append(future)
+            self._has_held.set()
+            await future
+
+    async def _release(self) -> None:
+        """WAIT counts from the last write of its own connection, so it writes first."""
+        while True:
+            await self._has_held.wait()
+            self._has_held.clear()
+            held, self._held = self._held, []
+            error: Exception | None = None
+            try:
+                await self._client.set(self._key, "")
+                await self._client.wait(1, 0)
+            except (redis.RedisError, OSError) as exc:
+                error = ConnectionResetError(str(exc))
+            for future in held:
+                if future.done():
+                    continue
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+
+
+def _writes_nothing(command: bytes) -> bool:
+    return command.startswith((b"*1\r\n$4\r\nPING", b"*2\r\n$7\r\nCLUSTER"))
+
+
+class Shard:
+    """A primary and its replica, which change places."""
+
+    def __init__(self, number: int, primary: Node, replica: Node, *, awaits: bool) -> None:
+        self.number = number
+        self.primary = primary
+        self.replica = replica
+        key = next(f"{{{n}}}awaited" for n in range(1000) if shard_of(f"{{{n}}}") == number)
+        self.links = {node: NodeLink(node, key, awaits=awaits) for node in (primary, replica)}
+
+
+def shard_of(tag: str) -> int:
+    return next(n for n in range(NUM_SHARDS) if slot_of(tag) < NUM_SLOTS * (n + 1) // NUM_SHARDS)
+
+
+class ChaosCluster:
+    """`cuts` holds the failovers that lost writes; `num_bytes_lost` what the killed primaries had
+    written and their replicas had not received."""
+
+    def __init__(
+        self, namespace: str, num_partitions: int, rng: random.Random, *, awaits: bool
+    ) -> None:
+        self.cuts: list[Cut] = []
+        self.num_bytes_lost = 0
+        self._namespace = namespace
+        self._num_partitions = num_partitions
+        self._rng = rng
+        self._awaits = awaits
+        self._cluster = RedisCluster()
+        self._shards: list[Shard] = []
+        self._busy: set[str] = set()
+        self.entry = self.new_entry()
+
+    def new_entry(self) -> Link:
+        return EntryLink(self._running_socket)
+
+    def _running_socket(self) -> Path:
+        nodes = [shard.primary for shard in self._shards if shard.primary.server.poll() is None]
+        return self._rng.choice(nodes).folder / "redis.sock"
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._cluster.__enter__)
+        pairs = zip(self._cluster.primaries, self._cluster.replicas, strict=True)
+        for number, (primary, replica) in enumerate(pairs):
+            shard = Shard(number, primary, replica, awaits=self._awaits)
+            self._shards.append(shard)
+            for node, link in shard.links.items():
+                await link.start()
+                node.run("CONFIG", "SET", "cluster-announce-port", link.port)
+        await self.entry.start()
+        ports = {link.port for shard in self._shards for link in shard.links.values()}
+        await asyncio.to_thread(until, lambda: all(_names(n) == ports for n in self._cluster.nodes))
+        for shard in self._shards:  # replicas come again, through the links
+            shard.primary.run("CLIENT", "KILL", "TYPE", "replica")
+        await asyncio.to_thread(until, self._cluster.is_whole)
+        self.shards = OpenShards(self.entry.url, self._namespace)
+        await open_partitions(self.shards.ask, self._num_partitions)
+
+    async def close(self) -> None:
+        for shard in self._shards:
+            for link in shard.links.values():
+                await link.close()
+        await self.entry.close()
+
+    def stop(self) -> None:
+        self._cluster.__exit__()
+
+    def is_struck(self, cut: Cut, partition: int) -> bool:
+        """Whether a cut may have struck what a partition holds, or the homes of its tenants."""
+        tags = (Keys(self._namespace, number).tag for number in (0, partition))
+        return cut.shard in [shard_of(tag) for tag in tags]
+
+    # --- servers ------------------------------------------------------------------------------
+
+    async def kill_primary(self) -> bool:
+        return await self._alone("servers", self._kill_primary)
+
+    async def promote_replica(self) -> bool:
+        return await self._alone("servers", self._promote_replica)
+
+    async def add_partition(self) -> bool:
+        return await self._alone("partitions", self._add_partition)
+
+    async def drain_partition(self) -> bool:
+        return await self._alone("partitions", self._drain_partition)
+
+    async def move_tenant(self) -> bool:
+        return await self._alone("partitions", self._move_tenant)
+
+    async def _alone(self, place: str, fault: Callable[[], Awaitable[bool]]) -> bool:
+        """False without an effect if another fault is under way there, or nobody answers."""
+        if place in self._busy:
+            return False
+        self._busy.add(place)
+        try:
+            return await fault()
+        except BrokerUnavailable:
+            return False
+        finally:
+            self._busy.discard(place)
+
+    async def _kill_primary(self) -> bool:
+        """kill -9, with the replica behind. The server returns as its successor's replica."""
+        shard = self._rng.choice(self._shards)
+        killed, link = shard.primary, shard.links[shard.primary]
+        begun_s = asyncio.get_running_loop().time()
+        link.passes_replication.clear()
+        await asyncio.sleep(self._rng.uniform(0.1, MAX_LAG_S))
+        killed.run("CLIENT", "PAUSE", 60_000, "WRITE")
+        written = killed.run("INFO", "replication")["master_repl_offset"]
+        killed.server.kill()
+        killed.server.wait()
+        link.drop_all()
+        link.passes_replication.set()
+        await self._takes_over(shard)
+        lost = written - shard.primary.run("INFO", "replication")["second_repl_offset"] + 1
+        if lost > 0:
+            self.num_bytes_lost += lost
+            ended_s = asyncio.get_running_loop().time()
+            self.cuts.append(Cut(begun_s, ended_s, shard.number))
+        port = str(link.port)
+        await asyncio.to_thread(killed.start_again, "--cluster-announce-port", port)
+        await self._follows(shard)
+        return True
+
+    async def _promote_replica(self) -> bool:
+        """A failover that an operator asks for: nothing is lost."""
+        shard = self._rng.choice(self._shards)
+        shard.replica.run("CLUSTER", "FAILOVER")
+        await self._takes_over(shard)
+        await self._follows(shard)
+        return True
+
+    async def _takes_over(self, shard: Shard) -> None:
+        await asyncio.to_thread(until, lambda: shard.replica.run("ROLE")[0] == b"master")
+        shard.primary, shard.replica = shard.replica, shard.primary
+
+    async def _follows(self, shard: Shard) -> None:
+        """Waits until the replica has what its primary has, and both know the cluster whole."""
+        await asyncio.to_thread(until, lambda: _has_followed(shard))
+        await asyncio.sleep(REST_S)
+
+    # --- partitions ---------------------------------------------------------------------------
+
+    async def _add_partition(self) -> bool:
+        if len((await self.known()).entries) >= _MAX_PARTITIONS:
+            return False
+        return await self._command(0, "add")
+
+    async def _drain_partition(self) -> bool:
+        active = _active(await self.known())
+        if len(active) <= _MIN_ACTIVE:
+            return False
+        return await self._command(EXIT_LEFT, "drain", self._rng.choice(active[1:]))
+
+    async def _move_tenant(self) -> bool:
+        homes = await self.shards.ask(0, lambda homes: homes.tenants())
+        tenant = self._rng.choice(sorted(homes))
+        places = {*_active(await self.known())} - {homes[tenant].number}
+        return await self._command(0, "move", tenant, self._rng.choice(sorted(places)))
+
+    async def known(self) -> PartitionMap:
+        return await self.shards.ask(0, lambda homes: homes.map())
+
+    async def _command(self, wanted: int, *words: object) -> bool:
+        """`batchway partitions`, repeated until it has done its work; sometimes it is killed."""
+        shared = (f"--redis-url={self.entry.url}", f"--namespace={self._namespace}")
+        command = [sys.executable, "-m", "infra", "partitions", *map(str, words), *shared]
+        async with asyncio.timeout(_COMMAND_TIMEOUT_S):
+            while True:
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+                )
+                try:
+                    if self._rng.random() < _KILL_RATE:
+                        async with asyncio.timeout(self._rng.uniform(0.5, 2.0)):
+                            await process.wait()
+                    status = await process.wait()
+                except TimeoutError:
+                    continue
+                finally:
+                    if process.returncode is None:
+                        process.kill()
+                        await process.wait()
+                if status in (0, wanted):
+                    return True
+
+
+def _active(known: PartitionMap) -> list[int]:
+    return [n for n in known.numbers if known.entries[n].state == "active"]
+
+
+def _names(node: Node) -> set[int]:
+    """The ports of all servers, as this one knows them."""
+    slots = node.run("CLUSTER", "SLOTS")
+    return {int(server[1]) for _, _, *servers in slots for server in servers}
+
+
+def _has_followed(shard: Shard) -> bool:
+    role = shard.replica.run("ROLE")
+    return (
+        role[0] == b"slave"
+        and role[3] == b"connected"
+        and len(shard.primary.run("ROLE")[2]) == 1
+        and all(b"cluster_state:ok" in node.run("CLUSTER", "INFO") for node in shard.links)
+    )
