@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contract.connection import broker_errors, connect
+from contract.connection import broker_errors
 from contract.errors import BrokerUnavailable, wire_errors
-from contract.functions import Functions
 from contract.jobs import TERMINAL_STATUSES
-from contract.keys import Keys
+from contract.shards import OpenShards, Shard
 from infra import options as opts
 
 _EVERY_S = 1.0
@@ -54,22 +53,23 @@ def record(
 ) -> int:
     """Records for so long, or until Ctrl-C (None); returns the number of jobs. Raises
     BrokerUnavailable if Redis does not answer at the start, WireError."""
-    recording = _Recording(Keys(namespace), model)
+    recording = _Recording(model)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_watch(redis_url, recording, seconds or float("inf")))
+        asyncio.run(_watch(OpenShards(redis_url, namespace), recording, seconds or float("inf")))
     return recording.write(out)
 
 
-async def _watch(redis_url: str, recording: "_Recording", seconds: float) -> None:
+async def _watch(shards: OpenShards, recording: "_Recording", seconds: float) -> None:
     """Looks once a second, until the time is up or it is cancelled. If Redis does not answer any
     more, it goes on: what was seen is kept."""
     until_s, has_seen, is_over = time.monotonic() + seconds, False, False
-    async with connect(redis_url, recording.keys) as client:
+    async with shards:
         while not is_over:
             is_over = await _waited(min(_EVERY_S, until_s - time.monotonic()))
             try:
-                with wire_errors("records"), broker_errors(client, "HMGET"):
-                    await recording.look(client)
+                for shard in await shards.all():
+                    with wire_errors("records"), broker_errors(shard.client, "HMGET"):
+                        await recording.look(shard)
                 has_seen = True
             except BrokerUnavailable as exc:
                 if not has_seen:
@@ -89,16 +89,16 @@ async def _waited(seconds: float) -> bool:
 class _Recording:
     """The jobs seen so far, by id, and what is known of their workers."""
 
-    def __init__(self, keys: Keys, model: str | None) -> None:
-        self.keys = keys
+    def __init__(self, model: str | None) -> None:
         self._model = model
         self._jobs: dict[str, dict[str, Any]] = {}
         self._fleet: dict[str, Any] = {}
 
-    async def look(self, client: Any) -> None:
-        """Reads the jobs that had not ended before, and their workers."""
-        keys, jobs = self.keys, self._jobs
-        ids = [raw.decode() for raw in await client.hkeys(keys.of("stored", "jobs"))]
+    async def look(self, shard: Shard) -> None:
+        """Reads a partition's jobs that had not ended before, and their workers."""
+        client, keys, jobs = shard.client, shard.keys, self._jobs
+        found_ids: Any = await client.hkeys(keys.of("stored", "jobs"))
+        ids = [raw.decode() for raw in found_ids]
         new = [i for i in ids if jobs.get(i, {}).get("state") not in TERMINAL_STATUSES]
         async with client.pipeline(transaction=False) as pipe:
             for job_id in new:
@@ -109,7 +109,7 @@ class _Recording:
             if found["state"] and self._model in (None, found["model"]):
                 self._note(job_id, found)
         for model in {job["model"] for job in jobs.values()}:
-            await self._look_at_workers(client, model)
+            await self._look_at_workers(shard, model)
 
     def _note(self, job_id: str, found: dict[str, str]) -> None:
         before = self._jobs.get(job_id, {"owner": "", "attempt": "1", "again": 0})
@@ -120,14 +120,15 @@ class _Recording:
         owner = found["owner"] or before["owner"]
         self._jobs[job_id] = found | {"owner": owner, "again": again}
 
-    async def _look_at_workers(self, client: Any, model: str) -> None:
+    async def _look_at_workers(self, shard: Shard, model: str) -> None:
         """Keeps the most live workers at a time, and the sizes of one."""
-        workers = (await Functions(client, self.keys).snapshot(model, [])).workers
+        client: Any = shard.client
+        workers = (await shard.functions.snapshot(model, [])).workers
         if len(workers) <= self._fleet.get("workers", 0):
             return
-        record = self.keys.of("worker", workers[0].incarnation)
+        record = shard.keys.of("worker", workers[0].incarnation)
         raw = await client.hmget(record, "info", "max_jobs")
-        start_ms = await client.hget(self.keys.of("pool", model), "start_ms")
+        start_ms = await client.hget(shard.keys.of("pool", model), "start_ms")
         info = json.loads(raw[0] or "{}")
         self._fleet = {
             "workers": len(workers),

@@ -24,6 +24,8 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
 from contract.keys import Keys
 from contract.library import ensure_library, library_source
+from contract.partitions import open_partitions
+from contract.shards import OpenShards
 from gateway.settings import GatewaySettings
 from infra import record_command
 from infra.cli import main
@@ -503,6 +505,20 @@ async def test_a_recording_has_lengths_and_times_and_no_text(
     assert 0.0 <= first.arrival_s <= first.claimed_s <= (first.first_token_s or 0.0)
     assert not re.search("4711|1234|secret", out.read_text())
     assert out.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.anyio
+async def test_a_recording_has_the_jobs_of_all_partitions(
+    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    for number in range(3):
+        functions = Functions(redis_client, Keys("default", number))
+        await functions.submit(*some_job(f"job-{number}-0"))
+    async with OpenShards(redis_server.url, "default") as shards:
+        await open_partitions(shards.ask, 3)
+    out = tmp_path / "recording.jsonl"
+    await asyncio.to_thread(record_command.record, redis_server.url, "default", out, 0.1)
+    assert len(read_recording(out)[1]) == 3
 
 
 def test_a_recording_outlives_its_redis(
