@@ -319,6 +319,14 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
         return 1.0 - self.num_free_blocks / self.num_blocks
 
 
+class WorkerAside(msgspec.Struct, frozen=True):
+    """A worker that lives and claims no jobs: `loading` again or `draining`, for so long."""
+
+    worker: WorkerSnapshot
+    state: str
+    for_s: float
+
+
 class FleetSnapshot(msgspec.Struct, frozen=True):
     """`totals` by field, see contract/lua/_totals.lua; `deliveries` of callbacks by outcome."""
 
@@ -327,6 +335,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     workers: tuple[WorkerSnapshot, ...]
     totals: Mapping[str, int]
     deliveries: Mapping[str, int]
+    aside: tuple[WorkerAside, ...] = ()
 
 
 def merged(parts: Sequence[FleetSnapshot]) -> FleetSnapshot:
@@ -337,6 +346,7 @@ def merged(parts: Sequence[FleetSnapshot]) -> FleetSnapshot:
         return first
     lanes = dict(first.lanes)
     workers = {worker.incarnation: worker for worker in first.workers}
+    aside = {each.worker.incarnation: each for part in parts for each in part.aside}
     totals, deliveries = Counter(first.totals), Counter(first.deliveries)
     for part in others:
         for name, lane in part.lanes.items():
@@ -344,7 +354,9 @@ def merged(parts: Sequence[FleetSnapshot]) -> FleetSnapshot:
         workers = {**{worker.incarnation: worker for worker in part.workers}, **workers}
         totals.update(part.totals)
         deliveries.update(part.deliveries)
-    return FleetSnapshot(first.now_s, lanes, tuple(workers.values()), totals, deliveries)
+    return FleetSnapshot(
+        first.now_s, lanes, tuple(workers.values()), totals, deliveries, tuple(aside.values())
+    )
 
 
 class WatchedJob(msgspec.Struct, frozen=True):

@@ -57,6 +57,7 @@ from contract.function_types import (
     Wanted,
     Watched,
     WatchedJob,
+    WorkerAside,
     WorkerCapacity,
     WorkerSnapshot,
     WorkerState,
@@ -376,7 +377,7 @@ class Functions(Partition):
         """Returns a model's lanes, workers and totals at one moment. Raises WireError."""
         reply = await self._call("snapshot", model, *lanes, reads=True)
         with wire_errors("state of a model"):
-            now_ms, totals, seen, workers, deliveries = reply
+            now_ms, totals, seen, workers, deliveries, aside = reply
             sights = [LaneSnapshot(a, b, c, d, wait_ms / 1000) for a, b, c, d, wait_ms in seen]
             return FleetSnapshot(
                 now_ms / 1000,
@@ -384,6 +385,10 @@ class Functions(Partition):
                 tuple(_worker(*row) for row in workers),
                 _counts(totals),
                 _counts(deliveries),
+                tuple(
+                    WorkerAside(_worker(*row), state.decode(), for_ms / 1000)
+                    for *row, state, for_ms in aside
+                ),
             )
 
     async def watch(self, model: str, lanes: Sequence[str], max_jobs: int = 1000) -> Watched:

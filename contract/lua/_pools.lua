@@ -1,11 +1,13 @@
 -- The workers of a model and the rates at which they drain its lanes. tests/oracle/reference_pools.py is
 -- the same in Python. The hash `pool:<model>` holds a worker's average rates and capacity, the lanes,
 -- most urgent first, their minimum shares, and for each lane `used:<lane>`: `<window> <tokens claimed in
--- it> <tokens claimed in the window before>`; `ready_at` and `start_ms` are those of contract/starts.py,
--- which the reference lacks.
+-- it> <tokens claimed in the window before>`; for each worker that lives and claims no jobs
+-- `aside:<incarnation>`, since when (ms); `ready_at` and `start_ms` are those of contract/starts.py, which
+-- the reference lacks.
 local UNKNOWN = -1
 local WORKER_TTL_MS = 15000  -- a worker is live until this long after its last heartbeat
 local POOL = {'tokens_per_s', 'stream_tokens_per_s', 'max_tokens', 'max_jobs'}
+local ASIDE = 'aside:'
 local WINDOW_MS = 10000
 local OVERDUE_MS = 60000  -- an announced worker is no longer expected so long after its time
 local OVERDUE_RETRY_MS = 1000

@@ -49,6 +49,19 @@ local function keep_lanes(tag, model, served)
     'shares', table.concat(shares, ' '))
 end
 
+-- Notes since when a worker that lives claims no jobs, and forgets those of which nothing is heard.
+local function note_aside(tag, pool, incarnation, is_aside, now)
+  if not is_aside then
+    redis.call('HDEL', pool, ASIDE .. incarnation)
+    return
+  end
+  for _, name in ipairs(redis.call('HKEYS', pool)) do
+    local other = string.match(name, '^' .. ASIDE .. '(.*)$')
+    if other and redis.call('EXISTS', tag .. ':worker:' .. other) == 0 then redis.call('HDEL', pool, name) end
+  end
+  redis.call('HSETNX', pool, ASIDE .. incarnation, now)
+end
+
 local function heartbeat(keys, argv)
   local tag, incarnation, model, lease_ms = keys[1], argv[1], argv[2], tonumber(argv[3])
   local workers, worker = tag .. ':workers:' .. model, tag .. ':worker:' .. incarnation
@@ -70,6 +83,8 @@ local function heartbeat(keys, argv)
     redis.call('ZREMRANGEBYSCORE', workers, '-inf', now - 6 * lease_ms)
     keep_lanes(tag, model, argv[10])
   end
+  local is_aside = argv[4] == 'loading' or argv[4] == 'draining'
+  note_aside(tag, tag .. ':pool:' .. model, incarnation, is_aside, now)
   measure_pool(tag, model, now)
   local lost = {}
   for i = 12, #argv, 2 do

@@ -5,7 +5,9 @@
 --        {{queued jobs, queued tokens, running jobs, running tokens,
 --          ms since the oldest waiting job was submitted (0: none waits)}, …} in the lanes' order,
 --        {{incarnation, ms since its heartbeat, its status (JSON)}, …} of live workers,
---        {outcome of callback attempts, number, …}}
+--        {outcome of callback attempts, number, …},
+--        {{incarnation, ms since its heartbeat, its status (JSON), its state, ms for which it has been in
+--          it}, …} of workers that claim no jobs}
 local MAX_LINES = 64  -- tenants of a lane whose queues are read
 
 local function first_created(tag, key)
@@ -25,6 +27,21 @@ local function oldest_wait(tag, model, lane, now)
     end
   end
   return now - oldest
+end
+
+local function workers_aside(tag, model, now)
+  local found = {}
+  local fields = redis.call('HGETALL', tag .. ':pool:' .. model)
+  for i = 1, #fields, 2 do
+    local incarnation = string.match(fields[i], '^' .. ASIDE .. '(.*)$')
+    local record = incarnation and redis.call('HMGET', tag .. ':worker:' .. incarnation, 'seen', 'info', 'state')
+    local seen = record and whole_number(record[1] or '')
+    if seen then
+      local since = whole_number(fields[i + 1]) or now
+      table.insert(found, {incarnation, now - seen, record[2] or '{}', record[3] or '', now - since})
+    end
+  end
+  return found
 end
 
 local function snapshot(keys, argv)
@@ -47,7 +64,8 @@ local function snapshot(keys, argv)
   for i, part in ipairs(redis.call('HGETALL', tag .. ':corrections')) do
     table.insert(counts, i % 2 == 1 and 'corrections_total:' .. part or part)
   end
-  return {now, counts, lanes, workers, redis.call('HGETALL', tag .. ':deliveries')}
+  return {now, counts, lanes, workers, redis.call('HGETALL', tag .. ':deliveries'),
+    try(workers_aside, tag, model, now) or {}}
 end
 
 register('snapshot', snapshot, 'no-writes')

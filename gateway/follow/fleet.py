@@ -2,6 +2,8 @@
 
 All figures are those of the metrics. While somebody watches, they are read each second, else each
 five seconds, so that a page that opens has a past. Does not know who may see what.
+
+Over 300 lines: one look at the fleet, and all that is made of it.
 """
 
 import asyncio
@@ -17,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from contract.errors import BatchwayError, BrokerUnavailable
-from contract.function_types import FleetSnapshot, Watched
+from contract.function_types import FleetSnapshot, Watched, WorkerSnapshot
+from contract.starts import ExpectedStart
 from contract.telemetry.metrics import METRICS, Source
 from gateway.http.metrics import Labels
 from gateway.state import Gateway
@@ -63,7 +66,8 @@ async def families(gateway: Gateway) -> "tuple[list[Family], Mapping[str, FleetS
 
 class FleetWatch:
     """What one gateway process knows of the fleet. `state`: now, as JSON values, with the fleet's
-    `points` of the last 15 minutes by model."""
+    `points` of the last 15 minutes by model; `prices`: of a million output tokens by model, while
+    it made some, from the price of a worker."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -72,6 +76,8 @@ class FleetWatch:
         self._looked = asyncio.Condition()
         self._recent: deque[tuple[float, MetricsSamples]] = deque()
         self.points: dict[str, deque[dict[str, Any]]] = {}
+        self.prices: dict[str, float] = {}
+        self._joined: dict[str, tuple[set[str], float]] = {}  # workers, when the last one came
         self.state: dict[str, Any] = {}
 
     async def run(self) -> None:
@@ -135,7 +141,7 @@ class FleetWatch:
             "refusals": read.refusals,
             "lanes": [asdict(row) for row in read.lanes],
             "engines": [asdict(row) for row in read.engines],
-            "workers": [_worker(*each) for each in _workers(snapshots)],
+            "workers": [*_workers(snapshots)],
             "waiting": [_with(model, row) for model, w in watched.items() for row in w.waiting],
             "held": [_with(model, row) for model, w in watched.items() for row in w.held],
             "steps": _steps(gained),
@@ -143,9 +149,11 @@ class FleetWatch:
             "callbacks": some and [some.num_due_callbacks, some.num_dead_callbacks],
             "models": await self._models(snapshots, samples),
             "worker_price": self._gateway.settings.worker_price,
+            "prices": self.prices,
         }
         if window_s:
             self._note_points(now_s, gained, window_s, snapshots)
+            self._note_prices()
         await self._tell(state)
 
     async def _tell(self, state: dict[str, Any]) -> None:
@@ -169,16 +177,14 @@ class FleetWatch:
         shown = []
         for name in sorted({*cards, *known.declared, *failures} - flows):
             num_workers = len(snapshots[name].workers) if name in snapshots else 0
-            # An idle pool announces when a worker would be ready, and wants none.
-            has_start = not num_workers and wanted.get(name) != 0
-            start = await known.expected_start(name) if has_start else None
+            start = await self._start(name, snapshots.get(name), wanted.get(name))
             failed = failures.get(name)
-            state = "ready" if num_workers else "failed" if failed else "no worker"
+            state = "starting" if start else "failed" if failed else "no worker"
             since_s = start.since_s if start else failed.since_s if failed else None
             shown.append(
                 {
                     "name": name,
-                    "state": "starting" if start else state,
+                    "state": "ready" if num_workers else state,
                     "workers": num_workers,
                     "wanted": wanted.get(name),
                     "since_s": since_s,
@@ -187,6 +193,20 @@ class FleetWatch:
                 }
             )
         return shown
+
+    async def _start(
+        self, model: str, found: FleetSnapshot | None, num_wanted: int | None
+    ) -> ExpectedStart | None:
+        """The worker that starts. An idle pool announces when one would be ready, and wants none;
+        an announcement stays for a while after its worker has joined."""
+        names = {worker.incarnation for worker in found.workers} if found else set()
+        before, joined_s = self._joined.get(model, (set(), 0.0))
+        if found and names - before:
+            joined_s = found.now_s
+        self._joined[model] = names, joined_s
+        start = None if num_wanted == 0 else await self._gateway.broker.known.expected_start(model)
+        is_lacking = not names or (num_wanted or 0) > len(names)
+        return start if start and (is_lacking or start.since_s > joined_s) else None
 
     def _note_points(
         self,
@@ -202,13 +222,30 @@ class FleetWatch:
         for gone in self.points.keys() - snapshots.keys():
             del self.points[gone]
 
+    def _note_prices(self) -> None:
+        """A model that is idle keeps its last price."""
+        second = self._gateway.settings.worker_price / 3600
+        for model, past in self.points.items() if second else ():
+            busy = [point for point in past if point["tokens_out"]]
+            if num_tokens := sum(point["tokens_out"] for point in busy):
+                worker_s = sum(point["workers"] for point in busy)
+                self.prices[model] = 1e6 * second * worker_s / num_tokens
 
-def _workers(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[tuple[str, Any]]:
-    return ((model, worker) for model, found in snapshots.items() for worker in found.workers)
+
+def _workers(snapshots: Mapping[str, FleetSnapshot]) -> Iterator[dict[str, Any]]:
+    for model, found in snapshots.items():
+        for worker in found.workers:
+            yield _worker(model, worker, "ready", None)
+        for each in found.aside:
+            yield _worker(model, each.worker, each.state, found.now_s - each.for_s)
 
 
-def _worker(model: str, worker: Any) -> dict[str, Any]:
-    return {"model": model, **msgspec.structs.asdict(worker), "kv_usage": worker.kv_usage}
+def _worker(
+    model: str, worker: WorkerSnapshot, state: str, since_s: float | None
+) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(worker)
+    more = {"kv_usage": worker.kv_usage, "state": state, "since_s": since_s}
+    return {"model": model, **fields, **more}
 
 
 def _with(model: str, row: msgspec.Struct) -> dict[str, Any]:
@@ -261,6 +298,7 @@ def _point(
     point: dict[str, Any] = {
         "waiting": sum(lane.num_queued for lane in snapshot.lanes.values()),
         "running": sum(lane.num_running for lane in snapshot.lanes.values()),
+        "workers": len(snapshot.workers),
         "gpu": _mean([worker.gpu_share for worker in snapshot.workers]),
         "batch": gained.mean("batch_size", **at),
         "padding": gained.mean("padding_ratio", **at),

@@ -10,7 +10,6 @@ from fastapi import Depends, Path
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from contract.events import MemberRun
 from contract.function_types import JobMark, JobView, QueuePosition, Submitted
 from contract.jobs import Endpoint, Job, JobStatus, MarkKind, ResumeKind, public_status
 from contract.outbox import CallbackState
@@ -26,6 +25,7 @@ from gateway.follow.answer_models import (
     Usage,
 )
 from gateway.follow.answers import usage
+from gateway.follow.members import Member
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
 from gateway.redis.known_models import WorkerWait
@@ -69,6 +69,16 @@ class JobError(BaseModel):
     message: str
 
 
+Cost = Annotated[
+    float | None,
+    Field(
+        description="`completion_tokens` at the price of the model's output tokens that `/console` "
+        "shows, of a flow the sum of its calls; null where it is not known, or the key lacks the "
+        "scope `metrics`"
+    ),
+]
+
+
 class MemberObject(BaseModel):
     """A call of a model by a flow."""
 
@@ -76,6 +86,9 @@ class MemberObject(BaseModel):
     job_id: str
     status: JobState
     usage: Usage
+    timings: Timings | None = Field(description="null where the call's record is gone")
+    cost: Cost
+    members: list["MemberObject"] | None = Field(description="its own calls, where it is a flow's")
 
 
 class MarkObject(BaseModel):
@@ -145,6 +158,7 @@ class JobWithResult(JobObject):
         | Classes
         | None
     )
+    cost: Cost
     result_url: str | None = Field(description="where a long result can be read without a key")
     callback: CallbackObject | None
 
@@ -216,13 +230,14 @@ def accepted_response(shown: AcceptedJob, headers: Mapping[str, str]) -> Respons
 
 
 def job_object(
-    view: JobView, members: Sequence[MemberRun] = (), wait: WorkerWait | None = None
+    view: JobView,
+    members: Sequence[MemberObject] = (),
+    wait: WorkerWait | None = None,
 ) -> JobObject:
     """Returns the object of a job. `members`: the calls of a flow."""
     num_prompt, num_output = view.num_prompt_tokens, view.num_output_tokens
     if view.job.flow is not None and members:
-        num_prompt = sum(run.prompt_tokens for run in members)
-        num_output = sum(run.output_tokens for run in members)
+        num_prompt, num_output = _sums(members)
     return JobObject(
         **_shown(view.job.id, view.job, view.status, view.lane, view.position, wait),
         tenant=view.job.tenant,
@@ -238,19 +253,13 @@ def job_object(
         ],
         metadata=dict(view.metadata),
         usage=Usage(**usage(view.job, num_prompt, num_output)),
-        timings=Timings(
-            queued_at=_seconds(view.created_ms),
-            started_at=_seconds(view.claimed_ms),
-            first_token_at=_seconds(view.first_token_ms),
-            finished_at=_seconds(view.finished_ms),
-            deadline_at=_seconds(view.deadline_ms),
-        ),
+        timings=_timings(view),
         predicted_wait_s=_seconds(view.predicted_wait_ms),
         wait_s=None if view.claimed_ms is None else _seconds(view.claimed_ms - view.created_ms),
         error=JobError(code=view.code, message=view.message) if view.code else None,
         resume=view.job.resume,
         parent=view.job.parent or None,
-        members=[_member(view.job, run) for run in members] or None,
+        members=list(members) or None,
     )
 
 
@@ -265,14 +274,50 @@ def _mark(mark: JobMark) -> MarkObject:
     )
 
 
-def _member(job: Job, run: MemberRun) -> MemberObject:
-    fields: dict[str, Any] = {
-        "model": run.model,
-        "job_id": run.job_id,
-        "status": public_status(run.status or JobStatus.CLAIMED),
-        "usage": Usage(**usage(job, run.prompt_tokens, run.output_tokens)),
-    }
-    return MemberObject(**fields)
+def member_object(job: Job, member: Member, prices: Mapping[str, float]) -> MemberObject:
+    """A call of `job`. `prices`: of a million output tokens, by model."""
+    run, view = member.run, member.view
+    calls = [member_object(job, each, prices) for each in member.calls]
+    status, num_tokens = run.status or JobStatus.CLAIMED, (run.prompt_tokens, run.output_tokens)
+    if view is not None:
+        status = view.status
+        num_tokens = _sums(calls) if calls else (view.num_prompt_tokens, view.num_output_tokens)
+    used = Usage(**usage(job, *num_tokens))
+    return MemberObject(
+        model=run.model,
+        job_id=run.job_id,
+        status=public_status(status),
+        usage=used,
+        timings=None if view is None else _timings(view),
+        cost=cost_of(run.model, used, calls, prices),
+        members=calls or None,
+    )
+
+
+def cost_of(
+    model: str, used: Usage, calls: Sequence[MemberObject], prices: Mapping[str, float]
+) -> float | None:
+    """What a job cost: the sum of its calls, where it has some."""
+    if not calls:
+        return used.completion_tokens * prices[model] / 1e6 if model in prices else None
+    costs = [call.cost for call in calls]
+    return None if None in costs else sum(cost for cost in costs if cost is not None)
+
+
+def _sums(calls: Sequence[MemberObject]) -> tuple[int, int]:
+    """Prompt and output tokens."""
+    used = [call.usage for call in calls]
+    return sum(u.prompt_tokens for u in used), sum(u.completion_tokens for u in used)
+
+
+def _timings(view: JobView) -> Timings:
+    return Timings(
+        queued_at=_seconds(view.created_ms),
+        started_at=_seconds(view.claimed_ms),
+        first_token_at=_seconds(view.first_token_ms),
+        finished_at=_seconds(view.finished_ms),
+        deadline_at=_seconds(view.deadline_ms),
+    )
 
 
 def callback_object(found: CallbackState | None) -> dict[str, Any] | None:

@@ -1,6 +1,9 @@
-"""The calls of a flow's job, as recorded in its log."""
+"""The calls of a flow's job, as recorded in its log; and as a tree, with their own records."""
 
+import asyncio
 import contextlib
+
+import msgspec
 
 from contract.events import MemberRun, Members
 from contract.function_types import JobView
@@ -9,6 +12,16 @@ from gateway.http.errors import RecordUnreadable, UnknownJob
 from gateway.redis.broker import Broker
 
 MODELS_HEADER = "x-batchway-models"
+_NUM_READS = 32  # of a flow's records, at once
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A call in a tree. `view`: its record, None where it is no longer kept; `calls`: those of a
+    flow."""
+
+    run: MemberRun
+    view: JobView | None = None
+    calls: tuple["Member", ...] = ()
 
 
 class KnownMembers:
@@ -41,17 +54,22 @@ async def members_of(broker: Broker, view: JobView) -> list[MemberRun]:
     is not in the log are looked up. Raises UnknownJob."""
     job = view.job
     if job.flow is None:
-        if not job.asked_model:
-            return []
-        status = view.status if view.is_terminal else None
-        return [
-            MemberRun(job.model, job.id, status, view.num_prompt_tokens, view.num_output_tokens)
-        ]
-    known = KnownMembers()
-    async for entry in broker.log(job.id, job.tenant, up_to=view.next_number - 1):
-        if isinstance(entry.event, Members):
-            known.add(entry.event)
-    return [await _current(broker, job.tenant, run) for run in known.runs]
+        return [_of_route(view)] if job.asked_model else []
+    return [await _current(broker, job.tenant, run) for run in await _logged(broker, view)]
+
+
+async def tree_of(broker: Broker, view: JobView) -> tuple[Member, ...]:
+    """Returns the calls of a job with their records, and theirs; if a route has chosen its model,
+    the job itself. Raises UnknownJob."""
+    job = view.job
+    if job.flow is None:
+        return (Member(_of_route(view), view),) if job.asked_model else ()
+    found: list[Member] = []
+    runs = await _logged(broker, view)
+    for first in range(0, len(runs), _NUM_READS):
+        part = runs[first : first + _NUM_READS]
+        found += await asyncio.gather(*(_member(broker, job.tenant, run) for run in part))
+    return tuple(found)
 
 
 async def cancel_whole(broker: Broker, job: Job) -> JobStatus:
@@ -81,6 +99,28 @@ async def delete_whole(broker: Broker, job_id: str, tenant: str) -> JobStatus | 
         with contextlib.suppress(UnknownJob):
             await delete_whole(broker, run.job_id, tenant)
     return status
+
+
+def _of_route(view: JobView) -> MemberRun:
+    status = view.status if view.is_terminal else None
+    num_tokens = view.num_prompt_tokens, view.num_output_tokens
+    return MemberRun(view.job.model, view.job.id, status, *num_tokens)
+
+
+async def _logged(broker: Broker, view: JobView) -> list[MemberRun]:
+    known = KnownMembers()
+    async for entry in broker.log(view.job.id, view.job.tenant, up_to=view.next_number - 1):
+        if isinstance(entry.event, Members):
+            known.add(entry.event)
+    return known.runs
+
+
+async def _member(broker: Broker, tenant: str, run: MemberRun) -> Member:
+    try:
+        view, _ = await broker.read(run.job_id, tenant)
+    except (UnknownJob, RecordUnreadable):
+        return Member(run)
+    return Member(run, view, () if view.job.flow is None else await tree_of(broker, view))
 
 
 async def _current(broker: Broker, tenant: str, run: MemberRun) -> MemberRun:

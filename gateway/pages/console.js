@@ -18,6 +18,11 @@ const model = () => $("model").value;
 const cell = (value, kind = "number") => h("td", { class: kind }, value);
 const rows = (id, found) => $(id).replaceChildren(...found);
 const short = (id) => `${id.slice(0, 6)}…${id.slice(-8)}`;
+const tone = (status) => ({ succeeded: "good", failed: "bad" })[status] ?? "";
+const money = (cost) => cost.toLocaleString("en", cost < 1 ? { maximumSignificantDigits: 2 } : { maximumFractionDigits: 2 });
+// A job's times: [name, from, to].
+const phases = ({ queued_at, started_at, first_token_at, finished_at }, now, end = finished_at ?? now) =>
+  [["queued", queued_at, started_at ?? end], ["prefill", started_at, first_token_at ?? end], ["decode", first_token_at, end]].filter(([, from]) => from);
 const pair = (times, i) => (times ? seconds(times[i]) : "–");
 
 function show(name) {
@@ -143,9 +148,8 @@ function drawOverview() {
   if (found?.wanted !== null && found?.wanted !== undefined) parts.push(`${found.wanted} wanted`);
   if (found?.reason) parts.push(found.reason);
   if (point) parts.push(`${number(point.tokens_out)} output tokens/s`, `${number(point.jobs, 1)} jobs/s`);
-  if (point?.tokens_out > 0 && state.worker_price > 0) {
-    parts.push(`${number((1e6 * state.worker_price * found.workers) / (3600 * point.tokens_out), 2)} for a million output tokens, at ${state.worker_price} for a worker's hour`);
-  }
+  const price = state.prices?.[model()];
+  if (price) parts.push(`${money(price)} for a million output tokens, at ${state.worker_price} for a worker's hour`);
   const callbacks = Object.entries(state.deliveries ?? {}).map(([outcome, num]) => `${number(num)} attempts: ${outcome}`);
   if (state.callbacks) callbacks.unshift(`${number(state.callbacks[0])} waiting`, `${number(state.callbacks[1])} dead`);
   if (callbacks.length) parts.push(`callbacks: ${callbacks.join(", ")}`);
@@ -155,7 +159,8 @@ function drawOverview() {
   const refused = Object.entries(state.refusals ?? {}).map(([reason, num]) => `${num} ${reason}`);
   $("refusals").textContent = refused.length ? `Refused in the last ten seconds: ${refused.join(", ")}` : "";
   rows("tenants", tenants().map(tenantRow));
-  rows("workers", (state.workers ?? []).filter((each) => each.model === model()).map(workerRow));
+  const starts = found?.ready_in_s !== null && found?.workers > 0 && who.sees_fleet ? [startRow(found)] : [];
+  rows("workers", [...(state.workers ?? []).filter((each) => each.model === model()).map(workerRow), ...starts]);
 }
 
 function laneRow(lane) {
@@ -209,13 +214,20 @@ function tenantRow(row, _, all) {
 
 function workerRow(worker) {
   const late = worker.seen_s > 7.5;
+  const isReady = worker.state === "ready";
+  const [text, kind] = late ? ["silent", "bad"] : isReady ? ["ready", ""] : [`${worker.state} since ${clock(worker.since_s)}`, "warn"];
   const drain = button("Drain", act(`Drain the worker ${worker.incarnation}? It takes no more jobs, gives back those that do not end in time, and exits.`, `/v1/workers/${encodeURIComponent(worker.incarnation)}/drain`), `Drain ${worker.incarnation}`);
   const busy = worker.gpu_share === null ? "" : `, ${Math.round(100 * worker.gpu_share)} % busy`;
   const free = worker.num_running ? worker.num_free_blocks : worker.num_blocks;
-  return h("tr", {}, cell(worker.incarnation, ""), cell(`${worker.device || "–"}${busy}`, ""), cell(worker.version, ""), h("td", { class: late ? "bad" : "" }, late ? "silent" : "ready"),
+  return h("tr", {}, cell(worker.incarnation, ""), cell(`${worker.device || "–"}${busy}`, ""), cell(worker.version, ""), h("td", { class: kind }, text),
     cell(number(worker.num_jobs_held)), cell(number(worker.num_places)), cell(number(worker.num_running)), cell(number(worker.num_waiting)),
     cell(number(worker.num_blocks ? worker.num_blocks * worker.kv_usage : null)), cell(number(worker.num_cached_blocks)), cell(number(free - (worker.num_cached_blocks ?? 0))),
-    cell(seconds(worker.seen_s)), h("td", {}, who.is_admin ? drain : null));
+    cell(seconds(worker.seen_s)), h("td", {}, who.is_admin && worker.state !== "draining" ? drain : null));
+}
+
+// One that no heartbeat has named yet.
+function startRow(of) {
+  return h("tr", {}, cell("–", ""), h("td", { colspan: 2 }), h("td", { class: "warn", colspan: 10 }, `starting since ${clock(of.since_s)}, expected in ${seconds(of.ready_in_s)}`));
 }
 
 // --- the batch as it runs ---------------------------------------------------------------------
@@ -251,7 +263,7 @@ function rowsOf(taken, worker) {
 }
 
 function drawBatch() {
-  const names = (state.workers ?? []).filter((each) => each.model === model()).map((each) => each.incarnation);
+  const names = (state.workers ?? []).filter((each) => each.model === model() && each.state === "ready").map((each) => each.incarnation);
   choose("worker", names.length ? names : [...new Set((state.held ?? []).map((job) => job.worker))]);
   drawStripes();
   drawSteps();
@@ -350,7 +362,7 @@ async function refreshJobs() {
   lastId = found.has_more ? found.last_id : "";
   $("older").disabled = !lastId;
   for (const job of found.data) owners.set(job.id, job.tenant);
-  rows("list", found.data.map((job) => h("tr", {}, h("td", {}, jobLink(job.id)), h("td", { class: { succeeded: "good", failed: "bad" }[job.status] ?? "" }, stateText(job)),
+  rows("list", found.data.map((job) => h("tr", {}, h("td", {}, jobLink(job.id)), h("td", { class: tone(job.status) }, stateText(job)),
     cell(job.tenant, ""), cell(job.lane, ""), cell(job.model, ""), cell(job.endpoint, ""), cell(clock(job.timings.queued_at), ""), cell(seconds(job.wait_s)), cell(took(job)),
     cell(number(job.usage?.prompt_tokens)), cell(number(job.usage?.completion_tokens)), cell(job.error?.code ?? "", ""))));
   const dead = await attempt(() => json("/v1/callbacks/dead?limit=25"));
@@ -377,16 +389,14 @@ function markText({ kind, started_at, ended_at, times, tokens }) {
 async function refreshJob() {
   const job = await attempt(() => json(pathOf(chosen)));
   if (!job) { chosen = ""; return; }
-  const { queued_at, started_at, first_token_at, finished_at } = job.timings;
-  const end = finished_at ?? state?.at ?? Date.now() / 1000;
-  const parts = [["queued", queued_at, started_at ?? end], ["prefill", started_at, first_token_at ?? end], ["decode", first_token_at, end]]
-    .filter(([, from]) => from).map(([name, from, to]) => h("li", {}, h("span", { class: `key ${name}` }), `${name} ${clock(from)}, ${seconds(Math.max(0, to - from))}`));
+  const parts = phases(job.timings, state?.at ?? Date.now() / 1000).map(([name, from, to]) => h("li", {}, h("span", { class: `key ${name}` }), `${name} ${clock(from)}, ${seconds(Math.max(0, to - from))}`));
   const held = (state?.held ?? []).find((each) => each.job_id === job.id);
   const facts = [`state: ${stateText(job)}`, `lane ${job.lane}, model ${job.model}`, `attempt ${job.attempt}${job.attempt > 1 ? " (resumed)" : ""}`,
     ...job.runs.flatMap((run, i) => [
       `${i ? "resumed" : "claimed"} at ${clock(run.started_at)} by worker ${run.worker}${run.after_event ? `, after ${number(run.after_event)} events of its log` : ""}`,
       ...run.marks.map(markText)]),
     held ? `on worker ${held.worker}, ${number(held.num_output_tokens)} of ${number(held.max_output_tokens)} tokens` : null,
+    job.cost === null ? null : `cost ${money(job.cost)}`,
     job.error ? `${job.error.code}: ${job.error.message}` : null,
     job.callback ? `callback ${job.callback.state}, ${job.callback.attempts} attempts` : null,
     Object.keys(job.metadata).length ? `metadata: ${JSON.stringify(job.metadata)}` : null];
@@ -433,10 +443,34 @@ async function operate(path, found) {
 
 const trees = new Map(); // a flow's job -> what was shown of it
 
+// A flow with its calls, each with its times as a bar over the flow's, and its cost.
 function tree(job) {
-  const members = (job.members ?? []).map((member) => h("li", {}, jobLink(member.job_id),
-    ` ${member.model}: ${member.status}, ${number(member.usage?.prompt_tokens)} in, ${number(member.usage?.completion_tokens)} out`));
-  return h("ul", { class: "tree" }, h("li", {}, jobLink(job.id), ` ${job.model}: ${job.status}, ${took(job)}, ${number(job.usage?.completion_tokens)} tokens`, h("ul", { class: "tree" }, ...members)));
+  const { queued_at, finished_at } = job.timings;
+  const to = finished_at ?? state?.at ?? Date.now() / 1000;
+  return h("ul", { class: "tree" }, branch({ ...job, job_id: job.id }, queued_at, Math.max(to, queued_at + 0.001)));
+}
+
+function branch(call, from, to) {
+  const { prompt_tokens, completion_tokens } = call.usage ?? {};
+  const facts = [`began ${clock(call.timings?.started_at)}`, `first token after ${since(call.timings, "first_token_at")}`, `took ${since(call.timings, "finished_at")}`,
+    `${number(prompt_tokens)} in, ${number(completion_tokens)} out`, call.cost == null ? null : `cost ${money(call.cost)}`];
+  const inner = (call.members ?? []).map((member) => branch(member, from, to));
+  return h("li", {}, h("div", { class: "call" }, h("span", {}, jobLink(call.job_id), ` ${call.model}: `, h("span", { class: tone(call.status) }, call.status)), bar(call.timings, from, to),
+    h("span", { class: "weak facts" }, facts.filter(Boolean).join("; "))), inner.length ? h("ul", { class: "tree" }, ...inner) : null);
+}
+
+const since = (timings, name) => (timings?.queued_at && timings[name] ? seconds(Math.max(0, timings[name] - timings.queued_at)) : "–");
+
+function bar(timings, from, to) {
+  const parts = timings ? phases(timings, to) : [];
+  const place = (s) => 100 * Math.min(1, Math.max(0, (s - from) / (to - from)));
+  const shown = parts.map(([name, begin, end]) => {
+    const part = h("span", { class: `part ${name}` });
+    part.style.left = `${place(begin)}%`; // by script: the policy forbids the attribute
+    part.style.width = `${place(end) - place(begin)}%`;
+    return part;
+  });
+  return h("span", { class: "times", role: "img", "aria-label": parts.map(([name, begin, end]) => `${name} ${seconds(Math.max(0, end - begin))}`).join(", ") || "no times" }, ...shown);
 }
 
 async function refreshFlows() {
@@ -454,7 +488,8 @@ async function refreshFlows() {
     const jobs = (await attempt(() => json(`/v1/jobs?${new URLSearchParams({ model: card.id, limit: 5 })}`)))?.data ?? [];
     for (const job of jobs) {
       const known = trees.get(job.id);
-      if (!known || known.status !== job.status || !["succeeded", "failed", "cancelled", "expired"].includes(job.status)) {
+      const isPriced = known?.cost === null && Object.keys(state?.prices ?? {}).length > 0;
+      if (!known || isPriced || known.status !== job.status || !["succeeded", "failed", "cancelled", "expired"].includes(job.status)) {
         const whole = await attempt(() => json(`/v1/jobs/${job.id}`));
         if (whole) trees.set(job.id, whole);
       }

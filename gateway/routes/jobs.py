@@ -8,16 +8,19 @@ import asyncio
 import math
 import re
 import time
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
+from contract.api_keys import Scope
 from contract.function_types import JobView, Quote, Submission, Wanted
 from contract.jobs import PUBLIC_STATUSES, Endpoint, Job, JobStatus
 from gateway.files import ANSWER_BYTES
 from gateway.follow.answer_models import EndpointPath
+from gateway.follow.fleet import FleetWatch
 from gateway.follow.job_objects import (
     AcceptedJob,
     JobId,
@@ -27,11 +30,13 @@ from gateway.follow.job_objects import (
     UnixSeconds,
     callback_object,
     checked_id,
+    cost_of,
     has_result,
     job_object,
+    member_object,
     place,
 )
-from gateway.follow.members import cancel_whole, delete_whole, members_of
+from gateway.follow.members import cancel_whole, delete_whole, tree_of
 from gateway.follow.streams import AskedPosition, ended_answer, job_stream
 from gateway.follow.sync_call import Patience
 from gateway.http import sse
@@ -116,10 +121,13 @@ async def get_job(
     tenant = caller.tenant_of(whose, may_be_all=False)
     await gateway.broker.sweep()
     view, _ = await gateway.broker.read(job_id, tenant)
-    members = await members_of(gateway.broker, view)
+    prices = _prices(request, caller)
+    tree = await tree_of(gateway.broker, view)
+    members = [member_object(view.job, member, prices) for member in tree]
     wait = await gateway.broker.worker_wait(view.job, view.status)
-    shown = job_object(view, members, wait).model_dump()
-    shown |= {"result": None, "result_url": None}
+    found = job_object(view, members, wait)
+    cost = cost_of(view.job.model, found.usage, members, prices)
+    shown = found.model_dump() | {"result": None, "result_url": None, "cost": cost}
     shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, tenant))
     if tenant == caller.tenant:
         shown["result_url"] = await _result_url(gateway, view)
@@ -129,6 +137,12 @@ async def get_job(
     if shown["result_url"] and len(answer.body) > most:
         return sse.json_response(shown | {"result": None})
     return answer
+
+
+def _prices(request: Request, caller: Caller) -> Mapping[str, float]:
+    """Of a million output tokens by model, as far as this gateway knows and the caller may."""
+    watch: FleetWatch | None = getattr(request.app.state, "fleet_watch", None)
+    return watch.prices if watch is not None and caller.has(Scope.METRICS) else {}
 
 
 @router.get(

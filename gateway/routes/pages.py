@@ -38,7 +38,7 @@ _HEADERS = {
 }
 _FLEET_ONLY = (
     *("engines", "workers", "steps", "refusals", "deliveries", "callbacks", "lanes"),
-    "worker_price",
+    *("worker_price", "prices"),
 )
 
 

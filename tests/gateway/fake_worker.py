@@ -10,7 +10,7 @@ from contract.catalogue import Catalogue
 from contract.codec import encode_tokenizer
 from contract.errors import BrokerUnavailable
 from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
-from contract.function_types import Append, Claimed, JobMark, Verdict, WorkerCapacity
+from contract.function_types import Append, Claimed, JobMark, Verdict, WorkerCapacity, WorkerState
 from contract.functions import Functions
 from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams
 from contract.keys import Keys
@@ -125,6 +125,7 @@ class FakeWorker:
     seen: list[Job] = field(default_factory=list)
     lanes: tuple[str, ...] = LANES
     info: str = "{}"  # JSON, of its status
+    state: WorkerState = "up"
 
     async def beat(self, *held: Claimed) -> list[str]:
         pairs = [(claimed.job.id, claimed.epoch) for claimed in held]
@@ -135,6 +136,7 @@ class FakeWorker:
             lease_s=LEASE_S,
             info=self.info,
             capacity=self.capacity,
+            state=self.state,
         )
 
     async def claim(self) -> Claimed:

@@ -1,6 +1,7 @@
 """The front door and the console, in a real Chromium: what a call changes, the pages show."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from contract.function_types import Claimed, JobMark
 from contract.functions import Functions
 from contract.jobs import FinishReason
 from contract.keys import Keys
+from contract.starts import Starts
 from infra.embedded_redis import EmbeddedRedis
 from tests.browser import chromium, needs_chromium
 from tests.contract.some_calls import make_job, make_submission
@@ -167,6 +169,47 @@ async def test_the_overview_tells_of_devices_callbacks_and_all_gateways(
     await expect(page.locator("#summary")).to_contain_text(
         "callbacks: 1 waiting, 0 dead", timeout=10_000
     )
+
+
+async def test_workers_that_start_load_again_or_drain_are_told_apart(
+    page: Page,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+    idle_worker: FakeWorker,
+    functions: Functions,
+) -> None:
+    """Each with its state and since when; they count as no workers of the model."""
+    idle_worker.info = json.dumps(WORKER_INFO)
+    await idle_worker.beat()
+    second = FakeWorker(functions, incarnation="w2")
+    await second.beat()
+    await page.goto("/console")
+    rows = page.locator("#workers tr")
+    await expect(rows).to_have_count(2, timeout=20_000)
+    assert "since" not in await page.locator("#workers").inner_text()
+    idle_worker.state = "loading"
+    await idle_worker.beat()
+    loading = page.locator("#workers tr", has_text="w1")
+    clock = r"[0-9]{1,2}:[0-9]{2}:[0-9]{2}"
+    await expect(loading).to_contain_text(re.compile(f"loading since {clock}"), timeout=10_000)
+    await expect(loading).to_contain_text("H100")
+    await expect(page.locator("#summary")).to_contain_text("1 worker;")
+    idle_worker.state = "draining"
+    await idle_worker.beat()
+    await expect(loading).to_contain_text(re.compile(f"draining since {clock}"), timeout=10_000)
+    assert await loading.locator("button").count() == 0, "it cannot be drained again"
+    starts = Starts(redis_client, keys)
+    await starts.measured(MODEL, 49)
+    await starts.announce(MODEL, 50)
+    starting = page.locator("#workers tr", has_text="starting")
+    wanted = re.compile(f"starting since {clock}.*, expected in (4[0-9]|50) s")
+    await expect(starting).to_contain_text(wanted, timeout=10_000)
+    idle_worker.state = "gone"
+    await idle_worker.beat()
+    await expect(loading).to_have_count(0, timeout=10_000)
+    await FakeWorker(functions, incarnation="w3").beat()
+    await expect(starting).to_have_count(0, timeout=10_000)
+    await expect(rows).to_have_count(2)
 
 
 async def test_a_waiting_job_is_moved_and_cancelled_from_its_page(

@@ -154,6 +154,7 @@ class Reference:
         self._keys: dict[tuple[str, str], tuple[str, str]] = {}
         self._workers: dict[str, dict[str, tuple[int, WorkerCapacity]]] = {}
         self._known_workers: set[str] = set()  # also those that drain
+        self.aside: dict[str, tuple[WorkerState, int]] = {}  # which claim no jobs: since ms
         self._pools: dict[str, Pool] = {}
         self._promises_of: dict[str, Promises] = {}  # model →
         self._tenants: dict[str, Tenant] = {}
@@ -467,6 +468,9 @@ class Reference:
         workers = self._workers.setdefault(model, {})
         workers.pop(incarnation, None)
         self._known_workers.discard(incarnation)
+        _, since_ms = self.aside.pop(incarnation, ("up", self.now_ms))
+        if state in ("loading", "draining"):
+            self.aside[incarnation] = state, since_ms
         if state == "up":
             workers[incarnation] = self.now_ms, capacity
         if state != "gone":

@@ -483,6 +483,10 @@ class World:
             num_queued = states.count(JobStatus.QUEUED)
             num_running = sum(state not in TERMINAL_STATUSES for state in states) - num_queued
             assert (found.num_queued, found.num_running) == (num_queued, num_running), lane
+        aside = {each.worker.incarnation: (each.state, each.for_s) for each in snapshot.aside}
+        now_ms = self.reference.now_ms
+        here = {w: (s, (now_ms - ms) / 1000) for w, (s, ms) in self.reference.aside.items()}
+        assert aside == here, f"workers that claim no jobs: {aside}, the reference {here}"
         self.replies["snapshot totals"] += 1
         watched = self.loop.run_until_complete(self.functions.watch("m", LANES))
         for job in watched.held:
