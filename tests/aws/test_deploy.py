@@ -1,13 +1,7 @@
-"""scripts/images, scripts/destroy, and a whole deployment by sam, against moto.
-
-CloudFormation in moto knows no SAM: there the stack's resources are left out.
-"""
+"""scripts/images and scripts/destroy, against moto."""
 
 import contextlib
 import json
-import os
-import shutil
-import subprocess
 import uuid
 import zipfile
 from pathlib import Path
@@ -15,8 +9,6 @@ from typing import Any
 
 import boto3
 import pytest
-import yaml  # type: ignore[import-untyped]
-from moto.core.config import default_user_config
 
 from infra.aws import destroy, images, parameters
 from infra.aws.installation import Installation
@@ -28,9 +20,6 @@ from tests.aws.test_preflight import IMAGES, Network, Session
 pytestmark = pytest.mark.filterwarnings("ignore:Tried to parse AWS")
 
 REGISTRY = "123456789012.dkr.ecr.eu-central-1.amazonaws.com/batchway-artifacts"
-needs_sam = pytest.mark.skipif(
-    not (ROOT / ".venv-sam").exists(), reason="scripts/setup-sam has not run"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -309,87 +298,3 @@ def test_a_stack_that_is_not_there_or_protected_is_left_alone(
     monkeypatch.setattr(Installation, "described", lambda *_: guarded)
     with pytest.raises(DeployError, match="--no-enable-termination-protection"):
         destroy.destroy(one)
-
-
-@pytest.fixture
-def cloudformation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes moto take the template, with one resource in place of all."""
-    from moto.cloudformation import utils
-
-    read: Any = utils.get_stack_from_s3_url
-
-    def shortened(*given: Any, **named: Any) -> str:
-        body: str = read(*given, **named)
-        # As sam writes it: without short forms of functions.
-        template = yaml.safe_load(body)
-        template.pop("Transform", None)
-        nested = [one["Properties"].get("Location") for one in template["Resources"].values()]
-        assert len([url for url in nested if url and url.startswith("http")]) == 4  # uploaded
-        template["Resources"] = {"T": {"Type": "AWS::SNS::Topic"}}
-        for section in ("Conditions", "Rules", "Outputs"):
-            template.pop(section, None)
-        return json.dumps(template)
-
-    monkeypatch.setattr("moto.cloudformation.responses.get_stack_from_s3_url", shortened)
-    monkeypatch.setitem(default_user_config, "lambda", {"use_docker": False})
-
-
-@pytest.mark.campaign
-@pytest.mark.long
-@pytest.mark.timeout(1200)  # two builds of each function
-@needs_sam
-@pytest.mark.usefixtures("cloudformation")
-def test_a_whole_deployment_in_another_region_than_the_default(
-    aws_environ: dict[str, str], bucket: str, tmp_path: Path
-) -> None:
-    """As documented, by sam: checked, built, uploaded, deployed, changed, destroyed. In a clone,
-    since `sam deploy --guided` saves its answers."""
-    url = aws_environ["AWS_ENDPOINT_URL"].replace("127.0.0.1", "localhost")  # as moto wants it
-    clone = tmp_path / "clone"
-    files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    for name in filter(None, files.split("\0")):
-        if (ROOT / name).exists() and not name.startswith(("tests/", "docs/", "bench/")):
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, clone / name, follow_symlinks=False)
-    subprocess.run(["git", "init", "--quiet"], cwd=clone, check=True)
-    for name in (".venv-sam", ".venv"):
-        if (ROOT / name).exists():
-            (clone / name).symlink_to(ROOT / name)
-    network = Network()
-    network.route(NatGatewayId=network.nat())
-    own = network.parameters | IMAGES | {"WithApiLogRole": "yes", "FlowsFile": "s3://b/a file"}
-    environ = {**os.environ, "AWS_ENDPOINT_URL": url, "SAM_CLI_TELEMETRY": "0"}
-    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
-        environ[name] = "us-west-2"
-
-    def run(*command: str, answers: str = "") -> str:
-        done = subprocess.run(
-            command, cwd=clone, env=environ, input=answers, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def deployed(**values: str) -> dict[str, str]:
-        (clone / "deploy.local.json").write_text(json.dumps(own | values))
-        run(".venv-sam/bin/sam", "build")
-        region = ("--region=eu-central-1", "--no-confirm-changeset")
-        # moto does not make the bucket that sam would make for itself.
-        where = ("--no-resolve-s3", f"--s3-bucket={bucket}")
-        run(".venv-sam/bin/sam", "deploy", *region, *where, "--no-fail-on-empty-changeset")
-        stacks = boto3.client("cloudformation").describe_stacks(StackName="batchway")["Stacks"]
-        return {one["ParameterKey"]: one["ParameterValue"] for one in stacks[0]["Parameters"]}
-
-    (clone / "deploy.local.json").write_text(json.dumps(own))
-    run("scripts/preflight", "--region=eu-central-1")
-    first = deployed()
-    assert first["VpcId"] == own["VpcId"]
-    assert first["FlowsFile"] == "s3://b/a file"
-    assert len(first["Release"]) == 64
-    again = deployed(MaxWorkers="3", FlowsFile="")
-    assert (again["MaxWorkers"], again["FlowsFile"]) == ("3", "")
-    assert again["Release"] != first["Release"]
-    destroyed = run("scripts/destroy", "--yes", "--region=eu-central-1")
-    assert "Left, and paid for" in destroyed
