@@ -121,6 +121,8 @@ def _flatten(reply: Any) -> list[Any]:
 
 
 FIT_POLICY = "noeviction"
+# Evicts only what has a time to live: no record, log or queue entry of an unfinished job has one.
+_POLICY_OF_ENDED = "volatile-"
 
 # The first Valkey that reverts all writes of a function whose block is incomplete in the
 # append-only file. No version of Redis does.
@@ -132,7 +134,14 @@ async def check_fitness(client: redis.asyncio.Redis) -> None:
     with broker_errors(client, "INFO"):  # INFO, since managed services have no CONFIG
         known = await repeated(lambda: client.info("memory", "persistence", "server"))
     policy = known.get("maxmemory_policy", FIT_POLICY)
-    if policy != FIT_POLICY:
+    if policy.startswith(_POLICY_OF_ENDED):  # it cannot be changed in ElastiCache Serverless
+        log.warning(
+            "if its memory is full, this Redis drops results, idempotency keys and callbacks early "
+            "(maxmemory-policy %s): set it to %s, or keep its maximum above what is stored",
+            policy,
+            FIT_POLICY,
+        )
+    elif policy != FIT_POLICY:
         raise BrokerUnfit(
             f"Redis would evict jobs when its memory is full: its maxmemory-policy is {policy}; "
             f"set it to {FIT_POLICY}"

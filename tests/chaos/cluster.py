@@ -12,12 +12,14 @@ import asyncio
 import random
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from contract.connection import end_tasks
 from contract.errors import BrokerUnavailable
 from contract.keys import Keys
 from contract.partitions import PartitionMap, open_partitions
@@ -67,7 +69,7 @@ class NodeLink(Link):
 
     async def close(self) -> None:
         if self._releasing is not None:
-            self._releasing.cancel()
+            await end_tasks(self._releasing)
         await super().close()
         await self._client.aclose()
 
@@ -138,6 +140,7 @@ class ChaosCluster:
         self._cluster = RedisCluster()
         self._shards: list[Shard] = []
         self._busy: set[str] = set()
+        self._open = AsyncExitStack()
         self.entry = self.new_entry()
 
     def new_entry(self) -> Link:
@@ -155,21 +158,21 @@ class ChaosCluster:
             self._shards.append(shard)
             for node, link in shard.links.items():
                 await link.start()
+                self._open.push_async_callback(link.close)
                 node.run("CONFIG", "SET", "cluster-announce-port", link.port)
         await self.entry.start()
+        self._open.push_async_callback(self.entry.close)
         ports = {link.port for shard in self._shards for link in shard.links.values()}
         await asyncio.to_thread(until, lambda: all(_names(n) == ports for n in self._cluster.nodes))
         for shard in self._shards:  # replicas come again, through the links
             shard.primary.run("CLIENT", "KILL", "TYPE", "replica")
         await asyncio.to_thread(until, self._cluster.is_whole)
-        self.shards = OpenShards(self.entry.url, self._namespace)
+        opened = OpenShards(self.entry.url, self._namespace)
+        self.shards = await self._open.enter_async_context(opened)
         await open_partitions(self.shards.ask, self._num_partitions)
 
     async def close(self) -> None:
-        for shard in self._shards:
-            for link in shard.links.values():
-                await link.close()
-        await self.entry.close()
+        await self._open.aclose()
 
     def stop(self) -> None:
         self._cluster.__exit__()

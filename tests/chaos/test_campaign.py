@@ -107,6 +107,22 @@ async def test_a_failover_resets_streams() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("awaits", [True, False])
+async def test_a_cluster_loses_what_its_replicas_had_not_received_and_nothing_that_was_awaited(
+    awaits: bool,
+) -> None:
+    """Four partitions: primaries die with their replicas behind, tenants move."""
+    fleet = FleetOptions(num_workers=2, num_callbacks=1, num_partitions=4, awaits=awaits)
+    kinds = ("primary kill -9", "replica promoted", "tenant moved", "partition added")
+    options = CampaignOptions(
+        6 if awaits else 3, seed=8, mean_gap_s=0.2, callers=FEW_CALLERS, fleet=fleet, kinds=kinds
+    )
+    report = await run_campaign(options)
+    assert_clean(report)
+    assert report.num_bytes_lost > 0
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "mistake", [Mistake.WORKER_FORGETS_THE_LOG, Mistake.GATEWAY_SKIPS_AN_EVENT]
 )

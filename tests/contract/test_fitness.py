@@ -1,4 +1,4 @@
-"""A warning about a Redis that could replay half of a function after a power failure."""
+"""Warnings about a Redis that could replay half of a function after a power failure, or evict."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -8,6 +8,7 @@ import redis.asyncio
 
 from contract import library
 from contract.connection import connect
+from contract.errors import BrokerUnfit
 from contract.keys import Keys
 from contract.library import check_fitness
 from infra.embedded_redis import EmbeddedRedis
@@ -25,6 +26,22 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[redis.asyncio
         client = connect(server.url, Keys("test"))
         yield client
         await client.aclose()
+
+
+@pytest.mark.parametrize("policy", ["volatile-lru", "volatile-ttl", "allkeys-lru"])
+async def test_a_policy_that_evicts_only_what_has_ended_is_a_warning(
+    client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    """ElastiCache Serverless has volatile-lru alone. One that evicts the queue is refused."""
+    await client.config_set("maxmemory-policy", policy)
+    if policy == "allkeys-lru":
+        with pytest.raises(BrokerUnfit, match="its maxmemory-policy is allkeys-lru"):
+            await check_fitness(client)
+        return
+    await check_fitness(client)
+    assert f"drops results, idempotency keys and callbacks early (maxmemory-policy {policy})" in (
+        caplog.text
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import redis.asyncio
 
 from contract.connection import connect
-from contract.errors import BrokerFull, BrokerUnavailable
+from contract.errors import BrokerFull, BrokerUnavailable, JobRefused
 from contract.function_types import Append
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus
@@ -73,6 +73,29 @@ async def test_jobs_are_refused_before_memory_is_full(
             return False
 
     await until(is_taken)
+
+
+async def test_jobs_are_refused_before_anything_is_evicted(
+    small_redis: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Where the server would evict what has a time to live, as ElastiCache Serverless does."""
+    functions = Functions(small_redis, keys)
+    await small_redis.config_set("maxmemory-policy", "volatile-lru")
+    await fill(small_redis, 0.5)
+    number = 0
+
+    async def submit_until_refused() -> None:
+        nonlocal number
+        for number in range(100_000):
+            terms = make_submission(idempotency_key=f"key-{number}", body_hash="hash")
+            await functions.submit(make_job(), terms)
+
+    with pytest.raises((BrokerFull, JobRefused)):
+        await submit_until_refused()
+    assert number > 20
+    assert (await small_redis.info("stats"))["evicted_keys"] == 0
+    names = [key async for key in small_redis.scan_iter(match=keys.of("idem", "*"))]
+    assert len(names) == number
 
 
 async def test_running_jobs_end_although_memory_is_full(

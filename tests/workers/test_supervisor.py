@@ -319,7 +319,7 @@ async def test_a_worker_ends_on_a_redis_that_evicts_keys(keys: Keys) -> None:
     """It could lose jobs silently: exit status 3, although the model is loaded."""
     with EmbeddedRedis() as server:
         client = connect(server.url, Keys("test"))
-        await client.config_set("maxmemory-policy", "volatile-ttl")
+        await client.config_set("maxmemory-policy", "allkeys-lru")
         await client.aclose()
         async with fleet(server.url, 1) as [worker]:
             assert await asyncio.to_thread(worker.wait, 30) == 3
