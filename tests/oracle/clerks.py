@@ -88,7 +88,7 @@ class Clerks:
                 failed=reported.failed + failed,
             )
         lease_s = 0.0 if gives_back else LEASE_S
-        bounds = {"lease_s": lease_s, "max_looks": max_looks, "max_jobs": max_jobs}
+        bounds: dict[str, Any] = {"lease_s": lease_s, "max_looks": max_looks, "max_jobs": max_jobs}
         known = None if reported is None else (_place(reported.cursor), _counts(reported))
         there = self._call("step", clerk.operation_id, clerk.token, reported=reported, **bounds)
         here = _told(
@@ -124,8 +124,8 @@ class Clerks:
         for operation_id, entry in self._there.entries.items():
             raw: Any = client.hgetall(keys.of("operation", operation_id))
             there = {name.decode(): value for name, value in raw.items()}
-            names = ("matched", "done", "failed", "lease", "finished")
-            numbers = tuple(int(there.get(name, 0)) for name in names)
+            fields = ("matched", "done", "failed", "lease", "finished")
+            numbers = tuple(int(there.get(name, 0)) for name in fields)
             found = there["state"].decode(), there.get("token", b"").decode(), *numbers
             known = *entry.counts, entry.lease_ms, entry.finished_ms or 0
             assert found == (entry.state.value, entry.token, *known), operation_id
@@ -135,7 +135,8 @@ class Clerks:
         known_open = {operation_id: entry.worked_ms for operation_id, entry in open_.items()}
         assert {name.decode(): int(at) for name, at in rows} == known_open, "open operations"
         for owner in owners:
-            listed = [each.id for each in self._call("of_owner", owner)]
+            names: Any = client.zrevrange(keys.of("operations", owner), 0, -1)
+            listed = [name.decode() for name in names]
             assert listed == self._there.of_owner(owner), f"the operations of {owner}"
 
     def _check_whole(self, operation_id: str) -> None:

@@ -93,7 +93,8 @@ class OperationsReference:
         if entry is None or entry.token != token or entry.lease_ms <= now_ms:
             raise LeaseLost(operation_id)
         entry.lease_ms = now_ms + int(lease_s * 1000)
-        tenant, ids, place = "", (), None
+        tenant, ids = "", tuple[str, ...]()
+        place: Place | None = None
         if entry.state is OperationState.RUNNING:
             if reported is not None:
                 entry.place, entry.counts = reported
