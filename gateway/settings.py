@@ -228,7 +228,7 @@ class GatewaySettings(BaseSettings):
     drain_s: NonNegativeFloat = _set(20.0, "how long streams may go on at shutdown")
     console: bool = _set(True, "whether `/`, `/docs` and `/console` are served; never on Lambda")
     worker_price: NonNegativeFloat = _set(
-        0.0, "of one worker for an hour; from it `/console` shows the cost of a million tokens and of jobs"
+        0.0, "of one worker for an hour; from it `/console` has the cost of tokens and jobs"
     )
     embedded_metrics: bool = _set(
         False, "whether counts are printed for CloudWatch after each request"

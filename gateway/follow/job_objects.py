@@ -283,15 +283,16 @@ def member_object(job: Job, member: Member, prices: Mapping[str, float]) -> Memb
         status = view.status
         num_tokens = _sums(calls) if calls else (view.num_prompt_tokens, view.num_output_tokens)
     used = Usage(**usage(job, *num_tokens))
-    return MemberObject(
-        model=run.model,
-        job_id=run.job_id,
-        status=public_status(status),
-        usage=used,
-        timings=None if view is None else _timings(view),
-        cost=cost_of(run.model, used, calls, prices),
-        members=calls or None,
-    )
+    fields: dict[str, Any] = {
+        "model": run.model,
+        "job_id": run.job_id,
+        "status": public_status(status),
+        "usage": used,
+        "timings": None if view is None else _timings(view),
+        "cost": cost_of(run.model, used, calls, prices),
+        "members": calls or None,
+    }
+    return MemberObject(**fields)
 
 
 def cost_of(

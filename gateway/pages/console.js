@@ -7,6 +7,7 @@ const PAST_S = 900;
 const SHORTEST_S = 120;
 const SHOWN_S = 60; // of the batch
 const REFRESH_S = 2; // of lists
+const MAX_HELD = 1000; // jobs that the feed names of a model
 let state = null;
 let pauses = [];
 const past = new Map(); // model -> points
@@ -89,11 +90,13 @@ function spread(name) {
 }
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const TIME_STEPS = [...[0.001, 0.01, 0.1, 1].flatMap((s) => [s, 2 * s, 5 * s]), 10, 20, 30, 60, 120, 300, 600, 1800, 3600]; // s
 const LINES = ["--accent", "--prefill", "--bad"];
 
 function axes(format) {
   const plain = { stroke: colour("--weak"), grid: { stroke: colour("--line"), width: 0.5 }, ticks: { stroke: colour("--line") } };
-  return [{ ...plain, space: 80 }, { ...plain, size: 70, values: (_, ticks) => ticks.map((tick) => format(tick)) }];
+  const steps = format === seconds ? { incrs: TIME_STEPS } : {};
+  return [{ ...plain, space: 80 }, { ...plain, ...steps, size: 70, values: (_, ticks) => ticks.map((tick) => format(tick)) }];
 }
 
 function ofTime(format) {
@@ -215,12 +218,13 @@ function tenantRow(row, _, all) {
 function workerRow(worker) {
   const late = worker.seen_s > 7.5;
   const isReady = worker.state === "ready";
+  const held = (state.held ?? []).filter((job) => job.worker === worker.incarnation).length; // now, not at its last word
   const [text, kind] = late ? ["silent", "bad"] : isReady ? ["ready", ""] : [`${worker.state} since ${clock(worker.since_s)}`, "warn"];
   const drain = button("Drain", act(`Drain the worker ${worker.incarnation}? It takes no more jobs, gives back those that do not end in time, and exits.`, `/v1/workers/${encodeURIComponent(worker.incarnation)}/drain`), `Drain ${worker.incarnation}`);
   const busy = worker.gpu_share === null ? "" : `, ${Math.round(100 * worker.gpu_share)} % busy`;
   const free = worker.num_running ? worker.num_free_blocks : worker.num_blocks;
   return h("tr", {}, cell(worker.incarnation, ""), cell(`${worker.device || "–"}${busy}`, ""), cell(worker.version, ""), h("td", { class: kind }, text),
-    cell(number(worker.num_jobs_held)), cell(number(worker.num_places)), cell(number(worker.num_running)), cell(number(worker.num_waiting)),
+    cell(number(isReady && state.held.length < MAX_HELD ? held : worker.num_jobs_held)), cell(number(worker.num_places)), cell(number(worker.num_running)), cell(number(worker.num_waiting)),
     cell(number(worker.num_blocks ? worker.num_blocks * worker.kv_usage : null)), cell(number(worker.num_cached_blocks)), cell(number(free - (worker.num_cached_blocks ?? 0))),
     cell(seconds(worker.seen_s)), h("td", {}, who.is_admin && worker.state !== "draining" ? drain : null));
 }
@@ -271,7 +275,7 @@ function drawBatch() {
   rows("held", held.map((job) => {
     const phase = job.first_token_ms ? "decode" : "prefill";
     return h("tr", {}, h("td", {}, jobLink(job.job_id)), cell(job.tenant, ""), cell(job.lane, ""), cell(phase, ""),
-      cell(seconds(state.at - (job.first_token_ms || job.claimed_ms) / 1000)), cell(number(job.num_prompt_tokens)),
+      cell(seconds(Math.max(0, state.at - (job.first_token_ms || job.claimed_ms) / 1000))), cell(number(job.num_prompt_tokens)),
       cell(number(job.num_output_tokens)), cell(number(job.max_output_tokens)), cell(number(job.attempt)));
   }));
 }
@@ -310,17 +314,23 @@ function drawStripes() {
 }
 
 let steps = null;
+let stepsOf = null; // the model that it shows
 function drawSteps() {
   const found = (state.steps ?? []).filter((each) => each.model === model()).sort((a, b) => a.batch - b.batch);
   if (!steps) {
     const series = [["measured"], ["predicted"]];
     const plain = axes(seconds);
+    plain[0].incrs = [1, 2, 4, 8, 16, 32, 64, 128, 256]; // no half sequences
     steps = new uPlot({
       width: Math.max(200, $("steps").clientWidth), height: 220, legend: { live: false }, cursor: { drag: { x: false, y: false } }, scales: { x: { time: false } }, axes: plain,
       series: [{ label: "sequences in a step" }, ...series.map(([label], i) => ({ label, stroke: colour(LINES[i]), width: 2, points: { show: true, size: 6 }, value: (_, value) => seconds(value) }))],
     }, [[], [], []], $("steps"));
     new ResizeObserver(() => steps.setSize({ width: Math.max(200, $("steps").clientWidth), height: 220 })).observe($("steps"));
   }
+  if (!found.length && stepsOf === model()) return; // what was computed last stays
+  stepsOf = model();
+  $("no-steps").hidden = found.length > 0;
+  $("steps").parentElement.hidden = found.length === 0;
   steps.setData([found.map((each) => each.batch), found.map((each) => each.took_s), found.map((each) => each.predicted_s)]);
 }
 
@@ -363,16 +373,16 @@ async function refreshJobs() {
   $("older").disabled = !lastId;
   for (const job of found.data) owners.set(job.id, job.tenant);
   rows("list", found.data.map((job) => h("tr", {}, h("td", {}, jobLink(job.id)), h("td", { class: tone(job.status) }, stateText(job)),
-    cell(job.tenant, ""), cell(job.lane, ""), cell(job.model, ""), cell(job.endpoint, ""), cell(clock(job.timings.queued_at), ""), cell(seconds(job.wait_s)), cell(took(job)),
+    cell(job.tenant, ""), cell(job.lane, ""), cell(job.model, ""), cell(job.endpoint, ""), cell(clock(job.timings.queued_at), ""), cell(seconds(job.wait_s)), cell(between(job.timings, "started_at", "finished_at")),
     cell(number(job.usage?.prompt_tokens)), cell(number(job.usage?.completion_tokens)), cell(job.error?.code ?? "", ""))));
   const dead = await attempt(() => json("/v1/callbacks/dead?limit=25"));
+  $("replay-dead").disabled = !dead?.data.length;
   rows("dead", (dead?.data ?? []).map((each) => h("tr", {}, h("td", {}, jobLink(each.id)), cell(each.type, ""), cell(number(each.attempts)), cell(each.last_error, "wrap"), cell(clock(each.died_at), ""),
     h("td", {}, button("Replay", act("Deliver this callback again?", `/v1/callbacks/dead/${each.id}/replay`), `Replay the callback of ${each.id}`)))));
   if (chosen) await refreshJob();
 }
 
 const stateText = (job) => (job.waiting_for === "worker" ? `waiting for a worker, expected in ${seconds(job.expected_start_s)}` : job.status);
-const took = ({ timings }) => (timings.started_at && timings.finished_at ? seconds(timings.finished_at - timings.started_at) : "–");
 
 function pathOf(id, what = "") {
   const owner = owners.get(id) ?? (state?.held ?? []).find((each) => each.job_id === id)?.tenant ?? who.tenant;
@@ -452,14 +462,15 @@ function tree(job) {
 
 function branch(call, from, to) {
   const { prompt_tokens, completion_tokens } = call.usage ?? {};
-  const facts = [`began ${clock(call.timings?.started_at)}`, `first token after ${since(call.timings, "first_token_at")}`, `took ${since(call.timings, "finished_at")}`,
+  const facts = [`began ${clock(call.timings?.started_at)}`, `waited ${between(call.timings, "queued_at", "started_at")}`,
+    `first token after ${between(call.timings, "started_at", "first_token_at")}`, `took ${between(call.timings, "started_at", "finished_at")}`,
     `${number(prompt_tokens)} in, ${number(completion_tokens)} out`, call.cost == null ? null : `cost ${money(call.cost)}`];
   const inner = (call.members ?? []).map((member) => branch(member, from, to));
   return h("li", {}, h("div", { class: "call" }, h("span", {}, jobLink(call.job_id), ` ${call.model}: `, h("span", { class: tone(call.status) }, call.status)), bar(call.timings, from, to),
     h("span", { class: "weak facts" }, facts.filter(Boolean).join("; "))), inner.length ? h("ul", { class: "tree" }, ...inner) : null);
 }
 
-const since = (timings, name) => (timings?.queued_at && timings[name] ? seconds(Math.max(0, timings[name] - timings.queued_at)) : "–");
+const between = (timings, from, to) => (timings?.[from] && timings[to] ? seconds(Math.max(0, timings[to] - timings[from])) : "–");
 
 function bar(timings, from, to) {
   const parts = timings ? phases(timings, to) : [];

@@ -5,18 +5,21 @@ is killed, and the answer goes on.
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
+import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
 from playwright.async_api import Browser, Page, TimeoutError, expect
 
 from tests.browser import chromium, needs_chromium
-from tests.infra.stack import running_demo_stack
+from tests.infra.stack import Stack, running_demo_stack
 
 pytestmark = [pytest.mark.anyio, needs_chromium, pytest.mark.campaign, pytest.mark.long]
 
@@ -24,7 +27,22 @@ _CHAT = "/v1/chat/completions"
 _ASKED = "Count from 1 to 90."
 _NUM_FLOOD = 120
 _ARGUMENTS = ("--workers=2", "--max-num-seqs=8")
-_ENVIRON = {"BATCHWAY_LANE_BOUNDS": "batch=20000"}
+_ENVIRON = {"BATCHWAY_LANE_BOUNDS": "batch=20000", "BATCHWAY_WORKER_PRICE": "1.8"}
+_STEPS = [
+    {"name": "draft", "model": "demo", "endpoint": "/v1/completions"}
+    | {"body": {"prompt": "{{ input.messages[-1].content }}", "max_tokens": 60}},
+    {"name": "final", "model": "demo", "endpoint": _CHAT}
+    | {"body": {"messages": [{"role": "user", "content": "{{ draft.choices[0].text }}"}]}},
+]
+_FLOWS = {
+    "models": [
+        {"name": "draft-and-edit", "pipeline": {"steps": _STEPS}},
+        {
+            "name": "vote",
+            "ensemble": {"members": ["demo", "demo", "draft-and-edit"], "combine": "vote"},
+        },
+    ]
+}
 _WAIT_MS = 60_000
 
 
@@ -35,7 +53,10 @@ async def test_a_flood_refusals_a_kill_and_an_answer_that_goes_on(tmp_path: Path
 
 async def tell(folder: Path) -> None:
     """Runs the story, and draws its pictures into the folder."""
-    with running_demo_stack(*_ARGUMENTS, environ=_ENVIRON) as stack:
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".yaml") as models,
+        _stack(models) as stack,
+    ):
         async with (
             httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
             chromium() as browser,
@@ -54,6 +75,7 @@ async def tell(folder: Path) -> None:
             await page.locator("#tab-batch").click()
             await expect(page.locator("#held tr")).to_have_count(8, timeout=_WAIT_MS)
             await page.screenshot(path=folder / "console-batch.png", full_page=True)
+            await _see_flow(http, page, folder / "console-flows.png")
 
             await page.goto("/")
             await page.locator("#said").fill(_ASKED, timeout=_WAIT_MS)
@@ -66,6 +88,25 @@ async def tell(folder: Path) -> None:
             assert await page.locator("#talk .said").last.text_content() == expected
             await page.screenshot(path=folder / "console-chat.png", full_page=True)
             await _see_resumed(browser, stack.url, killed, folder / "console-job.png")
+
+
+def _stack(models: IO[str]) -> AbstractContextManager[Stack]:
+    json.dump(_FLOWS, models)
+    models.flush()
+    return running_demo_stack(*_ARGUMENTS, f"--models={models.name}", environ=_ENVIRON)
+
+
+async def _see_flow(http: httpx.AsyncClient, page: Page, picture: Path) -> None:
+    """A flow in a flow: each call has its times and its cost."""
+    await page.locator("#tab-flows").click()
+    body = _body("Count from 1 to 20.", max_tokens=120) | {"model": "vote"}
+    answer = await http.post("/v1/jobs", json={"endpoint": _CHAT, "body": body})
+    assert answer.status_code == 202
+    calls = page.locator("#trees .call")
+    ended = calls.filter(has_text="succeeded").filter(has_text="cost")
+    await expect(ended).to_have_count(9, timeout=_WAIT_MS)
+    await expect(calls).to_have_count(9)  # six of `vote`; its pipeline is also listed by itself
+    await page.screenshot(path=picture, full_page=True)
 
 
 def _body(text: str, **fields: Any) -> dict[str, Any]:

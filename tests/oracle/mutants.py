@@ -11,7 +11,9 @@ class Mutant:
     name: str
     text: str
     instead: str
-    part: Literal["jobs", "outbox", "files"] = "jobs"  # the walk that exercises it most
+    part: Literal["jobs", "outbox", "files", "operations"] = (
+        "jobs"  # the walk that exercises it most
+    )
     seed: int = 0  # of the walk that is tried first: it found this one, which few do
 
     def apply(self, source: str) -> str:

@@ -66,6 +66,7 @@ from tests.oracle.reference_admission import (
 from tests.oracle.reference_fairness import MAX_BACK, MAX_PASSED, MAX_SKIPPED, Places, Shares, Turns
 from tests.oracle.reference_files import BatchesReference, FilesReference
 from tests.oracle.reference_memory import MAX_FORGOTTEN, PASSING_MS, log_bytes, need_of
+from tests.oracle.reference_operations import OperationsReference
 from tests.oracle.reference_outbox import OutboxReference
 from tests.oracle.reference_pools import WORKER_TTL_MS, Pool, Use
 from tests.oracle.reference_promises import Promises
@@ -135,6 +136,16 @@ class Record:
     def hash(self) -> str:
         return self.log[-1].hash if self.log else FIRST_HASH
 
+    def matches(self, wanted: Wanted) -> bool:
+        """By all filters but those of time."""
+        return (
+            (not wanted.statuses or self.state in wanted.statuses)
+            and (not wanted.lanes or self.lane in wanted.lanes)
+            and wanted.error_code in ("", self.code)
+            and wanted.model in ("", self.job.model)
+            and wanted.metadata.items() <= self.submission.metadata.items()
+        )
+
 
 class Reference:
     """One partition. Every method does what the function of its name does."""
@@ -148,6 +159,7 @@ class Reference:
         self.outbox = OutboxReference()
         self.files = FilesReference()
         self.batches = BatchesReference(self.files, self.outbox)
+        self.operations = OperationsReference(self)
         self._queues: dict[tuple[str, str, str], list[str]] = {}  # (model, lane, queue) → ids
         self._turns_of: dict[tuple[str, str], Turns] = {}  # (model, lane) → its tenants
         self._shares: dict[str, Shares] = {}  # model → its lanes
@@ -342,7 +354,7 @@ class Reference:
         for index, record in enumerate(looked):
             if record.created_ms <= wanted.created_after_ms:
                 return JobPage(tuple(views), "")
-            if _matches(record, wanted):
+            if record.matches(wanted):
                 if len(views) == max_jobs:
                     return JobPage(tuple(views), looked[index - 1].job.id)
                 views.append(_view(record))
@@ -1041,16 +1053,6 @@ def _fence(record: Record | None, incarnation: str, epoch: int) -> Verdict | Job
     if (record.owner, record.epoch) != (incarnation, epoch) or record.state not in _RUNNING:
         return Verdict.FENCED
     return None
-
-
-def _matches(record: Record, wanted: Wanted) -> bool:
-    return (
-        (not wanted.statuses or record.state in wanted.statuses)
-        and (not wanted.lanes or record.lane in wanted.lanes)
-        and wanted.error_code in ("", record.code)
-        and wanted.model in ("", record.job.model)
-        and wanted.metadata.items() <= record.submission.metadata.items()
-    )
 
 
 def _view(record: Record) -> JobView:

@@ -22,6 +22,7 @@ class OutboxEntry:
     taken: int | None = None  # number of the message that is on its way
     due_ms: int | None = None
     lease_ms: int | None = None
+    died_ms: int = 0
 
 
 class OutboxReference:
@@ -104,7 +105,7 @@ class OutboxReference:
             entry.failures += 1
             entry.state, entry.due_ms = OutboxState.DUE, now_ms + int(delay_s * 1000)
         else:
-            entry.state = _over(entry.kind, outcome)
+            entry.state, entry.died_ms = _over(entry.kind, outcome), now_ms
         return DoneVerdict.OK
 
     def replay(self, job_id: str, tenant: str, *, now_ms: int) -> OutboxState | None:

@@ -7,6 +7,8 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.oracle.files_mutants import FILES_MUTANTS
 from tests.oracle.files_walk import FilesWalk
 from tests.oracle.mutants import MUTANTS, Mutant
+from tests.oracle.operations_mutants import OPERATIONS_MUTANTS
+from tests.oracle.operations_walk import OperationsWalk
 from tests.oracle.outbox_mutants import OUTBOX_MUTANTS
 from tests.oracle.postal_walk import PostalWalk
 from tests.oracle.walk import Walk
@@ -16,10 +18,15 @@ from tests.oracle.whole_walk import Draws, walk
 # audit takes as long as ten steps: with one at every twelfth step, all mutants are found in half of
 # the time that it takes with one at every fourth.
 AUDIT_EVERY = 12
-WALKS: dict[str, Draws] = {"jobs": Walk, "outbox": PostalWalk, "files": FilesWalk}
+WALKS: dict[str, Draws] = {
+    "jobs": Walk,
+    "outbox": PostalWalk,
+    "files": FilesWalk,
+    "operations": OperationsWalk,
+}
 
 
-ALL = [*MUTANTS, *OUTBOX_MUTANTS, *FILES_MUTANTS]
+ALL = [*MUTANTS, *OUTBOX_MUTANTS, *FILES_MUTANTS, *OPERATIONS_MUTANTS]
 
 
 def test_every_mistake_can_be_planted() -> None:

@@ -10,9 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from contract.batches import BatchStatus
 from contract.function_types import Wanted, WorkerState
+from contract.operations import OperationState
 from contract.outbox import Outcome, Taken
 from infra.embedded_redis import EmbeddedRedis
 from tests.oracle.files_walk import FilesWalk
+from tests.oracle.operations_walk import OperationsWalk
 from tests.oracle.postal_walk import PostalWalk
 from tests.oracle.postmen import NOBODY
 from tests.oracle.reference_files import END_KINDS
@@ -97,6 +99,12 @@ FILES_REPLIES = {
     "batch_cancel": ("None", "cancelling", "finalizing", *ENDED_BATCHES),
     "batch_take": ("some", "nothing"),
     "batch_save": ("LeaseLost", "StatusChanged", *BatchStatus),
+}
+OPERATIONS_REPLIES = {
+    "operation_add": ("None", "OperationsFull"),
+    "operation_take": ("an operation", "None"),
+    "operation_step": ("LeaseLost", *OperationState),
+    "operation_stop": ("None", "cancelled", "completed"),
 }
 TIMES = 3
 MAX_STEPS = 60_000
@@ -282,7 +290,7 @@ def test_every_reply_of_every_function_is_reached(redis_server: EmbeddedRedis) -
     """
     counts = count_replies(redis_server.url, REPLIES, QuotingWalk, TIMES)
     known = {f"{name} {reply}" for name, replies in REPLIES.items() for reply in replies}
-    found = {reply for reply in counts if not reply.startswith("outbox_")}
+    found = {reply for reply in counts if not reply.startswith(("outbox_", "operation_"))}
     assert found <= {*known, "mine alone"}, "no reply is unknown to this test"
 
 
@@ -301,6 +309,15 @@ def test_every_reply_of_files_and_batches_is_reached(redis_server: EmbeddedRedis
     known = {f"{name} {reply}" for name, replies in FILES_REPLIES.items() for reply in replies}
     found = {reply for reply in counts if reply.startswith(("file_", "objects_", "batch_"))}
     assert found <= known
+
+
+@pytest.mark.timeout(600)
+def test_every_reply_of_operations_is_reached(redis_server: EmbeddedRedis) -> None:
+    """In a walk mostly of their calls."""
+    counts = count_replies(redis_server.url, OPERATIONS_REPLIES, OperationsWalk, TIMES)
+    known = {f"{name} {reply}" for name, replies in OPERATIONS_REPLIES.items() for reply in replies}
+    found = {reply for reply in counts if reply.startswith("operation_")}
+    assert found <= {*known, "operation_stop expired"}
 
 
 def count_replies(

@@ -5,11 +5,12 @@ from typing import TypeAlias
 
 from contract.library import library_source
 from tests.oracle.files_walk import FilesWalk
+from tests.oracle.operations_walk import OperationsWalk
 from tests.oracle.postal_walk import PostalWalk
 from tests.oracle.walk import Walk
 from tests.oracle.world import World
 
-Draws: TypeAlias = type[Walk] | type[PostalWalk] | type[FilesWalk]
+Draws: TypeAlias = type[Walk] | type[PostalWalk] | type[FilesWalk] | type[OperationsWalk]
 
 
 def walk(

@@ -52,9 +52,11 @@ from contract.library import library_source
 from contract.pauses import Line, Pause, Pauses
 from tests.clock import TEST_CLOCK, with_test_clock
 from tests.oracle.audit import Audit
+from tests.oracle.clerks import Clerks
 from tests.oracle.feeders import Feeders
 from tests.oracle.postmen import Postmen
 from tests.oracle.reference import Reference
+from tests.oracle.reference_operations import MAX_OPEN
 
 LANES = ("interactive", "batch")
 MIN_SHARES = {"batch": 0.3}
@@ -102,6 +104,9 @@ class World:
         source = with_test_clock(self.source)
         source = source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
         source = source.replace("MIN_LENGTHS = 5 ", f"MIN_LENGTHS = {MIN_LENGTHS} ")
+        source = source.replace(
+            "tonumber(argv[7])) then return {'FULL'}", f"{MAX_OPEN}) then return {{'FULL'}}"
+        )
         # The memory is as a step has set it, not as it is.
         source = source.replace("num_trusted = 0 ", "num_trusted = 2 ^ 52 ")
         self.client.function_load(source, replace=True)
@@ -112,6 +117,7 @@ class World:
         self.audit = Audit(self.client, self.keys)
         self.postmen = Postmen(self)
         self.feeders = Feeders(self)
+        self.clerks = Clerks(self)
         self._freeze_clock()
         self._hints: Any = self.client.pubsub(  # type: ignore[no-untyped-call]
             ignore_subscribe_messages=True
@@ -371,6 +377,7 @@ class World:
 
     def settle(self) -> None:
         """Without faults, as time passes, everything must end."""
+        self.clerks.settle()
         self.pass_time(10_000)
         self.sweep()  # perhaps the one after a restart
         self.pass_time(10_000)
@@ -405,6 +412,7 @@ class World:
             self._compare_records()
             self.postmen.compare()
             self.feeders.compare(TENANTS)
+            self.clerks.compare(TENANTS)
             self.audit.check()
 
     def _call(self, call: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> Any:
