@@ -76,4 +76,4 @@ def _is_signed(call: BaseHTTPRequestHandler, body: bytes) -> bool:
     expected = auth.signature(
         auth.string_to_sign(request, auth.canonical_request(request)), request
     )
-    return parts[1] == auth.scope(request) and parts[3] == expected
+    return (parts[1], parts[3]) == (auth.scope(request), expected)

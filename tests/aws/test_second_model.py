@@ -57,7 +57,7 @@ def given_to(part: str, template: str) -> dict[str, str]:
     def value(found: Any) -> str:
         match found:
             case {"Ref": name}:
-                return defaults.get(name, name)
+                return str(defaults.get(name, name))
             case {"Fn::Join": [separator, {"Ref": name}]}:
                 assert separator == ","
                 return defaults[name]

@@ -102,7 +102,7 @@ class Machine:
         compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
         [_, *options] = compose["services"]["redis"]["command"]
         options = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", option) for option in options]
-        where = ["--port", "0", "--unixsocket", self.socket, "--dir", self.redis]
+        where = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.redis)]
         server = subprocess.Popen(
             [find_server(), *options, *where],
             stdout=subprocess.DEVNULL,
