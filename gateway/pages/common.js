@@ -124,7 +124,7 @@ function askForKey() {
 
 export const seconds = (s) => {
   if (s === null || s === undefined) return "–";
-  if (s < 1) return `${Math.round(1000 * s)} ms`;
+  if (s < 1) return `${Math.round(1000 * Math.max(0, s))} ms`; // a server's clock may be ahead
   if (s < 90) return `${s.toFixed(s < 10 ? 1 : 0)} s`;
   return s < 5400 ? `${Math.round(s / 60)} min` : `${(s / 3600).toFixed(1)} h`;
 };
