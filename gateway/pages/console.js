@@ -146,7 +146,7 @@ function pausedBy(row) {
 function drawOverview() {
   const found = state.models.find((each) => each.name === model());
   const point = state.newest?.[model()];
-  const parts = found ? [`${found.name}: ${found.state}, ${found.workers} ${found.workers === 1 ? "worker" : "workers"}`] : [];
+  const parts = found ? [`${found.name}: ${found.state}${found.workers ? `, ${found.workers} ${found.workers === 1 ? "worker" : "workers"}` : ""}`] : [];
   if (found?.state === "starting") parts.push(`since ${clock(found.since_s)}, expected in ${seconds(found.ready_in_s)}`);
   if (found?.wanted !== null && found?.wanted !== undefined) parts.push(`${found.wanted} wanted`);
   if (found?.reason) parts.push(found.reason);
@@ -162,7 +162,7 @@ function drawOverview() {
   const refused = Object.entries(state.refusals ?? {}).map(([reason, num]) => `${num} ${reason}`);
   $("refusals").textContent = refused.length ? `Refused in the last ten seconds: ${refused.join(", ")}` : "";
   rows("tenants", tenants().map(tenantRow));
-  const starts = found?.ready_in_s !== null && found?.workers > 0 && who.sees_fleet ? [startRow(found)] : [];
+  const starts = found && found.ready_in_s !== null && who.sees_fleet ? [startRow(found)] : [];
   rows("workers", [...(state.workers ?? []).filter((each) => each.model === model()).map(workerRow), ...starts]);
 }
 
