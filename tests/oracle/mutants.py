@@ -670,4 +670,14 @@ MUTANTS = [
         "    table.insert(keys, lane_key(tag, 'active', model, lane.name))\n",
         "",
     ),
+    Mutant(
+        "a worker that is up again is told as draining",
+        "    redis.call('HDEL', pool, ASIDE .. incarnation)\n    return",
+        "    return",
+    ),
+    Mutant(
+        "a worker drains since its last heartbeat",
+        "redis.call('HSETNX', pool, ASIDE .. incarnation, now)",
+        "redis.call('HSET', pool, ASIDE .. incarnation, now)",
+    ),
 ]
