@@ -78,7 +78,7 @@ class NodeLink(Link):
         has what it had written."""
         if b"PSYNC" in command[:20] or b"REPLCONF" in command[:20]:
             await self.passes_replication.wait()
-        elif self._awaits and not reply.startswith(b"-") and not _writes_nothing(command):
+        elif self._awaits and not _shows_nothing(command, reply):
             future = asyncio.get_running_loop().create_future()
             self._held.append(future)
             self._has_held.set()
@@ -105,8 +105,10 @@ class NodeLink(Link):
                     future.set_exception(error)
 
 
-def _writes_nothing(command: bytes) -> bool:
-    return command.startswith((b"*1\r\n$4\r\nPING", b"*2\r\n$7\r\nCLUSTER"))
+def _shows_nothing(command: bytes, reply: bytes) -> bool:
+    """Replies that no write precedes: refusals, to the PING of a replica, and of the map of slots.
+    Messages to subscribers are held up too."""
+    return reply.startswith((b"-", b"+PONG")) or command.startswith(b"*2\r\n$7\r\nCLUSTER")
 
 
 class Shard:
