@@ -3,6 +3,8 @@
 All keys of a partition are in one slot of a cluster. Partition 0 holds the map and the tenants'
 homes; each partition holds the right to admit the tenants that live in it (lua/_homes.lua). Without
 a map there is partition 0 alone, and nothing here is asked.
+
+Over 300 lines: the map, the homes and the steps of a move, which are read together.
 """
 
 import hashlib

@@ -364,7 +364,8 @@ def test_a_master_is_a_host_and_a_port(master: str, capsys: pytest.CaptureFixtur
 def test_the_manifest_in_the_guide_runs_a_command_that_exists() -> None:
     """With the variables that LeaderWorkerSet sets in a pod."""
     blocks = code_blocks((ROOT / "docs" / "scaling.md").read_text())
-    [manifest] = [yaml.safe_load(b.text) for b in blocks if b.language == "yaml"]
+    manifests = [yaml.safe_load(b.text) for b in blocks if b.language == "yaml"]
+    [manifest] = [each for each in manifests if each["kind"] == "LeaderWorkerSet"]
     spec = manifest["spec"]["leaderWorkerTemplate"]
     [container] = spec["workerTemplate"]["spec"]["containers"]
     assert container["command"] == ["sh", "-c"]
