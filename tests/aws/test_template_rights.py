@@ -79,10 +79,10 @@ def test_the_cache_is_a_cluster_where_it_is_durable(is_durable: bool) -> None:
 
 
 def test_nothing_is_public() -> None:
-    """No public addresses, function URLs, open security groups or public buckets."""
+    """No public addresses, open security groups or public buckets; a function URL is IAM's."""
     kinds = {resource["Type"] for resource in transformed()["Resources"].values()}
+    assert {url["AuthType"] for url in of_type("AWS::Lambda::Url").values()} == {"AWS_IAM"}
     assert not kinds & {
-        "AWS::Lambda::Url",
         "AWS::ElasticLoadBalancingV2::LoadBalancer",
         "AWS::EC2::InternetGateway",
         "AWS::EC2::EIP",
