@@ -1,4 +1,7 @@
-"""One campaign: a fleet, its callers and faults, then a time without faults, and the checks."""
+"""One campaign: a fleet, its callers and faults, then a time without faults, and the checks.
+
+Over 300 lines: the steps of one run.
+"""
 
 import asyncio
 import contextlib

@@ -6,6 +6,8 @@ up before its primary is killed, so that a kill loses writes. With `awaits` a re
 replica has all that was written before it, as in services that log each write in two zones;
 without, at once. Servers keep nothing on disk: one that was killed starts again, empty, as a
 replica.
+
+Over 300 lines: the servers and the ports in front of them, which act together in a failover.
 """
 
 import asyncio

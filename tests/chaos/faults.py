@@ -5,6 +5,8 @@ effect.
 
 To add faults for another kind of process, give the fleet its seats, and add a row to `_KINDS` with
 a weight and a method.
+
+Over 300 lines: one short method for each fault.
 """
 
 import asyncio
