@@ -271,6 +271,8 @@ class ChaosCluster:
 
     async def _move_tenant(self) -> bool:
         homes = await self.shards.ask(0, lambda homes: homes.tenants())
+        if not homes:
+            return False
         tenant = self._rng.choice(sorted(homes))
         places = {*_active(await self.known())} - {homes[tenant].number}
         return await self._command(0, "move", tenant, self._rng.choice(sorted(places)))

@@ -69,6 +69,7 @@ REFUSED = {
     ("POST", "/v1/batches"),  # of no file
     ("POST", "/v1/batches/{batch_id}/cancel"),
     ("POST", "/v1/operations/{operation_id}/cancel"),
+    ("POST", "/v1/lanes/resume"),  # of what is not paused
 }
 
 
@@ -204,6 +205,10 @@ def generator() -> Any:
             del fields[other]  # see _ONLY_WITH_OTHERS
         fields["input"] = text
         schemas[name]["required"] = ["model", "input"]
+    pause = schemas["PauseBody"]  # of at least one thing that there is
+    name = pause["properties"]["tenant"]["anyOf"][0]
+    pause["required"] = ["tenant"]
+    pause["properties"] |= {"model": {"type": "string", "enum": [MODEL]}, "tenant": name}
     message = schemas["Message"]
     message["required"] = ["role", "content"]  # optional only for assistants
     message["properties"]["role"]["enum"].remove("tool")
