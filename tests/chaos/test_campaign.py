@@ -106,6 +106,7 @@ async def test_a_failover_resets_streams() -> None:
     assert report.num_bytes_lost > 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("awaits", [True, False])
 async def test_a_cluster_loses_what_its_replicas_had_not_received_and_nothing_that_was_awaited(
