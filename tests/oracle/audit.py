@@ -378,9 +378,13 @@ class Audit:
                 assert float(value) >= 0, f"no figure is negative: {key} {name}: holds {value}"
             if record.number("reserved"):
                 found[key] = {"reserved": record.number("reserved")}
-            expires = self.client.ttl(f"{self.keys.tag}:{key}") > 0
-            names = ["reserved", *(name for name in ("away", "away_bytes") if name in record)]
-            has = {name: record.number(name) for name in names}
+            names = ("reserved", "away", "away_bytes")
+            with self.client.pipeline() as pipe:  # at one moment: others may lower what is away
+                pipe.hmget(f"{self.keys.tag}:{key}", names)
+                pipe.ttl(f"{self.keys.tag}:{key}")
+                values, ttl_s = pipe.execute()
+            has = {n: int(value or 0) for n, value in zip(names, values, strict=True)}
+            expires = ttl_s > 0
             assert expires != any(has.values()), (
                 f"I15: idle ones go: {key} has {has}; it expires: {expires}"
             )
