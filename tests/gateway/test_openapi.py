@@ -69,8 +69,13 @@ REFUSED = {
     ("POST", "/v1/batches"),  # of no file
     ("POST", "/v1/batches/{batch_id}/cancel"),
     ("POST", "/v1/operations/{operation_id}/cancel"),
-    ("POST", "/v1/lanes/resume"),  # of what is not paused
 }
+# What is paused, so that it can be resumed.
+PAUSES = [
+    {"tenant": "paused", **lane, **model}
+    for lane in ({}, {"lane": "batch"})
+    for model in ({}, {"model": MODEL})
+]
 
 
 async def work(redis_url: str, has_begun: threading.Event, ending: threading.Event) -> None:
@@ -117,6 +122,8 @@ def url(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -
     store = str(tmp_path_factory.mktemp("objects"))
     gateway = running_gateway(make_settings(redis_server.url, object_store=store))
     with running_worker(redis_server.url), gateway as url:
+        for pause in PAUSES:
+            assert httpx.post(f"{url}/v1/lanes/pause", json=pause).status_code == 200
         yield url
 
 
@@ -205,10 +212,9 @@ def generator() -> Any:
             del fields[other]  # see _ONLY_WITH_OTHERS
         fields["input"] = text
         schemas[name]["required"] = ["model", "input"]
-    pause = schemas["PauseBody"]  # of at least one thing that there is
-    name = pause["properties"]["tenant"]["anyOf"][0]
-    pause["required"] = ["tenant"]
-    pause["properties"] |= {"model": {"type": "string", "enum": [MODEL]}, "tenant": name}
+    schemas["PauseBody"]["required"] = ["tenant"]
+    for name, value in PAUSES[-1].items():
+        schemas["PauseBody"]["properties"][name] = {"type": "string", "enum": [value]}
     message = schemas["Message"]
     message["required"] = ["role", "content"]  # optional only for assistants
     message["properties"]["role"]["enum"].remove("tool")

@@ -14,7 +14,8 @@ from tests.infra.processes import wait_until
 from tests.infra.test_one_machine import KINDS, Machine, ask, job, places, recipe, text_of
 
 __all__ = ["places"]
-pytestmark = pytest.mark.e2e
+# test_one_machine.py shows the same of a copy that stands still.
+pytestmark = [pytest.mark.e2e, pytest.mark.campaign, pytest.mark.long]
 
 LENGTHS = (5, 15, 80)  # tokens, by the number of a prompt
 NUM_CALLERS = 3
