@@ -53,6 +53,7 @@ async def test_a_running_call_has_the_times_that_it_has_reached(
     await ended(flows, job_id)
 
 
+@pytest.mark.campaign
 @needs_chromium
 async def test_a_flow_costs_the_sum_of_its_calls_at_the_console_s_price(
     redis_server: EmbeddedRedis,
