@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
-import certifi
 import pytest
 import redis.asyncio
 from hypothesis import HealthCheck, settings
@@ -42,14 +41,15 @@ if (_isa := os.environ.get("BATCHWAY_CPU_ISA", "")) in _LIMITS:
     os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"] = _LIMITS[_isa]
 
 
-# httpx reads the trusted certificates for each client, in 20 ms: clients in tests share them.
+# httpx reads the trusted certificates for each client, in 20 ms: clients in tests share them. They
+# are certifi's, or those that SSL_CERT_FILE names.
 _make_context = ssl.create_default_context
-_trusted = functools.cache(lambda: _make_context(cafile=certifi.where()))
+_trusted = functools.cache(lambda cafile: _make_context(cafile=cafile))
 
 
 def _context(*args: Any, **options: Any) -> ssl.SSLContext:
-    shares = not args and options == {"cafile": certifi.where()}
-    return _trusted() if shares else _make_context(*args, **options)
+    shares = not args and options.keys() == {"cafile"}
+    return _trusted(options["cafile"]) if shares else _make_context(*args, **options)
 
 
 ssl.create_default_context = _context

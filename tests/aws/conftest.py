@@ -48,8 +48,10 @@ async def running_function(settings: GatewaySettings) -> AsyncIterator[Invoke]:
         def invoke(event: dict[str, Any], context: Any = None) -> Any:
             return loop.run_in_executor(thread, function, event, context)
 
-        yield invoke
-        await loop.run_in_executor(thread, function.close)
+        try:
+            yield invoke
+        finally:
+            await loop.run_in_executor(thread, function.close)
 
 
 @pytest.fixture(scope="session")

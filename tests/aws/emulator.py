@@ -68,17 +68,20 @@ async def serving_web(environ: Mapping[str, str]) -> AsyncIterator[str]:
         stderr=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
     )
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-        while True:
-            try:
-                assert (await http.get("/livez")).status_code == 200
-                break
-            except httpx.ConnectError:
-                assert process.returncode is None
-                await asyncio.sleep(0.05)
-    yield f"http://127.0.0.1:{port}"
-    process.terminate()
-    await process.wait()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            while True:
+                try:
+                    assert (await http.get("/livez")).status_code == 200
+                    break
+                except httpx.ConnectError:
+                    assert process.returncode is None
+                    await asyncio.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
 
 
 class Emulator:

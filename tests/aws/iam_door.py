@@ -54,10 +54,12 @@ def function_url(stream_url: str) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Door)
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    serving.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
 
 
 def _is_signed(call: BaseHTTPRequestHandler, body: bytes) -> bool:

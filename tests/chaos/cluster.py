@@ -220,6 +220,8 @@ class ChaosCluster:
         shard = self._rng.choice(self._shards)
         killed, link = shard.primary, shard.links[shard.primary]
         begun_s = asyncio.get_running_loop().time()
+        before = killed.run("INFO", "replication")["master_repl_offset"]
+        await asyncio.to_thread(until, lambda: shard.replica.run("ROLE")[4] >= before)
         link.passes_replication.clear()
         await asyncio.sleep(self._rng.uniform(0.1, MAX_LAG_S))
         killed.run("CLIENT", "PAUSE", 60_000, "WRITE")
@@ -229,8 +231,9 @@ class ChaosCluster:
         link.drop_all()
         link.passes_replication.set()
         await self._takes_over(shard)
-        lost = written - shard.primary.run("INFO", "replication")["second_repl_offset"] + 1
-        if lost > 0:
+        kept = shard.primary.run("INFO", "replication")["second_repl_offset"] - 1
+        assert kept >= before, "the replica had what was acknowledged before the loss"
+        if (lost := written - kept) > 0:
             self.num_bytes_lost += lost
             ended_s = asyncio.get_running_loop().time()
             self.cuts.append(Cut(begun_s, ended_s, shard.number))

@@ -17,10 +17,6 @@ from typing import NamedTuple
 from contract.events import End, LogEntry, Tokens
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
 
-# What `appendfsync everysec` may lose: one second, and while the disk is busy the two seconds by
-# which Redis delays a write.
-LOSS_S = 3.0
-
 Output = Mapping[int, Sequence[int]]  # token ids by choice
 
 
@@ -44,7 +40,8 @@ class Violation:
 
 
 class Cut(NamedTuple):
-    """A power cut, or a failover; `shard` of a cluster."""
+    """A power cut, or a failover. Redis kept what it had acknowledged before `begun_s`. `shard`: of
+    a cluster."""
 
     begun_s: float
     ended_s: float
@@ -89,13 +86,13 @@ class Story:
     @property
     def may_have_lost(self) -> bool:
         """Whether a power cut may have lost something that was acknowledged at this time."""
-        return self._was_cut_by(self.last_news_s + LOSS_S)
+        return self._was_cut_by(self.last_news_s)
 
     @property
     def is_excused(self) -> bool:
-        """Whether the job itself may have been lost: its caller learned of it just before a power
-        cut or later."""
-        return self._was_cut_by(self.accepted_s + LOSS_S)
+        """Whether the job itself may have been lost: its caller learned of it when a power cut
+        took what was written, or later."""
+        return self._was_cut_by(self.accepted_s)
 
     def _was_cut_by(self, last_s: float) -> bool:
         return any(

@@ -21,13 +21,13 @@ from tests.chaos.ledger import Cut
 from tests.chaos.proxy import Link
 
 FSYNC_EVERY_S = 1.0  # what `everysec` may lose
+LOSS_S = 3.0  # and with the two seconds by which Redis delays a write while the disk is busy
 MAX_LAG_S = 0.5  # of a replica
 _SAMPLE_S = 0.05
 
 
 class ChaosRedis:
-    """One server on one data directory. `cuts_s` holds the begin and end (monotonic) of each power
-    cut."""
+    """One server on one data directory. `cuts_s` holds each power cut and failover (monotonic)."""
 
     def __init__(self, data_dir: Path, fsync: Fsync, rng: random.Random) -> None:
         self.fsync = fsync
@@ -104,7 +104,7 @@ class ChaosRedis:
         path, num_bytes = await keep(links)
         lost = path.stat().st_size - num_bytes
         os.truncate(path, num_bytes)
-        self.cuts_s.append(Cut(begun_s, time.monotonic()))
+        self.cuts_s.append(Cut(begun_s - LOSS_S, time.monotonic()))
         self._sizes.clear()
         for link in links:
             link.drop_all()  # with the replies that they hold
@@ -144,7 +144,7 @@ class ChaosRedis:
             self._embedded, self._data_dir = replica, data_dir
             if self._is_over:
                 replica.stop()
-        self.cuts_s.append(Cut(begun_s, time.monotonic()))
+        self.cuts_s.append(Cut(begun_s - LOSS_S, time.monotonic()))
         self._sizes.clear()
         for link in links:
             link.drop_all()

@@ -240,7 +240,7 @@ def test_only_losses_by_a_power_cut_are_excused() -> None:
     """A job accepted just before the cut, or whose id no client has, may vanish. A job known for
     long may not, and none may without a power cut."""
     now_s = 100.0
-    ledger = Ledger(cuts_s=[Cut(110.0, 110.2)], clock_s=lambda: now_s)
+    ledger = Ledger(cuts_s=[Cut(107.0, 110.2)], clock_s=lambda: now_s)
     old = make_story(ledger)
     now_s = 109.5
     young = make_story(ledger)
@@ -267,7 +267,7 @@ def test_output_that_a_power_cut_took_may_be_split_otherwise() -> None:
             story.receive(event(number, number))
         story.connect(0)
         story.receive(event(1, 1))
-    ledger.cuts_s = [Cut(110.0, 110.2)]
+    ledger.cuts_s = [Cut(107.0, 110.2)]
     now_s = 111.0
     split, wrong = stories
     split.receive(event(2, 2, 3, 4))

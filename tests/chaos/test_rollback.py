@@ -32,12 +32,15 @@ def append_only_file(data_dir: Path) -> Path:
 async def power_failing_redis(
     data_dir: Path, keys: Keys
 ) -> AsyncIterator[tuple[EmbeddedRedis, Caller]]:
-    """A server whose append-only file may be cut, and a caller of it."""
-    with EmbeddedRedis(data_dir) as server:
+    """A server whose append-only file may be cut, and a caller of it. A write is in the file before
+    it is answered: with `everysec` it waits while older writes are synced."""
+    with EmbeddedRedis(data_dir, fsync="always") as server:
         client = connect(server.url, Keys("test"))
         await ensure_library(client)
-        yield server, Caller(Functions(client, keys), client, keys)
-        await client.aclose()
+        try:
+            yield server, Caller(Functions(client, keys), client, keys)
+        finally:
+            await client.aclose()
 
 
 def assert_exact(job: Job, answer: Answer) -> None:
