@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from bench.processes import Server, below, part_of, processor_s, running_batchway
+from contract.telemetry.metrics_reader import MetricsSamples
 from infra.measure.load import Caller, Load, run_load
 from infra.measure.workloads import WorkloadRequest, arriving, draw_arrivals, log_uniform_workload
 from infra.tables import markdown_table, percentile, write
@@ -53,7 +54,7 @@ class Turn:
     is_beside: bool
     ttft_p50_s: float
     ttft_p99_s: float
-    batch_lines_per_s: float
+    batch_tokens_per_s: float
     processor_s: dict[str, float]
 
 
@@ -93,6 +94,12 @@ class BatchClient:
 
     async def num_done(self, batch_id: str) -> int:
         return int((await self._ask("GET", f"batches/{batch_id}"))["request_counts"]["completed"])
+
+    async def num_tokens(self) -> float:
+        """The output tokens of all lines so far: lines are counted by parts of a batch."""
+        url = self._http.base_url.copy_with(path="/metrics")
+        page = MetricsSamples.parse((await self._http.get(url)).text)
+        return page.value("batchway_generation_tokens_total", lane="batch")
 
     async def cancel(self, batch_id: str) -> None:
         """Cancels a batch. Returns once it has ended."""
@@ -185,16 +192,14 @@ async def run_turns(server: Server, shape: Shape, num_lines: int, rounds: int) -
         for number in range(2 * (rounds + 1)):
             content = lines_of(shape, num_lines, f"{number}") if number % 2 else b""
             async with _batch(batches, content) as batch_id:
-                num_before = await batches.num_done(batch_id) if batch_id else 0
-                before = processor_s(server.pid)
+                num_before, before = await batches.num_tokens(), processor_s(server.pid)
                 ttfts_s, wall_s = await _call(http, shape, number)
                 used_s = _used_s(before, server.pid)
-                num_after = await batches.num_done(batch_id) if batch_id else 0
-                if batch_id and num_after == num_lines:
+                num_tokens = await batches.num_tokens() - num_before
+                if batch_id and await batches.num_done(batch_id) == num_lines:
                     raise RuntimeError("the batch ended before the calls: give it more lines")
             p50_s, p99_s = (percentile(ttfts_s, share) or 0.0 for share in (0.5, 0.99))
-            lines_per_s = (num_after - num_before) / wall_s
-            turns.append(Turn(bool(batch_id), p50_s, p99_s, lines_per_s, used_s))
+            turns.append(Turn(bool(batch_id), p50_s, p99_s, num_tokens / wall_s, used_s))
             print(turns[-1], file=sys.stderr, flush=True)
     return turns[2:]
 
@@ -239,14 +244,12 @@ def beside_tables(turns: Sequence[Turn], shape: Shape) -> str:
         ratio = f"{beside / alone:.2f}"
         rows.append([label, f"{1000 * alone:.1f} ms", f"{1000 * beside:.1f} ms", ratio])
     besides = [turn for turn in turns if turn.is_beside]
-    lines_per_s = statistics.median(turn.batch_lines_per_s for turn in besides)
-    batch = (
-        f"the batch: {lines_per_s:.1f} lines/s, {lines_per_s * shape.num_line_output:.0f} tokens/s"
-    )
+    tokens_per_s = statistics.median(turn.batch_tokens_per_s for turn in besides)
     used = [["processor time beside the batch", "cores"]]
     for part in besides[0].processor_s:
         seconds = statistics.median(turn.processor_s.get(part, 0.0) for turn in besides)
         used.append([part, f"{seconds / shape.turn_s:.2f}"])
+    batch = f"the batch: {tokens_per_s:.0f} tokens/s"
     return "\n\n".join([markdown_table(rows), batch, markdown_table(used)])
 
 

@@ -28,7 +28,6 @@ from infra.tables import markdown_table
 NUM_JOBS = 2_000  # of each run
 NUM_APPENDS = 500  # of steps, each with as many jobs as a worker runs
 NUM_STREAMS = 64
-NUM_TASKS = 16
 _TERMS = {"lease_s": 3600.0, "max_jobs": NUM_STREAMS, "max_tokens": 2**40}
 
 
@@ -141,7 +140,7 @@ def _job(tenant: str, partition: int) -> Job:
     )
 
 
-async def run(num_partitions: int, num_rounds: int) -> list[tuple[str, ...]]:
+async def run(num_partitions: int, num_rounds: int, num_tasks: int) -> list[tuple[str, ...]]:
     rows = list[tuple[str, ...]]()
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(EmbeddedRedis()) for _ in range(num_partitions)]
@@ -150,7 +149,7 @@ async def run(num_partitions: int, num_rounds: int) -> list[tuple[str, ...]]:
         for _ in range(num_rounds):
             await fleet.open()
             calls = iter(submissions(fleet))
-            found["submit"].append(await measure(fleet, [calls] * NUM_TASKS, NUM_JOBS))
+            found["submit"].append(await measure(fleet, [calls] * num_tasks, NUM_JOBS))
             found["append"].append(await measure(fleet, await appends(fleet), NUM_APPENDS))
         for client in fleet.clients:
             await client.aclose()
@@ -166,11 +165,12 @@ async def run(num_partitions: int, num_rounds: int) -> list[tuple[str, ...]]:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tasks", type=int, default=16, help="submissions at once (default: 16)")
     options = parser.parse_args()
     head = "call", "partitions", "calls/s", "function µs", "server µs", "calls/s of a server"
     rows = list[tuple[str, ...]]()
     for num_partitions in (1, 2, 4):
-        rows += await run(num_partitions, options.rounds)
+        rows += await run(num_partitions, options.rounds, options.tasks)
     print(markdown_table([head, *sorted(rows, key=lambda row: row[0], reverse=True)]))
 
 
