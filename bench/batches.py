@@ -99,7 +99,7 @@ class BatchClient:
         """The output tokens of all lines so far: lines are counted by parts of a batch."""
         url = self._http.base_url.copy_with(path="/metrics")
         page = MetricsSamples.parse((await self._http.get(url)).text)
-        return page.value("batchway_generation_tokens_total", lane="batch")
+        return page.value("generation_tokens_total", lane="batch")
 
     async def cancel(self, batch_id: str) -> None:
         """Cancels a batch. Returns once it has ended."""

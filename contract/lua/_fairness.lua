@@ -40,6 +40,9 @@ end
 -- The sum of the weights of all other tenants with waiting jobs in the lane, but paused ones.
 function fairness.weight_of_others(tag, model, lane, tenant, paused)
   local active = lane_key(tag, 'active', model, lane)
+  if not paused and redis.call('EXISTS', tag .. ':weights') == 0 then
+    return redis.call('ZCARD', active) - (redis.call('ZSCORE', active, tenant) and 1 or 0)
+  end
   local names = redis.call('ZRANGE', active, 0, MAX_WEIGHED - 1)
   if #names == 0 then return 0 end
   local sum = #names < MAX_WEIGHED and 0 or redis.call('ZCARD', active) - MAX_WEIGHED

@@ -170,9 +170,9 @@ end
 
 -- Adds a job's entry to a queue stream.
 local function add_entry(key, job)
-  if redis.call('EXISTS', key) == 0 then
-    redis.call('XGROUP', 'CREATE', key, GROUP, '0', 'MKSTREAM')
-  end
+  local entry = redis.call('XADD', key, 'NOMKSTREAM', '*', 'id', job.id, 'cost', job.cost)
+  if entry then return entry end
+  redis.call('XGROUP', 'CREATE', key, GROUP, '0', 'MKSTREAM')
   return redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
 end
 
