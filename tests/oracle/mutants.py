@@ -39,6 +39,16 @@ MUTANTS = [
         "  if true then\n    observe",
     ),
     Mutant(
+        "a tenant waits behind itself, as long as all weigh the same",
+        "(redis.call('ZSCORE', active, tenant) and 1 or 0)",
+        "0",
+    ),
+    Mutant(
+        "tenants that weigh the same do not wait for each other",
+        "return redis.call('ZCARD', active) - ",
+        "return 0 * ",
+    ),
+    Mutant(
         "the first claim is forgotten for the next",
         "'claimed', job.claimed or now,",
         "'claimed', now,",
