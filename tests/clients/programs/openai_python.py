@@ -161,7 +161,8 @@ def streamed_tools():
         deltas = [event for event in stream if "arguments.delta" in event.type]
         [call] = stream.get_final_completion().choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == ARGUMENTS, call
-    assert len(deltas) > 1
+    # One by one, or several at once where a busy gateway was behind.
+    assert "".join(event.arguments_delta for event in deltas) == call.function.arguments
 
 
 @works("tools, required")
