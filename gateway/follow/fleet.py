@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,7 @@ class FleetWatch:
         self.prices: dict[str, float] = {}
         self._joined: dict[str, tuple[set[str], float]] = {}  # workers, when the last one came
         self.state: dict[str, Any] = {}
+        self._has_jobs = False  # in `state`: they are read while somebody watches
 
     async def run(self) -> None:
         """Looks at the fleet until it is cancelled."""
@@ -96,15 +97,16 @@ class FleetWatch:
                 continue
             self._woken.clear()
 
-    async def states(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the state at once and after each look."""
+    async def states(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the state and then that of each look, once the jobs are in it."""
         with self._watching():
-            if self.state:
+            if self._has_jobs:
                 yield self.state
             while True:
                 async with self._looked:
                     await self._looked.wait()
-                yield self.state
+                if self._has_jobs:
+                    yield self.state
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -120,7 +122,7 @@ class FleetWatch:
 
         found, snapshots = await families(self._gateway)
         if snapshots is None:
-            await self._tell({**self.state, "at": time.time(), "is_broker_up": False})
+            await self._tell({**self.state, "at": time.time(), "is_broker_up": False}, True)
             return
         now_s, samples = time.time(), MetricsSamples.of(found)
         while len(self._recent) > 1 and now_s - self._recent[1][0] >= _WINDOW_S:
@@ -131,7 +133,8 @@ class FleetWatch:
         gained, window_s = samples, None
         if before is not None:
             gained, window_s = samples.since(before[1]), now_s - before[0]
-        models = snapshots if self._num_watching else ()
+        is_watched = self._num_watching > 0
+        models = snapshots if is_watched else ()
         watched = {model: await self._watch(model) for model in models}
         some = next(iter(watched.values()), None)
         state = {
@@ -154,10 +157,10 @@ class FleetWatch:
         if window_s:
             self._note_points(now_s, gained, window_s, snapshots)
             self._note_prices()
-        await self._tell(state)
+        await self._tell(state, is_watched)
 
-    async def _tell(self, state: dict[str, Any]) -> None:
-        self.state = state
+    async def _tell(self, state: dict[str, Any], has_jobs: bool) -> None:
+        self.state, self._has_jobs = state, has_jobs
         async with self._looked:
             self._looked.notify_all()
 

@@ -1,7 +1,9 @@
 """The pages over HTTP: their policy, sessions of browsers, and who sees what in the feed."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -9,8 +11,12 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms, Scope
+from contract.connection import end_tasks
 from contract.keys import Keys
+from gateway.follow.fleet import FleetWatch
+from gateway.redis.broker import Broker
 from gateway.redis.key_ring import csrf_token
+from gateway.state import Gateway
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -169,6 +175,27 @@ async def test_tenants_see_their_own_and_operators_all(
     state = await first_state(fresh)
     assert {row["tenant"] for row in (*state["held"], *state["waiting"])} <= {"own"}
     assert not {"workers", "lanes", "engines", "refusals", "newest"} & state.keys()
+
+
+async def test_the_first_state_has_the_jobs(
+    fresh: httpx.AsyncClient, idle_worker: FakeWorker, redis_server: EmbeddedRedis
+) -> None:
+    """Also after looks that nobody watched, which read no jobs."""
+    assert (await fresh.post("/v1/jobs", json=JOB)).status_code == 202
+    settings = make_settings(redis_server.url)
+    gateway = Gateway(settings, Broker(settings))
+    watch = FleetWatch(gateway)
+    looking = asyncio.create_task(watch.run())
+
+    async def has_looked() -> bool:
+        return bool(watch.state)
+
+    await until(has_looked)
+    assert watch.state["waiting"] == []
+    async with aclosing(watch.states()) as states:
+        assert len((await anext(states))["waiting"]) == 1
+    await end_tasks(looking)
+    await gateway.broker.aclose()
 
 
 async def test_a_worker_is_drained_by_an_operator_alone(
