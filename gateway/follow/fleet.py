@@ -65,9 +65,9 @@ async def families(gateway: Gateway) -> "tuple[list[Family], Mapping[str, FleetS
 
 
 class FleetWatch:
-    """What one gateway process knows of the fleet. `state`: now, as JSON values, with the fleet's
-    `points` of the last 15 minutes by model; `prices`: of a million output tokens by model, while
-    it made some, from the price of a worker."""
+    """What one gateway process knows of the fleet. `state`: now, as JSON values, {} where nobody
+    watches; `points`: the last 15 minutes by model; `prices`: of a million output tokens by model,
+    while it made some, from the price of a worker."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -79,7 +79,6 @@ class FleetWatch:
         self.prices: dict[str, float] = {}
         self._joined: dict[str, tuple[set[str], float]] = {}  # workers, when the last one came
         self.state: dict[str, Any] = {}
-        self._has_jobs = False  # in `state`: they are read while somebody watches
 
     async def run(self) -> None:
         """Looks at the fleet until it is cancelled."""
@@ -98,15 +97,14 @@ class FleetWatch:
             self._woken.clear()
 
     async def states(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields the state and then that of each look, once the jobs are in it."""
+        """Yields the state, at once where somebody watches already, and after each look."""
         with self._watching():
-            if self._has_jobs:
+            if self.state:
                 yield self.state
             while True:
                 async with self._looked:
                     await self._looked.wait()
-                if self._has_jobs:
-                    yield self.state
+                yield self.state
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -122,45 +120,47 @@ class FleetWatch:
 
         found, snapshots = await families(self._gateway)
         if snapshots is None:
-            await self._tell({**self.state, "at": time.time(), "is_broker_up": False}, True)
+            await self._tell({**self.state, "at": time.time(), "is_broker_up": False})
             return
         now_s, samples = time.time(), MetricsSamples.of(found)
         while len(self._recent) > 1 and now_s - self._recent[1][0] >= _WINDOW_S:
             self._recent.popleft()
         before = self._recent[0] if self._recent else None
         self._recent.append((now_s, samples))
-        read = look(samples, *((before[1], now_s - before[0]) if before else ()))
         gained, window_s = samples, None
         if before is not None:
             gained, window_s = samples.since(before[1]), now_s - before[0]
-        is_watched = self._num_watching > 0
-        models = snapshots if is_watched else ()
-        watched = {model: await self._watch(model) for model in models}
-        some = next(iter(watched.values()), None)
-        state = {
-            "at": now_s,
-            "is_broker_up": read.is_broker_up,
-            "open_streams": read.open_streams,
-            "refusals": read.refusals,
-            "lanes": [asdict(row) for row in read.lanes],
-            "engines": [asdict(row) for row in read.engines],
-            "workers": [*_workers(snapshots)],
-            "waiting": [_with(model, row) for model, w in watched.items() for row in w.waiting],
-            "held": [_with(model, row) for model, w in watched.items() for row in w.held],
-            "steps": _steps(gained),
-            "deliveries": _by_label(samples, "webhook_deliveries_total", "outcome"),
-            "callbacks": some and [some.num_due_callbacks, some.num_dead_callbacks],
-            "models": await self._models(snapshots, samples),
-            "worker_price": self._gateway.settings.worker_price,
-            "prices": self.prices,
-        }
         if window_s:
             self._note_points(now_s, gained, window_s, snapshots)
             self._note_prices()
-        await self._tell(state, is_watched)
+        if not self._num_watching:
+            self.state = {}
+            return
+        read = look(samples, *((before[1], now_s - before[0]) if before else ()))
+        watched = {model: await self._watch(model) for model in snapshots}
+        some = next(iter(watched.values()), None)
+        await self._tell(
+            {
+                "at": now_s,
+                "is_broker_up": read.is_broker_up,
+                "open_streams": read.open_streams,
+                "refusals": read.refusals,
+                "lanes": [asdict(row) for row in read.lanes],
+                "engines": [asdict(row) for row in read.engines],
+                "workers": [*_workers(snapshots)],
+                "waiting": [_with(model, row) for model, w in watched.items() for row in w.waiting],
+                "held": [_with(model, row) for model, w in watched.items() for row in w.held],
+                "steps": _steps(gained),
+                "deliveries": _by_label(samples, "webhook_deliveries_total", "outcome"),
+                "callbacks": some and [some.num_due_callbacks, some.num_dead_callbacks],
+                "models": await self._models(snapshots, samples),
+                "worker_price": self._gateway.settings.worker_price,
+                "prices": self.prices,
+            }
+        )
 
-    async def _tell(self, state: dict[str, Any], has_jobs: bool) -> None:
-        self.state, self._has_jobs = state, has_jobs
+    async def _tell(self, state: dict[str, Any]) -> None:
+        self.state = state
         async with self._looked:
             self._looked.notify_all()
 

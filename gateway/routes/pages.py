@@ -138,7 +138,7 @@ async def _events(
     points = {model: list(past) for model, past in watch.points.items()} if sees_fleet else {}
     yield sse.message(points, event="past")
     async for state in watch.states():
-        yield sse.message(_seen(state, caller, watch) if state else {}, event="state")
+        yield sse.message(_seen(state, caller, watch), event="state")
         if gateway.drain.has_begun:
             return
 
