@@ -1,4 +1,7 @@
-"""Mistakes planted in the functions, to check that the tests find them."""
+"""Mistakes planted in the functions, to check that the tests find them.
+
+Over 300 lines: one table of texts and replacements.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

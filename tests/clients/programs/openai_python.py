@@ -1,4 +1,7 @@
-"""The official client for Python."""
+"""The official client for Python.
+
+Over 300 lines: one short exercise for each of its calls.
+"""
 
 import asyncio
 import json
