@@ -99,6 +99,7 @@ class GatewayShard(Shard):
         self._breaker = Breaker(settings.breaker_open_s)
         self._slots = asyncio.Semaphore(MAX_CALLS)
         self._has_library = False
+        self._loading = asyncio.Lock()
 
     async def aclose(self) -> None:
         await self.hints.aclose()
@@ -110,18 +111,22 @@ class GatewayShard(Shard):
         self._breaker.check()
         async with self._slots:
             try:
+                if not self._has_library:
+                    await self._load_library()
                 with self._breaker.guard():
-                    if not self._has_library:
-                        await self._load_library()
                     return await function()
             except CommandDenied as exc:
                 log.error("%s", exc)
                 raise
 
     async def _load_library(self) -> None:
-        await check_fitness(self.client)
-        await ensure_library(self.client)
-        self._has_library = True
+        """Loads the library once for all calls that wait for it: if it fails, they fail at once."""
+        async with self._loading:
+            with self._breaker.guard():
+                if not self._has_library:
+                    await check_fitness(self.client)
+                    await ensure_library(self.client)
+                    self._has_library = True
 
 
 class GatewayShards(Shards[GatewayShard]):

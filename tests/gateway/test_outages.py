@@ -122,13 +122,34 @@ async def test_an_open_breaker_sends_nothing_to_redis(
 async def test_hundreds_of_calls_share_few_connections(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, keys: Keys
 ) -> None:
-    """More calls than connections: none is rejected, and the breaker stays closed."""
+    """More calls than connections: none is rejected, the breaker stays closed, and a gateway that
+    has just started reads the library once, not once for each connection."""
     await publish_model(redis_client, keys)
+    await redis_client.config_resetstat()
     broker = Broker(make_settings(redis_server.url))
     counts = await asyncio.gather(*(broker.known.num_live_workers(str(i)) for i in range(700)))
     assert counts == [0] * 700
+    stats: dict[str, dict[str, int]] = await redis_client.info("commandstats")
+    assert stats["cmdstat_function|list"]["calls"] == 1
     assert len(await broker.known.models()) == 1
     await broker.aclose()
+
+
+async def test_calls_that_wait_for_the_first_one_fail_with_it(
+    dead_redis: tuple[str, list[int]],
+) -> None:
+    """A gateway starts beside a dead Redis: a hundred calls try as often as one does."""
+    redis_url, came = dead_redis
+    num_tries = []
+    for num_calls in (1, 100):
+        before = len(came)
+        broker = Broker(make_settings(redis_url, breaker_open_s=3600.0))
+        calls = (broker.known.num_live_workers("m") for _ in range(num_calls))
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(error) for error in failed] == [BrokerUnavailable] * num_calls
+        await broker.aclose()
+        num_tries.append(len(came) - before)
+    assert num_tries[0] == num_tries[1] > 0
 
 
 async def test_a_gateway_serves_once_redis_evicts_no_keys(
