@@ -10,19 +10,22 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from contract.connection import broker_errors
 from contract.errors import BrokerUnavailable, wire_errors
+from contract.function_types import JobRun
+from contract.functions import decode_runs
 from contract.jobs import TERMINAL_STATUSES
 from contract.shards import OpenShards, Shard
 from infra import options as opts
 
 _EVERY_S = 1.0
 _FIELDS = (
-    *("state", "tenant", "model", "lane", "owner", "prompt_tokens", "tokens", "max_tokens"),
-    *("created", "claimed", "first_token", "finished", "attempt"),
+    *("state", "tenant", "model", "lane", "prompt_tokens", "tokens", "max_tokens"),
+    *("created", "claimed", "first_token", "finished", "next", "runs"),
 )
 _SIZES = ("num_blocks", "block_size", "step_tokens")  # of a worker, as it reports them
 _RECORDED = {
@@ -107,18 +110,9 @@ class _Recording:
         for job_id, values in zip(new, replies, strict=True):
             found = {name: (raw or b"").decode() for name, raw in zip(_FIELDS, values, strict=True)}
             if found["state"] and self._model in (None, found["model"]):
-                self._note(job_id, found)
+                jobs[job_id] = found
         for model in {job["model"] for job in jobs.values()}:
             await self._look_at_workers(shard, model)
-
-    def _note(self, job_id: str, found: dict[str, str]) -> None:
-        before = self._jobs.get(job_id, {"owner": "", "attempt": "1", "again": 0})
-        again = before["again"]
-        if found["owner"] and int(found["attempt"] or 1) > int(before["attempt"] or 1):
-            # While a job runs, its record has the tokens that were logged before.
-            again += int(found["prompt_tokens"]) + int(found["tokens"] or 0)
-        owner = found["owner"] or before["owner"]
-        self._jobs[job_id] = found | {"owner": owner, "again": again}
 
     async def _look_at_workers(self, shard: Shard, model: str) -> None:
         """Keeps the most live workers at a time, and the sizes of one."""
@@ -145,13 +139,14 @@ class _Recording:
         def since(text: str) -> float | None:
             return (int(text) - first_ms) / 1000 if text else None
 
-        owners = sorted({row["owner"] for row in rows} - {""})
+        claims = [decode_runs(row["runs"].encode()) for row in rows]
+        owners = sorted({claim.worker for runs in claims for claim in runs})
         names = {owner: f"worker-{number}" for number, owner in enumerate(owners, 1)}
         models = sorted({row["model"] for row in rows})
         path.touch(mode=0o600)
         with path.open("w") as file:
             file.write(json.dumps({"fleet": self._fleet | {"models": models}}) + "\n")
-            for row in rows:
+            for row, runs in zip(rows, claims, strict=True):
                 state = row["state"]
                 job = {
                     "arrival_s": since(row["created"]),
@@ -161,12 +156,21 @@ class _Recording:
                     "lane": row["lane"],
                     "tenant": row["tenant"],
                     "state": "running" if state in ("claimed", "streaming") else state,
-                    "worker": names.get(row["owner"], ""),
+                    "worker": names[runs[-1].worker] if runs else "",
                     "claimed_s": since(row["claimed"]),
                     "first_token_s": since(row["first_token"]),
                     "finished_s": since(row["finished"]),
-                    "attempts": int(row["attempt"] or 1),
-                    "recomputed_tokens": row["again"],
+                    "attempts": max(1, len(runs)),
+                    "recomputed_tokens": _recomputed(row, runs),
                 }
                 file.write(json.dumps(job) + "\n")
         return len(rows)
+
+
+def _recomputed(row: dict[str, str], runs: Sequence[JobRun]) -> int:
+    """Tokens that later claims computed again: each time the prompt and what had been logged. An
+    event is taken to have as many tokens as another."""
+    num_tokens, num_events = int(row["tokens"] or 0), int(row["next"] or 1) - 1
+    num_events -= row["state"] in TERMINAL_STATUSES  # its end has a number too
+    logged = [claim.first_number - 1 for claim in runs[1:] if claim.first_number > 1]
+    return sum(int(row["prompt_tokens"]) + num_tokens * each // num_events for each in logged)

@@ -385,7 +385,7 @@ class Simulation:
     def _start(self, worker: Worker, claimed: Claimed) -> None:
         self._num_waiting -= 1
         call, job = self._calls[claimed.job.id], Held(claimed)
-        if claimed.attempt > 1 or claimed.num_logged_tokens:
+        if claimed.epoch > 1:
             self.outcome.num_resumes += 1
             num_known = call.arrival.prompt_tokens + claimed.num_logged_tokens
             self.outcome.num_recomputed_tokens += num_known if claimed.num_logged_tokens else 0

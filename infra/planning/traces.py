@@ -55,7 +55,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     first_token_s: float | None = None
     finished_s: float | None = None
     attempts: int = 1
-    recomputed_tokens: int = 0  # in later attempts that lasted a second
+    recomputed_tokens: int = 0  # of its prompt and its output, in later attempts
 
 
 class RecordedFleet(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
-from contract.function_types import Append, Submission, WorkerCapacity
+from contract.function_types import Append, Release, Submission, Verdict, WorkerCapacity
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
 from contract.keys import Keys
@@ -505,6 +505,37 @@ async def test_a_recording_has_lengths_and_times_and_no_text(
     assert 0.0 <= first.arrival_s <= first.claimed_s <= (first.first_token_s or 0.0)
     assert not re.search("4711|1234|secret", out.read_text())
     assert out.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.anyio
+async def test_a_recording_counts_what_later_workers_computed_again(
+    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """Each claim after the first computes the prompt and the logged tokens again, however
+    soon it ends. A claim before the first token computes nothing again."""
+    functions = Functions(redis_client, Keys())
+    job, submission = some_job("job-0-0")
+    await functions.submit(job, submission)
+    number = 1
+    for worker, num_new in (("w", 0), ("x", 3), ("y", 2), ("z", 1)):
+        [claimed] = await functions.claim(
+            worker, job.model, [job.lane], lease_s=10.0, max_jobs=1, max_tokens=10**6
+        )
+        for _ in range(num_new):
+            event = Tokens((ChoiceDelta(0, number - 1, (1,), "a"),))
+            item = Append(job.id, claimed.epoch, number, event, 1)
+            if number == 6:
+                item = msgspec.structs.replace(item, fin=JobStatus.SUCCEEDED)
+            assert (await functions.append(worker, [item], lease_s=10.0))[0][0] == Verdict.OK
+            number += 1
+        if worker != "z":
+            await functions.release(worker, [Release(job.id, claimed.epoch, "drain")])
+    out = tmp_path / "recording.jsonl"
+    await asyncio.to_thread(record_command.record, redis_server.url, "default", out, 0.1)
+    [recorded] = read_recording(out)[1]
+    num_prompt = len(job.prompt_ids)
+    assert (recorded.attempts, recorded.worker, recorded.output_tokens) == (4, "worker-4", 6)
+    assert recorded.recomputed_tokens == (num_prompt + 3) + (num_prompt + 5)
 
 
 @pytest.mark.anyio

@@ -1,0 +1,137 @@
+"""Replays a run's faults in `batchway simulate`: `python -m tests.chaos.replay [--faults 60]`.
+
+A fleet of the hash model, whose steps sleep, answers drawn requests and is recorded while workers
+and engines are killed. Step times are fitted to a run before it, and the same arrivals and faults
+are simulated. Prints the resumes and the tokens computed again, recorded and simulated.
+"""
+
+import argparse
+import asyncio
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bench.simulated import write_trace
+from infra.planning.calibration import fleet_with, simulate
+from infra.planning.costs import fit_costs
+from infra.planning.simulation import Fault, FaultKind
+from infra.planning.traces import Recorded, RecordedFleet, read_arrivals, read_recording
+from infra.tables import markdown_table
+from tests.chaos.fleet import Fleet, FleetOptions
+from tests.chaos.seats import NAMESPACE, WorkerSeat
+from tests.fakes import HashModelOptions
+from workers.ipc.messages import EngineOptions
+
+_NUM_WORKERS = 3
+_RATE_PER_S = 6.0
+_FIT_S = 60.0
+_GAP_S = 5.0  # between two faults: a worker is ready again before the next
+_MODEL = HashModelOptions(num_blocks=2048, max_model_len=1024, eos_rate=0.0, step_s=0.03)
+_OPTIONS = FleetOptions(
+    num_workers=_NUM_WORKERS,
+    num_gateways=1,
+    num_callbacks=0,
+    hash_model=_MODEL,
+    worker={"lease_s": 10.0},  # as simulated
+)
+_KINDS: tuple[FaultKind, ...] = ("kill", "engine")
+_SETTLED_S = 15.0  # after the start of a run, and after its last fault
+
+
+async def _program(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "infra", *arguments,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+async def _run(
+    fleet: Fleet, trace: Path, out: Path, faults: Sequence[Fault] = ()
+) -> tuple[RecordedFleet, list[Recorded], list[float]]:
+    """Sends the requests of the trace, and inflicts the faults. Returns the recording, and how long
+    a worker took each time from its death to its readiness."""
+    recorder = await _program(
+        "record", f"--out={out}", f"--redis-url={fleet.redis_url}", f"--namespace={NAMESPACE}"
+    )
+    try:
+        callers = await _program(
+            "bench", "serve", f"--base-url={fleet.gateway_urls()[0]}/v1", f"--trace={trace}",
+            "--vocab-size=256",
+        )  # fmt: skip
+        loads_s = await _inflict(fleet.workers, faults)
+        assert await callers.wait() == 0
+    finally:
+        recorder.send_signal(signal.SIGINT)
+        await recorder.wait()
+    recorded, jobs = read_recording(out)
+    return recorded, jobs[-len(list(read_arrivals(trace))) :], loads_s  # without those before
+
+
+async def _inflict(seats: Sequence[WorkerSeat], faults: Sequence[Fault]) -> list[float]:
+    started_s, loads_s = time.monotonic(), []
+    order = list(seats)  # of their starts, as in a simulation
+    for fault in faults:
+        await asyncio.sleep(max(0.0, started_s + fault.at_s - time.monotonic()))
+        assert fault.worker is not None
+        seat, begun_s = order[fault.worker], time.monotonic()
+        if fault.kind == "kill":
+            seat.end()
+            seat.start()
+            await seat.until_ready()
+            order.append(order.pop(fault.worker))
+        else:
+            pid, times_ready = await seat.engine_pid(), seat.times_ready()
+            assert pid is not None
+            seat.send_to(pid, signal.SIGKILL)
+            await seat.until_ready(times_ready + 1)
+        loads_s.append(time.monotonic() - begun_s)
+    return loads_s
+
+
+async def compare(num_faults: int, seed: int, folder: Path) -> str:
+    """The table."""
+    rng = random.Random(seed)
+    faults = [
+        Fault(_SETTLED_S + _GAP_S * number, rng.choice(_KINDS), worker=rng.randrange(_NUM_WORKERS))
+        for number in range(num_faults)
+    ]
+    trace = folder / "trace.csv"
+    async with Fleet(_OPTIONS, rng) as fleet:
+        write_trace(trace, _RATE_PER_S, _FIT_S, f"{seed} fit")
+        costs = fit_costs(*(await _run(fleet, trace, folder / "fit.jsonl"))[:2])
+        write_trace(trace, _RATE_PER_S, faults[-1].at_s + _SETTLED_S, str(seed))
+        _, jobs, loads_s = await _run(fleet, trace, folder / "run.jsonl", faults)
+    load_s = statistics.fmean(loads_s)
+    simulated = fleet_with(costs, EngineOptions(model_path=""), _NUM_WORKERS)
+    found = simulate(replace(simulated, load_s=load_s), read_arrivals(trace), faults)
+    pairs = {
+        "answers": (len([j for j in jobs if j.state == "succeeded"]), found.states["succeeded"]),
+        "resumes": (sum(job.attempts - 1 for job in jobs), found.num_resumes),
+        "tokens computed again": (
+            sum(job.recomputed_tokens for job in jobs), found.num_recomputed_tokens
+        ),
+    }  # fmt: skip
+    rows = [(f"{num_faults} faults, ready again after {load_s:.1f} s", "recorded", "simulated", "")]
+    for name, (real, simulated_num) in pairs.items():
+        rows.append((name, f"{real:,}", f"{simulated_num:,}", f"{simulated_num / real - 1:+.0%}"))
+    return markdown_table(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(asyncio.run(compare(options.faults, options.seed, Path(folder))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
