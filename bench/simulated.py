@@ -1,7 +1,6 @@
 """Compares `batchway simulate` with what it simulates, on this machine.
 
     python -m bench.simulated [--seconds 40] [--model demo] [--model M] [--json OUT]
-    python -m bench.simulated --kills 10        resumes and lost work after kill -9 of workers
 
 For each model and number of workers: one run with continuous batching is recorded, and step times
 are fitted to it. Then all strategies run at both loads, are recorded, and simulated with that fit.
@@ -13,25 +12,19 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.models import make_model
-from bench.processes import ROOT, below, part_of, running_batchway
+from bench.processes import ROOT, running_batchway
 from infra.measure.workloads import draw_arrivals
 from infra.planning.calibration import compared, fleet_with, outcome_of, simulate
 from infra.planning.costs import fit_costs
-from infra.planning.simulation import Fault
 from infra.planning.traces import Recorded, read_arrivals, read_recording
 from infra.tables import markdown_table
 from workers.ipc.messages import EngineOptions, StrategyOptions
@@ -42,8 +35,6 @@ _STRATEGIES = {
     "static": StrategyOptions(name="static"),
 }
 _MODELS = ("demo", "M")
-_GAP_S = 15.0  # between kills
-_AGAIN_S = 1.0  # until `batchway up` starts a worker again
 _PROMPTS, _OUTPUTS = (32, 512), (16, 128)  # log-uniform
 # Requests per second of each worker: low, of the fit, high. Two workers share this machine's cores,
 # so each gets half.
@@ -74,10 +65,8 @@ def record(
     trace: Path,
     out: Path,
     vocab_size: int,
-    kills_s: Sequence[float] = (),
 ) -> tuple[Any, list[Recorded], dict[str, Any]]:
-    """Runs the trace on a fleet of its own, and kills a worker at each of these times. Returns the
-    recording, and the callers' figures."""
+    """Runs the trace on a fleet of its own. Returns the recording, and the callers' figures."""
     with running_batchway(arguments) as server:
         recorder = subprocess.Popen(  # noqa: S603
             [sys.executable, "-m", "infra", "record", f"--out={out}"],
@@ -85,8 +74,6 @@ def record(
             stderr=subprocess.DEVNULL,
         )
         callers = out.with_suffix(".callers.json")
-        killing = threading.Thread(target=kill_workers, args=(server.pid, kills_s), daemon=True)
-        killing.start()
         subprocess.run(  # noqa: S603
             [sys.executable, "-m", "infra", "bench", "serve", f"--base-url={server.url}/v1",
              f"--trace={trace}", f"--vocab-size={vocab_size}", f"--json={callers}"],
@@ -96,42 +83,6 @@ def record(
         recorder.wait(30)
     fleet, jobs = read_recording(out)
     return fleet, jobs[4:], json.loads(callers.read_text())  # without those that warm up
-
-
-def kill_workers(pid: int, times_s: Sequence[float]) -> None:
-    """Kills the oldest worker of this `batchway up` at each of these times from now."""
-    started_s = time.monotonic()
-    for at_s in times_s:
-        time.sleep(max(0.0, started_s + at_s - time.monotonic()))
-        workers = [each for each in below(pid) if part_of(each) == "worker's supervisor"]
-        if workers:
-            os.kill(min(workers), signal.SIGKILL)
-
-
-def compare_kills(num_kills: int, folder: Path) -> str:
-    """Kills workers at equal distances, on the model M and two workers."""
-    model = make_model("M", folder / "M")
-    arguments = [f"--model={model}", "--served-model-name=M", "--workers=2"]
-    trace, rate = folder / "kills.csv", 2 * _RATES["M", 2][1]
-    write_trace(trace, rate, _GAP_S * 8, "fit")
-    fleet, jobs, _ = record(arguments, trace, folder / "fit.jsonl", 256)
-    costs = fit_costs(fleet, jobs)
-    write_trace(trace, rate, _GAP_S * (num_kills + 1), "kills")
-    kills_s = [_GAP_S * (number + 1) for number in range(num_kills)]
-    recorded, jobs, _ = record(arguments, trace, folder / "run.jsonl", 256, kills_s)
-    load_s = recorded.load_s + _AGAIN_S
-    simulated = fleet_with(costs, EngineOptions(model_path=""), 2)
-    faults = [Fault(at_s, "kill", worker=0) for at_s in kills_s]
-    found = simulate(replace(simulated, load_s=load_s), read_arrivals(trace), faults)
-    rows = [
-        (f"a worker is ready again after {load_s:.1f} s", "recorded", "simulated"),
-        ("answers", str(len([job for job in jobs if job.state == "succeeded"])),
-         str(found.states["succeeded"])),
-        ("resumes", str(sum(job.attempts - 1 for job in jobs)), str(found.num_resumes)),
-        ("tokens computed again", str(sum(job.recomputed_tokens for job in jobs)),
-         str(found.num_recomputed_tokens)),
-    ]  # fmt: skip
-    return markdown_table(rows)
 
 
 def _cells(found: dict[str, tuple[float, float]]) -> list[str]:
@@ -153,12 +104,7 @@ def main() -> int:
     parser.add_argument("--model", action="append", choices=_MODELS)
     parser.add_argument("--workers", action="append", type=int)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--kills", type=int)
     options = parser.parse_args()
-    if options.kills:
-        with tempfile.TemporaryDirectory() as name:
-            print(compare_kills(options.kills, Path(name)))
-        return 0
     rows, results = [_HEADING], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,12 +1,16 @@
-"""Replays a run's faults in `batchway simulate`: `python -m tests.chaos.replay [--faults 60]`.
+"""Replays a run in `batchway simulate`.
+
+    python -m tests.chaos.replay [--faults 60]                          resumes and lost work
+    python -m tests.chaos.replay --faults 0 --rate 40 --seconds 120     refusals
 
 A fleet of the hash model, whose steps sleep, answers drawn requests and is recorded while workers
-and engines are killed. Step times are fitted to a run before it, and the same arrivals and faults
-are simulated. Prints the resumes and the tokens computed again, recorded and simulated.
+and engines are killed. Step times are fitted to a run before it, at a rate that the fleet can bear;
+the same arrivals and faults are simulated. Prints figures of both, and the simulation's error.
 """
 
 import argparse
 import asyncio
+import os
 import random
 import signal
 import statistics
@@ -18,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.simulated import write_trace
-from infra.planning.calibration import fleet_with, simulate
+from infra.planning.calibration import compared, fleet_with, outcome_of, simulate
 from infra.planning.costs import fit_costs
 from infra.planning.simulation import Fault, FaultKind
 from infra.planning.traces import Recorded, RecordedFleet, read_arrivals, read_recording
@@ -29,17 +33,18 @@ from tests.fakes import HashModelOptions
 from workers.ipc.messages import EngineOptions
 
 _NUM_WORKERS = 3
-_RATE_PER_S = 6.0
 _FIT_S = 60.0
+_FIT_RATE_PER_S = 12.0
 _GAP_S = 5.0  # between two faults: a worker is ready again before the next
-_MODEL = HashModelOptions(num_blocks=2048, max_model_len=1024, eos_rate=0.0, step_s=0.03)
+_MODEL = HashModelOptions(num_blocks=4096, max_model_len=1024, eos_rate=0.0, step_s=0.06)
 _OPTIONS = FleetOptions(
     num_workers=_NUM_WORKERS,
     num_gateways=1,
     num_callbacks=0,
     hash_model=_MODEL,
-    worker={"lease_s": 10.0},  # as simulated
+    worker={"lease_s": 10.0, "engine": {"max_num_seqs": 32}},  # a lease as simulated
 )
+_LANE_BOUND_S = "5"  # of gateways: calls that would wait longer are refused
 _KINDS: tuple[FaultKind, ...] = ("kill", "engine")
 _SETTLED_S = 15.0  # after the start of a run, and after its last fault
 
@@ -62,7 +67,7 @@ async def _run(
     try:
         callers = await _program(
             "bench", "serve", f"--base-url={fleet.gateway_urls()[0]}/v1", f"--trace={trace}",
-            "--vocab-size=256",
+            "--vocab-size=256", "--warm-up=0",
         )  # fmt: skip
         loads_s = await _inflict(fleet.workers, faults)
         assert await callers.wait() == 0
@@ -70,7 +75,7 @@ async def _run(
         recorder.send_signal(signal.SIGINT)
         await recorder.wait()
     recorded, jobs = read_recording(out)
-    return recorded, jobs[-len(list(read_arrivals(trace))) :], loads_s  # without those before
+    return recorded, jobs, loads_s
 
 
 async def _inflict(seats: Sequence[WorkerSeat], faults: Sequence[Fault]) -> list[float]:
@@ -94,42 +99,54 @@ async def _inflict(seats: Sequence[WorkerSeat], faults: Sequence[Fault]) -> list
     return loads_s
 
 
-async def compare(num_faults: int, seed: int, folder: Path) -> str:
+async def compare(options: argparse.Namespace, folder: Path) -> str:
     """The table."""
-    rng = random.Random(seed)
+    rng = random.Random(options.seed)
     faults = [
         Fault(_SETTLED_S + _GAP_S * number, rng.choice(_KINDS), worker=rng.randrange(_NUM_WORKERS))
-        for number in range(num_faults)
+        for number in range(options.faults)
     ]
-    trace = folder / "trace.csv"
+    trace, load_s = folder / "trace.csv", 0.0
+    seconds = faults[-1].at_s + _SETTLED_S if faults else options.seconds
     async with Fleet(_OPTIONS, rng) as fleet:
-        write_trace(trace, _RATE_PER_S, _FIT_S, f"{seed} fit")
-        costs = fit_costs(*(await _run(fleet, trace, folder / "fit.jsonl"))[:2])
-        write_trace(trace, _RATE_PER_S, faults[-1].at_s + _SETTLED_S, str(seed))
+        write_trace(trace, _FIT_RATE_PER_S, _FIT_S, f"{options.seed} fit")
+        recorded, fit_jobs, _ = await _run(fleet, trace, folder / "fit.jsonl")
+        costs = fit_costs(recorded, fit_jobs)
+        write_trace(trace, options.rate, seconds, str(options.seed))
         _, jobs, loads_s = await _run(fleet, trace, folder / "run.jsonl", faults)
-    load_s = statistics.fmean(loads_s)
-    simulated = fleet_with(costs, EngineOptions(model_path=""), _NUM_WORKERS)
-    found = simulate(replace(simulated, load_s=load_s), read_arrivals(trace), faults)
-    pairs = {
-        "answers": (len([j for j in jobs if j.state == "succeeded"]), found.states["succeeded"]),
+    jobs = jobs[len(fit_jobs) :]
+    if loads_s:
+        load_s = statistics.fmean(loads_s)
+    arrivals = list(read_arrivals(trace))
+    engine = EngineOptions(model_path="", max_num_seqs=costs.max_num_seqs)
+    workers = replace(fleet_with(costs, engine, _NUM_WORKERS), load_s=load_s)
+    found, real = simulate(workers, arrivals, faults), outcome_of(jobs)
+    pairs: dict[str, tuple[float, float]] = {
         "resumes": (sum(job.attempts - 1 for job in jobs), found.num_resumes),
         "tokens computed again": (
             sum(job.recomputed_tokens for job in jobs), found.num_recomputed_tokens
         ),
+        "refused": (len(arrivals) - len(jobs), found.states.get("refused", 0)),
+        **compared(real, found),
     }  # fmt: skip
-    rows = [(f"{num_faults} faults, ready again after {load_s:.1f} s", "recorded", "simulated", "")]
-    for name, (real, simulated_num) in pairs.items():
-        rows.append((name, f"{real:,}", f"{simulated_num:,}", f"{simulated_num / real - 1:+.0%}"))
+    title = f"{len(arrivals)} requests, {options.faults} faults, ready again after {load_s:.1f} s"
+    rows = [(title, "recorded", "simulated", "error")]
+    for name, (seen, simulated) in pairs.items():
+        error = f"{simulated / seen - 1:+.0%}" if seen else ""
+        rows.append((name, f"{seen:,.5g}", f"{simulated:,.5g}", error))
     return markdown_table(rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--rate", type=float, default=_FIT_RATE_PER_S)
+    parser.add_argument("--seconds", type=float, default=120.0, help="without faults")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    os.environ["BATCHWAY_LANE_BOUND_S"] = _LANE_BOUND_S  # of the simulation's gateway too
     with tempfile.TemporaryDirectory() as folder:
-        print(asyncio.run(compare(options.faults, options.seed, Path(folder))))
+        print(asyncio.run(compare(options, Path(folder))))
     return 0
 
 
