@@ -1,10 +1,11 @@
--- blame: the engine process died while it computed these jobs. Each job then runs alone; after
--- argument 2 crashes it fails as poison and enters the quarantine.
+-- blame: the engine process died while it computed these jobs. They go back to the front of their
+-- lanes; a job whose next crash would be its last runs alone; after argument 2 crashes it fails as
+-- poison and enters the quarantine.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 crashes until a job is poison  then 3 for each job:
 --       id, epoch, description for the quarantine (JSON: sizes and hashes, never text)
 -- reply one verdict for each job, in order:
---       {'OK'} in the queue of suspects   {'failed'} poison   {'FENCED'}, {'GONE'}, {status}
+--       {'OK'} queued again   {'failed'} poison   {'FENCED'}, {'GONE'}, {status}
 local QUARANTINE_MAX = 1000
 
 local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
@@ -18,7 +19,7 @@ local function blame_one(tag, now, incarnation, max_crashes, id, epoch, about)
   job.crashes = job.crashes + 1
   redis.call('HSET', job.key, 'crashes', job.crashes)
   if job.crashes < max_crashes then
-    requeue(tag, job, true)
+    requeue(tag, job, job.crashes == max_crashes - 1)
     return {'OK'}
   end
   terminal(tag, job, 'failed', 'poison', 'the engine died on this job ' .. job.crashes .. ' times',

@@ -43,7 +43,12 @@ def tokens(start: int, *ids: int) -> Tokens:
 
 
 async def claim(
-    functions: Functions, incarnation: str = "w1", max_jobs: int = 8, max_tokens: int = 1000
+    functions: Functions,
+    incarnation: str = "w1",
+    max_jobs: int = 8,
+    max_tokens: int = 1000,
+    *,
+    is_idle: bool = False,
 ) -> list[Claimed]:
     return await functions.claim(
         incarnation,
@@ -52,6 +57,7 @@ async def claim(
         lease_s=LEASE_S,
         max_jobs=max_jobs,
         max_tokens=max_tokens,
+        is_idle=is_idle,
     )
 
 

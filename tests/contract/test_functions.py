@@ -8,7 +8,7 @@ import redis.asyncio
 from contract.connection import connect
 from contract.errors import BrokerUnavailable, ErrorCode, JobRefused
 from contract.events import End
-from contract.function_types import Append, FairRoom, LaneRoom, Release, Swept, Verdict
+from contract.function_types import Append, Blame, FairRoom, LaneRoom, Release, Swept, Verdict
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
@@ -206,6 +206,27 @@ async def test_a_drain_costs_no_attempt_and_an_error_costs_one(
     found = await functions.read(job.id, "t")
     assert found is not None
     assert (found[0].code, found[0].message) == ("engine_error", "it broke")
+
+
+@pytest.mark.parametrize(
+    ("max_crashes", "with_company"),
+    [(1, [True]), (2, [True, False]), (4, [True, True, True, False])],
+)
+async def test_a_job_that_killed_engines_runs_alone_the_last_time(
+    functions: Functions, max_crashes: int, with_company: list[bool]
+) -> None:
+    """No job is poison for the company it had, and one dead engine makes nobody run alone."""
+    job = make_job()
+    await functions.submit(job, make_submission(deadline_s=900.0))
+    had_company = []
+    for crash in range(1, max_crashes + 1):
+        [claimed] = await claim(functions, is_idle=True)
+        had_company.append(not claimed.is_alone)
+        [(verdict, _)] = await functions.blame(
+            "w1", [Blame(job.id, claimed.epoch, "{}")], max_crashes=max_crashes
+        )
+        assert verdict == (JobStatus.FAILED if crash == max_crashes else Verdict.OK)
+    assert had_company == with_company
 
 
 async def test_lanes_come_in_order_and_released_jobs_first_in_each(functions: Functions) -> None:

@@ -107,7 +107,7 @@ async def test_a_suspect_of_a_paused_tenant_waits(functions: Functions, pauses: 
     """It also keeps no worker from its other jobs."""
     [suspect] = await submitted(functions, 1)
     await claim(functions)
-    await functions.blame("w1", [Blame(suspect, 1, "{}")], max_crashes=3)
+    await functions.blame("w1", [Blame(suspect, 1, "{}")], max_crashes=2)
     await pauses.pause(Line(tenant="t"), "operator")
     others = await submitted(functions, 2, tenant="u")
     assert await claimed_ids(functions) == others

@@ -292,7 +292,22 @@ MUTANTS = [
         seed=5,
     ),
     Mutant(
-        "poison is never poison", "if job.crashes < max_crashes then", "if job.crashes < 99 then"
+        "the first crash makes a suspect",
+        "requeue(tag, job, job.crashes == max_crashes - 1)",
+        "requeue(tag, job, true)",
+        seed=4,
+    ),
+    Mutant(
+        "a job has company on its last run",
+        "requeue(tag, job, job.crashes == max_crashes - 1)",
+        "requeue(tag, job, false)",
+        seed=4,
+    ),
+    Mutant(
+        "poison is never poison",
+        "if job.crashes < max_crashes then",
+        "if job.crashes < 99 then",
+        seed=11,
     ),
     Mutant(
         "a cancel forgets the job's worker",
@@ -340,7 +355,7 @@ MUTANTS = [
         "a call that became a job gives way",
         "  redis.call('HDEL', job.key, 'passing')\n",
         "",
-        seed=40,
+        seed=238,
     ),
     Mutant(
         "an idle tenant saves up credit",
@@ -609,7 +624,7 @@ MUTANTS = [
         "a suspect has company",
         "redis.call('SCARD', tag .. ':alone:' .. model) >= quota",
         "false",
-        seed=5,
+        seed=29,
     ),
     Mutant(
         "an order to drain needs no worker",

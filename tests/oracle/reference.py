@@ -624,7 +624,7 @@ class Reference:
             return JobStatus.EXPIRED
         record.crashes += 1
         if record.crashes < max_crashes:
-            self._give_back(record, SUSPECT)
+            self._give_back(record, SUSPECT if record.crashes == max_crashes - 1 else BACK)
             return Verdict.OK
         message = f"the engine died on this job {record.crashes} times"
         self._end(record, JobStatus.FAILED, ErrorCode.POISON, message)

@@ -205,9 +205,9 @@ class ProtocolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, worker: str, kind: str) -> None:
         self.world.release(worker, self._job(data), kind)
 
-    @rule(data=st.data(), worker=workers)
-    def blame(self, data: st.DataObject, worker: str) -> None:
-        self.world.blame(worker, self._job(data))
+    @rule(data=st.data(), worker=workers, max_crashes=st.sampled_from([2, 3]))
+    def blame(self, data: st.DataObject, worker: str, max_crashes: int) -> None:
+        self.world.blame(worker, self._job(data), max_crashes)
 
     @rule(room=st.sampled_from([1, 9]))
     def take(self, room: int) -> None:

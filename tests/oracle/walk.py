@@ -360,4 +360,4 @@ class Walk:
         self._world.pass_time(self._rng.choice([1, 3, 6, 11]))
 
     def _blame(self) -> None:
-        self._world.blame(*self._held())
+        self._world.blame(*self._held(), self._rng.choice([2, 3]))

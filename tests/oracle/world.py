@@ -70,7 +70,6 @@ CALLBACKS = (
     Callback(kind=CallbackKind.URL, target="https://a/x"),
     Callback(kind=CallbackKind.URL, target="https://b/x", notifies_start=True, progress_tokens=2),
 )
-MAX_CRASHES = 2  # few, so that short walks reach it
 MAX_PASSED = 3  # the same
 MIN_LENGTHS = 2
 
@@ -355,9 +354,9 @@ class World:
         release = Release(job_id, epoch, kind, "engine_error", "it broke")  # type: ignore[arg-type]
         self._both("release", worker, [release])
 
-    def blame(self, worker: str, job_id: str) -> None:
+    def blame(self, worker: str, job_id: str, max_crashes: int) -> None:
         epoch, _ = self.beliefs[worker].get(job_id, (1, 1))
-        self._both("blame", worker, [Blame(job_id, epoch, "{}")], max_crashes=MAX_CRASHES)
+        self._both("blame", worker, [Blame(job_id, epoch, "{}")], max_crashes=max_crashes)
 
     def sweep(self) -> None:
         self._both("sweep", 1000)

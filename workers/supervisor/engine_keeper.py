@@ -1,7 +1,8 @@
 """Keeps an engine process running and handles its messages.
 
-If the process dies, or hangs and is killed, the jobs of its last step are blamed: each then runs
-alone, which finds the job that kills engines without failing others. All other jobs are released.
+If the process dies, or hangs and is killed, the jobs of its last step are blamed: those that
+are blamed again then run alone, which finds the job that kills engines without failing others. All
+other jobs are released.
 """
 
 import asyncio
