@@ -1,7 +1,7 @@
 """Replays a run in `batchway simulate`.
 
     python -m tests.chaos.replay [--faults 60]                          resumes and lost work
-    python -m tests.chaos.replay --faults 0 --rate 40 --seconds 120     refusals
+    python -m tests.chaos.replay --faults 0 --places 8 --rate 12        refusals
 
 A fleet of the hash model, whose steps sleep, answers drawn requests and is recorded while workers
 and engines are killed. Step times are fitted to a run before it, at a rate that the fleet can bear;
@@ -34,16 +34,10 @@ from workers.ipc.messages import EngineOptions
 
 _NUM_WORKERS = 3
 _FIT_S = 60.0
-_FIT_RATE_PER_S = 12.0
+_FIT_RATE_PER_S = 0.4  # for each place of a worker: less than half of what three can bear
 _GAP_S = 5.0  # between two faults: a worker is ready again before the next
 _MODEL = HashModelOptions(num_blocks=4096, max_model_len=1024, eos_rate=0.0, step_s=0.06)
-_OPTIONS = FleetOptions(
-    num_workers=_NUM_WORKERS,
-    num_gateways=1,
-    num_callbacks=0,
-    hash_model=_MODEL,
-    worker={"lease_s": 10.0, "engine": {"max_num_seqs": 32}},  # a lease as simulated
-)
+_LEASE_S = 10.0  # as simulated
 _LANE_BOUND_S = "5"  # of gateways: calls that would wait longer are refused
 _KINDS: tuple[FaultKind, ...] = ("kill", "engine")
 _SETTLED_S = 15.0  # after the start of a run, and after its last fault
@@ -108,11 +102,16 @@ async def compare(options: argparse.Namespace, folder: Path) -> str:
     ]
     trace, load_s = folder / "trace.csv", 0.0
     seconds = faults[-1].at_s + _SETTLED_S if faults else options.seconds
-    async with Fleet(_OPTIONS, rng) as fleet:
-        write_trace(trace, _FIT_RATE_PER_S, _FIT_S, f"{options.seed} fit")
+    fit_rate = _FIT_RATE_PER_S * options.places
+    worker = {"lease_s": _LEASE_S, "engine": {"max_num_seqs": options.places}}
+    terms = FleetOptions(
+        num_workers=_NUM_WORKERS, num_gateways=1, num_callbacks=0, hash_model=_MODEL, worker=worker
+    )
+    async with Fleet(terms, rng) as fleet:
+        write_trace(trace, fit_rate, _FIT_S, f"{options.seed} fit")
         recorded, fit_jobs, _ = await _run(fleet, trace, folder / "fit.jsonl")
         costs = fit_costs(recorded, fit_jobs)
-        write_trace(trace, options.rate, seconds, str(options.seed))
+        write_trace(trace, options.rate or fit_rate, seconds, str(options.seed))
         _, jobs, loads_s = await _run(fleet, trace, folder / "run.jsonl", faults)
     jobs = jobs[len(fit_jobs) :]
     if loads_s:
@@ -140,7 +139,8 @@ async def compare(options: argparse.Namespace, folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=_FIT_RATE_PER_S)
+    parser.add_argument("--places", type=int, default=32, help="of each worker")
+    parser.add_argument("--rate", type=float, help="requests per second (default: a light load)")
     parser.add_argument("--seconds", type=float, default=120.0, help="without faults")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
