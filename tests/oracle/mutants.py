@@ -58,8 +58,8 @@ MUTANTS = [
     ),
     Mutant(
         "a search passes over the second job",
-        "local rest = redis.call('XRANGE', key, '(' .. entries[1][1],",
-        "local rest = redis.call('XRANGE', key, '(' .. entries[1][1] .. '9',",
+        "for _, entry in ipairs(rest) do table.insert(entries, entry) end",
+        "for i = 2, #rest do table.insert(entries, rest[i]) end",
     ),
     Mutant(
         "who runs still counts among those who wait",
