@@ -100,7 +100,7 @@ async def compare(options: argparse.Namespace, folder: Path) -> str:
         Fault(_SETTLED_S + _GAP_S * number, rng.choice(_KINDS), worker=rng.randrange(_NUM_WORKERS))
         for number in range(options.faults)
     ]
-    trace, load_s = folder / "trace.csv", 0.0
+    trace = folder / "trace.csv"
     seconds = faults[-1].at_s + _SETTLED_S if faults else options.seconds
     fit_rate = _FIT_RATE_PER_S * options.places
     worker = {"lease_s": _LEASE_S, "engine": {"max_num_seqs": options.places}}
@@ -114,8 +114,7 @@ async def compare(options: argparse.Namespace, folder: Path) -> str:
         write_trace(trace, options.rate or fit_rate, seconds, str(options.seed))
         _, jobs, loads_s = await _run(fleet, trace, folder / "run.jsonl", faults)
     jobs = jobs[len(fit_jobs) :]
-    if loads_s:
-        load_s = statistics.fmean(loads_s)
+    load_s = statistics.fmean(loads_s or [0.0])
     arrivals = list(read_arrivals(trace))
     engine = EngineOptions(model_path="", max_num_seqs=costs.max_num_seqs)
     workers = replace(fleet_with(costs, engine, _NUM_WORKERS), load_s=load_s)

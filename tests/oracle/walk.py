@@ -1,4 +1,7 @@
-"""A seeded random walk through a World."""
+"""A seeded random walk through a World.
+
+Over 300 lines: how each step is drawn.
+"""
 
 import random
 from typing import Any
