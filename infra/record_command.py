@@ -8,7 +8,9 @@ import argparse
 import asyncio
 import contextlib
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,10 +56,10 @@ def run_record(options: argparse.Namespace, redis_url: str) -> int:
 def record(
     redis_url: str, namespace: str, out: Path, seconds: float | None, *, model: str | None = None
 ) -> int:
-    """Records for so long, or until Ctrl-C (None); returns the number of jobs. Raises
+    """Records for so long, or until Ctrl-C or SIGTERM (None); returns the number of jobs. Raises
     BrokerUnavailable if Redis does not answer at the start, WireError."""
     recording = _Recording(model)
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(_watch(OpenShards(redis_url, namespace), recording, seconds or float("inf")))
     return recording.write(out)
 
@@ -66,6 +68,9 @@ async def _watch(shards: OpenShards, recording: "_Recording", seconds: float) ->
     """Looks once a second, until the time is up or it is cancelled. If Redis does not answer any
     more, it goes on: what was seen is kept."""
     until_s, has_seen, is_over = time.monotonic() + seconds, False, False
+    task = asyncio.current_task()
+    if threading.current_thread() is threading.main_thread() and task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with shards:
         while not is_over:
             is_over = await _waited(min(_EVERY_S, until_s - time.monotonic()))
@@ -81,7 +86,7 @@ async def _watch(shards: OpenShards, recording: "_Recording", seconds: float) ->
 
 
 async def _waited(seconds: float) -> bool:
-    """Waits; returns whether to look a last time: the time is up, or Ctrl-C came."""
+    """Waits; returns whether to look a last time: the time is up, or a signal came."""
     try:
         await asyncio.sleep(max(0.0, seconds))
     except asyncio.CancelledError:

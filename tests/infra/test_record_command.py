@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 from pathlib import Path
 
 import msgspec
@@ -128,6 +129,31 @@ def test_a_recording_outlives_its_redis(
         monkeypatch.setattr(record_command, "_waited", before_look)
         assert record_command.record(server.url, "default", tmp_path / "out.jsonl", None) == 2
     assert "not read: Redis does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_recording_with_a_last_look(
+    number: signal.Signals,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited = record_command._waited
+
+    async def signalled(_: float) -> bool:
+        async with connect(redis_server.url, Keys("test")) as client:
+            await client.flushall()
+            await ensure_library(client)
+            await Functions(client, Keys()).submit(*some_job("job-0-0"))
+        signal.raise_signal(number)
+        return await waited(60.0)
+
+    monkeypatch.setattr(record_command, "_waited", signalled)
+    before = signal.signal(number, signal.default_int_handler)  # shells ignore it for some
+    try:
+        assert record_command.record(redis_server.url, "default", tmp_path / "out", None) == 1
+    finally:
+        signal.signal(number, before)
 
 
 def some_job(job_id: str) -> tuple[Job, Submission]:
