@@ -1,6 +1,6 @@
 """Compares `batchway simulate` with what it simulates, on this machine.
 
-    python -m bench.simulated [--seconds 40] [--model demo] [--model M] [--json OUT]
+    python -m bench.simulated [--seconds N] [--model demo] [--model M] [--json OUT]
 
 For each model and number of workers: one run with continuous batching is recorded, and step times
 are fitted to it. Then all strategies run at both loads, are recorded, and simulated with that fit.
@@ -34,7 +34,7 @@ _STRATEGIES = {
     "dynamic": StrategyOptions(name="dynamic"),
     "static": StrategyOptions(name="static"),
 }
-_MODELS = ("demo", "M")
+_SECONDS = {"demo": 40.0, "M": 60.0}  # of a run: a fit needs 64 jobs
 _PROMPTS, _OUTPUTS = (32, 512), (16, 128)  # log-uniform
 # Requests per second of each worker: low, of the fit, high. Two workers share this machine's cores,
 # so each gets half.
@@ -79,7 +79,7 @@ def record(
              f"--trace={trace}", f"--vocab-size={vocab_size}", f"--json={callers}"],
             cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        recorder.send_signal(2)
+        recorder.terminate()
         recorder.wait(30)
     fleet, jobs = read_recording(out)
     return fleet, jobs[4:], json.loads(callers.read_text())  # without those that warm up
@@ -100,8 +100,8 @@ def _cells(found: dict[str, tuple[float, float]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--model", action="append", choices=_MODELS)
+    parser.add_argument("--seconds", type=float, help="of each run")
+    parser.add_argument("--model", action="append", choices=_SECONDS)
     parser.add_argument("--workers", action="append", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -109,10 +109,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model, workers in itertools.product(
-            options.model or _MODELS, options.workers or (1, 2)
+            options.model or _SECONDS, options.workers or (1, 2)
         ):
             where: list[str] = []
             vocab_size = 256
+            seconds = options.seconds or _SECONDS[model]
             if model != "demo":
                 path = folder / model
                 if not path.exists():
@@ -121,12 +122,12 @@ def main() -> int:
             arguments = [*where, f"--workers={workers}"]
             low, middle, high = (rate * workers for rate in _RATES[model, workers])
             trace = folder / "fit.csv"
-            write_trace(trace, middle, options.seconds, "fit")
+            write_trace(trace, middle, seconds, "fit")
             fleet, jobs, _ = record(arguments, trace, folder / "fit.jsonl", vocab_size)
             costs = fit_costs(fleet, jobs)
             print(model, workers, costs, file=sys.stderr, flush=True)
             for rate, strategy in itertools.product((low, high), _STRATEGIES):
-                write_trace(trace, rate, options.seconds, f"{model} {rate}")
+                write_trace(trace, rate, seconds, f"{model} {rate}")
                 out = folder / "run.jsonl"
                 chosen = [*arguments, f"--strategy={strategy}"]
                 _, jobs, callers = record(chosen, trace, out, vocab_size)
