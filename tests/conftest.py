@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.cluster import Node, RedisCluster
+from tests.marks import LONG
 from workers import callbacks  # noqa: F401  # sets RQ's variable before a test imports rq
 
 # Without a GPU, Triton's kernels run in its interpreter, which is chosen at its first import.
@@ -73,6 +75,39 @@ def _group(nodeid: str) -> str:
     return next((g.pattern for g in _SHARING if g.match(nodeid)), nodeid.split("::")[0])
 
 
+_SAMPLED = {"each_value": 1, "each_pair": 2}
+
+
+def _leave_a_sample(items: list[pytest.Item]) -> None:
+    """Marks the cases of tests with `each_value` or `each_pair` as long, except those which
+    together have each value, or each pair of values, of their parameters ("each choice" and
+    "pairwise" testing: Grindal, Offutt, Andler, "Combination testing strategies", 2005)."""
+    of_tests: dict[tuple[Any, ...], list[tuple[pytest.Item, set[Any]]]] = {}
+    for item in items:
+        marker = next((m for m in item.iter_markers() if m.name in _SAMPLED), None)
+        if marker is None or item.get_closest_marker("long") is not None:
+            continue
+        size = _SAMPLED[marker.name]
+        values = sorted((name, repr(v)) for name, v in cast(Any, item).callspec.params.items())
+        test = item.nodeid.partition("[")[0], item.get_closest_marker("campaign")
+        of_tests.setdefault(test, []).append((item, {*itertools.combinations(values, size)}))
+    for cases in of_tests.values():
+        uses: Counter[Any] = Counter()
+        while cases:
+            # The case with most that is new; of several, the one whose values are rarest so far.
+            item, choices = max(
+                cases, key=lambda case: (len(case[1] - uses.keys()), -sum(uses[c] for c in case[1]))
+            )
+            if choices <= uses.keys():
+                break
+            uses.update(choices)
+            cases.remove((item, choices))
+        for item, _ in cases:
+            for mark in LONG:
+                item.add_marker(mark)
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are left out by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of whole processes come first, because they wait most and others use that time, then
     the long walks over the protocol, then files that take one process long."""
@@ -82,6 +117,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return 0
         return 1 if _SHARING[1].match(item.nodeid) else 2
 
+    _leave_a_sample(items)
     items.sort(key=place)
 
 

@@ -23,6 +23,7 @@ from infra.pool import PoolPolicy
 from tests.aws.conftest import Clock
 from tests.aws.fake_ecs import EPOCH_S, TICK_S, FakeEcs
 from tests.gateway.fake_worker import FakeWorker
+from tests.marks import LONG
 
 pytestmark = pytest.mark.anyio
 
@@ -135,7 +136,9 @@ async def world(server: EmbeddedRedis, cold_start_s: float) -> AsyncIterator[Wor
     world.queue.close()
 
 
-COLD_STARTS_S = pytest.mark.parametrize("cold_start_s", [60, 150, 240, 420, 900])
+COLD_STARTS_S = pytest.mark.parametrize(
+    "cold_start_s", [60, *(pytest.param(s, marks=LONG) for s in (150, 240, 420)), 900]
+)
 
 
 @COLD_STARTS_S
@@ -164,6 +167,7 @@ async def test_a_first_deployment_serves_shrinks_and_serves_again(
 
 @pytest.mark.parametrize(("min_percent", "max_percent"), [(100, 200), (50, 100)])
 @COLD_STARTS_S
+@pytest.mark.each_value
 async def test_a_redeployment_serves_and_shrinks(
     world: World, cold_start_s: float, min_percent: int, max_percent: int
 ) -> None:
@@ -193,6 +197,7 @@ async def test_a_redeployment_serves_and_shrinks(
 
 @pytest.mark.parametrize("fails_after_s", [30, 300, 3_700])
 @pytest.mark.parametrize("has_former", [False, True])
+@pytest.mark.each_value
 async def test_a_model_that_can_never_load_stops_its_starts(
     redis_client: redis.asyncio.Redis,
     keys: Keys,

@@ -32,6 +32,7 @@ def step(pool: PoolService, ecs: FakeEcs, sight: PoolState) -> list[str]:
     return retired
 
 
+@pytest.mark.campaign
 def test_scale_in_leaves_exactly_the_needed_workers() -> None:
     """And ends no worker that holds jobs, whichever tasks ECS picks: 1,000 seeds."""
     for seed in range(1000):

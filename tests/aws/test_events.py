@@ -104,6 +104,7 @@ async def num_queued(client: redis.asyncio.Redis) -> int:
     return int(counters.get(b"queued_jobs", 0))
 
 
+@pytest.mark.campaign
 async def test_no_event_is_lost_while_redis_is_away_for_half_an_hour(
     breakable_redis: EmbeddedRedis,
     own_redis: redis.asyncio.Redis,

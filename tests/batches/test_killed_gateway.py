@@ -20,7 +20,7 @@ from tests.batches.test_batches import ended, ids, jsonl, line, results, start
 from tests.fakes import HashModelOptions
 from tests.fleet import WorkerProcess, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
 NUM_LINES = 300
 

@@ -44,6 +44,7 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("strategy", ["continuous", "static", "dynamic"])
+@pytest.mark.each_value
 def test_all_strategies_yield_equal_tokens_and_all_figures(
     model: Path, tmp_path: Path, strategy: str, quantization: str
 ) -> None:

@@ -329,6 +329,7 @@ with started(sleeper, Path("/dev/null")) as process:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.campaign
 def test_a_lost_token_is_far_behind_the_models_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ async def client(server: EmbeddedRedis) -> AsyncIterator[redis.asyncio.Redis]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.each_value
 async def test_the_sums_are_exact_and_bound_the_memory(
     client: redis.asyncio.Redis, seed: int
 ) -> None:
@@ -194,6 +195,7 @@ async def test_the_sums_are_exact_and_bound_the_memory(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_run", [False, True], ids=["waiting", "ended"])
 @pytest.mark.parametrize("flooded", [("batch",), ("batch", "standard", "scoring")])
+@pytest.mark.each_value
 async def test_a_flood_leaves_room_for_other_lanes_and_tenants(
     client: redis.asyncio.Redis, flooded: tuple[str, ...], is_run: bool
 ) -> None:

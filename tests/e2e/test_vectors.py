@@ -18,7 +18,7 @@ from tests.gateway.test_welcome import curl_of, printed
 from tests.infra.stack import Stack, running_demo_stack, running_fleet
 from tests.tiny_encoders import save_classifier, save_embedder, save_reranker
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.campaign]
 
 TEXTS = ["a", "the quick brown fox", "Hello, world! " * 5, "ein Satz mit Umlauten: äöü"]
 QUERY = "what is it?"

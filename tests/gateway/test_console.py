@@ -26,7 +26,7 @@ from tests.fakes import encode_text
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
-pytestmark = [pytest.mark.anyio, needs_chromium]
+pytestmark = [pytest.mark.anyio, needs_chromium, pytest.mark.campaign]
 
 JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
 WORKER_INFO = {

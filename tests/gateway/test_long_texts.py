@@ -150,6 +150,7 @@ def test_a_text_is_refused_without_all_of_its_tokens(
 
 
 @pytest.mark.parametrize("keeps_end", [True, False])
+@pytest.mark.each_value
 def test_a_long_text_is_cut_as_a_whole_one(
     both: tuple[ModelTokenizer, Tokenizer], keeps_end: bool
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_long_text_is_cut_as_a_whole_one(
 
 
 @pytest.mark.parametrize("keeps_end", [True, False])
+@pytest.mark.each_value
 def test_a_long_text_is_shortened_as_a_short_one(
     both: tuple[ModelTokenizer, Tokenizer], keeps_end: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from tests.gateway.vector_worker import (
 
 pytestmark = [
     pytest.mark.anyio,
+    pytest.mark.campaign,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 

@@ -276,9 +276,8 @@ async def test_lists_of_batches_hold_after_moves(callers: Callers, ask: Ask) -> 
         assert page.json()["data"] == []
 
 
-@pytest.mark.parametrize(
-    "weights", [pytest.param((1.0, 1.0), marks=[pytest.mark.campaign]), (3.0, 1.0)]
-)
+@pytest.mark.parametrize("weights", [pytest.param((1.0, 1.0), marks=pytest.mark.long), (3.0, 1.0)])
+@pytest.mark.campaign
 async def test_tenants_share_by_weight_across_partitions(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,

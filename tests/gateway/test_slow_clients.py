@@ -168,6 +168,7 @@ async def test_a_response_may_take_longer_than_every_client_timeout(
         assert (await call).status_code == 200
 
 
+@pytest.mark.campaign
 async def test_five_hundred_slow_clients_do_not_keep_others_from_being_served(
     worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:

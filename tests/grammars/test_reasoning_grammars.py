@@ -74,6 +74,7 @@ def outputs_of(format_: ReasoningFormat) -> list[tuple[str, str | None, str]]:
 
 @FORMATS
 @SPELLED
+@pytest.mark.each_value
 def test_the_answer_behind_the_reasoning_is_bound(
     format_: ReasoningFormat, are_tokens: bool
 ) -> None:
@@ -116,6 +117,7 @@ def test_outputs_that_a_grammar_allows_are_read_so(format_: ReasoningFormat) -> 
 @ENDED_BY_TOKENS
 @pytest.mark.parametrize("budget", [0, 1, 7])
 @pytest.mark.parametrize("constrains", [True, False], ids=["schema", "free"])
+@pytest.mark.each_value
 def test_a_budget_bounds_the_reasoning(
     format_: ReasoningFormat, budget: int, constrains: bool
 ) -> None:

@@ -105,6 +105,7 @@ def check(calls: list[tuple[str, Any]], schemas: Mapping[str, Any] = SCHEMAS) ->
 
 @FORMATS
 @SPELLED
+@pytest.mark.each_value
 def test_forced_calls_are_read_and_fit(format_: ToolFormat, are_tokens: bool) -> None:
     """Whatever the model draws: nothing but calls, of the functions, with arguments that fit."""
     model = model_of(format_, are_tokens=are_tokens)
@@ -174,6 +175,7 @@ def _tag(format_: ToolFormat, key: str, value: Any) -> str:
 
 @FORMATS
 @SPELLED
+@pytest.mark.each_value
 def test_calls_may_be_written_as_the_template_shows_them(
     format_: ToolFormat, are_tokens: bool
 ) -> None:
@@ -192,6 +194,7 @@ def test_calls_may_be_written_as_the_template_shows_them(
 
 @FORMATS
 @SPELLED
+@pytest.mark.each_value
 def test_a_wrong_call_is_refused(format_: ToolFormat, are_tokens: bool) -> None:
     """Of another function, without a required argument, with a wrong one or one too many; also
     where the model need not call: then text may not begin a call."""
@@ -215,6 +218,7 @@ def test_a_wrong_call_is_refused(format_: ToolFormat, are_tokens: bool) -> None:
 
 @FORMATS
 @SPELLED
+@pytest.mark.each_value
 def test_text_is_allowed_where_no_call_is_forced(format_: ToolFormat, are_tokens: bool) -> None:
     """Alone, and before calls if the format marks them; the worker reads both."""
     model = model_of(format_, are_tokens=are_tokens)

@@ -20,6 +20,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import idle_worker, make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
 from tests.hostile.mutations import Mutator
+from tests.marks import LONG
 
 pytestmark = pytest.mark.anyio
 
@@ -97,7 +98,7 @@ class Case:
                 yield f"{method} {where}", answer
 
 
-@pytest.mark.parametrize("first_seed", range(0, 120, 30))
+@pytest.mark.parametrize("first_seed", [0, 30, *(pytest.param(s, marks=LONG) for s in (60, 90))])
 async def test_a_damaged_job_gets_a_clear_error_and_breaks_no_list(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,

@@ -411,6 +411,7 @@ async def call_all(stack: Stack, num: int) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.campaign
 def test_both_configurations_serve_and_are_compared(tmp_path: Path) -> None:
     """Every call counts for one version, in the report and on the page of metrics."""
     model = HashModelOptions(step_s=0.002, eos_rate=0.0)

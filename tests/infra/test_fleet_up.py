@@ -59,6 +59,7 @@ def end_worker(stack: Stack, model: str, number: signal.Signals) -> None:
     os.kill(stack.pid_of(f"infra worker --model={model}"), number)
 
 
+@pytest.mark.campaign
 def test_two_models_behind_one_address(hash_folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Each answers by its name, is listed, and counted by its name. A killed worker is replaced
     without the other model's notice. While a model has no worker, its callers are told when the
@@ -110,6 +111,7 @@ def test_two_models_behind_one_address(hash_folders: tuple[Path, Path], tmp_path
         stack.assert_left_nothing(children)
 
 
+@pytest.mark.campaign
 def test_a_fleet_outlives_a_model_that_cannot_be_loaded(
     hash_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_key_is_required_and_never_shown() -> None:
         assert not any(key in line for line in stack.lines)
 
 
+@pytest.mark.campaign
 def test_children_end_with_a_killed_parent() -> None:
     """kill -9 leaves no gateway, worker, engine, Redis or folder. A worker without Redis tries
     to leave properly until its drain budget ends."""
@@ -143,6 +144,7 @@ def test_a_model_that_cannot_be_served_ends_everything() -> None:
         stack.assert_left_nothing([])
 
 
+@pytest.mark.campaign
 def test_a_data_directory_keeps_jobs_across_restarts(tmp_path: Path) -> None:
     """One that finished in a run can be read in the next, which finishes one that was running,
     token for token. With the durable profile, Redis writes before it answers."""

@@ -26,10 +26,10 @@ from tests.infra.processes import wait_until
 from tests.infra.stack import MODEL, Stack, running_stack
 from tests.markdown import code_blocks
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.campaign]
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("docker", pytest.param("systemctl", marks=pytest.mark.campaign))
+KINDS = ("docker", pytest.param("systemctl", marks=pytest.mark.long))
 SLOW = HashModelOptions(step_s=0.05, eos_rate=0.0)
 NUM_TOKENS = 80
 

@@ -498,6 +498,7 @@ WORKLOADS = {
 
 @pytest.mark.parametrize("goal", [Goal(), Goal(ttft_s=0.5)], ids=["no goal", "first token"])
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
+@pytest.mark.each_value
 def test_no_other_strategy_is_better_than_the_advised(name: str, goal: Goal) -> None:
     """In the simulation: none has over 5 % more tokens/s, or, where a first token is waited for,
     one that comes earlier."""

@@ -38,6 +38,7 @@ def test_moves_keep_to_the_reference_and_to_all_limits(
 
 
 @pytest.mark.parametrize("mutant", MOVES_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.campaign
 def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
     source = mutant.apply(library_with_test_clock())
     for seed in range(60):

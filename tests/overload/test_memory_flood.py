@@ -5,8 +5,7 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -19,10 +18,15 @@ from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
+from tests.marks import LONG
 
 pytestmark = pytest.mark.anyio
 
 MIB = 2**20
+SIZES = [
+    *(8 * MIB, pytest.param(14 * MIB, marks=LONG)),
+    *(64 * MIB, pytest.param(1024 * MIB, marks=LONG)),
+]
 LANES = ("interactive", "standard", "batch", "scoring")
 NUM_JOBS = int(os.environ.get("FLOOD_JOBS", "200"))
 # A job's own bounds, and a client that has too many calls under way.
@@ -102,18 +106,10 @@ async def _beat(worker: FakeWorker) -> None:
         await asyncio.sleep(2.0)
 
 
-def _floods() -> Iterator[Any]:
-    """Each size of a server and each choice of lanes; `scripts/campaigns --all` has all pairs."""
-    for number, mib in enumerate((8, 14, 64, 1024)):
-        for lanes in (("batch",), LANES):
-            in_suite = (lanes is LANES) == (number % 2 == 0)
-            marks = () if in_suite else (pytest.mark.campaign, pytest.mark.long)
-            name = f"{mib} MiB-{'all lanes' if lanes is LANES else 'batch'}"
-            yield pytest.param(mib * MIB, lanes, marks=marks, id=name)
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("flood", "lanes"), [*_floods()], indirect=["flood"])
+@pytest.mark.parametrize("lanes", [LANES, ("batch",)], ids=["all lanes", "batch"])
+@pytest.mark.parametrize("flood", SIZES, ids=lambda size: f"{size // MIB} MiB", indirect=True)
+@pytest.mark.each_value
 async def test_a_flood_refuses_nobody_else_for_memory(flood: Flood, lanes: tuple[str, ...]) -> None:
     """Jobs are accepted until their own bounds, waiting or ended. Calls of another tenant are
     answered in every lane; where all lanes are flooded, the smallest server refuses some of them by

@@ -86,6 +86,7 @@ GRAMMARS = {
 NUM_CUTS = 1_000
 
 
+@pytest.mark.campaign
 def test_a_thousand_cuts_of_constrained_jobs_change_nothing() -> None:
     """Greedy and sampled, one choice and two."""
     grammars = [compile_grammar(*grammar) for grammar in GRAMMARS.values()]
@@ -147,6 +148,7 @@ def thinking_workers() -> Workers:
 
 @pytest.mark.parametrize("kind", ["schema", "calls", "text"])
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.each_value
 def test_a_bounded_reasoning_is_bounded_after_any_interruption(kind: str, seed: int) -> None:
     """The tokens before the interruption count, and what follows is constrained as it was."""
     around = THINKER.around("open", BUDGET)

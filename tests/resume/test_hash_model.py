@@ -120,6 +120,7 @@ def resume_all(workers: Workers, cuts: list[LoggedJob], whole: LoggedJob) -> Non
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.each_pair
 def test_a_job_cut_at_every_token_resumes_with_the_same_output(
     case: Case, temperature: float, n: int
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_job_cut_at_every_token_resumes_with_the_same_output(
 
 @pytest.mark.parametrize("varies_seed", [False, True], ids=["one seed", "own seeds"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.each_value
 def test_several_prompts_resume_with_the_output_of_each_alone(
     case: Case, varies_seed: bool
 ) -> None:

@@ -22,6 +22,7 @@ MODEL = HashModelOptions(eos_rate=0.0, step_s=0.3)  # the job outlasts its reade
 KILLS = (3, 12)  # a worker dies after the event with this number
 
 
+@pytest.mark.campaign
 async def test_killed_at_every_event_it_goes_on_with_the_same_bytes(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,

@@ -81,6 +81,7 @@ async def caller(disk: Disk) -> AsyncIterator[Caller]:
     await client.aclose()
 
 
+@pytest.mark.campaign
 async def test_running_jobs_go_on_after_a_full_disk(disk: Disk, caller: Caller) -> None:
     """For three leases Redis refuses all writes. The workers keep their jobs: each ends with its
     first attempt, no lease has lapsed, and no token is lost or repeated."""

@@ -212,6 +212,7 @@ def assert_whole(answer: Answer, job: Job) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.campaign
 async def test_a_killed_worker_s_job_has_each_vector_once(
     folder: Path, caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
@@ -247,6 +248,7 @@ async def test_a_killed_worker_s_job_has_each_vector_once(
 
 
 @pytest.mark.e2e
+@pytest.mark.campaign
 async def test_many_vectors_are_in_the_object_store_and_jobs_of_the_other_kind_fail(
     tmp_path: Path,
     caller: Caller,

@@ -1,9 +1,8 @@
 """Steps started on the device before the engine asks for them yield the same tokens."""
 
 import dataclasses
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from contract.jobs import SamplingParams
+from tests.marks import LONG
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.driver import (
     allot_blocks,
@@ -71,7 +71,6 @@ class _Replayed:
         self.replay = compute
 
 
-LONG = (pytest.mark.campaign, pytest.mark.long)
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt2"]
 KINDS = {"common": WISHES, "odd": ODD_WISHES}
 DISTURBANCES = {"calm": 0.0, "disturbed": 0.3}
@@ -162,24 +161,10 @@ def _request(number: int, prompt: list[int], wishes: dict[str, Any]) -> Request:
     return Request(str(number), 1, "t", "lane", (tuple(prompt),), params, outputs, finished)
 
 
-def _cases() -> Iterator[Any]:
-    """In the suite, each two of a family, a kind of wishes and a disturbance meet once."""
-    for places in itertools.product(range(len(FAMILIES)), range(2), range(2)):
-        family, kind, disturbance = (
-            FAMILIES[places[0]],
-            [*KINDS][places[1]],
-            [*DISTURBANCES][places[2]],
-        )
-        yield pytest.param(
-            family,
-            KINDS[kind],
-            DISTURBANCES[disturbance],
-            marks=LONG if sum(places) % 2 else (),
-            id=f"{family}-{kind}-{disturbance}",
-        )
-
-
-@pytest.mark.parametrize(("runner", "wishes", "disturb"), [*_cases()], indirect=["runner"])
+@pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
+@pytest.mark.parametrize("wishes", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("runner", FAMILIES, indirect=True)
+@pytest.mark.each_value
 def test_steps_ahead_give_the_tokens_of_steps_in_turn(
     runner: ModelRunner, wishes: list[dict[str, Any]], disturb: float
 ) -> None:

@@ -1,9 +1,7 @@
 """Tokens drawn on the device, compared with the sampler."""
 
-import itertools
 import math
 import random
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -74,23 +72,11 @@ def sampled(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     return [row.token_id for row in sample(logits, sequences) if isinstance(row, Sample)]
 
 
-# Triton's interpreter is slow: in the suite it draws once for each type and size.
-IN_THE_SUITE = [
-    *((0, 60, torch.float32), (1, 9000, torch.float32)),
-    *((2, 60, torch.bfloat16), (3, 9000, torch.bfloat16)),
-]
-
-
-def _draws(way: str) -> Iterator[Any]:
-    dtypes = (torch.float32, torch.bfloat16)
-    for case in itertools.product(range(4), (60, 9000), dtypes):
-        is_long = way == "triton" and case not in IN_THE_SUITE
-        yield pytest.param(way, *case, marks=(pytest.mark.campaign, pytest.mark.long) * is_long)
-
-
-@pytest.mark.parametrize(
-    ("way", "seed", "vocab_size", "dtype"), [*_draws("torch"), *_draws("triton")]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [60, 9000])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.each_pair
 def test_the_device_draws_what_the_sampler_draws(
     way: str, seed: int, vocab_size: int, dtype: torch.dtype
 ) -> None:

@@ -5,12 +5,12 @@ counted. When this was written, there was none.
 """
 
 import random
-from typing import Any
 
 import msgspec
 import pytest
 
 from contract.jobs import SamplingParams
+from tests.marks import LONG
 from tests.tiny_families import PAGED, VOCAB_SIZE
 from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import make_prompts
@@ -21,22 +21,13 @@ from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import Request
 
 SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
-# A token budget and whether prefixes are cached. The smallest budget takes longest: one family of
-# each kind of positions, attention and experts runs with it. In the suite these have all others
-# too, and each other family one of them.
+# A token budget and whether prefixes are cached. With a budget of one token, which takes longest,
+# runs one family of each kind of positions, attention and experts.
 BUDGETS = [(7, True), (64, True), (1000, False)]
 ONE_BY_ONE = [
     *("llama", "gpt2", "gpt_neox", "gemma2", "olmo2", "cohere2", "opt", "gpt_bigcode"),
     *("gpt_oss", "deepseek_v3", "qwen2_moe", "phimoe"),
 ]
-
-
-def _budget(number: int, family: str, budget: tuple[int, bool]) -> Any:
-    """The parameters of a test."""
-    is_in_the_suite = family in ONE_BY_ONE or BUDGETS[number % len(BUDGETS)] == budget
-    marks = () if is_in_the_suite else (pytest.mark.campaign, pytest.mark.long)
-    return pytest.param(family, *budget, marks=marks)
-
 
 # Numbers of the prompts of `expected_of`; tokens that each yields.
 PROMPTS = (1, 3, 5)
@@ -115,10 +106,11 @@ def check_twice(model: Model, expected: Expected, run: Run) -> None:
 @pytest.mark.parametrize(
     ("family", "num_budget_tokens", "prefix_caching"),
     [
-        *(_budget(n, family, budget) for n, family in enumerate(PAGED) for budget in BUDGETS),
+        *((family, *budget) for family in PAGED for budget in BUDGETS),
         *(pytest.param(family, 1, False, marks=pytest.mark.campaign) for family in ONE_BY_ONE),
     ],
 )
+@pytest.mark.each_value
 def test_the_engine_yields_the_tokens_of_generate(
     family: str, num_budget_tokens: int, prefix_caching: bool, load_family: LoadFamily
 ) -> None:
@@ -132,7 +124,13 @@ def test_the_engine_yields_the_tokens_of_generate(
     assert (run.num_prefix_hits > 0) == prefix_caching
 
 
-@pytest.mark.parametrize("family", [*PAGED, *SEQUENTIAL])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(pytest.param(f, marks=() if f in ONE_BY_ONE else LONG) for f in PAGED),
+        *SEQUENTIAL,
+    ],
+)
 def test_drafts_change_no_token(family: str, load_family: LoadFamily) -> None:
     """Greedy and sampled, with penalties and without: a bias leaves four tokens, so that there are
     drafts, right and wrong. Families with a state per sequence draft nothing."""
@@ -163,6 +161,7 @@ def test_drafts_change_no_token(family: str, load_family: LoadFamily) -> None:
 
 @pytest.mark.parametrize("num_budget_tokens", [7, 1000])
 @pytest.mark.parametrize("family", SEQUENTIAL)
+@pytest.mark.each_value
 def test_the_engine_yields_the_tokens_of_generate_one_sequence_at_a_time(
     family: str, num_budget_tokens: int, load_family: LoadFamily
 ) -> None:

@@ -17,6 +17,7 @@ from workers.model.sequential import SequentialRunner
 
 @pytest.mark.parametrize("chunk_tokens", [7, 1000])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.each_value
 def test_greedy_tokens_equal_those_of_generate(
     family: str, chunk_tokens: int, load_family: LoadFamily
 ) -> None:

@@ -27,18 +27,10 @@ TOLERANCES = {"bfloat16": 0.15, "float16": 0.02}
 NUM_OUTPUT = 16
 
 
-def _marks(family: str, dtype: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Every second family has the one type in the suite, the others have the other."""
-    is_bfloat16 = FAMILIES.index(family) % 2 == 0
-    is_in_the_suite = is_bfloat16 == (dtype == "bfloat16")
-    return () if is_in_the_suite else (pytest.mark.campaign, pytest.mark.long)
-
-
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [pytest.param(f, d, marks=_marks(f, d)) for f in FAMILIES for d in DTYPES],
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.each_value
 def test_half_precision_agrees_with_transformers(family: str, dtype: str, tmp_path: Path) -> None:
     """Greedy outputs in a batch and in chunks; both score each token, given those before it."""
     folder = save_tiny_model(family, tmp_path)

@@ -34,6 +34,7 @@ def exact(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     return values * weight.scales.double()
 
 
+@pytest.mark.each_value
 def test_every_byte_is_made_wide_exactly(kernels: Kernels) -> None:
     """All of -127 … 127 at every place of a panel, by rows of x that select one input each."""
     num_in = 256
@@ -50,6 +51,7 @@ def test_every_byte_is_made_wide_exactly(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272), (16, 1040)])
+@pytest.mark.each_pair
 def test_the_product_is_that_of_the_widened_weights(
     num_in: int, num_out: int, kernels: Kernels
 ) -> None:
@@ -68,6 +70,7 @@ def test_the_product_is_that_of_the_widened_weights(
 
 @pytest.mark.parametrize("num_rows", [1, 7, 100])
 @pytest.mark.parametrize("num_out", [32, 48, 256])
+@pytest.mark.each_pair
 def test_gates_and_a_norm_are_fused_into_the_product(
     num_out: int, num_rows: int, kernels: Kernels
 ) -> None:

@@ -62,6 +62,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("flags", ["plain", "window", "long window", "softcap", "sinks", "all"])
+@pytest.mark.each_pair
 def test_the_attention_kernel_equals_the_reference(
     flags: str,
     shape: tuple[int, int],
@@ -230,6 +231,7 @@ def test_a_compiler_s_first_error_is_quoted(
 
 @pytest.mark.parametrize("vocab_size", [5, 16, 37, 4096])
 @pytest.mark.parametrize("find", ["kernel", "torch"])
+@pytest.mark.each_pair
 def test_the_likeliest_token_is_the_first_of_the_highest(
     find: str, vocab_size: int, dtype: torch.dtype, kernels: Kernels
 ) -> None:

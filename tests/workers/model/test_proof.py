@@ -118,6 +118,7 @@ def add_one(x: Tensor, out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("do", [triple, raise_error, add_one])
+@pytest.mark.each_value
 def test_a_module_that_fails_in_the_whole_model_costs_all_exchanges(
     do: Answer, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,21 +90,11 @@ def test_torch_s_product_is_that_of_the_widened_weights(dtype: torch.dtype, has_
 
 
 WAYS = ["kernels", "torch in merged modules", "torch only"]
-# Beside the default way, which every family has.
-OTHER_WAYS = [
-    *(("llama", WAYS[1]), ("gemma2", WAYS[1]), ("bloom", WAYS[1])),
-    *(("qwen3", WAYS[2]), ("phi3", WAYS[2]), ("mamba2", WAYS[2])),
-]
 
 
-def _marks(family: str, way: str) -> tuple[pytest.MarkDecorator, ...]:
-    is_in_the_suite = way == WAYS[0] or (family, way) in OTHER_WAYS
-    return () if is_in_the_suite else (pytest.mark.campaign, pytest.mark.long)
-
-
-@pytest.mark.parametrize(
-    ("family", "way"), [pytest.param(f, w, marks=_marks(f, w)) for f in FAMILIES for w in WAYS]
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.each_value
 def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
     family: str, way: str, tmp_path: Path
 ) -> None:

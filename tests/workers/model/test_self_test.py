@@ -5,7 +5,7 @@ Without a GPU Triton's kernels are interpreted, and a repetition stands in for a
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -348,17 +348,10 @@ def test_wrong_draws_cost_the_steps_ahead(llama: Path, monkeypatch: pytest.Monke
         load(llama, ahead=True)
 
 
-def _draws() -> Iterator[Any]:
-    """In the suite each number of rows and each type is drawn by Triton, whose interpreter is
-    slow, and all of both by torch."""
-    dtypes = (torch.float32, torch.bfloat16)
-    for row, column, by_triton in itertools.product(range(3), range(2), (False, True)):
-        is_long = by_triton and (row + column) % 2 == 1
-        marks = (pytest.mark.campaign, pytest.mark.long) if is_long else ()
-        yield pytest.param(dtypes[column], (1, 3, 8)[row], by_triton, marks=marks)
-
-
-@pytest.mark.parametrize(("dtype", "num_rows", "by_triton"), [*_draws()])
+@pytest.mark.parametrize("by_triton", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.each_value
 def test_right_draws_pass(dtype: torch.dtype, num_rows: int, by_triton: bool) -> None:
     """With fewer rows than are compared, and with more; in one tile of the vocabulary, and in
     several."""

@@ -123,6 +123,7 @@ def test_docs_list_how_each_family_is_served(load_family: LoadFamily) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", sorted(SEQUENTIAL.keys() - IMPRECISE))
+@pytest.mark.each_value
 def test_half_precision_never_goes_on_further_than_float32(
     family: str, dtype: torch.dtype, load_family: LoadFamily
 ) -> None:

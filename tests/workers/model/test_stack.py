@@ -45,6 +45,7 @@ def test_families_of_the_common_shape_run_as_one_loop(family: str, processor: Pr
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wanted", [[], [5], [0, 2, 5], [0, 1, 2, 3, 4, 5]], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.each_pair
 def test_one_native_call_equals_the_loop_over_layers(
     family: str, wanted: list[int], dtype: torch.dtype, isa: Isa
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.marks import LONG
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.conftest import paged
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
@@ -110,7 +111,6 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 NUM_SEEDS = 60
 # Of cases that together have every size and type, and every flag in every kind of batch.
 IN_THE_SUITE = [2, 3, 4, 18, 22, 25, 29, 31, 34, 36, 42, 43, 56, 57, 59]
-LONG = (pytest.mark.campaign, pytest.mark.long)
 
 
 @pytest.mark.parametrize("split_tokens", [64, pytest.param(512, marks=pytest.mark.campaign)])

@@ -39,8 +39,7 @@ LAYERS = {
 }
 # 7.5 compiles none: the kernel for chunks needs 96 KiB, of 64, and auto takes torch's attention.
 CAPABILITIES = [80, 86, 89, 90, 120]
-IN_THE_SUITE = [("usual", 89)]
-IN_CAMPAIGNS = [("usual", 80), ("usual", 90), ("usual", 120), ("sizes", 89), ("sizes", 90)]
+IN_CAMPAIGNS = [("usual", 89), ("sizes", 90)]
 KERNELS = {
     *("attend_items", "join_parts", "list_parts"),
     *("normalise", "gate_silu", "turn_and_keep"),
@@ -49,8 +48,6 @@ KERNELS = {
 
 
 def _marks(name: str, capability: int) -> list[pytest.MarkDecorator]:
-    if (name, capability) in IN_THE_SUITE:
-        return []
     marks = [pytest.mark.campaign]
     return marks if (name, capability) in IN_CAMPAIGNS else [*marks, pytest.mark.long]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.marks import LONG
 from tests.workers.model.test_native import turned
 from tests.workers.model.test_thresholds import allowed_by_reference
 from tests.workers.model.test_triton_attention import DEVICE, DTYPES, assert_close
@@ -56,7 +57,7 @@ def test_gates_equal_torch_s(dim: int, dtype: torch.dtype) -> None:
     assert_close(found, (F.silu(gate) * up).to(dtype))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=LONG if n % 3 else ()) for n in range(30)])
 def test_queries_and_keys_are_rotated_and_stored(seed: int) -> None:
     """As by transformers' rotate_half. Keys and values are stored in their slots; no other slot
     changes."""
@@ -121,6 +122,7 @@ def cells_of(parameters: list[tuple[int, float, float]], temperature: float) -> 
 )
 @pytest.mark.parametrize("scale", [0.3, 4.0])
 @pytest.mark.parametrize("vocab_size", [50, 2500])
+@pytest.mark.each_value
 def test_the_sets_to_draw_from_are_exact(vocab_size: int, scale: float, is_whole: bool) -> None:
     """As `sampler` has them, also of rows whose nucleus is wide."""
     torch.manual_seed(0)

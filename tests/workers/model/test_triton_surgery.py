@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.marks import LONG
 from tests.workers.model.operating import BLOCK_SIZE, Patient, operated
 from tests.workers.model.test_triton_attention import DEVICE
 from workers.model.attention.packed import PackedAttention
@@ -18,7 +19,6 @@ from workers.model.surgery.surgeon import ATTENTION, MLP, NORM
 pytest.importorskip("triton")
 
 # Triton's interpreter is slow.
-LONG = (pytest.mark.campaign, pytest.mark.long)
 
 
 def exchanged(family: str, dtype: torch.dtype, **changes: Any) -> Patient:
@@ -47,10 +47,10 @@ def _spoil(decoder: Any) -> None:
     ("family", "dtype"),
     [
         pytest.param("llama", torch.float32, marks=LONG),
-        ("llama", torch.float16),
+        pytest.param("llama", torch.float16, marks=LONG),
         pytest.param("llama", torch.bfloat16, marks=LONG),
         ("mistral", torch.float32),
-        ("qwen3", torch.bfloat16),
+        pytest.param("qwen3", torch.bfloat16, marks=LONG),
         ("gemma2", torch.bfloat16),
     ],
 )

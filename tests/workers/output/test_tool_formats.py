@@ -106,6 +106,7 @@ def test_text_around_calls_is_content(format_: ToolFormat) -> None:
 
 @every_mark
 @pytest.mark.parametrize("prose", ["The mark {} opens a call.", "{}", "{}{}", "{} {{}} {}\n"])
+@pytest.mark.each_value
 def test_marks_in_prose_are_content(format_: ToolFormat, prose: str) -> None:
     """Text that is no call is unchanged, and a call behind it is read."""
     mark = (format_.begin or format_.open).strip()

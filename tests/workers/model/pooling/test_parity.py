@@ -124,6 +124,7 @@ def test_qwen3_embedding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_labels", [1, 3])
 @pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.each_value
 def test_a_family_s_classifier(family: str, num_labels: int, tmp_path: Path) -> None:
     """Plain `*ForSequenceClassification` folders, through the model's own head, on pairs."""
     folder = save_classifier(family, tmp_path, num_labels)
