@@ -371,6 +371,7 @@ def test_step_times_are_written_and_read(tmp_path: Path) -> None:
             read_costs(tmp_path / "bad.json")
 
 
+@pytest.mark.campaign
 def test_calibration_says_where_the_simulation_is_weak(tmp_path: Path) -> None:
     """A fleet as the simulation has it shows no weakness; one whose long outputs slow down does."""
     arrivals = mixed(300, 1.5)
@@ -394,6 +395,7 @@ def write_recording(path: Path, jobs: list[Recorded]) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
+@pytest.mark.campaign
 def test_a_calibrated_simulation_shows_its_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -421,6 +423,7 @@ def test_no_recording_is_named(
     assert "spoiled.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_advice_is_given_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config(tmp_path, SMALL | {"max_position_embeddings": 512})
     trace = tmp_path / "trace.csv"
@@ -499,6 +502,7 @@ WORKLOADS = {
 @pytest.mark.parametrize("goal", [Goal(), Goal(ttft_s=0.5)], ids=["no goal", "first token"])
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 @pytest.mark.each_value
+@pytest.mark.campaign
 def test_no_other_strategy_is_better_than_the_advised(name: str, goal: Goal) -> None:
     """In the simulation: none has over 5 % more tokens/s, or, where a first token is waited for,
     one that comes earlier."""

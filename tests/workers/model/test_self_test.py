@@ -47,6 +47,8 @@ from workers.model.runner import ModelRunner
 
 triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
 
+pytestmark = pytest.mark.campaign  # Triton's interpreter is slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SINKS = torch.tensor([0.5, -1.0], device=DEVICE)
 PLAIN = AttentionShape(2, 1, 32, 32, AttentionFlags(0.2))

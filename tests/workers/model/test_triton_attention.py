@@ -30,6 +30,8 @@ from workers.model.probe import AttentionShape
 triton_attention = pytest.importorskip("workers.model.attention.triton_attention")
 triton_plan = pytest.importorskip("workers.model.attention.triton_attention")
 
+pytestmark = pytest.mark.campaign  # Triton's interpreter is slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (query heads, KV heads)

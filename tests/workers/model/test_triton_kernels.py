@@ -28,6 +28,8 @@ triton = pytest.importorskip("triton")
 gpu_kernels = pytest.importorskip("workers.model.gpu.kernels")
 triton_kernels = pytest.importorskip("workers.model.gpu.triton_kernels")
 
+pytestmark = pytest.mark.campaign  # Triton's interpreter is slow
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 96, 1000])

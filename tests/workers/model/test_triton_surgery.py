@@ -18,6 +18,8 @@ from workers.model.surgery.surgeon import ATTENTION, MLP, NORM
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.campaign  # Triton's interpreter is slow
+
 # Triton's interpreter is slow.
 
 

@@ -60,7 +60,7 @@ async def test_two_ranks_generate_the_same_tokens_as_vllm_alone(
     wait_until(lambda: not any_alive(processes))
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.long), 1])
 async def test_two_nodes_generate_the_same_tokens_as_vllm_alone(
     model: Path, alone: list[list[int]], lost: int
 ) -> None:
