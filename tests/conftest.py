@@ -89,7 +89,7 @@ def _leave_a_sample(items: list[pytest.Item]) -> None:
             continue
         size = _SAMPLED[marker.name]
         values = sorted((name, repr(v)) for name, v in cast(Any, item).callspec.params.items())
-        test = item.nodeid.partition("[")[0], item.get_closest_marker("campaign")
+        test = item.nodeid.partition("[")[0], item.get_closest_marker("campaign") is not None
         of_tests.setdefault(test, []).append((item, {*itertools.combinations(values, size)}))
     for cases in of_tests.values():
         uses: Counter[Any] = Counter()

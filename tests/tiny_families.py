@@ -315,3 +315,8 @@ is_5_24 = Version(transformers.__version__) >= Version("5.24")
 (PAGED if is_5_24 else SEQUENTIAL).update(PAGED_SINCE_5_24)
 
 FAMILIES = PAGED | SEQUENTIAL
+# Of the paged ones, one of each kind of positions, attention and experts.
+OF_EACH_KIND = [
+    *("llama", "gpt2", "gpt_neox", "gemma2", "olmo2", "cohere2", "opt", "gpt_bigcode"),
+    *("gpt_oss", "deepseek_v3", "qwen2_moe", "phimoe"),
+]

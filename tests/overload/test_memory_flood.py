@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 MIB = 2**20
 SIZES = [
     *(8 * MIB, pytest.param(14 * MIB, marks=LONG)),
-    *(64 * MIB, pytest.param(1024 * MIB, marks=LONG)),
+    *(pytest.param(64 * MIB, marks=pytest.mark.campaign), pytest.param(1024 * MIB, marks=LONG)),
 ]
 LANES = ("interactive", "standard", "batch", "scoring")
 NUM_JOBS = int(os.environ.get("FLOOD_JOBS", "200"))

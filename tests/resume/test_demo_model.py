@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from contract.jobs import Job
 from infra.demo_model import demo_model_path
+from tests.marks import LONG
 from tests.resume.interruptions import Workers
 from tests.resume.local_worker import tokenizer_of
 from tests.resume.logged_job import new_job
@@ -79,7 +80,13 @@ def jobs_of(demo_model: LoadedModel, **params: Any) -> list[Job]:
     ]
 
 
-@pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(params, id=name, marks=LONG if number % 3 == 1 else ())
+        for number, (name, params) in enumerate(CASES.items())
+    ],
+)
 def test_a_job_cut_at_every_token_resumes_with_the_same_output(
     demo_model: LoadedModel, judge: Judge, params: dict[str, Any]
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from contract.jobs import SamplingParams
 from tests.marks import LONG
-from tests.tiny_families import PAGED, VOCAB_SIZE
+from tests.tiny_families import OF_EACH_KIND, PAGED, VOCAB_SIZE
 from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import make_prompts
 from tests.workers.model.parity import Expected, expected_of, num_near_ties
@@ -21,13 +21,8 @@ from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import Request
 
 SEQUENTIAL = ["falcon_alibi", "mamba", "mamba2", "qwen3_next", "recurrent_gemma"]
-# A token budget and whether prefixes are cached. With a budget of one token, which takes longest,
-# runs one family of each kind of positions, attention and experts.
+# A token budget and whether prefixes are cached. A budget of one token takes longest.
 BUDGETS = [(7, True), (64, True), (1000, False)]
-ONE_BY_ONE = [
-    *("llama", "gpt2", "gpt_neox", "gemma2", "olmo2", "cohere2", "opt", "gpt_bigcode"),
-    *("gpt_oss", "deepseek_v3", "qwen2_moe", "phimoe"),
-]
 
 # Numbers of the prompts of `expected_of`; tokens that each yields.
 PROMPTS = (1, 3, 5)
@@ -106,8 +101,18 @@ def check_twice(model: Model, expected: Expected, run: Run) -> None:
 @pytest.mark.parametrize(
     ("family", "num_budget_tokens", "prefix_caching"),
     [
-        *((family, *budget) for family in PAGED for budget in BUDGETS),
-        *(pytest.param(family, 1, False, marks=pytest.mark.campaign) for family in ONE_BY_ONE),
+        *(
+            pytest.param(
+                family, *budget, marks=() if family in OF_EACH_KIND else pytest.mark.campaign
+            )
+            for family in PAGED
+            for budget in BUDGETS
+        ),
+        *(pytest.param(family, 1, False, marks=LONG) for family in OF_EACH_KIND[2:]),
+        *(
+            pytest.param(family, 1, False, marks=pytest.mark.campaign)
+            for family in OF_EACH_KIND[:2]
+        ),
     ],
 )
 @pytest.mark.each_value
@@ -127,7 +132,7 @@ def test_the_engine_yields_the_tokens_of_generate(
 @pytest.mark.parametrize(
     "family",
     [
-        *(pytest.param(f, marks=() if f in ONE_BY_ONE else LONG) for f in PAGED),
+        *(pytest.param(f, marks=() if f in OF_EACH_KIND else LONG) for f in PAGED),
         *SEQUENTIAL,
     ],
 )

@@ -7,16 +7,24 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_families import FAMILIES, PAGED, PAGED_SINCE_5_24, SEQUENTIAL
+from tests.tiny_families import FAMILIES, OF_EACH_KIND, PAGED, PAGED_SINCE_5_24, SEQUENTIAL
 from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import make_sequence, run_to_end
 from tests.workers.model.parity import NUM_OUTPUT, expected_of
 from workers.model.runner import ModelRunner
 from workers.model.sequential import SequentialRunner
 
+every_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=() if f in {*OF_EACH_KIND, *SEQUENTIAL} else pytest.mark.campaign)
+        for f in FAMILIES
+    ],
+)
+
 
 @pytest.mark.parametrize("chunk_tokens", [7, 1000])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 @pytest.mark.each_value
 def test_greedy_tokens_equal_those_of_generate(
     family: str, chunk_tokens: int, load_family: LoadFamily
@@ -32,7 +40,7 @@ def test_greedy_tokens_equal_those_of_generate(
         expected.check(number, ids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_the_tiny_models_are_lively(family: str, load_family: LoadFamily) -> None:
     """Outputs vary within a prompt and between prompts; otherwise the parity tests would prove
     nothing."""
@@ -44,6 +52,7 @@ def test_the_tiny_models_are_lively(family: str, load_family: LoadFamily) -> Non
     assert sum(len(set(ids)) for ids in outputs) / len(outputs) >= 6
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("families", "runner"), [(PAGED, ModelRunner), (SEQUENTIAL, SequentialRunner)]
 )
