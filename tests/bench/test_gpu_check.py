@@ -76,6 +76,7 @@ def bare_python(tmp_path: Path) -> Path:
 
 
 @pytest.mark.campaign
+@pytest.mark.long  # it needs a minute; the tests below run its stages
 @pytest.mark.timeout(900)
 def test_the_whole_check_runs_where_only_wheels_can_be_carried(
     tmp_path: Path, bare_python: Path

@@ -78,6 +78,7 @@ def running_worker(redis_url: str, folder: Path) -> Iterator[None]:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("redis_client")  # an empty Redis: others leave their object store
 async def test_answers_of_each_family_are_those_of_generate(
     family: str, gateway_url: str, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:

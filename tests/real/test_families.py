@@ -76,10 +76,15 @@ def answers(
 
 def of_all_cases(test: Any) -> Any:
     """Parameters are names, by which pytest runs the tests of a family together."""
+    cases = [(family, case) for family in FAMILIES for case in cases_of(family)]
     params = [
-        pytest.param(family.name, case, id=f"{family.name}: {case.title}")
-        for family in FAMILIES
-        for case in cases_of(family)
+        pytest.param(
+            family.name,
+            case,
+            id=f"{family.name}: {case.title}",
+            marks=pytest.mark.long if number % 3 else (),
+        )
+        for number, (family, case) in enumerate(cases)
     ]
     return pytest.mark.parametrize(
         ("answers", "case"), params, indirect=["answers"], scope="session"

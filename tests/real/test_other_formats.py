@@ -152,7 +152,10 @@ class MadeUpModel:
         return self._template.render(messages, [WEATHER], variables, is_answered=is_answered)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if n % 2 else ()) for n, name in enumerate(KNOWN)],
+)
 def test_calls_that_a_template_shows_are_understood(name: str, tmp_path: Path) -> None:
     """Alone, several, and behind content, whatever the tokenizer makes of the marks."""
     for marks in Marks:

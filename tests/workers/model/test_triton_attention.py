@@ -411,7 +411,7 @@ def test_heads_of_other_sizes_are_left_to_packed_attention(dim: int) -> None:
         pytest.param("llama", True, marks=LONG),
         pytest.param("gpt_oss", False, marks=LONG),
         *(
-            pytest.param(family, fused, marks=pytest.mark.campaign)
+            pytest.param(family, fused, marks=LONG)
             for family in OTHER_FAMILIES
             for fused in (True, False)
         ),

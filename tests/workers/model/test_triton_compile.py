@@ -39,7 +39,7 @@ LAYERS = {
 }
 # 7.5 compiles none: the kernel for chunks needs 96 KiB, of 64, and auto takes torch's attention.
 CAPABILITIES = [80, 86, 89, 90, 120]
-IN_CAMPAIGNS = [("usual", 89), ("sizes", 90)]
+IN_CAMPAIGNS = [("usual", 89)]
 KERNELS = {
     *("attend_items", "join_parts", "list_parts"),
     *("normalise", "gate_silu", "turn_and_keep"),
