@@ -78,7 +78,7 @@ def _group(nodeid: str) -> str:
 _SAMPLED = {"each_value": 1, "each_pair": 2}
 
 
-def _leave_a_sample(items: list[pytest.Item]) -> None:
+def leave_a_sample(items: list[pytest.Item]) -> None:
     """Marks the cases of tests with `each_value` or `each_pair` as long, except those which
     together have each value, or each pair of values, of their parameters ("each choice" and
     "pairwise" testing: Grindal, Offutt, Andler, "Combination testing strategies", 2005)."""
@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return 0
         return 1 if _SHARING[1].match(item.nodeid) else 2
 
-    _leave_a_sample(items)
+    leave_a_sample(items)
     items.sort(key=place)
 
 

@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+
+from tests.conftest import leave_a_sample
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ["serve", "test", "check", "campaigns", "versions", "images"]
@@ -256,3 +260,38 @@ def test_what_cannot_be_released_changes_no_file(
     assert done.stderr == f"scripts/release: {reason}\n"
     assert (tmp_path / "pyproject.toml").read_text() == PROJECT
     assert (tmp_path / "CHANGELOG.md").read_text() == changelog
+
+
+class Case:
+    """A case of a parametrized test, as far as the choice of some looks at it."""
+
+    def __init__(self, mark: str, params: dict[str, Any]) -> None:
+        self.nodeid = f"tests/test_it.py::test_it[{params}]"
+        self.callspec = SimpleNamespace(params=params)
+        self.marks = [getattr(pytest.mark, mark).mark]
+
+    def iter_markers(self) -> list[pytest.Mark]:
+        return self.marks
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        self.marks.append(marker.mark)
+
+
+@pytest.mark.parametrize(("mark", "size", "num_left"), [("each_value", 1, 4), ("each_pair", 2, 12)])
+def test_the_cases_left_to_ci_have_each_value_or_pair(mark: str, size: int, num_left: int) -> None:
+    """As few as there can be of four, three and two values; the others are long campaigns."""
+    values = {"a": range(4), "b": "xyz", "c": (None, 0.5)}
+    products = [dict(zip(values, case, strict=True)) for case in product(*values.values())]
+    cases: Any = [Case(mark, params) for params in products]
+    leave_a_sample(cases)
+    left = [case for case in cases if case.get_closest_marker("long") is None]
+    assert len(left) == num_left
+    assert all(case.get_closest_marker("campaign") for case in cases if case not in left)
+
+    def combined(some: Any) -> set[Any]:
+        return {part for case in some for part in combinations(case.callspec.params.items(), size)}
+
+    assert combined(left) == combined(cases)
