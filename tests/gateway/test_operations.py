@@ -267,7 +267,7 @@ def job_of(tenant: str, model: str = MODEL) -> Job:
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "num_jobs", [1_000, pytest.param(10_000, marks=[pytest.mark.campaign, pytest.mark.long])]
+    "num_jobs", [3_000, pytest.param(10_000, marks=[pytest.mark.campaign, pytest.mark.long])]
 )
 async def test_an_operation_outlives_the_gateway_that_works_on_it(
     redis_server: EmbeddedRedis,
