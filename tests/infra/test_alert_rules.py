@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.infra.test_monitoring import queries, rules
+from tests.infra.test_monitoring import ALERTS, queries, rules
 
 _TOOLS = Path(sys.executable).parent  # installed by scripts/setup
 PROMTOOL = shutil.which("promtool", path=f"{_TOOLS}{os.pathsep}{os.environ['PATH']}")
@@ -337,7 +337,7 @@ def test_every_alert_has_a_case() -> None:
 
 
 def test_every_query_is_valid_promql(tmp_path: Path) -> None:
-    """Those of the dashboard too, as recording rules."""
+    """Those of the dashboard too, as recording rules; and the file of alerts as it is."""
     recorded = [
         {"record": f"query:{number}", "expr": re.sub(r"\$\w+", "5m", query)}
         for number, query in enumerate(queries().values())
@@ -345,4 +345,4 @@ def test_every_query_is_valid_promql(tmp_path: Path) -> None:
     assert len(recorded) > len(CASES)
     path = tmp_path / "rules.yml"
     path.write_text(json.dumps({"groups": [{"name": "queries", "rules": recorded}]}))
-    promtool("check", "rules", str(path))
+    promtool("check", "rules", str(path), str(ALERTS))
