@@ -1,4 +1,7 @@
-"""scripts/preflight, against moto: what an account lacks, before anything is built."""
+"""scripts/preflight, against moto: what an account lacks, before anything is built.
+
+Over 300 lines: a test for each thing that an account may lack.
+"""
 
 import functools
 import inspect

@@ -1,4 +1,7 @@
-"""The front door and the console, in a real Chromium: what a call changes, the pages show."""
+"""The front door and the console, in a real Chromium: what a call changes, the pages show.
+
+Over 300 lines: one browser, one view after another.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""`batchway ab report`: the statistics on drawn jobs, the exit status, and a real A/B."""
+"""`batchway ab report`: the statistics on drawn jobs, the exit status, and a real A/B.
+
+Over 300 lines: one report, from estimates to the exit status.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""Alerts fire on the right series only, checked by `promtool test rules`."""
+"""Alerts fire on the right series only, checked by `promtool test rules`.
+
+Over 300 lines: a case for each alert.
+"""
 
 import json
 import os

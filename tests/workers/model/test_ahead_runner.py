@@ -1,4 +1,7 @@
-"""Steps started on the device before the engine asks for them yield the same tokens."""
+"""Steps started on the device before the engine asks for them yield the same tokens.
+
+Over 300 lines: one runner, with all that may disturb its steps.
+"""
 
 import dataclasses
 import random

@@ -1,4 +1,7 @@
-"""What the loader accepts, reports and refuses. Each refusal is one sentence for the operator."""
+"""What the loader accepts, reports and refuses. Each refusal is one sentence for the operator.
+
+Over 300 lines: a test for each folder that is refused.
+"""
 
 import json
 import shutil

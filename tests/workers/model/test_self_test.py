@@ -1,6 +1,8 @@
 """What a fast GPU gets by default, and what is left out if the self-test at load fails.
 
 Without a GPU Triton's kernels are interpreted, and a repetition stands in for a CUDA graph.
+
+Over 300 lines: a test for each fault that the self-test must find.
 """
 
 import dataclasses

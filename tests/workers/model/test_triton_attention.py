@@ -1,5 +1,8 @@
 """The Triton attention kernels, compared with the reference: compiled on a GPU, otherwise
-interpreted."""
+interpreted.
+
+Over 300 lines: one kernel, with all shapes and flags.
+"""
 
 import itertools
 import random
