@@ -18,11 +18,11 @@ from workers.engine.report import StepReport
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, Ready, StopJob, ToEngine
 from workers.settings import WorkerSettings
-from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.claims import Claims
 from workers.supervisor.drain import Drain
 from workers.supervisor.held_job import Choice, HeldJob
 from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.worker_broker import AllPartitions
 
 if TYPE_CHECKING:
     from workers.ipc.channel import EngineClient

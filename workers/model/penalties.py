@@ -4,12 +4,11 @@ All rows together, without waiting for the device. Other rows are not touched. T
 vocabulary are ignored; requests are validated earlier.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,11 +48,17 @@ def adjust_logits(
         scores[index] = scores[index].masked_fill_(mask, float("-inf"))
     flat = scores.view(-1)
     params = {row: sequences[row].params for row in rows}
-    biases = [(row, p.logit_bias) for row, p in params.items() if p.logit_bias]
+    vocab_size = scores.shape[1]
+    biases = [
+        (row * vocab_size + token_id, value)
+        for row, p in params.items()
+        for token_id, value in p.logit_bias.items()
+        if 0 <= token_id < vocab_size
+    ]
     if biases:
-        values = np.array([*chain.from_iterable(bias.values() for _, bias in biases)], np.float32)
-        at, is_inside = _places(biases, scores.shape[1])
-        flat.index_add_(0, *(to_device(x[is_inside], flat.device) for x in (at, values)))
+        at, values = zip(*biases, strict=True)
+        index = to_device(np.array(at, np.int64), flat.device)
+        flat.index_add_(0, index, to_device(np.array(values, np.float32), flat.device))
     penalised = [row for row in rows if is_penalised(sequences[row])]
     if penalised:
         some = [sequences[row] for row in penalised]
@@ -63,10 +68,16 @@ def adjust_logits(
         else:
             known = find_known(some, some_lengths)
         penalise(scores, penalised, [sequence.params for sequence in some], *known)
-    banned = [(i, sequences[i].ending_ids) for i in rows if num_outputs[i] < params[i].min_tokens]
+    banned = [
+        row * vocab_size + token_id
+        for row in rows
+        if num_outputs[row] < params[row].min_tokens
+        for token_id in sequences[row].ending_ids
+        if 0 <= token_id < vocab_size
+    ]
     if banned:
-        at, is_inside = _places(banned, scores.shape[1])
-        flat.index_fill_(0, to_device(at[is_inside], flat.device), float("-inf"))
+        index = to_device(np.array(banned, np.int64), flat.device)
+        flat.index_fill_(0, index, float("-inf"))
     return scores
 
 
@@ -133,12 +144,3 @@ def _known_tokens(
     ids = np.where(is_known, ids, ids[:, :1])
     is_output = is_known & (steps >= starts[:, None])
     return to_device(ids, device), to_device(is_output, device)
-
-
-def _places(
-    listed: Seq[tuple[int, Iterable[int]]], vocab_size: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """The places of rows' tokens in flat logits, and whether each is of the vocabulary."""
-    pairs = [(row, token_id) for row, token_ids in listed for token_id in token_ids]
-    rows, token_ids = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return rows * vocab_size + token_ids, (token_ids >= 0) & (token_ids < vocab_size)

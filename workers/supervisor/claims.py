@@ -11,11 +11,10 @@ from msgspec.structs import replace
 from contract.errors import BrokerUnavailable
 from contract.function_types import Claimed, LaneRoom
 from workers.settings import WorkerSettings
-from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import Holding
 from workers.supervisor.rotation import Line, Rotation, Turn
-from workers.supervisor.worker_broker import WorkerBroker
+from workers.supervisor.worker_broker import AllPartitions, WorkerBroker
 
 log = logging.getLogger(__name__)
 

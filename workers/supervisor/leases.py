@@ -16,14 +16,13 @@ from contract.function_types import WorkerState
 from workers.ipc.messages import Ready, Reprioritise
 from workers.logs import ErrorOnce
 from workers.settings import WorkerSettings
-from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.drain import Drain
 from workers.supervisor.engine_keeper import RESTART_S
 from workers.supervisor.gpu_use import GpuUse
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publishers
-from workers.supervisor.worker_broker import make_card
+from workers.supervisor.worker_broker import AllPartitions, make_card
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,9 @@ from contract.payloads.store import (
     PayloadUnavailable,
     result_key,
 )
-from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.held_job import MAX_VECTOR_BYTES, HeldJob
 from workers.supervisor.holding import Holding
-from workers.supervisor.worker_broker import WorkerBroker
+from workers.supervisor.worker_broker import AllPartitions, WorkerBroker
 
 log = logging.getLogger(__name__)
 

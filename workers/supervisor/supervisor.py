@@ -21,7 +21,6 @@ from workers.configuration import ConfigurationError
 from workers.ipc.channel import GRACE_S
 from workers.ipc.messages import Reconfigure
 from workers.settings import WorkerSettings, new_incarnation
-from workers.supervisor.all_partitions import AllPartitions
 from workers.supervisor.claims import POLL_S, Claims
 from workers.supervisor.drain import Drain, SpotNotice
 from workers.supervisor.engine_keeper import EngineKeeper, EngineRefused
@@ -32,7 +31,7 @@ from workers.supervisor.leases import LeaseKeeper
 from workers.supervisor.metrics import Meter, MetricsUnservable, serve_metrics
 from workers.supervisor.prompts import PromptFetcher
 from workers.supervisor.publisher import Publishers, ResultKeeper, tidy
-from workers.supervisor.worker_broker import WorkerBroker
+from workers.supervisor.worker_broker import AllPartitions, WorkerBroker
 
 log = logging.getLogger(__name__)
 
