@@ -152,5 +152,14 @@ _TEXTS = [
         "",
     ),
 ]
-_SEEDS = {"a repeated save is refused": 36, "a repeated save moves a time": 4}
+_SEEDS = {
+    "a repeated beginning brings a file's end nearer": 1,
+    "a batch can be cancelled while its results are joined": 9,
+    "a repeated take leaves batches without a feeder": 4,
+    "batches that are held elsewhere do not count": 1,
+    "a place for tenants without any goes to one with several": 1,
+    "a repeated save is refused": 36,
+    "a repeated save moves a time": 4,
+    "a lost part stays recorded": 1,
+}
 FILES_MUTANTS = [Mutant(*texts, part="files", seed=_SEEDS.get(texts[0], 0)) for texts in _TEXTS]

@@ -116,4 +116,10 @@ _TEXTS = [
         "",
     ),
 ]
-MOVES_MUTANTS = [Mutant(*text) for text in _TEXTS]
+_SEEDS = {
+    "an old version of a home is admitted": 3,
+    "what was left elsewhere in an earlier stay counts again": 3,
+    "a home is chosen by an old map": 2,
+    "a partition that drains gets a tenant": 18,
+}
+MOVES_MUTANTS = [Mutant(*text, seed=_SEEDS.get(text[0], 0)) for text in _TEXTS]

@@ -29,6 +29,7 @@ MUTANTS = [
         "every claim is a first wait in the totals",
         "  if is_first then\n    observe",
         "  if true then\n    observe",
+        seed=4,
     ),
     Mutant(
         "a prompt counts with every output",
@@ -45,6 +46,7 @@ MUTANTS = [
         "a tenant waits behind itself, as long as all weigh the same",
         "(redis.call('ZSCORE', active, tenant) and 1 or 0)",
         "0",
+        seed=13,
     ),
     Mutant(
         "tenants that weigh the same do not wait for each other",
@@ -55,11 +57,13 @@ MUTANTS = [
         "the first claim is forgotten for the next",
         "'claimed', job.claimed or now,",
         "'claimed', now,",
+        seed=4,
     ),
     Mutant(
         "a search passes over the second job",
         "for _, entry in ipairs(rest) do table.insert(entries, entry) end",
         "for i = 2, #rest do table.insert(entries, rest[i]) end",
+        seed=1,
     ),
     Mutant(
         "who runs still counts among those who wait",
@@ -75,18 +79,19 @@ MUTANTS = [
         "every claim is a first wait",
         "  if is_first then ledger.calibrate",
         "  if true then ledger.calibrate",
+        seed=4,
     ),
     Mutant(
         "a job that was moved is held against its old lane's prediction",
         "'lane', job.lane, 'predicted', -1)\n    enqueue",
         "'lane', job.lane)\n    enqueue",
-        seed=8,
+        seed=14,
     ),
     Mutant(
         "a detached job still needs a caller",
         "  redis.call('ZREM', tag .. ':attended', job.id)\n  redis.call('ZADD'",
         "  redis.call('ZADD'",
-        seed=17,
+        seed=20,
     ),
     Mutant(
         "detaching shortens a deadline",
@@ -112,7 +117,10 @@ MUTANTS = [
         seed=6,
     ),
     Mutant(
-        "a gap is closed silently", "if item.number > job.next then return 'GAP', job.next end", ""
+        "a gap is closed silently",
+        "if item.number > job.next then return 'GAP', job.next end",
+        "",
+        seed=1,
     ),
     Mutant(
         "the output cap is off by one",
@@ -124,13 +132,13 @@ MUTANTS = [
         "an append does not renew the lease",
         "    table.insert(renewed, item.id)\n  else",
         "    local _\n  else",
-        seed=20,
+        seed=23,
     ),
     Mutant(
         "an append of one that goes on does not renew the lease",
         "      renewed[#renewed + 1] = id\n",
         "",
-        seed=20,
+        seed=29,
     ),
     Mutant(
         "one that goes on may leave a gap, and say all again",
@@ -186,7 +194,7 @@ MUTANTS = [
         "a caller reads progress from the record alone",
         "  local progress = running.progress(tag, redis.call('HGET', key, 'owner'), id) or {}",
         "  local progress = {}",
-        seed=10,
+        seed=32,
     ),
     Mutant(
         "what goes on counts no tokens of its cost",
@@ -197,7 +205,7 @@ MUTANTS = [
         "a heartbeat does not renew leases",
         "      redis.call('ZADD', tag .. ':leases', now + lease_ms, argv[i])\n",
         "",
-        seed=27,
+        seed=5,
     ),
     Mutant(
         "a claim grants no lease",
@@ -244,46 +252,56 @@ MUTANTS = [
         "a list skips the job after its page",
         "return {'OK', place(rows[i - 1]), found}",
         "return {'OK', place(row), found}",
-        seed=8,
+        seed=2,
     ),
     Mutant(
         "a list of all tenants leaves out those before its page",
         "while #rows > most or last",
         "while #rows > most - 1 or last",
-        seed=2,
+        seed=4,
     ),
     Mutant(
         "a tenant's pause does not hold it",
         "      if not pauses.hold(paused, lane, tenant) then\n",
         "      if true then\n",
-        seed=2,
+        seed=17,
     ),
     Mutant(
         "what a paused tenant gave back is claimed",
         "pauses.hold(paused, job[6] or '', job[5] or '')",
         "false",
-        seed=2,
+        seed=27,
     ),
     Mutant(
         "a paused tenant saves credit",
         "if paused then keep_up(",
         "if false then keep_up(",
-        seed=2,
+        seed=97,
     ),
     Mutant(
         "others wait for what is paused",
         "if name ~= job.lane and paused then leave_out_paused",
         "if false then leave_out_paused",
-        seed=2,
+        seed=27,
     ),
     Mutant("a paused lane accepts jobs", "pauses.hold(ahead.paused, ", "pauses.hold(nil, ", seed=2),
-    Mutant("a list ends where it stopped to look", "is_more and place(rows[#rows]) or ''", "''"),
     Mutant(
-        "a log that is kept elsewhere loses its end", "'MINID', (job.next - 1)", "'MINID', job.next"
+        "a list ends where it stopped to look", "is_more and place(rows[#rows]) or ''", "''", seed=4
     ),
-    Mutant("a drain counts as an attempt", "'attempt', job.attempt - 1", "'attempt', job.attempt"),
     Mutant(
-        "errors are tried for ever", "job.attempt >= job.max_attempts", "job.attempt > 1000", seed=2
+        "a log that is kept elsewhere loses its end",
+        "'MINID', (job.next - 1)",
+        "'MINID', job.next",
+        seed=6,
+    ),
+    Mutant(
+        "a drain counts as an attempt",
+        "'attempt', job.attempt - 1",
+        "'attempt', job.attempt",
+        seed=1,
+    ),
+    Mutant(
+        "errors are tried for ever", "job.attempt >= job.max_attempts", "job.attempt > 1000", seed=4
     ),
     Mutant(
         "the second lapse is as the first",
@@ -343,7 +361,7 @@ MUTANTS = [
         "an ended job holds what was expected of it",
         "ledger.hold(tag, job, job.fixed + log_bytes + #message)",
         "ledger.hold(tag, job)",
-        seed=4,
+        seed=6,
     ),
     Mutant(
         "results that have just come give way",
@@ -407,7 +425,7 @@ MUTANTS = [
         "unused service is not given back",
         "fairness.add_tokens(tag, job.model, job.lane, job.tenant, charge - job.charged)",
         "return",
-        seed=8,
+        seed=3,
     ),
     Mutant(
         "a charge stays in the lane that a job leaves",
@@ -434,12 +452,13 @@ MUTANTS = [
         "a tenant takes more than its share",
         "if slots + 1 > math.floor(fair.slots * weight / sum) then return 0 end",
         "",
+        seed=7,
     ),
     Mutant(
         "a share of places is of those who hold any",
         " else sum = sum + weight end",
         " end",
-        seed=37,
+        seed=71,
     ),
     Mutant(
         "a share has no bound in tokens",
@@ -454,7 +473,7 @@ MUTANTS = [
         "a lane with a deficit takes any place",
         "if num_filled < lane.slots and lane.num_taken",
         "if lane.num_taken",
-        seed=7,
+        seed=13,
     ),
     Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1", seed=1),
     Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room", seed=1),
@@ -467,7 +486,7 @@ MUTANTS = [
         "",
         seed=43,
     ),
-    Mutant("every lane has the room of the first", "words[3] or argv[5]", "argv[5]"),
+    Mutant("every lane has the room of the first", "words[3] or argv[5]", "argv[5]", seed=1),
     Mutant(
         "a share is not used up",
         "if lane.name == name then deficit = deficit - tokens end",
@@ -489,7 +508,7 @@ MUTANTS = [
         "a call that enters is not counted",
         "if retry_ms == 0 then admission",
         "if false then admission",
-        seed=10,
+        seed=27,
     ),
     Mutant("a call that entered counts twice", "if terms.is_counted then", "if false then", seed=5),
     Mutant("a meter knows no prices", "(job) * job.price", "(job)", seed=9),
@@ -544,17 +563,19 @@ MUTANTS = [
         "is_before = false",
     ),
     Mutant(
-        "what others are guaranteed is counted on", "pool.rate * (1 - kept)", "pool.rate", seed=30
+        "what others are guaranteed is counted on", "pool.rate * (1 - kept)", "pool.rate", seed=5
     ),
     Mutant(
         "a lane without work keeps its share from others",
         "elseif name ~= job.lane and load.queued_jobs > 0 then",
         "elseif name ~= job.lane then",
-        seed=5,
+        seed=15,
     ),
-    Mutant("urgent lanes count as needing nothing more", "(1 - kept) - used,", "(1 - kept),"),
+    Mutant(
+        "urgent lanes count as needing nothing more", "(1 - kept) - used,", "(1 - kept),", seed=3
+    ),
     Mutant("use is never over", "if passed > 1 then return 0, 0 end", ""),
-    Mutant("use has no yesterday", "return 0, tonumber(tokens) end", "return 0, 0 end", seed=2),
+    Mutant("use has no yesterday", "return 0, tonumber(tokens) end", "return 0, 0 end", seed=3),
     Mutant(
         "a lane's own share is no help",
         "  if ahead.rates.own > 0 then\n",
@@ -582,6 +603,7 @@ MUTANTS = [
         "jobs of less urgent lanes keep their places",
         "if is_before or name == job.lane then\n      ahead.young",
         "if true then\n      ahead.young",
+        seed=3,
     ),
     Mutant(
         "a cold start counts against a lane's bound",
@@ -605,7 +627,7 @@ MUTANTS = [
         "the dead count as live",
         "model, now - WORKER_TTL_MS, '+inf')\n  pool.rate",
         "model, '-inf', '+inf')\n  pool.rate",
-        seed=2,
+        seed=4,
     ),
     Mutant("no deadline is beyond reach", "wait ~= UNKNOWN and late_ms > 0", "false"),
     Mutant(
@@ -647,7 +669,7 @@ MUTANTS = [
         "compaction drops an event",
         "if #pack == PACK or i == #entries then",
         "if #pack == PACK or i == #entries - 1 then",
-        seed=4,
+        seed=1,
     ),
     Mutant(
         "all refused callers get the same retry time",
@@ -692,6 +714,7 @@ MUTANTS = [
         "what was given back does not count as waiting",
         "    table.insert(keys, lane_key(tag, 'back', model, lane.name))\n",
         "",
+        seed=4,
     ),
     Mutant(
         "tenants' lines do not count as waiting",
@@ -702,10 +725,12 @@ MUTANTS = [
         "a worker that is up again is told as draining",
         "    redis.call('HDEL', pool, ASIDE .. incarnation)\n    return",
         "    return",
+        seed=4,
     ),
     Mutant(
         "a worker drains since its last heartbeat",
         "redis.call('HSETNX', pool, ASIDE .. incarnation, now)",
         "redis.call('HSET', pool, ASIDE .. incarnation, now)",
+        seed=4,
     ),
 ]

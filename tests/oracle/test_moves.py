@@ -41,7 +41,7 @@ def test_moves_keep_to_the_reference_and_to_all_limits(
 @pytest.mark.campaign
 def test_a_planted_mistake_is_found(redis_server: EmbeddedRedis, mutant: Mutant) -> None:
     source = mutant.apply(library_with_test_clock())
-    for seed in range(60):
+    for seed in (mutant.seed, *range(60)):
         try:
             walk(redis_server, seed, 2000, source)
         except Exception:
