@@ -15,7 +15,7 @@ from tests.gateway.fake_worker import FakeWorker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign, pytest.mark.timeout(3_600)]
 
-NUM_BATCHES = int(os.environ.get("BAD_BATCHES", "40"))
+NUM_BATCHES = int(os.environ.get("BAD_BATCHES", "20"))
 AT_ONCE = 8
 NUM_LINES = 6
 

@@ -38,7 +38,7 @@ def test_calls_are_measured_alone_and_beside_a_batch(
 ) -> None:
     """In turns; the first of each is left out."""
     out = tmp_path / "out.json"
-    arguments = ["--lines=2000", "--rounds=1", "--rate=10", "--turn-s=0.5", f"--json={out}"]
+    arguments = ["--lines=800", "--rounds=1", "--rate=10", "--turn-s=0.5", f"--json={out}"]
     assert main(["beside", *arguments, *options]) == 0
     turns = json.loads(out.read_text())
     assert [turn["is_beside"] for turn in turns] == [False, True]

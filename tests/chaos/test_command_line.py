@@ -35,7 +35,9 @@ def campaign(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_an_interrupted_campaign_leaves_nothing(
     campaign: subprocess.Popen[str], number: signal.Signals
 ) -> None:

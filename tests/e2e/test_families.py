@@ -23,7 +23,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
 # The loader replaces only some of their modules, or special ones: a dense model and mixtures of
 # experts. The engine's tests compare all families with generate, test_tiny_model.py one over HTTP.
-FAMILIES = ("exaone4", "phimoe", "minimax_m2", "qwen2_moe")
+FAMILIES = [
+    "exaone4",
+    "qwen2_moe",
+    *(pytest.param(f, marks=pytest.mark.long) for f in ("phimoe", "minimax_m2")),
+]
 
 
 async def complete(http: httpx.AsyncClient, family: str, prompt: list[int]) -> list[int]:

@@ -4,6 +4,9 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +15,7 @@ import redis.asyncio
 from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
+from gateway.app import create_app
 from gateway.http.listener import bind
 from gateway.server import build_server
 from gateway.settings import GatewaySettings
@@ -33,6 +37,16 @@ def make_settings(redis_url: str, **overrides: object) -> GatewaySettings:
         "console": False,  # which looks at Redis also while nobody calls
     }
     return GatewaySettings(**(fields | overrides))  # type: ignore[arg-type]
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+
+
+def openapi_document() -> dict[str, Any]:
+    """A copy of the gateway's OpenAPI document, which takes a second to make."""
+    return deepcopy(_document())
 
 
 @contextmanager

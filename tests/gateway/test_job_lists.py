@@ -13,9 +13,8 @@ from contract.function_types import Append, Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
-from gateway.app import create_app
-from gateway.settings import GatewaySettings
 from tests.clock import TEST_CLOCK
+from tests.gateway.conftest import openapi_document
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
 pytestmark = pytest.mark.anyio
@@ -295,7 +294,7 @@ async def test_a_deletion_removes_all_data_of_a_job(
 def job_routes() -> list[tuple[str, str]]:
     """Method and path of every route of one job, taken from the app. Objects are excluded: they
     are read by signed URLs, without a key."""
-    document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+    document = openapi_document()
     return sorted(
         (method.upper(), path)
         for path, item in document["paths"].items()

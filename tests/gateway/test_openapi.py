@@ -26,13 +26,11 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, new_job_id
 from contract.keys import Keys
 from contract.library import ensure_library
-from gateway.app import create_app
 from gateway.prepare.job_bodies import AnyJob, CallbackBody, CallBody, JobChange
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.routes.batches import BatchBody
-from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import make_settings, openapi_document, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
 from tests.gateway.vector_worker import (
     CLASSIFIER,
@@ -42,7 +40,7 @@ from tests.gateway.vector_worker import (
     vector_worker,
 )
 
-NUM_EXAMPLES = 10  # of each operation, good ones and bad ones
+NUM_EXAMPLES = 5  # of each operation, good ones and bad ones
 # The models that answer, by the call's body.
 VECTOR_MODELS = {
     "EmbeddingsBody": PLAIN,
@@ -191,7 +189,7 @@ _ONLY_WITH_OTHERS = (
 
 def generator() -> Any:
     """The document, limited to what the worker can serve, as schemathesis reads it."""
-    document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+    document = openapi_document()
     schemas = document["components"]["schemas"]
     responses = ("ResponseBody", "InputTokensBody")
     for name in ("ChatBody", "CompletionBody", *responses):
@@ -292,16 +290,14 @@ def test_every_answer_is_announced(url: str, method: str, path: str, mode: Gener
 
 def test_the_document_is_valid() -> None:
     """By OpenAPI's specification. All errors have one format."""
-    document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+    document = openapi_document()
     validate(document)
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
 def test_bodies_are_described_as_they_are_checked() -> None:
     """Each field of a call is in the document, with its meaning, and no other may be sent."""
-    schemas = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()["components"][
-        "schemas"
-    ]
+    schemas = openapi_document()["components"]["schemas"]
     bodies = (*get_args(CallBody), ResponseBody, *get_args(AnyJob), JobChange)
     for model in bodies:
         described = schemas[model.__name__]

@@ -10,12 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.app import create_app
 from gateway.http.listener import UnsafeBinding, bind
 from gateway.server import serve
-from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import make_settings, openapi_document, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +22,7 @@ KEY = "a-key-of-the-operator"
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "ab"}
 
 
-DOCUMENT = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+DOCUMENT = openapi_document()
 
 
 def v1_routes() -> list[tuple[str, str]]:

@@ -91,6 +91,15 @@ def of_all_cases(test: Any) -> Any:
     )(test)
 
 
+def of_two_families(test: Any) -> Any:
+    """In CI: one whose formats are tags in the text, and harmony's channels."""
+    params = [
+        pytest.param(name, marks=() if name in ("qwen3", "gpt-oss") else pytest.mark.long)
+        for name in BY_NAME
+    ]
+    return pytest.mark.parametrize("answers", params, indirect=True, scope="session")(test)
+
+
 @of_all_cases
 def test_a_model_is_understood(answers: Answers, case: Case) -> None:
     """Whole and streamed."""
@@ -126,6 +135,7 @@ def test_a_chat_goes_on_after_any_answer(answers: Answers, case: Case) -> None:
     assert (found.content, found.calls, found.finish_reason) == ("Done.", (), "stop")
 
 
+@of_two_families
 def test_jobs_and_batches_give_the_same_answers(answers: Answers) -> None:
     """All cases at once."""
     cases = answers.answered()
@@ -136,6 +146,7 @@ def test_jobs_and_batches_give_the_same_answers(answers: Answers) -> None:
     assert [answer_of(found) for found in run_batch(answers.server, bodies)] == expected
 
 
+@of_two_families
 def test_responses_have_the_items_of_chats(answers: Answers) -> None:
     """Whole and streamed, of all cases whose parameters a response has."""
     known = {"tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"}
@@ -169,6 +180,7 @@ def test_the_settings_of_the_model_hold_unless_a_caller_has_others(answers: Answ
     assert shown.items() >= own.items()
 
 
+@of_two_families
 def test_a_killed_worker_changes_no_answer(answers: Answers) -> None:
     """All cases at once on two workers, of which one dies at a random token of one case."""
     server, cases = answers.server, answers.answered()

@@ -6,8 +6,7 @@ import random
 import httpx
 import pytest
 
-from gateway.app import create_app
-from gateway.settings import GatewaySettings
+from tests.gateway.conftest import openapi_document
 from tests.gateway.mutations.campaign import run_mutations
 from tests.gateway.mutations.drawing import Request, draw, request_of
 from tests.gateway.mutations.judge import Announced, judge
@@ -102,7 +101,7 @@ def test_wrong_streams_are_found(lines: list[str], wrong: list[str]) -> None:
 def test_every_route_with_a_body_has_seeds() -> None:
     """All routes of the OpenAPI document that make a job of a JSON body. Batches need a file."""
 
-    document = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1")).openapi()
+    document = openapi_document()
     with_body = {
         (method.upper(), path)
         for path, item in document["paths"].items()
