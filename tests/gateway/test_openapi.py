@@ -40,7 +40,7 @@ from tests.gateway.vector_worker import (
     vector_worker,
 )
 
-NUM_EXAMPLES = 5  # of each operation, good ones and bad ones
+NUM_EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 5}  # of each operation
 # The models that answer, by the call's body.
 VECTOR_MODELS = {
     "EmbeddingsBody": PLAIN,
@@ -270,7 +270,7 @@ def test_every_answer_is_announced(url: str, method: str, path: str, mode: Gener
     statuses = set()
 
     @settings(
-        max_examples=NUM_EXAMPLES,
+        max_examples=NUM_EXAMPLES[mode],
         derandomize=True,
         database=None,
         deadline=None,

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 CANARY = "hush-5e2c"  # in prompts
 SEED = int(os.environ.get("HOSTILE_SEED", "1"))
-NUM_ROUNDS = int(os.environ.get("HOSTILE_ROUNDS", "2"))
+NUM_ROUNDS = int(os.environ.get("HOSTILE_ROUNDS", "1"))
 NUM_WRITES = 60  # of a round
 LOOKS_A_ROUND = 3
 ROLES = ("gateway", "worker", "callbacks", "pool", "housekeeper", "operator")

@@ -36,28 +36,30 @@ _AT_ONCE = 12
 
 
 class Answers:
-    """What one family's server answers to all cases, asked once."""
+    """What one family's server answers to cases, each asked once."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.cases = {case.title: case for case in cases_of(server.family)}
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            self.whole = dict(
-                zip(self.cases, pool.map(self._ask, self.cases.values()), strict=True)
-            )
+        self._cases = cases_of(server.family)
+        self._found: dict[str, dict[str, Any] | openai.APIError] = {}
 
     def _ask(self, case: Case) -> dict[str, Any] | openai.APIError:
-        try:
-            return ask(self.server, body_of(self.server, case))
-        except openai.APIError as refused:
-            return refused
+        if case.title not in self._found:
+            try:
+                self._found[case.title] = ask(self.server, body_of(self.server, case))
+            except openai.APIError as refused:
+                self._found[case.title] = refused
+        return self._found[case.title]
 
     def answered(self) -> list[Case]:
-        """The cases that the server does not refuse."""
-        return [case for case in self.cases.values() if isinstance(self.whole[case.title], dict)]
+        """All cases that the server does not refuse."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            found = pool.map(self._ask, self._cases)
+        pairs = zip(self._cases, found, strict=True)
+        return [case for case, answer in pairs if isinstance(answer, dict)]
 
     def response(self, case: Case) -> dict[str, Any]:
-        found = self.whole[case.title]
+        found = self._ask(case)
         assert isinstance(found, dict), found
         return found
 
