@@ -70,8 +70,14 @@ _SHARING = (
 )
 
 
+# A server for each family, which takes twenty seconds to read its tokenizer.
+_REAL_FAMILY = re.compile(r"tests/real/test_families\.py::\w+\[([\w.-]+)")
+
+
 def _group(nodeid: str) -> str:
-    """The files that one process runs: a shared group, or one file."""
+    """What one process runs: a shared group of files, a real family, or one file."""
+    if family := _REAL_FAMILY.match(nodeid):
+        return family[1]
     return next((g.pattern for g in _SHARING if g.match(nodeid)), nodeid.split("::")[0])
 
 
