@@ -59,6 +59,7 @@ def _copied() -> list[str]:
     return copied[1].split()
 
 
+@pytest.mark.campaign
 def test_the_artifact_contains_all_imports_of_the_functions() -> None:
     """They are imported where only the pinned packages and the copied files are available."""
     owners = importlib.metadata.packages_distributions()

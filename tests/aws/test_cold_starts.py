@@ -141,6 +141,7 @@ COLD_STARTS_S = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.campaign
 @COLD_STARTS_S
 async def test_a_first_deployment_serves_shrinks_and_serves_again(
     world: World, cold_start_s: float
@@ -195,6 +196,7 @@ async def test_a_redeployment_serves_and_shrinks(
     assert (world.ecs.num_started, world.ecs.ended_starting) == (3, [])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("fails_after_s", [30, 300, 3_700])
 @pytest.mark.parametrize("has_former", [False, True])
 @pytest.mark.each_value

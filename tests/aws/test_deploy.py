@@ -119,6 +119,7 @@ def artifacts(bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> A
     boto3.client("cloudformation").delete_stack(StackName="batchway-artifacts")
 
 
+@pytest.mark.campaign
 def test_images_are_built_where_none_is_named_and_noted(
     artifacts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

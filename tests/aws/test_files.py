@@ -61,6 +61,7 @@ async def client(
         yield client
 
 
+@pytest.mark.campaign
 async def test_a_long_file_goes_up_in_parts_and_down_from_the_store(
     client: AsyncOpenAI, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ async def container(
     assert await process.wait() == 0
 
 
+@pytest.mark.campaign
 async def test_what_a_function_accepts_is_run(
     container: None,
     members: list[FakeWorker],

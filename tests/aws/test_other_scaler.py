@@ -41,6 +41,7 @@ async def wanted(http: httpx.AsyncClient) -> float | None:
     return samples.value("pool_workers_wanted", model_name=MODEL) if found else None
 
 
+@pytest.mark.campaign
 async def test_ecs_and_any_other_scaler_follow_one_decision(
     ecs: EcsService,
     redis_server: EmbeddedRedis,

@@ -87,6 +87,7 @@ def refusals(**values: str) -> dict[str, str]:
     return dict(parameters.faults(NEEDED | values))
 
 
+@pytest.mark.campaign
 @needs_sam
 def test_every_parameter_is_set_changed_and_cleared(folder: Path) -> None:
     """Through SAM's own parser, which gets a value for each parameter: it keeps none of before. A

@@ -71,6 +71,7 @@ def given_to(part: str, template: str) -> dict[str, str]:
     return {name: value(found) for name, found in parameters.items()}
 
 
+@pytest.mark.campaign
 def test_the_linter_finds_nothing_in_the_copy(tmp_path: Path) -> None:
     """It compares the parameters with those that the nested templates declare."""
     for path in NESTED.values():

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from infra.aws import images, pool_metrics
 from tests.aws.template import (
     NESTED,
@@ -17,6 +19,7 @@ from tests.aws.template import (
 )
 
 
+@pytest.mark.campaign
 def test_linters_find_nothing() -> None:
     """cfn-lint, including warnings and informational messages."""
     program = "from cfnlint.runner import main; main()"

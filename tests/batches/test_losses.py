@@ -150,6 +150,7 @@ def long_lines() -> list[dict[str, Any]]:
     return [line(f"{number} {'x' * 400}", prompt="y" * 400) for number in range(600)]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("client", [2], indirect=True)
 async def test_a_batch_whose_file_is_deleted_fails_with_the_results_of_what_runs(
     client: AsyncOpenAI, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys

@@ -116,6 +116,7 @@ def test_the_whole_check_runs_where_only_wheels_can_be_carried(
     assert ran.stdout.strip() == (out / "gpu-check.md").read_text().strip()
 
 
+@pytest.mark.campaign
 def test_without_a_gpu_the_check_exits_with_its_own_status(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_without_a_gpu_the_check_exits_with_its_own_status(
     assert "no CUDA device" in capfd.readouterr().err
 
 
+@pytest.mark.campaign
 def test_a_wrong_kernel_fails_its_checks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

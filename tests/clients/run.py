@@ -61,10 +61,11 @@ def prepare(client: Client) -> None:
         folder.unlink(missing_ok=True)
         folder.symlink_to(Path(given).resolve())
     else:
-        venv.create(folder, clear=True, with_pip=True)
+        venv.create(folder, clear=True)
         requirements = str(Path(__file__).parent / f"requirements/{client.environment}.txt")
-        pip = [str(folder / "bin/python"), "-m", "pip", "install", "-qq"]
-        subprocess.run([*pip, "-r", requirements], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "-qq"]
+        # A client imports few of the modules.
+        subprocess.run([*pip, "--no-compile", "-r", requirements], check=True)
     if client.program.endswith(".mjs"):
         node = _node_of(folder)
         npm = [str(node / "bin/node"), str(node / "lib/node_modules/npm/bin/npm-cli.js")]

@@ -378,6 +378,7 @@ def test_waiting_tenants_are_served_by_weight(
             assert abs(apart) <= 2 * max(costs) / min(weights)
 
 
+@pytest.mark.campaign
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(costs=costs, share=st.sampled_from([0.05, 0.2, 0.5]), max_jobs=st.integers(1, 5))
 def test_a_lane_waits_no_longer_than_its_share_allows(

@@ -288,6 +288,7 @@ def test_every_answer_is_announced(url: str, method: str, path: str, mode: Gener
         assert statuses & {200, 202}, statuses
 
 
+@pytest.mark.campaign
 def test_the_document_is_valid() -> None:
     """By OpenAPI's specification. All errors have one format."""
     document = openapi_document()

@@ -335,6 +335,7 @@ async def partitions(redis_server: EmbeddedRedis, *words: str) -> int:
     return await asyncio.to_thread(main, ["partitions", *words, *shared])
 
 
+@pytest.mark.campaign
 async def test_partitions_are_added_and_drained_under_load(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,

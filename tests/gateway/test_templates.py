@@ -177,6 +177,7 @@ async def test_the_next_request_has_a_new_process(templates: Templates) -> None:
     assert len(pids) == 3
 
 
+@pytest.mark.campaign
 @pytest.mark.anyio
 async def test_a_spare_is_ready_before_a_process_is_killed(templates: Templates) -> None:
     template = templates.of(MOODY)

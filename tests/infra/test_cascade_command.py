@@ -91,6 +91,7 @@ def test_uncertainty_is_said() -> None:
     assert widths[1] < widths[0] / 5
 
 
+@pytest.mark.campaign
 @settings(max_examples=30, deadline=None)  # each resamples a thousand times
 @given(
     st.lists(

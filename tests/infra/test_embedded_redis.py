@@ -243,6 +243,7 @@ def cuts_in(block: bytes) -> list[int]:
     return sorted({*begins, *(begin + 7 for begin in begins), len(block) - 1, len(block)})
 
 
+@pytest.mark.campaign
 @pytest.mark.anyio
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("binary", list(find_servers()), ids=lambda binary: binary.name)

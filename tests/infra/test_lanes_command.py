@@ -12,6 +12,7 @@ from tests.infra.test_jobs_command import run_cli
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.campaign
 async def test_lanes_are_paused_listed_and_resumed(
     redis_server: EmbeddedRedis, functions: Functions
 ) -> None:

@@ -234,6 +234,7 @@ class RoleClients:
             await client.aclose()
 
 
+@pytest.mark.campaign
 def test_every_function_runs_under_every_role_that_has_it(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_job_that_engines_die_on_fails(server: EmbeddedRedis) -> None:
     assert found.ended_s < 100.0
 
 
+@pytest.mark.campaign
 def test_too_much_is_refused_with_a_time(server: EmbeddedRedis) -> None:
     fleet = fleet_of()
     warm = some(200, 30.0)
@@ -223,6 +224,7 @@ def replace_arrival(arrival: Arrival, at_s: float) -> Arrival:
     return Arrival(at_s, arrival.prompt_tokens, arrival.output_tokens, 0, arrival.lane)
 
 
+@pytest.mark.campaign
 def test_a_pool_starts_from_zero_and_ends_there(server: EmbeddedRedis) -> None:
     policy = PoolPolicy(
         wait_targets_s={"interactive": 5.0, "standard": 60.0, "batch": 120.0},
@@ -253,6 +255,7 @@ def test_tenants_share_places_and_lanes_have_their_order(server: EmbeddedRedis) 
     assert lanes["interactive urgent"]["ttft_s"]["p99"] < 0.2
 
 
+@pytest.mark.campaign
 def test_the_same_simulation_has_the_same_bytes(tmp_path: Path) -> None:
     COSTS.write(tmp_path / "costs.json")
     found = []

@@ -16,6 +16,7 @@ from tests.infra.test_jobs_command import run_cli
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.campaign
 async def test_jobs_are_listed_cancelled_and_deleted(
     redis_server: EmbeddedRedis, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:

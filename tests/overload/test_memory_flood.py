@@ -106,6 +106,7 @@ async def _beat(worker: FakeWorker) -> None:
         await asyncio.sleep(2.0)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lanes", [LANES, ("batch",)], ids=["all lanes", "batch"])
 @pytest.mark.parametrize("flood", SIZES, ids=lambda size: f"{size // MIB} MiB", indirect=True)

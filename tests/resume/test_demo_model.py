@@ -111,6 +111,7 @@ def test_a_model_card_says_exact_where_the_tests_above_show_it(demo_model: Loade
 HALF_NEAR_TIE = 0.125
 
 
+@pytest.mark.campaign
 def test_in_half_precision_a_resume_has_the_same_noise() -> None:
     """A cut job has as many tokens, and the first that differs was a near-tie."""
     loaded = load_model(replace(OPTIONS, dtype="bfloat16"), lambda text: None)

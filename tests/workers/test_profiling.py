@@ -128,6 +128,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
     return take_profile(OPTIONS, Load(4, 64, 3, num_profiled=2), traces), traces
 
 
+@pytest.mark.campaign
 def test_each_class_of_steps_has_its_tokens(profile: tuple[Profile, Path]) -> None:
     """Decode: one token for each stream; prefill: a full budget of prompt tokens; mixed: both."""
     decode, mixed, prefill = profile[0].findings

@@ -65,6 +65,7 @@ async def test_what_cannot_be_made_is_a_fault(
     assert await templates.render(step(a="{{ input.x }}"), VALUES) == {"a": "é😀"}
 
 
+@pytest.mark.campaign
 async def test_the_event_loop_goes_on_while_a_body_is_made(templates: StepTemplates) -> None:
     """Other calls are answered meanwhile."""
     rendering = asyncio.create_task(templates.render(step(a=LOOPS), VALUES))
@@ -88,6 +89,7 @@ async def test_no_process_is_left_at_the_end(templates: StepTemplates) -> None:
         raise AssertionError("it still runs")
 
 
+@pytest.mark.campaign
 async def test_a_flow_whose_template_takes_too_long_is_refused(
     flows: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ async def test_the_official_client_reads_every_kind_as_a_stream(
     assert usage.total_tokens == sum(m["usage"]["total_tokens"] for m in job["members"])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("flow", ["cascade", "pipe"])
 async def test_a_stream_goes_on_after_the_process_that_ran_the_flow_was_killed(
     runner: subprocess.Popen[str],

@@ -70,6 +70,7 @@ def test_one_expression_is_its_value_and_all_else_text(template: str, value: obj
     }
 
 
+@pytest.mark.campaign
 @given(JSON)
 def test_any_value_passes_through_unchanged(value: object) -> None:
     """Its text is no template, whatever it looks like."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,6 +127,7 @@ def test_content_that_was_evicted_is_not_found() -> None:
     assert harness.step().num_prefix_hits == 0
 
 
+@pytest.mark.campaign
 @quick
 @given(
     workload=workloads,

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import accumulate
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ def lane_mixes() -> st.SearchStrategy[list[Lane]]:
     )
 
 
+@pytest.mark.campaign
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     lanes=lane_mixes(),
@@ -56,6 +58,7 @@ def test_each_lane_with_work_gets_its_minimum_share_of_every_window(
             assert most_of_any_window(deficits[lane.name]) <= 2 * budget
 
 
+@pytest.mark.campaign
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     arrivals=st.lists(

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.campaign
 def test_unwritten_tensors_are_written_to_huge_pages() -> None:
     """A KV cache, page by page, when it is first written."""
     cache = torch.empty(_NUM_BYTES // 4)
@@ -36,6 +37,7 @@ def test_unwritten_tensors_are_written_to_huge_pages() -> None:
     assert _huge_bytes(cache) > 0
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(
     [int(n) for n in re.findall(r"\d+", platform.release())[:2]] < [6, 1],
     reason="Linux moves what is filled since 6.1",
@@ -65,6 +67,7 @@ def moved_bytes() -> int | str:
     return _huge_bytes(weights)
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another allocator than glibc's"
 )
@@ -93,6 +96,7 @@ def given_back_bytes() -> int:
     return given_back
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(
     [int(n) for n in re.findall(r"\d+", platform.release())[:2]] < [5, 14],
     reason="Linux gives pages ahead since 5.14",

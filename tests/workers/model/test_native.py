@@ -187,6 +187,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([whole, rest], dim=-1)
 
 
+@pytest.mark.campaign
 def test_a_compiled_kernel_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second start compiles nothing. Compiled without optimisation, which is faster."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -378,6 +378,7 @@ def test_packages_that_do_not_help_are_not_asked_for() -> None:
     assert "gateways cannot run" in sentence
 
 
+@pytest.mark.campaign
 def test_without_sentencepiece_a_tokenizer_model_names_it(llama: Path) -> None:
     """In a process of its own, which does not find the package."""
     clear(llama, "tokenizer.json", "special_tokens_map.json")

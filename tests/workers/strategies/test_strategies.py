@@ -38,6 +38,7 @@ def all_strategies() -> st.SearchStrategy[Strategy]:
     return st.one_of(st.just(ContinuousBatching()), static, dynamic)
 
 
+@pytest.mark.campaign
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(workload=workloads, sizes=all_sizes(), strategy=all_strategies())
 def test_every_strategy_yields_the_same_tokens(

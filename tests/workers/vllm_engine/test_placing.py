@@ -196,6 +196,7 @@ _params = st.builds(
 )
 
 
+@pytest.mark.campaign
 @settings(max_examples=100, deadline=None)
 @given(
     arriving=st.lists(
