@@ -369,7 +369,8 @@ async def test_a_request_with_a_callback_works_under_the_roles(server: EmbeddedR
             async with httpx.AsyncClient(base_url=url, timeout=30) as http:
 
                 async def is_ready() -> bool:
-                    return (await http.get("/v1/models/m")).status_code == 200
+                    workers = (await http.get("/readyz")).json().get("workers", {})
+                    return bool(workers.get("m"))
 
                 await until(is_ready)
                 body = {"model": "m", "prompt": "ab", "max_tokens": 8}
