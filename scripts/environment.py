@@ -54,7 +54,8 @@ def main(extras: Sequence[str]) -> None:
     say("Setting up .venv: the first time takes some minutes, most of them for torch.")
     if not has_pip():
         make_venv()
-    install = (*PIP, "install", "--progress-bar", "off")
+    # Python compiles what it imports; all modules of torch and transformers take pip half a minute.
+    install = (*PIP, "install", "--no-compile", "--progress-bar", "off")
     required(torch, [*install, torch])
     serving = f"batchway[{','.join(wanted)}]"
     required(serving, [*install, "-e", f".[{','.join(wanted)}]"])

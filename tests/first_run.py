@@ -73,8 +73,8 @@ class FirstRun:
         run(sys.executable, "-m", "venv", str(venv))
         run(*pip, "wheel", "--no-deps", "--wheel-dir", str(dist), str(self.clone))
         [wheel] = dist.glob("*.whl")
-        run(*pip, "install", torch)
-        run(*pip, "install", f"{wheel}[serve]")
+        run(*pip, "install", "--no-compile", torch)
+        run(*pip, "install", "--no-compile", f"{wheel}[serve]")
         run(str(venv / "bin" / "python"), "-I", str(self.clone / "scripts" / "installation.py"))
         self._try_out([str(venv / "bin" / "batchway"), "up", "--port=0"])
 
