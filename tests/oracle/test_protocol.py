@@ -337,6 +337,14 @@ def test_every_reply_of_operations_is_reached(redis_server: EmbeddedRedis) -> No
     assert found <= {*known, "operation_stop expired"}
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("draws", [QuotingWalk, PostalWalk, FilesWalk, OperationsWalk])
+def test_many_walks_keep_to_the_reference(redis_server: EmbeddedRedis, draws: Draws) -> None:
+    for seed in range(1000, 1300):
+        walk(redis_server.url, seed, _WALK_STEPS, audit_every=10, draws=draws)
+
+
 def count_replies(
     redis_url: str,
     replies: dict[str, tuple[str, ...]],
