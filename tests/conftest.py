@@ -116,9 +116,12 @@ def leave_a_sample(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)  # before cases are left out by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of whole processes come first, because they wait most and others use that time, then
-    the long walks over the protocol, then files that take one process long."""
+    the long walks over the protocol, then files that take one process long. Those of overload come
+    last: they measure how fast the machine is."""
 
     def place(item: pytest.Item) -> int:
+        if item.nodeid.startswith("tests/overload/"):
+            return 3
         if item.get_closest_marker("e2e") is not None or "test_protocol" in item.nodeid:
             return 0
         return 1 if _SHARING[1].match(item.nodeid) else 2
