@@ -40,6 +40,24 @@ def running_jobs(view: redis.Redis) -> set[str]:
     return {job_id.decode() for job_id in ids}
 
 
+async def begin(
+    http: httpx.AsyncClient, view: redis.Redis, body: dict[str, Any]
+) -> asyncio.Task[httpx.Response]:
+    """A call whose job runs; one that is refused for a time is repeated."""
+    while True:
+        request = http.build_request("POST", "/v1/chat/completions", json=body)
+        call = asyncio.create_task(http.send(request, stream=body["stream"]))
+
+        def is_refused(call: asyncio.Task[httpx.Response] = call) -> bool:
+            return call.done() and call.result().status_code != 200
+
+        await until(lambda: bool(running_jobs(view)) or is_refused())
+        if not is_refused():
+            return call
+        text = (await call.result().aread()).decode()
+        assert call.result().status_code in (429, 503), text
+
+
 def job_record(view: redis.Redis, job_id: str, field: str) -> str:
     value: Any = view.hget(KEYS.of("job", job_id), field)
     return str(value.decode())
@@ -98,9 +116,7 @@ async def test_a_disconnected_caller_cancels_its_job(
     """Long before the end of the output; the blocks are free."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
         body = {**LONG_JOB, "stream": is_stream}
-        request = http.build_request("POST", "/v1/chat/completions", json=body)
-        call = asyncio.create_task(http.send(request, stream=is_stream))
-        await until(lambda: bool(running_jobs(redis_view)))
+        call = await begin(http, redis_view, body)
         [job_id] = running_jobs(redis_view)
         await until(lambda: num_events(redis_view, job_id) > 5)
         if is_stream:
