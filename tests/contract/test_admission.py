@@ -1,5 +1,8 @@
 """Admission on a real Redis: exact quotas over many gateways, predicted waits, and fair shares.
-tests/model compares each reply with the reference; these tests check the promises to users."""
+tests/oracle compares each reply with the reference; these tests check the promises to users.
+
+Over 300 lines: a test for each bound of admission.
+"""
 
 import asyncio
 import sys

@@ -1,4 +1,7 @@
-"""A tenant's jobs: listed, filtered, deleted; and what another tenant sees."""
+"""A tenant's jobs: listed, filtered, deleted; and what another tenant sees.
+
+Over 300 lines: a test for each filter of the list, and for each route of a job.
+"""
 
 import asyncio
 import re

@@ -1,5 +1,8 @@
 """The OpenAPI document is correct: schemathesis sends requests that it permits and others, and
-each response must be one that it announces."""
+each response must be one that it announces.
+
+Over 300 lines: how the document is limited to what the worker serves, and its checks.
+"""
 
 import asyncio
 import contextlib
@@ -288,7 +291,6 @@ def test_every_answer_is_announced(url: str, method: str, path: str, mode: Gener
         assert statuses & {200, 202}, statuses
 
 
-@pytest.mark.campaign
 def test_the_document_is_valid() -> None:
     """By OpenAPI's specification. All errors have one format."""
     document = openapi_document()

@@ -1,4 +1,7 @@
-"""Operations on many jobs over HTTP: cancel and replay by filter, progress, rights."""
+"""Operations on many jobs over HTTP: cancel and replay by filter, progress, rights.
+
+Over 300 lines: an operation's way from its start to each of its ends.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,7 @@
-"""`batchway cascade fit`: the cheapest threshold that keeps quality, from questions or answers."""
+"""`batchway cascade fit`: the cheapest threshold that keeps quality, from questions or answers.
+
+Over 300 lines: one command, with a test for each of its answers and refusals.
+"""
 
 import json
 import math

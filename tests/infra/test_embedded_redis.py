@@ -1,4 +1,7 @@
-"""The embedded Redis: which server, with which settings, and that it always ends."""
+"""The embedded Redis: which server, with which settings, and that it always ends.
+
+Over 300 lines: how a server starts, is killed, and what its file keeps.
+"""
 
 import importlib.util
 import os

@@ -1,4 +1,7 @@
-"""Places on a host: handed out as on batchway's own engine, and no token changes."""
+"""Places on a host: handed out as on batchway's own engine, and no token changes.
+
+Over 300 lines: each rule of places, on one stand-in for the host.
+"""
 
 import dataclasses
 from collections import Counter
