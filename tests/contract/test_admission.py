@@ -365,7 +365,7 @@ def test_waiting_tenants_are_served_by_weight(
 ) -> None:
     """Three workers claim at random. Two tenants with jobs of any cost always have waiting jobs.
     Their service, divided by weight, never differs by more than twice the largest cost.
-    (tests/model compares the reference with the functions.)"""
+    (tests/oracle compares the reference with the functions.)"""
     reference = Reference()
     for index, cost in enumerate(costs):
         enqueue(reference, "tu"[index % 2], "standard", cost, weights[index % 2])

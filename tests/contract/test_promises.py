@@ -1,6 +1,6 @@
 """Retry times of refused callers: one after another, as room becomes free.
 
-tests/model compares each retry time with the reference; these tests check the promises to users.
+tests/oracle compares each retry time with the reference; these tests check the promises to users.
 """
 
 import math
