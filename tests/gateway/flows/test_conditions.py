@@ -98,13 +98,13 @@ def test_codes_of_languages_are_checked() -> None:
 
 
 def test_a_pattern_sees_a_bounded_text_in_linear_time() -> None:
-    """A text on which other engines backtrack for years takes milliseconds."""
+    """A text on which other engines backtrack for years takes milliseconds of a processor."""
     text = "a" * MAX_TEXT_CHARS
-    started_s = time.monotonic()
+    started_s = time.thread_time()
     facts = call_with(text + "b")
     assert holds(facts, pattern="^(a+)+$")
     assert not holds(facts, pattern="^(a+)+b$")
-    assert time.monotonic() - started_s < 1
+    assert time.thread_time() - started_s < 1
 
 
 def call_with(text: str) -> Facts:
@@ -146,15 +146,15 @@ def test_weights_share_the_calls(weights: list[float]) -> None:
 
 
 def test_rules_cost_far_less_than_two_milliseconds() -> None:
-    """With language and pattern, on a long text: the median of a hundred choices."""
+    """Of a processor, with language and pattern, on a long text: the median of a hundred choices."""
     rules = route(Condition(languages=("de",)), Condition(pattern="(?i)refund|cancel"))
     text = "Could you tell me how this works, please? " * 1000
     times_s = []
     for _ in range(100):
         facts = call_with(text)
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         assert choose_target(rules, facts, 0.0) == "rest"
-        times_s.append(time.perf_counter() - started_s)
+        times_s.append(time.thread_time() - started_s)
     assert sorted(times_s)[50] < 0.002
 
 
