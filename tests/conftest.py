@@ -33,7 +33,9 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Cores may be busy: how long an example takes says nothing.
-settings.register_profile("batchway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in each run: what a change did not break does not fail it.
+settings.register_profile("batchway", settings.get_profile("random"), derandomize=True)
 settings.load_profile("batchway")
 
 # BATCHWAY_CPU_ISA=avx2 or avx512 limits the instruction set of the tests. torch and oneDNN have

@@ -246,9 +246,8 @@ def test_no_word_is_lost(
     reasoning = THINK if thinks else None
     message = read(text, format_, reasoning)
     assert read(split(text, cuts), format_, reasoning) == message
-    shown = " ".join(
-        [message.content, message.reasoning, *(c.arguments for c in message.tool_calls)]
-    )
+    called = (text for call in message.tool_calls for text in (call.name, call.arguments))
+    shown = " ".join([message.content, message.reasoning, *called])
     for part, word in zip(parts, words, strict=True):
         assert part is not None or word in shown
     if not message.tool_calls and not message.reasoning and not thinks:
