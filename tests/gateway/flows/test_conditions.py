@@ -146,7 +146,7 @@ def test_weights_share_the_calls(weights: list[float]) -> None:
 
 
 def test_rules_cost_far_less_than_two_milliseconds() -> None:
-    """Of a processor, with language and pattern, on a long text: the median of a hundred choices."""
+    """Of a processor, with language and pattern, on a long text: the median of 100 choices."""
     rules = route(Condition(languages=("de",)), Condition(pattern="(?i)refund|cancel"))
     text = "Could you tell me how this works, please? " * 1000
     times_s = []
