@@ -22,7 +22,7 @@ from tests.gateway.conftest import make_settings, running_gateway
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.parity import NUM_OUTPUT, expected_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
 FAMILY = "qwen2_moe"
 TEMPLATE = """

@@ -145,6 +145,7 @@ def test_each_class_of_steps_has_its_tokens(profile: tuple[Profile, Path]) -> No
     assert prefill.compute_s > decode.compute_s
 
 
+@pytest.mark.campaign
 def test_step_times_are_fitted_to_its_steps(profile: tuple[Profile, Path]) -> None:
     """Nine steps, with times that are given here: what a machine measured says nothing about the
     fit. The sizes are as a worker would report them."""
@@ -159,6 +160,7 @@ def test_step_times_are_fitted_to_its_steps(profile: tuple[Profile, Path]) -> No
     assert (found.step_tokens, found.num_blocks) == (128, room["num_blocks"])
 
 
+@pytest.mark.campaign
 def test_traces_include_our_own_kernels(profile: tuple[Profile, Path]) -> None:
     """One Chrome trace for each class. Afterwards the kernels are as before."""
     for kind in KINDS:
