@@ -220,12 +220,13 @@ class ChaosCluster:
         shard = self._rng.choice(self._shards)
         killed, link = shard.primary, shard.links[shard.primary]
         begun_s = asyncio.get_running_loop().time()
-        before = killed.run("INFO", "replication")["master_repl_offset"]
+        before = _written(killed)
         await asyncio.to_thread(until, lambda: shard.replica.run("ROLE")[4] >= before)
         link.passes_replication.clear()
         await asyncio.sleep(self._rng.uniform(0.1, MAX_LAG_S))
+        await asyncio.to_thread(until, lambda: _written(killed) > before)
         killed.run("CLIENT", "PAUSE", 60_000, "WRITE")
-        written = killed.run("INFO", "replication")["master_repl_offset"]
+        written = _written(killed)
         killed.server.kill()
         killed.server.wait()
         link.drop_all()
@@ -315,6 +316,11 @@ def _names(node: Node) -> set[int]:
     """The ports of all servers, as this one knows them."""
     slots = node.run("CLUSTER", "SLOTS")
     return {int(server[1]) for _, _, *servers in slots for server in servers}
+
+
+def _written(node: Node) -> int:
+    """The bytes that this primary has written for its replicas."""
+    return int(node.run("INFO", "replication")["master_repl_offset"])
 
 
 def _has_followed(shard: Shard) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import redis
 
+from gateway.child_process import _MAX_GIVEN_WAY, _MAX_IDLE
 from infra.embedded_redis import EmbeddedRedis
 from tests.infra.processes import command_of, descendants
 
@@ -20,9 +21,9 @@ _KIND_BY_COMMAND = {
     "reaper": "reaper",
 }
 # The gateway's processes for untrusted input, by module. They are replaced where a request takes
-# long, which on a busy machine any may; at most three wait for the next request.
+# long, which on a busy machine any may.
 _REPLACED = re.compile(r"-m (gateway\.\S+)")
-_MAX_WAITING = 3
+_MAX_WAITING = _MAX_IDLE + _MAX_GIVEN_WAY
 _MIB = 2**20
 # Idle lanes: keys that sometimes exist while nothing runs.
 _COMES_AND_GOES = re.compile(r":0}:idle:")

@@ -1,4 +1,7 @@
-"""Outputs are split into content, reasoning and calls, and nothing of them is lost."""
+"""Outputs are split into content, reasoning and calls, and nothing of them is lost.
+
+Over 300 lines: tables of outputs of each format, and the tests that read them.
+"""
 
 import json
 
