@@ -189,7 +189,7 @@ class Turns:
     def __init__(self, claims: Claims, start: Callable[[list[Claimed]], Awaitable[None]]) -> None:
         self._claims = claims
         self._start = start
-        self._missed: set[Line] = set()
+        self._missed: dict[Line, LaneRoom] = {}
 
     async def claim_while_room(
         self, parts: Sequence[WorkerBroker], is_over: Callable[[], bool]
@@ -208,23 +208,24 @@ class Turns:
             if turn is None:
                 claims.note_room()
                 return rooms
-            lane, part = turn.line[1], by_number.get(turn.line[0])
+            part = by_number.get(turn.line[0])
             if part is None:
                 claims.rotation.forget(turn.line[0])
                 continue
-            await self._take(turn, part, {lane: claims.part_of(rooms[lane], turn)})
+            await self._take(turn, part, rooms[turn.line[1]])
         return {}
 
-    async def _take(self, turn: Turn, part: WorkerBroker, rooms: dict[str, LaneRoom]) -> None:
+    async def _take(self, turn: Turn, part: WorkerBroker, room: LaneRoom) -> None:
         claims = self._claims
+        rooms = {turn.line[1]: claims.part_of(room, turn)}
 
         def note(claimed: list[Claimed]) -> None:
             costs = {job.job.id: job.cost_tokens for job in claimed}
             claims.rotation.note_claimed(turn, costs, claims.shares)
 
         num_places = await self._claim(part, rooms, note)
-        if num_places < max(1, rooms[turn.line[1]].max_jobs):
-            self._missed.add(turn.line)
+        if num_places < max(1, turn.max_jobs):
+            self._missed[turn.line] = replace(room, max_jobs=room.max_jobs - num_places)
             claims.look_again(part.partition)
 
     async def _claim(

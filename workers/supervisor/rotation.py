@@ -6,7 +6,7 @@ of claimed tokens ÷ the weight of its waiting tenants, and the lowest is served
 its share by weight wherever it lives.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from contract.function_types import LaneRoom
@@ -58,11 +58,19 @@ class Rotation:
         self.note_waiting(partition, {})
 
     def choose(
-        self, rooms: Mapping[str, LaneRoom], shares: Mapping[str, float], missed: Iterable[Line]
+        self,
+        rooms: Mapping[str, LaneRoom],
+        shares: Mapping[str, float],
+        missed: Mapping[Line, LaneRoom],
     ) -> Turn | None:
         """The next claim; None where nothing waits for which there is room. `shares`: the minimum
-        shares of lanes, the most urgent first. `missed`: lines of which nothing fits at present."""
-        left = [line for line in self.waiting if line not in set(missed)]
+        shares of lanes, the most urgent first. `missed`: lines of which nothing fitted, with the
+        room of the lane then; such a line is chosen again once there is more."""
+        left = [
+            line
+            for line in self.waiting
+            if line not in missed or _is_more(rooms.get(line[1]), missed[line])
+        ]
         served = [lane for lane in shares if lane in rooms]
         owed = [
             lane
@@ -124,3 +132,7 @@ class Rotation:
         own = sum(w for line, w in self.waiting.items() if line[0] == partition) or 1.0
         others = sum(w for line, w in self.waiting.items() if line[0] != partition)
         return own / (own + others)
+
+
+def _is_more(now: LaneRoom | None, then: LaneRoom) -> bool:
+    return now is not None and (now.max_jobs > then.max_jobs or now.max_tokens > then.max_tokens)
