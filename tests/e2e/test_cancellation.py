@@ -43,19 +43,20 @@ def running_jobs(view: redis.Redis) -> set[str]:
 async def begin(
     http: httpx.AsyncClient, view: redis.Redis, body: dict[str, Any]
 ) -> asyncio.Task[httpx.Response]:
-    """A call whose job runs; one that is refused for a time is repeated."""
-    while True:
-        request = http.build_request("POST", "/v1/chat/completions", json=body)
-        call = asyncio.create_task(http.send(request, stream=body["stream"]))
+    """A call whose job runs; one that is refused for a time is repeated, for two minutes."""
+    async with asyncio.timeout(120):
+        while True:
+            request = http.build_request("POST", "/v1/chat/completions", json=body)
+            call = asyncio.create_task(http.send(request, stream=body["stream"]))
 
-        def is_refused(call: asyncio.Task[httpx.Response] = call) -> bool:
-            return call.done() and call.result().status_code != 200
+            def is_refused(call: asyncio.Task[httpx.Response] = call) -> bool:
+                return call.done() and call.result().status_code != 200
 
-        await until(lambda: bool(running_jobs(view)) or is_refused())
-        if not is_refused():
-            return call
-        text = (await call.result().aread()).decode()
-        assert call.result().status_code in (429, 503), text
+            await until(lambda: bool(running_jobs(view)) or is_refused())
+            if not is_refused():
+                return call
+            text = (await call.result().aread()).decode()
+            assert call.result().status_code in (429, 503), text
 
 
 def job_record(view: redis.Redis, job_id: str, field: str) -> str:
