@@ -66,11 +66,6 @@ class Rotation:
         """The next claim; None where nothing waits for which there is room. `shares`: the minimum
         shares of lanes, the most urgent first. `missed`: lines of which nothing fitted, with the
         room of the lane then; such a line is chosen again once there is more."""
-        left = [
-            line
-            for line in self.waiting
-            if line not in missed or _is_more(rooms.get(line[1]), missed[line])
-        ]
         served = [lane for lane in shares if lane in rooms]
         owed = [
             lane
@@ -79,14 +74,15 @@ class Rotation:
         ]
         for lane in (*owed, *served):
             lines = [line for line in self.waiting if line[1] == lane]
-            first = min(lines, key=lambda line: (self._counters[line], line[0]), default=None)
-            must_fit = first is not None and self._misses.get(first, 0) >= MAX_PASSED
-            if first is not None and must_fit and first not in left:
+            lines.sort(key=lambda line: (self._counters[line], line[0]))
+            left = [
+                line for line in lines if line not in missed or _is_more(rooms[lane], missed[line])
+            ]
+            must_fit = bool(lines) and self._misses.get(lines[0], 0) >= MAX_PASSED
+            if must_fit and lines[0] not in left:
                 return None
-            lines = [line for line in lines if line in left]
-            if lines:
-                chosen = min(lines, key=lambda line: (self._counters[line], line[0]))
-                return self._turn(chosen, rooms[lane])
+            if left:
+                return self._turn(left[0], rooms[lane])
         return None
 
     def _turn(self, line: Line, room: LaneRoom) -> Turn:
@@ -134,5 +130,5 @@ class Rotation:
         return own / (own + others)
 
 
-def _is_more(now: LaneRoom | None, then: LaneRoom) -> bool:
-    return now is not None and (now.max_jobs > then.max_jobs or now.max_tokens > then.max_tokens)
+def _is_more(now: LaneRoom, then: LaneRoom) -> bool:
+    return now.max_jobs > then.max_jobs or now.max_tokens > then.max_tokens
