@@ -33,6 +33,7 @@ from gateway.routes import (
     responses,
     uploads,
 )
+from gateway.routes.requests import GuardedRoute
 from gateway.runners.batches.feeder import Feeder
 from gateway.runners.operations import run_operations
 from gateway.settings import GatewaySettings
@@ -52,6 +53,10 @@ _MODULES = (
     *(files, uploads, batches, models, health),
 )
 _ROUTES = [route for module in _MODULES for route in module.router.routes]
+if not all(isinstance(route, GuardedRoute) for route in (*_ROUTES, *pages.router.routes)):
+    raise TypeError(
+        "a router has another route_class, which reads before it asks who calls"
+    )
 
 
 def create_app(
@@ -83,6 +88,7 @@ def create_app(
         yield
         await end_tasks(*duties)
         await ending.aclose()
+        await gateway.bodies.aclose()
         await gateway.grammars.aclose()
         await gateway.step_templates.aclose()
         await gateway.broker.aclose()

@@ -8,6 +8,7 @@ from msgspec import field
 
 from contract.jobs import Job
 from gateway.grammars.compiler import GrammarCompiler
+from gateway.http.bodies import JsonBodies
 from gateway.http.errors import Draining
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.sse import StreamDrain
@@ -28,6 +29,7 @@ class Gateway(msgspec.Struct, frozen=True):
     grammars: GrammarCompiler = field(default_factory=GrammarCompiler)
     step_templates: StepTemplates = field(default_factory=StepTemplates)
     turns: Turns = field(default_factory=Turns)  # of work before the queue
+    bodies: JsonBodies = field(default_factory=JsonBodies)
     uploads: Turns = field(default_factory=lambda: Turns(NUM_UPLOADS, UPLOADS_EACH))
 
     async def whole(self, job: Job) -> Job:

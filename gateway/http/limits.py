@@ -1,25 +1,18 @@
-"""Limits of a request, checked before routing: length of the head, Host header, length of the body,
-which is decoded here. `connections.RequestGuard` limits the time of a body."""
+"""Limits of a request's head, checked before routing: its length, and the Host header."""
 
 import re
-import zlib
 from urllib.parse import unquote
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.errors import ApiError, bad_request
-from gateway.settings import GatewaySettings, variable
+from gateway.settings import GatewaySettings
 
 _ABSOLUTE = re.compile(rb"https?://([^/?#@]+)(/.*|)", re.IGNORECASE | re.DOTALL)
-
-_ACCEPTED = ("gzip", "deflate")
-_GZIP_BITS, _ZLIB_BITS, _RAW_BITS = 31, 15, -15  # zlib's names of its formats
-_ZLIB_METHOD = 8  # in the low four bits of its first byte; deflate without zlib cannot begin so
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_HEADER_BYTES = 16 * 1024
 _UPLOAD = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
-_FORM_BYTES = 64 * 1024  # of an upload around the file
 
 _HOST = re.compile(r"\[([0-9a-f:.]+)\](:\d+)?|([^:\[\]]+)(:\d+)?")
 
@@ -40,90 +33,22 @@ def plain_target(scope: Scope) -> Scope:
     return scope if path == scope["path"] and not changes else {**scope, **changes, "path": path}
 
 
-class TooMuch(Exception):
-    """The body would have more bytes than are allowed."""
-
-
-class Decoder:
-    """Decodes one body. `encoding`: the header's value; `max_bytes`: of the decoded body.
-
-    It stops decoding at the limit, because a few bytes may stand for gigabytes. Raises ApiError
-    (415) for other encodings.
-    """
-
-    def __init__(self, encoding: str, max_bytes: int) -> None:
-        self._encoding = encoding.strip().lower().removeprefix("x-")
-        self._left = max_bytes
-        if self._encoding not in ("", "identity", *_ACCEPTED):
-            message = f"the content-encoding must be {' or '.join(_ACCEPTED)}, or absent"
-            headers = {"accept-encoding": ", ".join(_ACCEPTED)}
-            raise ApiError(415, "unsupported_media_type", message, headers=headers)
-        self._open = zlib.decompressobj()  # replaced at the first byte
-        self._has_begun = False
-
-    def decode(self, data: bytes, *, is_last: bool) -> bytes:
-        """The next bytes of the body. Raises TooMuch, and ApiError if it is not so encoded."""
-        found = data if self._encoding not in _ACCEPTED else self._decompressed(data, is_last)
-        self._left -= len(found)
-        if self._left < 0:
-            raise TooMuch
-        return found
-
-    def _decompressed(self, data: bytes, is_last: bool) -> bytes:
-        parts, room = list[bytes](), self._left
-        try:
-            while data and room >= 0:
-                if not self._has_begun or (self._open.eof and self._encoding == "gzip"):
-                    self._begin(data[0])  # a gzip file may have several members
-                parts.append(self._open.decompress(data, room + 1))
-                room -= len(parts[-1])
-                if self._open.eof and not self._open.unused_data:
-                    break
-                if self._encoding == "deflate" and self._open.eof:
-                    raise self._malformed()
-                data = self._open.unused_data
-        except zlib.error:
-            raise self._malformed() from None
-        if is_last and room >= 0 and not self._open.eof:
-            raise self._malformed()
-        return b"".join(parts)
-
-    def _begin(self, first: int) -> None:
-        bits = _GZIP_BITS
-        if self._encoding == "deflate":  # zlib's, by the standard; some clients leave its head out
-            bits = _ZLIB_BITS if first & 0x0F == _ZLIB_METHOD else _RAW_BITS
-        self._open, self._has_begun = zlib.decompressobj(bits), True
-
-    def _malformed(self) -> ApiError:
-        return bad_request("bad_request", f"the body is no whole {self._encoding} data")
-
-
 class RequestLimits:
-    """ASGI middleware. A limit of the body raises in whoever reads it; other limits are answered at
-    once."""
+    """ASGI middleware."""
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._app = app
-        self._bounds = {
-            False: (settings.max_body_bytes, variable("max_body_bytes")),
-            True: (settings.max_file_bytes + _FORM_BYTES, variable("max_file_bytes")),
-        }
         # `*` allows every host.
         self._hosts = frozenset(host.lower().strip("[]") for host in hosts_of(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            self._check_head(scope)
-            encoding = header(scope, b"content-encoding") or b""
-            body = Body(receive, *self._bounds[is_upload(scope)], encoding.decode("latin-1"))
-            body.check_announced(scope)
-        except ApiError as error:
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, body.receive, send)
+        if scope["type"] == "http":
+            try:
+                self._check_head(scope)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
     def _check_head(self, scope: Scope) -> None:
         """Raises ApiError if the head is too long or the Host header is not allowed. uvicorn stops
@@ -135,48 +60,6 @@ class RequestLimits:
         if "*" not in self._hosts and _host(scope) not in self._hosts:
             message = "the Host header is not a name of this gateway"
             raise bad_request("untrusted_host", message)
-
-
-class Body:
-    """The body of one request. Raises ApiError (413) if it is too long, by its Content-Length, its
-    actual or its decoded bytes. `setting`: the variable that holds `max_bytes`."""
-
-    def __init__(self, receive: Receive, max_bytes: int, setting: str, encoding: str) -> None:
-        self._receive = receive
-        self._max_bytes = max_bytes
-        self._setting = setting
-        self._decoder = Decoder(encoding, max_bytes)
-        self._num_bytes = 0
-        self._is_complete = False
-
-    def check_announced(self, scope: Scope) -> None:
-        """Checks the Content-Length, before any byte is read."""
-        length = header(scope, b"content-length")
-        if length is not None and length.isdigit() and int(length) > self._max_bytes:
-            raise self._too_long()
-
-    async def receive(self) -> Message:
-        """The next ASGI message."""
-        if self._is_complete:
-            return await self._receive()  # only http.disconnect can follow
-        message = await self._receive()
-        if message["type"] != "http.request":
-            return message
-        data = message.get("body", b"")
-        self._num_bytes += len(data)
-        self._is_complete = not message.get("more_body", False)
-        try:
-            if self._num_bytes > self._max_bytes:
-                raise TooMuch
-            return {**message, "body": self._decoder.decode(data, is_last=self._is_complete)}
-        except TooMuch:
-            raise self._too_long() from None
-
-    def _too_long(self) -> ApiError:
-        message = (
-            f"the body has more than {self._max_bytes} bytes, the limit that {self._setting} sets"
-        )
-        return ApiError(413, "body_too_large", message)
 
 
 def is_upload(scope: Scope) -> bool:

@@ -7,14 +7,15 @@ Over 300 lines: who calls and on what terms is read together.
 """
 
 import asyncio
+import contextlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
-from fastapi import Depends, Request, Security
-from fastapi.security import APIKeyHeader, HTTPBearer, SecurityScopes
+from fastapi import Depends, Request, Security, params
+from fastapi.security import APIKeyHeader, HTTPBearer
 from fastapi.security import HTTPAuthorizationCredentials as Authorization
 
 from contract.api_keys import KeyTerms, Scope, is_tenant
@@ -150,23 +151,9 @@ async def key_of(
 Key = Annotated[str, Depends(key_of)]
 
 
-async def count_call(request: Request) -> None:
-    """Counts a call against its caller's limit of requests, before its body is read. Raises
-    ApiError, JobRefused, BrokerUnavailable."""
-    key = await key_of(await _BEARER(request), await _HEADER(request))
-    caller = await identify(request, key)
-    request.state.caller = caller
-    broker: Broker = request.app.state.gateway.broker
-    is_counted = await broker.enter(caller.tenant, caller.limits)
-    request.state.caller = msgspec.structs.replace(caller, is_counted=is_counted)
-
-
-async def identify(request: Request, key: Key) -> Caller:
+async def identify(request: Request, key: str) -> Caller:
     """Returns the caller. Raises ApiError (401) without a valid key where one is required, and
     BrokerUnavailable if the key could only be checked in Redis."""
-    known: Caller | None = getattr(request.state, "caller", None)
-    if known is not None:
-        return known
     settings: GatewaySettings = request.app.state.settings
     ring: KeyRing = request.app.state.key_ring
     given = key or _session_of(request)
@@ -195,33 +182,73 @@ def _session_of(request: Request) -> str:
     return session
 
 
-async def counted_caller(
-    request: Request, scopes: SecurityScopes, caller: Annotated[Caller, Depends(identify)]
-) -> AsyncIterator[Caller]:
-    """Yields the caller and counts its call until the response is sent. Raises ApiError: 403 if the
-    key lacks a scope of the route, 429 if the key has too many calls in progress."""
-    for scope in scopes.scopes:
+class Right(msgspec.Struct, frozen=True):
+    """What a route asks of its caller. `is_counted`: the call submits work, so it counts against
+    the limit of requests."""
+
+    scopes: tuple[str, ...]
+    is_counted: bool
+
+
+def right_of(endpoint: Callable[..., Any]) -> Right | None:
+    """What an endpoint asks of its caller, by the annotations of its own arguments and of those of
+    its dependencies; None if it takes no caller."""
+    for hint in get_type_hints(endpoint, include_extras=True).values():
+        for each in getattr(hint, "__metadata__", ()):
+            if isinstance(each, params.Security) and each.dependency in (caller_of, submitter_of):
+                return Right(tuple(each.scopes or ()), each.dependency is submitter_of)
+            if isinstance(each, params.Depends) and each.dependency is not None:
+                found = right_of(each.dependency)
+                if found is not None:
+                    return found
+    return None
+
+
+@contextlib.asynccontextmanager
+async def admitted(request: Request, right: Right) -> AsyncIterator[None]:
+    """Holds one of the caller's calls. Raises ApiError: 401, 403 if the key lacks a scope, 429 if
+    it has too many calls in progress; JobRefused if its requests of this minute are spent, and
+    BrokerUnavailable."""
+    caller = await identify(request, await key_of(await _BEARER(request), await _HEADER(request)))
+    for scope in right.scopes:
         caller.check_scope(Scope(scope))
     calls: ConcurrencyCap = request.app.state.calls_of_keys
     if not calls.enter(caller.key_name):
         message = f"this key has {calls.cap} calls under way, and may have no more at a time"
         headers = {"x-dropped-reason": "tenant_quota"}
         raise ApiError(429, "too_many_calls", message, headers=headers)
-    take_turns(request.app.state.gateway.turns)
-    work_for(caller.owner)
     try:
-        yield caller
+        gateway: Gateway = request.app.state.gateway
+        if right.is_counted:
+            is_counted = await gateway.broker.enter(caller.tenant, caller.limits)
+            caller = msgspec.structs.replace(caller, is_counted=is_counted)
+        request.state.caller = caller
+        take_turns(gateway.turns)
+        work_for(caller.owner)
+        yield
     finally:
         calls.leave(caller.key_name)
 
 
+async def caller_of(request: Request, _key: Key) -> Caller:
+    """The caller, as `admitted` has identified it."""
+    caller: Caller = request.state.caller
+    return caller
+
+
+async def submitter_of(request: Request, _key: Key) -> Caller:
+    """The caller of a call that submits work."""
+    return await caller_of(request, _key)
+
+
 # Dependencies of endpoints, as types of their arguments.
-AnyCaller = Annotated[Caller, Security(counted_caller)]
-Inference = Annotated[Caller, Security(counted_caller, scopes=[Scope.INFERENCE])]
-JobsReader = Annotated[Caller, Security(counted_caller, scopes=[Scope.JOBS_READ])]
-JobsWriter = Annotated[Caller, Security(counted_caller, scopes=[Scope.JOBS_WRITE])]
-Admin = Annotated[Caller, Security(counted_caller, scopes=[Scope.ADMIN])]
-MetricsReader = Annotated[Caller, Security(counted_caller, scopes=[Scope.METRICS])]
+AnyCaller = Annotated[Caller, Security(caller_of)]
+Inference = Annotated[Caller, Security(submitter_of, scopes=[Scope.INFERENCE])]
+JobsSubmitter = Annotated[Caller, Security(submitter_of, scopes=[Scope.JOBS_WRITE])]
+JobsReader = Annotated[Caller, Security(caller_of, scopes=[Scope.JOBS_READ])]
+JobsWriter = Annotated[Caller, Security(caller_of, scopes=[Scope.JOBS_WRITE])]
+Admin = Annotated[Caller, Security(caller_of, scopes=[Scope.ADMIN])]
+MetricsReader = Annotated[Caller, Security(caller_of, scopes=[Scope.METRICS])]
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.http.bodies import MAX_DEPTH, depth_of, finite, no_constant
+from gateway.http.strict_json import MAX_DEPTH, depth_of, finite, no_constant
 
 Rendered = Mapping[str, Any]  # a message as templates expect it
 

@@ -22,8 +22,8 @@ from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import ToolFormat
 from gateway.grammars.compiler import Constraint
 from gateway.grammars.rules.arguments import string_parameters
-from gateway.http.bodies import parse_json
 from gateway.http.errors import MISSING, ApiError, invalid_value
+from gateway.http.strict_json import parse_json
 from gateway.models.tokens import Cut
 from gateway.prepare.past_calls import arguments_object, fitting_id
 from gateway.prepare.unsupported import (

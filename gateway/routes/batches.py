@@ -12,14 +12,14 @@ from gateway.files import check_quota, store_of, tenant_quota
 from gateway.follow.answer_models import EndpointPath, OutputDetails
 from gateway.http.errors import ApiError, invalid_value, not_found
 from gateway.http.handlers import answers
-from gateway.prepare.admission import JobsReader, JobsWriter
+from gateway.prepare.admission import JobsReader, JobsSubmitter, JobsWriter
 from gateway.prepare.job_bodies import CallbackBody, to_callback
 from gateway.prepare.unsupported import Metadata, OwnModel
 from gateway.routes.files import ExpiresAfter, known_file
-from gateway.routes.requests import StrictRoute, WellFormed
+from gateway.routes.requests import GuardedRoute
 from gateway.state import AcceptingGateway, ThisGateway
 
-router = APIRouter(route_class=StrictRoute, tags=["batches"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=GuardedRoute, tags=["batches"], responses=answers(401, 403, 429))
 
 _BATCH_ID = re.compile(r"batch_([0-9]{1,4}-)?[0-9a-f]{32}")
 _WINDOW_S = 86_400.0
@@ -148,7 +148,7 @@ def _seconds(time_ms: int | None) -> int | None:
 
 @router.post("/v1/batches", responses=answers(404, 415))
 async def create_batch(
-    caller: JobsWriter, _checked: WellFormed, gateway: AcceptingGateway, body: BatchBody
+    caller: JobsSubmitter, gateway: AcceptingGateway, body: BatchBody
 ) -> BatchObject:
     """Queues the requests of a file, each as a job in the lane `batch`."""
     store_of(gateway)

@@ -5,8 +5,6 @@ clients have further paths of the same call for a rerank.
 Over 300 lines: the ways to answer one call.
 """
 
-import hashlib
-import json
 import logging
 import re
 from collections.abc import Awaitable, Mapping, Sequence
@@ -32,6 +30,7 @@ from gateway.follow.members import chosen_header
 from gateway.follow.streams import START, AskedPosition, LogPosition, call_stream, whole_answer
 from gateway.follow.sync_call import Patience, ServerTiming, SyncCall
 from gateway.http import sse
+from gateway.http.bodies import JsonBodies
 from gateway.http.errors import (
     ApiError,
     UnknownJob,
@@ -46,7 +45,7 @@ from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import CallFields, ignored_header
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from gateway.redis.broker import Broker
-from gateway.routes.requests import CallRoute, WellFormed
+from gateway.routes.requests import GuardedRoute
 from gateway.runners.submission import submit
 from gateway.state import AcceptingGateway, Gateway
 
@@ -78,7 +77,7 @@ EVENTS: dict[str, Any] = {
 }
 
 router = APIRouter(
-    route_class=CallRoute,
+    route_class=GuardedRoute,
     tags=["calls"],
     responses={
         202: {"model": AcceptedJob, "description": "Accepted as a job"},
@@ -130,12 +129,12 @@ async def check_may_change(
         caller.check_lane(view.lane)
 
 
-async def body_hash(request: Request, key: str, endpoint: str) -> str:
-    """Returns a hash that is equal for equal bodies; '' without an Idempotency-Key."""
+async def body_hash(request: Request, caller: Caller, key: str, endpoint: str) -> str:
+    """Returns a hash that is equal for equal bodies; '' without an Idempotency-Key. Raises Busy."""
     if not key:
         return ""
-    text = json.dumps([endpoint, await request.json()], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    bodies: JsonBodies = request.app.state.gateway.bodies
+    return await bodies.hash(await request.body(), endpoint, caller.owner)
 
 
 class Preference(msgspec.Struct, frozen=True):
@@ -195,7 +194,6 @@ class CallOptions(msgspec.Struct, frozen=True):
 async def call_options(
     request: Request,
     caller: Inference,
-    _checked: WellFormed,
     gateway: AcceptingGateway,
     preference: AskedPreference,
     position: AskedPosition,
@@ -216,7 +214,7 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
     if the caller prefers that, or when the time limit is reached."""
     request, gateway, preference = options.request, options.gateway, options.preference
     key, position = options.key, options.position
-    terms = _terms(options, body, await body_hash(request, key, endpoint))
+    terms = _terms(options, body, await body_hash(request, options.caller, key, endpoint))
     if preference.is_at_once:
         check_goes_on(body)
         prepared = await prepare_call(gateway, endpoint, body, terms)

@@ -11,9 +11,10 @@ from gateway.follow.job_objects import JobId, UnixSeconds
 from gateway.http.errors import ApiError, not_found
 from gateway.http.handlers import answers
 from gateway.prepare.admission import JobsReader, JobsWriter
+from gateway.routes.requests import GuardedRoute
 from gateway.state import ThisGateway
 
-router = APIRouter(tags=["callbacks"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=GuardedRoute, tags=["callbacks"], responses=answers(401, 403, 429))
 
 
 class DeadCallback(BaseModel):

@@ -28,11 +28,11 @@ from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, JobsReader, JobsWriter
 from gateway.prepare.unsupported import OwnModel
-from gateway.routes.requests import check_is_form, form_of
+from gateway.routes.requests import GuardedRoute, check_is_form, form_of
 from gateway.settings import GatewaySettings
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
-router = APIRouter(tags=["files"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=GuardedRoute, tags=["files"], responses=answers(401, 403, 429))
 
 MIN_LIFETIME_S, MAX_LIFETIME_S = 3_600, 30 * 86_400  # OpenAI's; the store deletes older objects
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")

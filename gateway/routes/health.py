@@ -12,9 +12,10 @@ from gateway.follow.fleet import families
 from gateway.http.handlers import answers
 from gateway.http.sse import json_response
 from gateway.prepare.admission import MetricsReader
+from gateway.routes.requests import GuardedRoute, open_to_all
 from gateway.state import Gateway, ThisGateway
 
-router = APIRouter(tags=["health"], responses=answers())
+router = APIRouter(route_class=GuardedRoute, tags=["health"], responses=answers())
 
 
 class Alive(BaseModel):
@@ -36,6 +37,7 @@ _NOT_READY = "No capacity now"
 
 
 @router.get("/livez")
+@open_to_all
 async def livez() -> Alive:
     """200 while the process can answer."""
     return Alive()
@@ -46,6 +48,7 @@ async def livez() -> Alive:
     response_model=Ready,
     responses={503: {"model": NotReady, "description": _NOT_READY}},
 )
+@open_to_all
 async def readyz(gateway: ThisGateway, model: str = "") -> Response:
     """200 if at least one model, or the one that is asked for, has a live worker, else 503 with the
     reason."""
@@ -55,6 +58,7 @@ async def readyz(gateway: ThisGateway, model: str = "") -> Response:
 @router.get(
     "/health", response_class=Response, responses={503: {"model": None, "description": _NOT_READY}}
 )
+@open_to_all
 async def health(gateway: ThisGateway) -> Response:
     """The status of /readyz without a body; vLLM's load generator asks for it."""
     return Response(status_code=(await _readiness(gateway)).status_code)

@@ -53,6 +53,7 @@ from gateway.prepare.admission import (
     Caller,
     Inference,
     JobsReader,
+    JobsSubmitter,
     JobsWriter,
     Terms,
     check_goes_on,
@@ -65,12 +66,12 @@ from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response
 from gateway.prepare.unsupported import ignored_header
 from gateway.routes.calls import EVENTS, IdempotencyKey, body_hash, check_may_change, submit_job
-from gateway.routes.requests import CallRoute, WellFormed
+from gateway.routes.requests import GuardedRoute
 from gateway.runners.submission import quote_first_calls
 from gateway.settings import GatewaySettings
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
-router = APIRouter(route_class=CallRoute, tags=["jobs"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=GuardedRoute, tags=["jobs"], responses=answers(401, 403, 429))
 
 AskedJob = Annotated[AnyJob, Body(discriminator="endpoint")]
 
@@ -98,14 +99,13 @@ Whose = Annotated[
 )
 async def create_job(
     request: Request,
-    caller: JobsWriter,
-    _checked: WellFormed,
+    caller: JobsSubmitter,
     gateway: AcceptingGateway,
     asked: AskedJob,
     key: IdempotencyKey = "",
 ) -> Response:
     """Queues a call; 202 with the job."""
-    hashed = await body_hash(request, key, "/v1/jobs")
+    hashed = await body_hash(request, caller, key, "/v1/jobs")
     job, submission = await prepare_job(
         gateway, asked, caller, idempotency_key=key, body_hash=hashed
     )
@@ -187,7 +187,6 @@ async def _result_url(gateway: Gateway, view: JobView) -> str | None:
 @router.patch("/v1/jobs/{job_id}", responses=answers(404, 409, 415))
 async def change_job(
     caller: JobsWriter,
-    _checked: WellFormed,
     gateway: ThisGateway,
     job_id: JobId,
     change: JobChange,
@@ -379,7 +378,6 @@ class QuoteObject(BaseModel):
 @router.post("/v1/quote", responses=answers(404, 415))
 async def quote_job(
     caller: Inference,
-    _checked: WellFormed,
     gateway: ThisGateway,
     asked: AskedJob,
     response: Response,

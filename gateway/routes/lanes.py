@@ -20,10 +20,10 @@ from gateway.prepare.admission import (
     check_is_lane,
 )
 from gateway.prepare.unsupported import OwnModel, refusal
-from gateway.routes.requests import StrictRoute, WellFormed
+from gateway.routes.requests import GuardedRoute
 from gateway.state import Gateway, ThisGateway
 
-router = APIRouter(route_class=StrictRoute, tags=["lanes"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=GuardedRoute, tags=["lanes"], responses=answers(401, 403, 429))
 
 Name = Annotated[str | None, Field(min_length=1, max_length=256, pattern=r"^[^\s*]+$")]
 
@@ -79,9 +79,7 @@ class NoFields(OwnModel):
 
 
 @router.post("/v1/lanes/pause", responses=answers(404, 415))
-async def pause_lane(
-    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, asked: PauseBody
-) -> PauseObject:
+async def pause_lane(caller: JobsWriter, gateway: ThisGateway, asked: PauseBody) -> PauseObject:
     """Refuses new jobs with `lane_paused` and keeps the waiting ones in order; running ones go
     on."""
     line, by = _line(caller, asked)
@@ -94,9 +92,7 @@ async def pause_lane(
 
 
 @router.post("/v1/lanes/resume", responses=answers(404, 415))
-async def resume_lane(
-    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, asked: PauseBody
-) -> Resumed:
+async def resume_lane(caller: JobsWriter, gateway: ThisGateway, asked: PauseBody) -> Resumed:
     """Ends the pause of the same names; 404 if there is none."""
     line, by = _line(caller, asked)
     try:
@@ -121,7 +117,7 @@ async def list_pauses(caller: JobsReader, gateway: ThisGateway) -> PauseList:
 
 @router.post("/v1/workers/{worker_id}/drain", responses=answers(404, 415))
 async def drain_worker(
-    _caller: Admin, _checked: WellFormed, gateway: ThisGateway, worker_id: str, _body: NoFields
+    _caller: Admin, gateway: ThisGateway, worker_id: str, _body: NoFields
 ) -> DrainedWorker:
     """Orders a worker to take no more jobs, to give back those that do not end in time, and to
     exit."""

@@ -15,9 +15,10 @@ from gateway.follow.answer_models import EndpointPath
 from gateway.http.errors import no_such_model
 from gateway.http.handlers import answers
 from gateway.prepare.admission import AnyCaller
+from gateway.routes.requests import GuardedRoute
 from gateway.state import ThisGateway
 
-router = APIRouter(tags=["models"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=GuardedRoute, tags=["models"], responses=answers(401, 403, 429))
 
 
 class ModelCapabilities(BaseModel):

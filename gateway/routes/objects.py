@@ -15,9 +15,10 @@ from gateway.follow.answer_models import EndpointPath, FinishReason
 from gateway.follow.job_objects import JobIdPath
 from gateway.http.errors import not_found
 from gateway.http.handlers import answers
+from gateway.routes.requests import GuardedRoute, open_to_all
 from gateway.state import ThisGateway
 
-router = APIRouter(tags=["jobs"], responses=answers(404))
+router = APIRouter(route_class=GuardedRoute, tags=["jobs"], responses=answers(404))
 
 
 class StoredChoice(BaseModel):
@@ -38,6 +39,7 @@ class StoredResult(BaseModel):
 
 
 @router.get("/v1/objects/{job_id}/{name}", response_model=StoredResult)
+@open_to_all
 async def get_object(
     request: Request, gateway: ThisGateway, job_id: JobIdPath, name: str
 ) -> Response:

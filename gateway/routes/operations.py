@@ -26,15 +26,16 @@ from gateway.prepare.admission import (
     ALL_TENANTS,
     Caller,
     JobsReader,
+    JobsSubmitter,
     JobsWriter,
     check_is_lane,
 )
 from gateway.prepare.unsupported import Metadata, OwnModel, refusal
-from gateway.routes.requests import StrictRoute, WellFormed
+from gateway.routes.requests import GuardedRoute
 from gateway.runners.operations import work
 from gateway.state import Gateway, ThisGateway
 
-router = APIRouter(route_class=StrictRoute, tags=["operations"], responses=answers(401, 403, 429))
+router = APIRouter(route_class=GuardedRoute, tags=["operations"], responses=answers(401, 403, 429))
 
 _ID = re.compile(r"op-([0-9]{1,4}-)?[0-9a-f]{32}")
 _Name = Annotated[str | None, Field(min_length=1, max_length=256)]
@@ -97,7 +98,7 @@ class OperationList(BaseModel):
 
 @router.post("/v1/jobs/cancel", status_code=202, responses=answers(415))
 async def cancel_jobs(
-    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, asked: CancelBody
+    caller: JobsWriter, gateway: ThisGateway, asked: CancelBody
 ) -> OperationObject:
     """Cancels waiting and running jobs; 202 with an operation."""
     return await _begin(gateway, caller, OperationKind.CANCEL, asked, asked.status)
@@ -105,7 +106,7 @@ async def cancel_jobs(
 
 @router.post("/v1/jobs/replay", status_code=202, responses=answers(415))
 async def replay_jobs(
-    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, asked: ReplayBody
+    caller: JobsSubmitter, gateway: ThisGateway, asked: ReplayBody
 ) -> OperationObject:
     """Submits ended jobs again, each once, as new jobs; 202 with an operation."""
     status = asked.status or "failed"
@@ -114,7 +115,7 @@ async def replay_jobs(
 
 @router.post("/v1/callbacks/dead/replay", status_code=202, responses=answers(415))
 async def replay_callbacks(
-    caller: JobsWriter, _checked: WellFormed, gateway: ThisGateway, asked: CallbacksBody
+    caller: JobsWriter, gateway: ThisGateway, asked: CallbacksBody
 ) -> OperationObject:
     """Delivers undelivered callbacks again, with the same ids; 202 with an operation."""
     return await _begin(gateway, caller, OperationKind.REPLAY_CALLBACKS, asked, asked.status)

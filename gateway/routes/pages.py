@@ -17,12 +17,12 @@ from contract.api_keys import Scope
 from gateway.follow.fleet import FleetWatch
 from gateway.http import sse
 from gateway.http.errors import ApiError
-from gateway.prepare.admission import CSRF_HEADER, SESSION_COOKIE, AnyCaller, Caller, identify
+from gateway.prepare.admission import CSRF_HEADER, SESSION_COOKIE, AnyCaller, Caller
 from gateway.redis.key_ring import SESSION_S, KeyRing, csrf_token
-from gateway.routes.requests import StrictRoute, WellFormed
+from gateway.routes.requests import GuardedRoute, open_to_all
 from gateway.state import AcceptingGateway, Gateway
 
-router = APIRouter(route_class=StrictRoute, include_in_schema=False)
+router = APIRouter(route_class=GuardedRoute, include_in_schema=False)
 
 _PAGES = Path(__file__).parent.parent / "pages"
 _ASSETS = {str(file.relative_to(_PAGES)): file for file in _PAGES.rglob("*") if file.is_file()}
@@ -43,24 +43,28 @@ _FLEET_ONLY = (
 
 
 @router.get("/")
+@open_to_all
 async def front() -> Response:
     """What this is, its models, and a box to chat with them."""
     return _page("front.html")
 
 
 @router.get("/docs")
+@open_to_all
 async def documents() -> Response:
     """The OpenAPI document in a viewer."""
     return _page("docs.html")
 
 
 @router.get("/console")
+@open_to_all
 async def console() -> Response:
     """The live console."""
     return _page("console.html")
 
 
 @router.get("/assets/{name:path}")
+@open_to_all
 async def asset(name: str) -> Response:
     """A script, a style or an icon of the pages."""
     return _page(name)
@@ -83,9 +87,8 @@ async def session(request: Request, caller: AnyCaller) -> dict[str, Any]:
 
 
 @router.post("/console/session")
-async def log_in(
-    request: Request, gateway: AcceptingGateway, _checked: WellFormed, login: Login
-) -> Response:
+@open_to_all
+async def log_in(request: Request, gateway: AcceptingGateway, login: Login) -> Response:
     """Exchanges an API key for a session of an hour, in a cookie that no script can read."""
     ring: KeyRing = request.app.state.key_ring
     found = await ring.begin_session(login.key.strip())
@@ -105,9 +108,8 @@ async def log_in(
 
 
 @router.delete("/console/session")
-async def log_out(request: Request) -> Response:
+async def log_out(_caller: AnyCaller) -> Response:
     """Forgets the browser's session."""
-    await identify(request, "")  # with its token: another site must not end a session
     answer = Response(status_code=204)
     answer.delete_cookie(SESSION_COOKIE, httponly=True, samesite="strict")
     return answer

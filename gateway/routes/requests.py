@@ -1,115 +1,129 @@
-"""Requests whose bodies are read strictly, once the caller may be answered.
+"""The order of each route: identify the caller, count its call, and only then read its body.
 
-FastAPI reads each body through `StrictRequest`; pydantic models validate the result. Forms with a
-file are read by `form_of`.
+FastAPI reads a JSON body through `StrictRequest`, before it runs any dependency; pydantic models
+validate the result. Forms with a file are read by `form_of`.
 """
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.datastructures import FormData
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from contract.errors import BatchwayError
-from gateway.http.bodies import parse_object
-from gateway.http.errors import ApiError
-from gateway.prepare.admission import Caller, count_call
-from gateway.turns import Busy, Owner, Turns
+from gateway.child_process import ChildUnreadable
+from gateway.http.bodies import SHORT_BYTES, Body
+from gateway.http.errors import ApiError, internal_error, to_api_error
+from gateway.http.limits import is_upload
+from gateway.prepare.admission import Caller, Right, admitted, right_of
+from gateway.settings import GatewaySettings, variable
+from gateway.state import Gateway
+from gateway.turns import Busy, Owner
 
-_SHORT_BYTES = 64 * 1024
+_FORM_BYTES = 64 * 1024  # of an upload around the file
+_OPEN_BYTES = 1024  # of a body from a caller who is not known
 _MAX_FIELD_BYTES = 1_024  # of a form's field that is no file
 
 
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
+_OPEN = set[Callable[..., Any]]()
+
+
+def open_to_all(endpoint: _Endpoint) -> _Endpoint:
+    """Marks an endpoint that answers whoever asks. docs/security.md names each."""
+    _OPEN.add(endpoint)
+    return endpoint
+
+
 class StrictRequest(Request):
-    """A request whose body must be one JSON object.
+    """A request whose body must be one JSON object."""
 
-    FastAPI reads the body of an endpoint before it runs any dependency. Errors are kept, and
-    `refuse_malformed` raises them after the caller has been authenticated.
-    """
+    _raw: bytes | None = None
+    _fields: dict[str, Any]
 
-    fields: dict[str, Any] | None = None  # the parsed body
-    refusal: BatchwayError | None = None
-    awaits_count = False  # the body is read once the call counts against the caller's limit
+    @property
+    def owner(self) -> Owner:
+        caller: Caller | None = getattr(self.state, "caller", None)
+        return Owner() if caller is None else caller.owner
 
     async def body(self) -> bytes:
-        """Raises ApiError if the client disconnects."""
-        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
-            # This also blocks cross-site posts without a CORS preflight.
-            message = "the content-type must be application/json"
-            self.refusal = ApiError(415, "unsupported_media_type", message)
-            return b""
-        if self.awaits_count:
-            self.awaits_count = False
+        """Reads the body and parses it; a long one at the caller's turn. Raises ApiError."""
+        if self._raw is None:
+            media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media_type != "application/json":
+                # This also blocks cross-site posts without a CORS preflight.
+                message = "the content-type must be application/json"
+                raise ApiError(415, "unsupported_media_type", message)
             try:
-                await count_call(self)
-            except BatchwayError as error:
-                self.refusal = error
-        length = self.headers.get("content-length", "")
-        try:
-            if hasattr(self, "_body") or (length.isdigit() and int(length) <= _SHORT_BYTES):
-                return await super().body()
-            return await self._long_body()
-        except Busy as error:
-            self.refusal = error
-            return b""
-        except ClientDisconnect:
-            raise ApiError(499, "client_closed_request", "the caller has left") from None
-
-    async def _long_body(self) -> bytes:
-        """Reads a long body at the caller's turn; nothing if the call is refused."""
-        if self.refusal is not None:
-            return b""
-        caller: Caller | None = getattr(self.state, "caller", None)
-        uploads: Turns = self.app.state.gateway.uploads
-        async with uploads.turn(caller.owner if caller is not None else Owner()):
-            return await super().body()
+                self._raw = await self._read()
+            except Busy as error:
+                raise to_api_error(error) from None
+            except ChildUnreadable:
+                raise internal_error() from None
+            except ClientDisconnect:
+                raise ApiError(499, "client_closed_request", "the caller has left") from None
+        return self._raw
 
     async def json(self) -> dict[str, Any]:
-        if self.fields is None:
-            raw, self.fields = await self.body(), {}
-            try:
-                if self.refusal is None:
-                    self.fields = parse_object(raw)
-            except ApiError as error:
-                self.refusal = error
-        return self.fields
+        await self.body()
+        return self._fields
+
+    async def _read(self) -> bytes:
+        gateway: Gateway = self.app.state.gateway
+        length = self.headers.get("content-length", "")
+        is_short = length.isdigit() and int(length) <= SHORT_BYTES
+        async with contextlib.AsyncExitStack() as stack:
+            if not is_short or "content-encoding" in self.headers:
+                await stack.enter_async_context(gateway.uploads.turn(self.owner))
+            raw = b"".join([part async for part in self.stream()])
+            if raw:
+                self._fields = await gateway.bodies.parse(raw, self.owner)
+        return raw
 
 
-async def refuse_malformed(request: Request) -> None:
-    """Raises ApiError if the body is not a valid JSON object."""
-    if isinstance(request, StrictRequest) and request.refusal is not None:
-        raise request.refusal
+class GuardedRoute(APIRoute):
+    """A route that reads its body and runs its endpoint once the caller is admitted. Raises
+    TypeError for an endpoint that takes no caller, itself or by a dependency, and is not open."""
 
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        self.right: Right | None = right_of(endpoint)
+        if (self.right is None) != (endpoint in _OPEN):
+            raise TypeError(f"{path}: an endpoint takes a caller, or is open to all")
+        super().__init__(path, endpoint, **options)
 
-# Place this after the caller's argument, so that authentication errors come first.
-WellFormed = Annotated[None, Depends(refuse_malformed)]
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)  # 405
+            return
+        request = Request(scope, receive)
+        async with contextlib.AsyncExitStack() as stack:
+            if self.right is not None:
+                await stack.enter_async_context(admitted(request, self.right))
+            body = Body(scope, receive, *self._bound(scope, request.app.state.settings))
+            await super().handle(scope, body.receive, send)
 
-
-class StrictRoute(APIRoute):
-    """A route that passes a StrictRequest to its endpoint and dependencies."""
-
-    counts_calls = False
+    def _bound(self, scope: Scope, settings: GatewaySettings) -> tuple[int, str]:
+        """The most bytes of a body, and what sets them."""
+        if self.right is None:
+            return _OPEN_BYTES, "the most before a caller is known"
+        if is_upload(scope):
+            limit = f"the limit that {variable('max_file_bytes')} sets"
+            return settings.max_file_bytes + _FORM_BYTES, limit
+        if self.right.is_counted:
+            return settings.max_body_bytes, f"the limit that {variable('max_body_bytes')} sets"
+        return min(SHORT_BYTES, settings.max_body_bytes), "the most of calls that submit no work"
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            strict_request = StrictRequest(request.scope, request.receive)
-            strict_request.awaits_count = self.counts_calls and request.method == "POST"
-            return await handle(strict_request)
+            return await handle(StrictRequest(request.scope, request.receive))
 
         return strict
-
-
-class CallRoute(StrictRoute):
-    """A StrictRoute of calls, each of which counts against its caller's limit of requests."""
-
-    counts_calls = True
 
 
 def check_is_form(request: Request) -> None:

@@ -40,12 +40,14 @@ from gateway.routes.calls import (
     check_may_change,
     ends_with_caller,
 )
-from gateway.routes.requests import CallRoute, WellFormed
+from gateway.routes.requests import GuardedRoute
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
 log = logging.getLogger("batchway.gateway")
 
-router = APIRouter(route_class=CallRoute, tags=["responses"], responses=answers(401, 403, 404, 429))
+router = APIRouter(
+    route_class=GuardedRoute, tags=["responses"], responses=answers(401, 403, 404, 429)
+)
 
 ResponseIdPath = Annotated[str, Path(json_schema_extra={"pattern": r"^resp_\d{1,4}-[0-9a-f]{32}$"})]
 
@@ -65,7 +67,7 @@ async def _prepared(
         attendance_s=settings.attendance_s if is_attended and not body.background else 0.0,
         needs_worker=not body.background,
         idempotency_key=key,
-        body_hash=await body_hash(request, key, Endpoint.RESPONSES),
+        body_hash=await body_hash(request, caller, key, Endpoint.RESPONSES),
     )
     return await prepare_response(gateway, body, terms)
 
@@ -121,7 +123,6 @@ Include = Annotated[
 async def create_response(
     request: Request,
     caller: Inference,
-    _checked: WellFormed,
     gateway: AcceptingGateway,
     body: ResponseBody,
     key: IdempotencyKey = "",
@@ -151,7 +152,6 @@ async def create_response(
 async def count_input_tokens(
     request: Request,
     caller: Inference,
-    _checked: WellFormed,
     gateway: ThisGateway,
     body: InputTokensBody,
 ) -> InputTokens:

@@ -29,13 +29,10 @@ from gateway.routes.files import (
     FileObject,
     file_object,
 )
-from gateway.routes.requests import StrictRoute, WellFormed, check_is_form, form_of
+from gateway.routes.requests import GuardedRoute, check_is_form, form_of
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
-router = APIRouter(tags=["files"], responses=answers(401, 403, 429))
-json_router = APIRouter(
-    route_class=StrictRoute, tags=["files"], responses=answers(401, 403, 415, 429)
-)
+router = APIRouter(route_class=GuardedRoute, tags=["files"], responses=answers(401, 403, 429))
 
 _MAX_PARTS = 1_000
 _ID = re.compile(r"upload_([0-9]{1,4}-)?[0-9a-f]{32}")
@@ -97,9 +94,9 @@ class UploadPart(BaseModel):
     upload_id: str
 
 
-@json_router.post("/v1/uploads")
+@router.post("/v1/uploads", responses=answers(415))
 async def create_upload(
-    caller: JobsWriter, _checked: WellFormed, gateway: AcceptingGateway, body: UploadBody
+    caller: JobsWriter, gateway: AcceptingGateway, body: UploadBody
 ) -> UploadObject:
     """Begins a file that arrives in parts, within an hour."""
     store_of(gateway)
@@ -156,10 +153,9 @@ def _stored(store: ObjectStore, record: StoredFile, content: BinaryIO) -> str:
     return part_id
 
 
-@json_router.post("/v1/uploads/{upload_id}/complete", responses=answers(404))
+@router.post("/v1/uploads/{upload_id}/complete", responses=answers(404, 415))
 async def complete_upload(
     caller: JobsWriter,
-    _checked: WellFormed,
     gateway: AcceptingGateway,
     upload_id: str,
     body: CompleteBody,
@@ -263,6 +259,3 @@ def _shown(
         status=status,
         file=None if file is None else file_object(file),
     )
-
-
-router.routes.extend(json_router.routes)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.app import create_app
+from gateway.http.bodies import Decoder, TooMuch
 from gateway.http.errors import ApiError
-from gateway.http.limits import Decoder, TooMuch
 from gateway.settings import GatewaySettings
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
@@ -48,10 +48,18 @@ CONTENTS = st.one_of(
 def decoded(encoding: str, data: bytes, sizes: Sequence[int], bound: int = BOUND) -> bytes:
     """In parts of these sizes, and the rest."""
     decoder, found = Decoder(encoding, bound), b""
+
+    def take(part: bytes, is_last: bool) -> None:
+        nonlocal found
+        found += decoder.decode(part, is_last=is_last)
+        while decoder.has_more:
+            found += decoder.decode(b"", is_last=is_last)
+
     for size in sizes:
-        found += decoder.decode(data[:size], is_last=False)
+        take(data[:size], False)
         data = data[size:]
-    return found + decoder.decode(data, is_last=True)
+    take(data, True)
+    return found
 
 
 @settings(max_examples=500, deadline=None)

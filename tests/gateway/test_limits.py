@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.app import create_app
 from gateway.http.sse import EventStream, sse_response
-from gateway.routes.requests import StrictRoute
+from gateway.routes.requests import GuardedRoute, open_to_all
 from gateway.settings import GatewaySettings
 from tests.gateway.bare_connection import connected
 
@@ -45,11 +45,12 @@ async def test_a_disconnect_during_a_request_is_no_error(
     async def keep(message: Message) -> None:
         sent.append(message)
 
+    @open_to_all
     async def endpoint(fields: Annotated[dict[str, str], Body()]) -> None:
         raise AssertionError
 
     app = app_of()
-    app.router.add_api_route("/a", endpoint, methods=["POST"], route_class_override=StrictRoute)
+    app.router.add_api_route("/a", endpoint, methods=["POST"], route_class_override=GuardedRoute)
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/a", "headers": headers}
     with caplog.at_level(logging.INFO, "batchway"):
@@ -85,11 +86,14 @@ async def test_an_unread_body_has_a_deadline_too() -> None:
 async def test_a_body_announced_as_too_long_is_rejected_before_it_is_sent() -> None:
     """A client that waits for `100 Continue` gets the refusal at once."""
 
-    async def routes(scope: Scope, receive: Receive, send: Send) -> None:
+    @open_to_all
+    async def endpoint(fields: Annotated[dict[str, str], Body()]) -> None:
         raise AssertionError
 
-    length = b"%d" % (2 * MAX_BODY_BYTES)
-    async with connected(app_of(routes)) as client:
+    app = app_of()
+    app.router.add_api_route("/a", endpoint, methods=["POST"], route_class_override=GuardedRoute)
+    length = b"%d" % (2 * MAX_OPEN_BYTES)
+    async with connected(app) as client:
         await client.send(
             b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
             b"content-length: " + length + b"\r\n\r\n"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.bodies import MAX_DEPTH
+from gateway.http.strict_json import MAX_DEPTH
 from gateway.prepare.past_calls import (
     UNREADABLE,
     arguments_object,
