@@ -54,9 +54,7 @@ _MODULES = (
 )
 _ROUTES = [route for module in _MODULES for route in module.router.routes]
 if not all(isinstance(route, GuardedRoute) for route in (*_ROUTES, *pages.router.routes)):
-    raise TypeError(
-        "a router has another route_class, which reads before it asks who calls"
-    )
+    raise TypeError("a router has another route_class, which reads before it asks who calls")
 
 
 def create_app(

@@ -19,7 +19,7 @@ import msgspec
 from cachetools import TTLCache
 
 from gateway.child import REPLY_HEAD, REQUEST_HEAD, Refused, Reply
-from gateway.turns import Busy, Turns, is_attended, turn
+from gateway.turns import Busy, Turns, current_owner, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
 _LONG_S = 0.05  # after which a process gives way, and another is started for others
@@ -128,7 +128,7 @@ class ChildPool:
     async def _taken(self) -> "_Child":
         """Marks a ready process as busy. Raises ChildFailed, ChildUnreadable, Busy."""
         while True:
-            while idle := (not is_attended() and self._given_way) or self._idle:
+            while idle := (not current_owner().is_attended and self._given_way) or self._idle:
                 child = idle.pop()
                 if not child.reader.at_eof():
                     return child

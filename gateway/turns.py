@@ -166,13 +166,13 @@ def work_for(owner: Owner) -> None:
     _OWNER.set(owner)
 
 
-def is_attended() -> bool:
-    """Whether a caller waits for the work of this task."""
-    return (_OWNER.get() or Owner()).is_attended
+def current_owner() -> Owner:
+    """For whom this task works."""
+    return _OWNER.get() or Owner()
 
 
 @asynccontextmanager
 async def turn(default: Turns) -> AsyncIterator[None]:
     """Waits for this task's owner, in the task's own `Turns` or the default ones. Raises Busy."""
-    async with (_TURNS.get() or default).turn(_OWNER.get() or Owner()):
+    async with (_TURNS.get() or default).turn(current_owner()):
         yield

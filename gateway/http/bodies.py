@@ -17,7 +17,7 @@ from gateway.http import strict_json
 from gateway.http.errors import ApiError, bad_request
 from gateway.http.limits import header
 from gateway.http.strict_json import JsonRefused
-from gateway.turns import Owner, Turns
+from gateway.turns import Turns, current_owner
 
 SHORT_BYTES = 64 * 1024
 """A body of up to so many bytes is read without a turn."""
@@ -148,23 +148,23 @@ class JsonBodies:
         self._checks = ChildPool("gateway.http.strict_json", {}, limits or ChildLimits())
         self._turns = Turns(_NUM_CHECKS, 1)
 
-    async def parse(self, raw: bytes, owner: Owner) -> dict[str, Any]:
+    async def parse(self, raw: bytes) -> dict[str, Any]:
         """Raises ApiError if it is not a valid JSON object, and Busy."""
         if is_light(raw):
             return parse_object(raw)
-        await self._checked(raw, owner)
+        await self._checked(raw)
         fields: dict[str, Any] = json.loads(raw.decode())
         return fields
 
-    async def hash(self, raw: bytes, endpoint: str, owner: Owner) -> str:
+    async def hash(self, raw: bytes, endpoint: str) -> str:
         """A hash that is equal for equal bodies of an endpoint. Raises ApiError, Busy."""
         if is_light(raw):
             return strict_json.hash_of(endpoint, parse_object(raw))
-        return await self._checked(raw, owner, endpoint)
+        return await self._checked(raw, endpoint)
 
-    async def _checked(self, raw: bytes, owner: Owner, endpoint: str = "") -> str:
+    async def _checked(self, raw: bytes, endpoint: str = "") -> str:
         try:
-            async with self._turns.turn(owner):
+            async with self._turns.turn(current_owner()):
                 return await self._checks.ask({"body": raw, "endpoint": endpoint})
         except Refused as refusal:
             raise bad_request("invalid_json", str(refusal)) from None

@@ -129,12 +129,12 @@ async def check_may_change(
         caller.check_lane(view.lane)
 
 
-async def body_hash(request: Request, caller: Caller, key: str, endpoint: str) -> str:
+async def body_hash(request: Request, key: str, endpoint: str) -> str:
     """Returns a hash that is equal for equal bodies; '' without an Idempotency-Key. Raises Busy."""
     if not key:
         return ""
     bodies: JsonBodies = request.app.state.gateway.bodies
-    return await bodies.hash(await request.body(), endpoint, caller.owner)
+    return await bodies.hash(await request.body(), endpoint)
 
 
 class Preference(msgspec.Struct, frozen=True):
@@ -214,7 +214,7 @@ async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) 
     if the caller prefers that, or when the time limit is reached."""
     request, gateway, preference = options.request, options.gateway, options.preference
     key, position = options.key, options.position
-    terms = _terms(options, body, await body_hash(request, options.caller, key, endpoint))
+    terms = _terms(options, body, await body_hash(request, key, endpoint))
     if preference.is_at_once:
         check_goes_on(body)
         prepared = await prepare_call(gateway, endpoint, body, terms)

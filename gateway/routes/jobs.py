@@ -105,7 +105,7 @@ async def create_job(
     key: IdempotencyKey = "",
 ) -> Response:
     """Queues a call; 202 with the job."""
-    hashed = await body_hash(request, caller, key, "/v1/jobs")
+    hashed = await body_hash(request, key, "/v1/jobs")
     job, submission = await prepare_job(
         gateway, asked, caller, idempotency_key=key, body_hash=hashed
     )

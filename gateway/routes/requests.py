@@ -19,10 +19,10 @@ from gateway.child_process import ChildUnreadable
 from gateway.http.bodies import SHORT_BYTES, Body
 from gateway.http.errors import ApiError, internal_error, to_api_error
 from gateway.http.limits import is_upload
-from gateway.prepare.admission import Caller, Right, admitted, right_of
+from gateway.prepare.admission import Right, admitted, right_of
 from gateway.settings import GatewaySettings, variable
 from gateway.state import Gateway
-from gateway.turns import Busy, Owner
+from gateway.turns import Busy, current_owner
 
 _FORM_BYTES = 64 * 1024  # of an upload around the file
 _OPEN_BYTES = 1024  # of a body from a caller who is not known
@@ -44,11 +44,6 @@ class StrictRequest(Request):
 
     _raw: bytes | None = None
     _fields: dict[str, Any]
-
-    @property
-    def owner(self) -> Owner:
-        caller: Caller | None = getattr(self.state, "caller", None)
-        return Owner() if caller is None else caller.owner
 
     async def body(self) -> bytes:
         """Reads the body and parses it; a long one at the caller's turn. Raises ApiError."""
@@ -78,10 +73,10 @@ class StrictRequest(Request):
         is_short = length.isdigit() and int(length) <= SHORT_BYTES
         async with contextlib.AsyncExitStack() as stack:
             if not is_short or "content-encoding" in self.headers:
-                await stack.enter_async_context(gateway.uploads.turn(self.owner))
+                await stack.enter_async_context(gateway.uploads.turn(current_owner()))
             raw = b"".join([part async for part in self.stream()])
             if raw:
-                self._fields = await gateway.bodies.parse(raw, self.owner)
+                self._fields = await gateway.bodies.parse(raw)
         return raw
 
 

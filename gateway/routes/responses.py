@@ -67,7 +67,7 @@ async def _prepared(
         attendance_s=settings.attendance_s if is_attended and not body.background else 0.0,
         needs_worker=not body.background,
         idempotency_key=key,
-        body_hash=await body_hash(request, caller, key, Endpoint.RESPONSES),
+        body_hash=await body_hash(request, key, Endpoint.RESPONSES),
     )
     return await prepare_response(gateway, body, terms)
 

@@ -16,6 +16,7 @@ from contract.files import content_key, new_file_id
 from contract.jobs import Endpoint
 from contract.payloads.directory import DirectoryStore
 from gateway.files import lines
+from gateway.http.bodies import JsonBodies
 from gateway.runners.batches.lines import Validation
 from tests.batches.test_batches import COMPLETIONS, jsonl, line
 
@@ -30,7 +31,7 @@ async def test_other_tasks_run_while_a_file_is_validated(tmp_path: Path) -> None
     store, file_id = DirectoryStore(tmp_path), new_file_id()
     content = jsonl([line(f"{number}") for number in range(NUM_LINES)])
     store.write(content_key(file_id), io.BytesIO(content))
-    validation = Validation(Endpoint(COMPLETIONS), NUM_LINES)
+    validation = Validation(Endpoint(COMPLETIONS), NUM_LINES, JsonBodies())
     seen = {0}  # numbers of lines, as seen by another task
 
     async def look() -> None:
@@ -64,7 +65,7 @@ async def test_blank_lines_are_skipped_and_others_keep_their_numbers(
         store, file_id = DirectoryStore(Path(folder)), new_file_id()
         content = b"\n".join(texts) + (b"\n" if has_end else b"")
         store.write(content_key(file_id), io.BytesIO(content))
-        validation = Validation(Endpoint(COMPLETIONS), NUM_LINES)
+        validation = Validation(Endpoint(COMPLETIONS), NUM_LINES, JsonBodies())
         await validation.run(lines(store, file_id, len(content), max_line_bytes=1_000))
     wrong = [number for number, kind in enumerate(kinds, 1) if kind == b"wrong"]
     num_requests = sum(b"%b" in kind or kind == b"wrong" for kind in kinds)
@@ -79,6 +80,6 @@ async def test_a_file_of_too_many_lines_is_refused(tmp_path: Path, text: bytes) 
     """Also where they are blank: to skip them takes time."""
     store, file_id = DirectoryStore(tmp_path), new_file_id()
     store.write(content_key(file_id), io.BytesIO(text * 11))
-    validation = Validation(Endpoint(COMPLETIONS), 10)
+    validation = Validation(Endpoint(COMPLETIONS), 10, JsonBodies())
     await validation.run(lines(store, file_id, len(text) * 11, max_line_bytes=1_000))
     assert [error.code for error in validation.errors] == ["too_many_lines"]

@@ -18,6 +18,7 @@ from gateway.settings import GatewaySettings
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 BOUND = 5_000
+KEY = "a-gateway-s-own-key"
 
 
 def _raw(data: bytes) -> bytes:
@@ -134,9 +135,9 @@ async def test_calls_with_encoded_bodies_are_answered(
 @pytest.mark.anyio
 async def test_a_call_s_encoded_body_has_the_limit_of_a_plain_one() -> None:
     """413 with the setting's name; a bomb is not decoded."""
-    settings_ = GatewaySettings(redis_url="redis://127.0.0.1:1", allowed_hosts=("*",))
+    settings_ = GatewaySettings(redis_url="redis://127.0.0.1:1", api_key=KEY)
     transport = httpx.ASGITransport(create_app(settings_))
-    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    headers = {"content-type": "application/json", "content-encoding": "gzip", "x-api-key": KEY}
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         bomb = gzip.compress(bytes(50_000_000))
         answer = await http.post("/v1/chat/completions", content=bomb, headers=headers)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import Body, FastAPI, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Scope
 
 from gateway.app import create_app
 from gateway.http.sse import EventStream, sse_response
@@ -20,6 +20,7 @@ from tests.gateway.bare_connection import connected
 pytestmark = pytest.mark.anyio
 
 MAX_BODY_BYTES = 100
+KEY = "a-gateway-s-own-key"
 
 
 def app_of(routes: ASGIApp | None = None) -> FastAPI:
@@ -92,7 +93,7 @@ async def test_a_body_announced_as_too_long_is_rejected_before_it_is_sent() -> N
 
     app = app_of()
     app.router.add_api_route("/a", endpoint, methods=["POST"], route_class_override=GuardedRoute)
-    length = b"%d" % (2 * MAX_OPEN_BYTES)
+    length = b"%d" % 2**20
     async with connected(app) as client:
         await client.send(
             b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
@@ -187,13 +188,14 @@ async def test_an_added_exception_handler_takes_effect(
 @pytest.mark.parametrize("limit", [None, 1_000])
 async def test_a_body_may_have_4_mib_or_what_the_operator_sets(limit: int | None) -> None:
     """The refusal names the limit and its setting."""
-    settings = GatewaySettings(redis_url="redis://127.0.0.1:1", allowed_hosts=("*",))
+    settings = GatewaySettings(redis_url="redis://127.0.0.1:1", api_key=KEY)
     if limit is not None:
         settings = settings.model_copy(update={"max_body_bytes": limit})
     limit = limit or 4 * 2**20
     transport = httpx.ASGITransport(create_app(settings))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-        headers, path = {"content-type": "application/json"}, "/v1/chat/completions"
+        headers = {"content-type": "application/json", "x-api-key": KEY}
+        path = "/v1/chat/completions"
         fits = await http.post(path, content=b'{"x":' + b" " * (limit - 5), headers=headers)
         long = await http.post(path, content=b" " * (limit + 1), headers=headers)
     assert fits.status_code != 413

@@ -30,6 +30,7 @@ from gateway.redis.known_models import NotAnnounced
 from gateway.runners.batches.lease import LeasedBatch
 from gateway.runners.batches.lines import BadLine, Line, Validation, parse_line, requests
 from gateway.runners.batches.part_run import TEMPORARY, PartRun
+from gateway.turns import Owner, work_for
 
 log = logging.getLogger("batchway.gateway")
 
@@ -124,6 +125,8 @@ class InputLost(Exception):
 async def run_batch(leased: LeasedBatch, *, runs_lines: bool) -> None:
     """Runs a batch to its end; unless it `runs_lines`, only until the batch is in progress. Raises
     LeaseLost."""
+    terms = leased.batch.asked.terms
+    work_for(Owner(terms.tenant, terms.weight, is_attended=False))
     while True:
         try:
             await leased.refresh()
@@ -161,7 +164,8 @@ async def _run_again(leased: LeasedBatch, number: int) -> None:
 
 async def _validate(leased: LeasedBatch) -> None:
     settings = leased.gateway.settings
-    validation = Validation(leased.batch.asked.endpoint, settings.max_batch_lines)
+    bodies, endpoint = leased.gateway.bodies, leased.batch.asked.endpoint
+    validation = Validation(endpoint, settings.max_batch_lines, bodies)
     await validation.run(_lines(leased))
     errors = validation.errors or await _model_errors(leased, validation)
     if errors:
@@ -269,7 +273,8 @@ async def _parts(
             number = index // PART_LINES
             if number in written:
                 continue
-            part_lines.append(parse_line(raw, line_number, leased.batch.asked.endpoint))
+            endpoint, bodies = leased.batch.asked.endpoint, leased.gateway.bodies
+            part_lines.append(await parse_line(raw, line_number, endpoint, bodies))
             if len(part_lines) == PART_LINES:
                 yield number, part_lines
                 part_lines = []

@@ -1,6 +1,7 @@
 """The lines of a batch's file: what each must be, and the whole file's validation."""
 
 import hashlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from pydantic import BaseModel
 
 from contract.batches import MAX_ERRORS, LineError
 from contract.jobs import Endpoint
-from gateway.http.bodies import parse_object
+from gateway.http.bodies import JsonBodies
 from gateway.http.errors import ApiError
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.response_bodies import ResponseBody
@@ -45,7 +46,7 @@ class Line(msgspec.Struct, frozen=True):
 
     @property
     def body(self) -> dict[str, Any]:
-        body: dict[str, Any] = parse_object(self.raw)["body"]
+        body: dict[str, Any] = json.loads(self.raw.decode())["body"]  # it was checked before
         return body
 
 
@@ -81,8 +82,9 @@ class Validation:
     """The checks of a file, line by line. `errors` are those of the first bad lines, `num_lines`
     counts requests, `first_number` is the line of the first."""
 
-    def __init__(self, endpoint: Endpoint, max_lines: int) -> None:
+    def __init__(self, endpoint: Endpoint, max_lines: int, bodies: JsonBodies) -> None:
         self._endpoint = endpoint
+        self._bodies = bodies
         self._max_lines = max_lines
         self._seen: set[bytes] = set()  # hashes of the custom ids
         self.model = ""
@@ -91,10 +93,11 @@ class Validation:
         self.errors: list[LineError] = []
 
     async def run(self, lines: AsyncIterator[bytes | None]) -> None:
-        """Reads lines to the end, or until nothing more could be listed. Raises PayloadError."""
+        """Reads lines to the end, or until nothing more could be listed. Raises PayloadError,
+        Busy."""
         try:
             async for number, raw in requests(lines, self._max_lines):
-                self._note(raw, number)
+                await self._note(raw, number)
                 if len(self.errors) == MAX_ERRORS:
                     return
         except BadLine as exc:
@@ -103,7 +106,7 @@ class Validation:
         if not self.num_lines:
             self.errors.append(LineError("empty_file", "the file has no lines"))
 
-    def _note(self, raw: bytes | None, number: int) -> None:
+    async def _note(self, raw: bytes | None, number: int) -> None:
         """Raises BadLine if the file is too long."""
         self.num_lines += 1
         self.first_number = self.first_number or number
@@ -111,12 +114,12 @@ class Validation:
             message = f"the file has more than {self._max_lines} lines"
             raise BadLine("too_many_lines", message)
         try:
-            self._check(raw, number)
+            await self._check(raw, number)
         except BadLine as exc:
             self.errors.append(LineError(exc.code, exc.message, number, exc.param))
 
-    def _check(self, raw: bytes | None, number: int) -> None:
-        line = parse_line(raw, number, self._endpoint)
+    async def _check(self, raw: bytes | None, number: int) -> None:
+        line = await parse_line(raw, number, self._endpoint, self._bodies)
         digest = hashlib.sha256(line.custom_id.encode()).digest()[:16]
         if digest in self._seen:
             message = "the custom_id is that of an earlier line"
@@ -128,14 +131,16 @@ class Validation:
             raise BadLine("mismatched_model", message, "body.model")
 
 
-def parse_line(raw: bytes | None, number: int, endpoint: Endpoint) -> Line:
+async def parse_line(
+    raw: bytes | None, number: int, endpoint: Endpoint, bodies: JsonBodies
+) -> Line:
     """Checks all but the body's fields, whose errors are in the line's response; ignores other
-    names. Raises BadLine."""
+    names. Raises BadLine, Busy."""
     if raw is None:
         message = f"the line is longer than a call's body may be: {variable('max_body_bytes')}"
         raise BadLine("line_too_long", message)
     try:
-        fields = parse_object(raw)
+        fields = await bodies.parse(raw)
     except ApiError as exc:
         message = exc.message.replace("the body", "the line").replace("line 1, ", "")
         raise BadLine("invalid_json_line", message) from None

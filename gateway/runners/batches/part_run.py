@@ -39,7 +39,7 @@ from gateway.redis.known_models import NotAnnounced
 from gateway.runners.batches.lease import CANCELLED, EXPIRED, LeasedBatch
 from gateway.runners.batches.lines import Line, call_body
 from gateway.runners.submission import submit
-from gateway.turns import Busy, Owner, work_for
+from gateway.turns import Busy
 
 log = logging.getLogger("batchway.gateway")
 
@@ -171,7 +171,6 @@ class PartRun:
         """The batch's owner, after its limit of requests was charged. Raises JobRefused."""
         terms = self._leased.batch.asked.terms
         caller = Caller(terms, "")
-        work_for(Owner(terms.tenant, terms.weight, is_attended=False))
         is_counted = await self._broker.enter(caller.tenant, caller.limits)
         return msgspec.structs.replace(caller, is_counted=is_counted)
 
