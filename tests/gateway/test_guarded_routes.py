@@ -77,9 +77,9 @@ async def answered(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    raw = [(name.encode(), value.encode()) for name, value in {"host": "x", **headers}.items()]
     scope: Scope = {"type": "http", "method": method, "path": path, "query_string": b""}
-    await app(scope | {"scheme": "http", "headers": [(b"host", b"x"), *raw]}, receive, send)
+    await app({**scope, "scheme": "http", "headers": raw}, receive, send)
     return sent[0]["status"], len(parts) - len(unread)
 
 
