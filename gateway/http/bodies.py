@@ -27,7 +27,7 @@ _ZLIB_METHOD = 8  # in the low four bits of its first byte; deflate without zlib
 _PIECE_BYTES = 64 * 1024  # decoded at a time, in about 0.2 ms
 _MEMBER_BYTES, _MANY_MEMBERS = 4096, 64  # a gzip file has one member for so many bytes, or few
 # What is parsed at once, in 4 ms at most: bodies with so many marks, quotes and escapes, bytes.
-_LIGHT_MARKS, _LIGHT_QUOTES, _LIGHT_BYTES = 4_096, 32_768, 512 * 1024
+_LIGHT_MARKS, _LIGHT_QUOTES, _LIGHT_BYTES = 8_192, 32_768, 512 * 1024
 _NUM_CHECKS = 2  # at a time; one of each owner
 
 
