@@ -75,6 +75,7 @@ router = APIRouter(route_class=GuardedRoute, tags=["jobs"], responses=answers(40
 
 AskedJob = Annotated[AnyJob, Body(discriminator="endpoint")]
 
+_MAX_FILTERS = 16  # as many as a job has metadata
 _METADATA = re.compile(r"metadata\[(.{1,64})\]")
 _PARAMETERS = {"status", "lane", "model", "error_code", "created_after", "created_before", "tenant"}
 _PARAMETERS |= {"limit", "after"}
@@ -277,14 +278,18 @@ class DeletedJob(BaseModel):
 
 
 async def metadata_of(request: Request) -> dict[str, str]:
-    """The metadata filters of the query. Raises ApiError for an unknown or repeated parameter."""
-    names = [name[:80] for name, _ in request.query_params.multi_items()]
+    """The metadata filters of the query. Raises ApiError for an unknown or repeated parameter, and
+    for more filters than a job has metadata."""
+    seen = set[str]()
     metadata: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
-        if names.count(name) > 1:
+        if name in seen:
             raise invalid_value(name[:80], f"{name[:80]} appears twice")
+        seen.add(name)
         if match := _METADATA.fullmatch(name):
             metadata[match[1]] = value
+            if len(metadata) > _MAX_FILTERS:
+                raise invalid_value("metadata", f"metadata: at most {_MAX_FILTERS} filters")
         elif name not in _PARAMETERS:
             raise bad_request("unknown_parameter", f"unknown parameter: {name[:80]}", name[:80])
     return metadata

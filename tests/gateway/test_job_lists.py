@@ -227,6 +227,7 @@ async def test_a_rare_job_is_found_behind_many(
         ("colour=red", "colour"),
         ("lane=batch&lane=batch", "lane"),
         ("metadata[]=1", "metadata[]"),
+        ("&".join(f"metadata[{name}]=1" for name in range(17)), "metadata"),
     ],
 )
 async def test_a_wrong_query_names_its_parameter(
