@@ -7,10 +7,11 @@ Over 300 lines: each error's status and words are read together.
 
 import contextlib
 import difflib
+import itertools
 import math
 import random
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -68,6 +69,7 @@ _SOON_S = 1.0  # temporary: a retry may succeed
 _UNFIT_S = 30.0  # until an operator acts
 _FULL_S = 5.0  # until running jobs have ended
 _MAX_NAMES, _MAX_NAME = 10, 256  # of model names in a message: how many, and characters of each
+_MAX_COMPARED, _MAX_SIMILAR = 200, 64  # names in search of a similar one, and its characters
 _UNAVAILABLE = "broker_unavailable"
 # Official clients retry 409 and 5xx by themselves; this header tells them not to.
 _NO_RETRY = {"x-should-retry": "false"}
@@ -185,6 +187,13 @@ def invalid_value(param: str | None, message: str) -> ApiError:
     return bad_request("invalid_value", message, param)
 
 
+def similar_name(name: str, known: Iterable[str]) -> str | None:
+    """The nearest of the known names, if one is similar. The time of a comparison grows with the
+    square of the length: both bounds keep it below 0.1 s."""
+    compared = itertools.islice(known, _MAX_COMPARED)
+    return next(iter(difflib.get_close_matches(name[:_MAX_SIMILAR], compared, n=1)), None)
+
+
 def not_found(what: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(404, code, f"{what} does not exist, or is not yours", param=param)
 
@@ -193,8 +202,8 @@ def no_such_model(name: str, known: Collection[str]) -> ApiError:
     """The error for an unknown model. `known`: the models that this caller may use."""
     name = name[:_MAX_NAME]
     message = f"the model {name!r} does not exist"
-    if similar := difflib.get_close_matches(name, known, n=1):
-        message += f", did you mean {similar[0]!r}"
+    if similar := similar_name(name, known):
+        message += f", did you mean {similar!r}"
     shown = ", ".join(map(repr, sorted(known)[:_MAX_NAMES])) or "none yet"
     more = ", … (GET /v1/models has them all)" if len(known) > _MAX_NAMES else ""
     return ApiError(404, "model_not_found", f"{message}; there are: {shown}{more}", param="model")

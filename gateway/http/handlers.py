@@ -1,7 +1,6 @@
 """The app's exception handlers, and the error responses in the OpenAPI document. Errors never
 contain input."""
 
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from gateway.http.errors import (
     bad_request,
     internal_error,
     invalid_value,
+    similar_name,
     to_api_error,
 )
 from gateway.http.sse import AnsweredOtherwise, ClientGone
@@ -137,9 +137,8 @@ def _no_such_path(path: str, known: Sequence[str]) -> str:
         if path.startswith(start):
             return f"{message}: {hint}"
     plain = "/v1" + path.removeprefix("/v1").removesuffix("/")
-    similar = [plain] if plain in known else difflib.get_close_matches(path, known, n=1)
-    if similar:
-        return f"{message}; did you mean {similar[0]}?"
+    if similar := plain if plain in known else similar_name(path, known):
+        return f"{message}; did you mean {similar}?"
     return f"{message}; GET /openapi.json lists the routes"
 
 

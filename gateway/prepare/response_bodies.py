@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BeforeValidator,
     Discriminator,
-    FailFast,
     Field,
     Tag,
     ValidationError,
@@ -19,6 +18,8 @@ from pydantic import (
 
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.prepare.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
     MAX_TOOLS,
     CalledFunction,
     CallId,
@@ -30,6 +31,7 @@ from gateway.prepare.schemas import (
     Templated,
     ToolName,
     TopLogprobs,
+    few_parts,
 )
 from gateway.prepare.unsupported import CallFields, Metadata, StrictModel, refusal, unsupported
 
@@ -42,6 +44,7 @@ _UNREADABLE_ENDS = ("_call", "_call_output", "_tools", "_search_output")
 _UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
 
 LOGPROBS = "message.output_text.logprobs"
+_MAX_INCLUDED = 32
 _HOSTED = "only functions are supported: this server hosts no tools"
 
 # Parameter -> values without effect.
@@ -85,9 +88,8 @@ class TextPart(StrictModel):
     text: str
 
 
-Text = Annotated[
-    list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
-]
+_TextParts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+Text = Annotated[_TextParts, BeforeValidator(_parts, json_schema_input_type=str | _TextParts)]
 
 
 class MessageItem(StrictModel):
@@ -155,8 +157,8 @@ class ReasoningItem(StrictModel):
     is encrypted is for OpenAI's models alone."""
 
     type: Literal["reasoning"]
-    summary: list[SummaryPart] | None = None
-    content: list[ReasoningPart] | None = None
+    summary: Annotated[list[SummaryPart] | None, Field(max_length=MAX_PARTS)] = None
+    content: Annotated[list[ReasoningPart] | None, Field(max_length=MAX_PARTS)] = None
     id: ItemId | None = None
     status: Status | None = None
 
@@ -294,11 +296,12 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None  # accepted; events are never padded
 
 
+_Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
 Input = Annotated[
-    list[InputItem],
-    Field(min_length=1, description="text, or items of earlier turns and this one"),
-    FailFast(),
-    BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+    _Items,
+    Field(description="text, or items of earlier turns and this one"),
+    BeforeValidator(few_parts),
+    BeforeValidator(_items, json_schema_input_type=str | _Items),
 ]
 
 
@@ -333,7 +336,11 @@ class ResponseBody(Templated, Sampled, CallFields):
             ]
         ]
         | None
-    ) = Field(None, description="only `message.output_text.logprobs` has an effect")
+    ) = Field(
+        None,
+        max_length=_MAX_INCLUDED,
+        description="only `message.output_text.logprobs` has an effect",
+    )
     tools: (
         Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)]
         | None

@@ -13,7 +13,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
     model_validator,
 )
@@ -40,8 +39,9 @@ from gateway.prepare.unsupported import (
 
 _MAX_LISTED = 10_000  # outputs of which one is to be chosen
 _MAX_TEXT = 64 * 1024
+_MAX_KEYWORDS = 1_024  # of the outermost object of a schema
 
-Schema = dict[str, Any]
+Schema = Annotated[dict[str, Any], Field(max_length=_MAX_KEYWORDS)]
 Expression = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=_MAX_LISTED)]
 
@@ -59,6 +59,9 @@ _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 MAX_STOPS = 4
 MAX_STOP_BYTES = 64
 MAX_PROMPTS = 64
+MAX_TOKEN_IDS = 2**20  # of one prompt or input
+MAX_MESSAGES = 4_096  # or items
+MAX_PARTS = 8_192  # of the content of all messages, and calls in them
 MAX_LOGIT_BIASES = 300
 MAX_CHOICES = 8  # of one prompt
 MAX_CHOICES_IN_ALL = 128  # of all prompts of a call
@@ -70,7 +73,10 @@ _MAX_NAME = 64
 # What the OpenAPI document says of fields with validators of their own.
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
 _Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TOKEN_IDS)
+]
+_TokenIds = Annotated[tuple[int, ...], Field(max_length=MAX_TOKEN_IDS)]
 _Several = Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 _Prompt = str | TokenIds | _Several
 
@@ -394,10 +400,10 @@ def no_room(param: str) -> ApiError:
 
 def _stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) > MAX_STOPS:
+        raise refusal(f"at most {MAX_STOPS} stop strings")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise refusal("must be a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise refusal(f"at most {MAX_STOPS} stop strings")
     if not all(0 < len(stop.encode()) <= MAX_STOP_BYTES for stop in stops):
         raise refusal(f"each stop string has 1 to {MAX_STOP_BYTES} bytes")
     return tuple(stops)
@@ -420,6 +426,15 @@ def _content(value: Any) -> Any:
     return "\n".join(part["text"] for part in value)
 
 
+def few_parts(value: Any) -> Any:
+    """Refuses messages, or items, whose lists are too long together, before any is read."""
+    items = value[: MAX_MESSAGES + 1] if isinstance(value, list) else ()
+    held = (each for item in items if isinstance(item, dict) for each in item.values())
+    if sum(len(each) for each in held if isinstance(each, list)) > MAX_PARTS:
+        raise refusal(f"at most {MAX_PARTS} parts of content, and calls, in all")
+    return value
+
+
 def _role(value: Any) -> Any:
     if isinstance(value, str) and value in ROLES:
         raise unsupported("functions are not supported: use tools")
@@ -439,10 +454,17 @@ def _prompt(value: Any) -> Any:
     """A string, or token ids as a tuple."""
     if isinstance(value, str):
         return value
+    return token_ids(value, "must be a string or a non-empty list of token ids")
+
+
+def token_ids(value: Any, message: str, param: str | None = None) -> tuple[int, ...]:
+    """Raises PydanticCustomError with the message."""
+    if isinstance(value, list | tuple) and len(value) > MAX_TOKEN_IDS:
+        raise refusal(f"at most {MAX_TOKEN_IDS} token ids", param)
     # `isinstance` takes a bool for an int.
-    if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
-        return tuple(value)
-    raise refusal("must be a string or a non-empty list of token ids")
+    if not isinstance(value, list | tuple) or set(map(type, value)) != {int}:
+        raise refusal(message, param)
+    return tuple(value)
 
 
 _OBJECTS = {"content": TEXT_PART}
@@ -451,6 +473,9 @@ _OBJECTS = {"content": TEXT_PART}
 class ChatTextPart(StrictModel):
     type: Literal["text"]
     text: str
+
+
+_TextParts = Annotated[list[ChatTextPart], Field(min_length=1, max_length=MAX_PARTS)]
 
 
 class Message(StrictModel):
@@ -467,7 +492,7 @@ class Message(StrictModel):
         str,
         BeforeValidator(
             _content,
-            json_schema_input_type=str | Annotated[list[ChatTextPart], Field(min_length=1)],
+            json_schema_input_type=str | _TextParts,
         ),
     ] = ""
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
@@ -562,7 +587,12 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     )
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="choices per prompt; default: 1")
     stop: (
-        Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=_Stops)] | None
+        Annotated[
+            tuple[str, ...],
+            Field(max_length=MAX_STOPS),
+            BeforeValidator(_stops, json_schema_input_type=_Stops),
+        ]
+        | None
     ) = Field(None, description="what ends a choice; characters count as bytes of UTF-8")
     stop_token_ids: list[int] | None = Field(None, max_length=64, description="these end a choice")
     ignore_eos: bool | None = Field(None, description="goes on to `max_tokens`; default: false")
@@ -592,10 +622,11 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
 class ChatBody(WithTools, _SamplingBody):
     """POST /v1/chat/completions."""
 
-    # Only the first error is reported; collecting 60,000, which fit in a body, took two seconds.
-    messages: Annotated[list[Message], FailFast()] = Field(
-        min_length=1, description="the conversation; `content` is text, of an assistant also null"
-    )
+    messages: Annotated[
+        list[Message],
+        Field(min_length=1, max_length=MAX_MESSAGES),
+        BeforeValidator(few_parts),
+    ] = Field(description="the conversation; `content` is text, of an assistant also null")
     max_completion_tokens: int | None = Field(None, ge=1, description="as `max_tokens`")
     reasoning_effort: Effort | None = Field(None, description="default: the model's")
     logprobs: bool | None = Field(None, description="of the output's tokens; default: false")
@@ -619,8 +650,8 @@ class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        tuple[Annotated[str | tuple[int, ...], BeforeValidator(_prompt)], ...],
-        FailFast(),
+        tuple[Annotated[str | _TokenIds, BeforeValidator(_prompt)], ...],
+        Field(max_length=MAX_PROMPTS),
         BeforeValidator(_prompts, json_schema_input_type=_Prompt),
     ] = Field(description="text or token ids, or several of these")
     logprobs: TopLogprobs = Field(None, description="of the output, with so many alternatives")

@@ -6,8 +6,7 @@ too, as it may be misspelt, unless clients are known to send it. All others are 
 response header names them.
 """
 
-import difflib
-import itertools
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -17,13 +16,14 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     ModelWrapValidatorHandler,
     PrivateAttr,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
 
-from gateway.http.errors import UNKNOWN
+from gateway.http.errors import UNKNOWN, similar_name
 from gateway.http.errors import UNSUPPORTED as CODE
 
 # OpenAI's limits.
@@ -80,11 +80,13 @@ ROLES = frozenset({"function"})
 PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
 TEXT_PART = frozenset({"type", "text"})
 _MAX_NAMES, _MAX_NAME = 20, 100  # of ignored names in the header: how many, and characters of each
+_OPEN = ("dict", "frozenset", "generator", "list", "set")  # core schemas of any number of values
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.$@/-]")  # in a header
 
 
 def refusal(message: str, param: str | None = None, code: str = "refused") -> PydanticCustomError:
     """An error for validators to raise. `param` is a path relative to the validated value."""
+    param = param and param[:_MAX_NAME]
     return PydanticCustomError(code, "{message}", {"message": message, "param": param})
 
 
@@ -92,11 +94,43 @@ def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
     return refusal(message, param, CODE)
 
 
+def _end_early(node: Any, owner: str) -> None:
+    """Makes each list and object of a core schema end at its first error, and be counted before its
+    members are read. Raises TypeError for one without a bound."""
+    if isinstance(node, list | tuple):
+        for each in node:
+            _end_early(each, owner)
+    if not isinstance(node, dict) or node.get("fail_fast"):
+        return
+    kind = node.get("type")  # of a schema; in a dict of fields, the field of this name
+    for name, each in node.items():
+        if not isinstance(kind, str) or name not in ("default", "metadata"):
+            _end_early(each, owner)
+    if kind not in _OPEN and "variadic_item_index" not in node:
+        return
+    if "max_length" not in node:
+        raise TypeError(f"{owner} has a {kind} without max_length")
+    inner = {**node, "fail_fast": True}
+    counted = functools.partial(_counted, is_object=kind == "dict", most=node["max_length"])
+    node.clear()
+    node |= {"type": "function-before", "schema": inner}
+    node["function"] = {"type": "no-info", "function": counted}
+
+
+def _counted(value: Any, is_object: bool, most: int) -> Any:
+    if isinstance(value, dict if is_object else list) and len(value) > most:
+        kind = "Dictionary" if is_object else "List"
+        lengths = {"max_length": most, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", {"field_type": kind, **lengths})
+    return value
+
+
 class StrictModel(BaseModel):
     """The base class of bodies and of objects in them: rejects wrong types and coercions.
 
     Unknown names are ignored. In a body, which has `extra="forbid"`, they may be misspelt: they are
-    rejected, but for IGNORED.
+    rejected, but for IGNORED. A list or an object ends at its first error, and must have a
+    `max_length`: a class without one cannot be made.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, hide_input_in_errors=True)
@@ -107,41 +141,58 @@ class StrictModel(BaseModel):
 
     _ignored: tuple[str, ...] = PrivateAttr(())  # names given here, below them dots
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _end_early(handler.resolve_ref_schema(schema), cls.__name__)
+        return schema
+
     @model_validator(mode="wrap")
     @classmethod
     def _with_known_names(cls, fields: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(fields, dict):
             return validated(fields)
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        kept, ignored = dict[str, Any](), list[str]()
-        for name, value in fields.items():
-            if name in known:
-                kept[name] = value
-            elif name in cls.unasked:
-                _check_asks_for_nothing(name, value, cls.unasked[name])
-            elif cls.model_config["extra"] != "forbid":
-                ignored.append(name)
-            elif name not in IGNORED:
-                similar = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {similar[0]}?" if similar else ""
-                raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
-            elif value:  # false, 0 and null ask for nothing
-                ignored.append(name)
+        kept, ignored = fields, list[str]()
+        if not fields.keys() <= (known := _known_names(cls)):
+            kept = {}
+            for name, value in fields.items():
+                if name in known:
+                    kept[name] = value
+                elif name in cls.unasked:
+                    _check_asks_for_nothing(name, value, cls.unasked[name])
+                elif cls.model_config["extra"] == "forbid" and name not in IGNORED:
+                    similar = similar_name(name, known)
+                    hint = f"; did you mean {similar}?" if similar else ""
+                    raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
+                # In a body, false, 0 and null ask for nothing.
+                elif value or cls.model_config["extra"] != "forbid":
+                    _note(ignored, name)
+        model = validated(kept)
         for name, names in cls.names_of_objects.items():
             given = kept.get(name)
             for each in given if isinstance(given, list) else ():
-                if isinstance(each, dict):
-                    ignored += [f"{name}.{other}" for other in each if other not in names]
-        model = validated(kept)
+                for other in each if isinstance(each, dict) else ():
+                    if other not in names:
+                        _note(ignored, f"{name}.{other[:_MAX_NAME]}")
         if ignored:
-            model._ignored = tuple(dict.fromkeys(ignored))
+            model._ignored = tuple(ignored)
         return model
+
+
+@functools.cache
+def _known_names(model: type[StrictModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 class OwnModel(StrictModel):
     """A body of this server's own, or an object in one: no other server's clients send it."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def _note(ignored: list[str], name: str) -> None:
+    if len(ignored) <= _MAX_NAMES and name[:_MAX_NAME] not in ignored:
+        ignored.append(name[:_MAX_NAME])
 
 
 def _check_asks_for_nothing(name: str, value: Any, unasked: tuple[Any, ...]) -> None:
@@ -183,18 +234,21 @@ class CallFields(StrictModel):
 def ignored_header(body: CallFields) -> dict[str, str]:
     """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
     there are none. Those in objects are named by their path without positions."""
-    found = [name for name in body.ignored if getattr(body, name) is not None]
-    names = list(dict.fromkeys(itertools.chain(found, _ignored_in(body))))
-    shown = [_UNSAFE.sub("?", name[:_MAX_NAME]) for name in names[:_MAX_NAMES]]
-    if len(names) > _MAX_NAMES:
+    ignored = [name for name in body.ignored if getattr(body, name) is not None]
+    for name in _ignored_in(body):
+        _note(ignored, name)
+        if len(ignored) > _MAX_NAMES:
+            break
+    shown = [_UNSAFE.sub("?", name) for name in ignored[:_MAX_NAMES]]
+    if len(ignored) > _MAX_NAMES:
         shown.append("...")
     return {"x-ignored-parameters": ", ".join(shown)} if shown else {}
 
 
 def _ignored_in(model: StrictModel) -> Iterator[str]:
     yield from model._ignored
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
+    for name, value in model:
         for each in value if isinstance(value, list) else (value,):
             if isinstance(each, StrictModel):
+                field = type(model).model_fields[name]
                 yield from (f"{field.alias or name}.{path}" for path in _ignored_in(each))
