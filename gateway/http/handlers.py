@@ -161,6 +161,8 @@ def translated(error: Mapping[str, Any], body: Any) -> ApiError:
         code = MISSING
     is_plain = error["type"] == MISSING or code != MISSING
     message = error["msg"] if is_plain else "missing parameter"
+    if error["type"] == "union_tag_invalid":  # pydantic's message holds what was given
+        message = f"Input should be one of {error['ctx']['expected_tags']}"
     message = f"{param}: {message}" if path else message
     return bad_request(code, message, param) if code else invalid_value(param, message)
 

@@ -74,7 +74,7 @@ def _parts(value: Any) -> Any:
         return [{"type": "input_text", "text": value}]
     if not isinstance(value, list):
         return value
-    for i, part in enumerate(value):
+    for i, part in enumerate(value[:MAX_PARTS]):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _UNREADABLE_PARTS:
             raise unsupported("only text parts are supported", f"{i}.type")
@@ -217,7 +217,7 @@ def _items(value: Any) -> Any:
 
 
 def _functions(value: Any) -> Any:
-    for i, tool in enumerate(value if isinstance(value, list) else ()):
+    for i, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
             raise unsupported(_HOSTED, f"{i}.type")
@@ -274,8 +274,8 @@ class TextFormat(StrictModel):
     def of_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":
             return {"type": self.type}
-        fields = self.model_dump(by_alias=True, exclude={"type"})
-        return {"type": self.type, "json_schema": fields}
+        fields = {name: getattr(self, name) for name in ("name", "description", "strict")}
+        return {"type": self.type, "json_schema": {**fields, "schema": self.schema_}}
 
 
 class TextOptions(StrictModel):
@@ -390,8 +390,9 @@ class ResponseBody(Templated, Sampled, CallFields):
     def _chat_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools:
             return None
-        fields = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
-        return [{"type": "function", "function": function} for function in fields]
+        names = Function.model_fields
+        functions = [{name: getattr(tool, name) for name in names} for tool in self.tools]
+        return [{"type": "function", "function": function} for function in functions]
 
     def _chat_choice(self) -> str | dict[str, Any] | None:
         match self.tool_choice:

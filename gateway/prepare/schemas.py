@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     model_validator,
 )
+from pydantic_core import to_json
 
 from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import ToolFormat
@@ -212,7 +213,7 @@ class AllowedToolChoice(StrictModel):
 
 def _arguments(value: Any) -> Any:
     """Some clients send null, or the object itself."""
-    return json.dumps(value) if isinstance(value, dict) else value or ""
+    return to_json(value).decode() if isinstance(value, dict) else value or ""
 
 
 class CalledFunction(StrictModel):
@@ -415,6 +416,8 @@ def _content(value: Any) -> Any:
         return value
     if not isinstance(value, list) or not value:
         raise refusal("must be a string or a non-empty list of text parts")
+    if len(value) > MAX_PARTS:
+        raise refusal(f"at most {MAX_PARTS} parts")
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in PARTS:

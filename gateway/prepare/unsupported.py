@@ -7,9 +7,10 @@ response header names them.
 """
 
 import functools
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -18,7 +19,6 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     ModelWrapValidatorHandler,
-    PrivateAttr,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
@@ -139,7 +139,8 @@ class StrictModel(BaseModel):
     # Fields of which validators take texts out of objects -> the known names of those objects.
     names_of_objects: ClassVar[Mapping[str, frozenset[str]]] = {}
 
-    _ignored: tuple[str, ...] = PrivateAttr(())  # names given here, below them dots
+    # Names given here, below them dots. pydantic's private attributes take 5 µs an object.
+    __slots__ = ("_ignored",)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -152,36 +153,49 @@ class StrictModel(BaseModel):
     def _with_known_names(cls, fields: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(fields, dict):
             return validated(fields)
-        kept, ignored = fields, list[str]()
-        if not fields.keys() <= (known := _known_names(cls)):
-            kept = {}
-            for name, value in fields.items():
-                if name in known:
-                    kept[name] = value
-                elif name in cls.unasked:
-                    _check_asks_for_nothing(name, value, cls.unasked[name])
-                elif cls.model_config["extra"] == "forbid" and name not in IGNORED:
-                    similar = similar_name(name, known)
-                    hint = f"; did you mean {similar}?" if similar else ""
-                    raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
-                # In a body, false, 0 and null ask for nothing.
-                elif value or cls.model_config["extra"] != "forbid":
-                    _note(ignored, name)
+        known = _known_names(cls)
+        kept = {name: fields[name] for name in known if name in fields}
+        ignored = []
+        if len(kept) < len(fields):
+            for name, unasked in cls.unasked.items():
+                _check_asks_for_nothing(name, fields.get(name), unasked)
+            ignored = [*itertools.islice(cls._unknown(fields), len(IGNORED))]
         model = validated(kept)
-        for name, names in cls.names_of_objects.items():
-            given = kept.get(name)
-            for each in given if isinstance(given, list) else ():
-                for other in each if isinstance(each, dict) else ():
-                    if other not in names:
-                        _note(ignored, f"{name}.{other[:_MAX_NAME]}")
-        if ignored:
-            model._ignored = tuple(ignored)
+        if cls.names_of_objects:
+            ignored += _first(cls._unknown_in_objects(kept))
+        object.__setattr__(model, "_ignored", ignored)  # the model is frozen
         return model
+
+    @classmethod
+    def _unknown(cls, fields: Mapping[str, Any]) -> Iterator[str]:
+        """Yields names that are ignored. Raises PydanticCustomError at one that is refused."""
+        known = _known_names(cls)
+        for name in fields:
+            if name in known or name in cls.unasked:
+                continue
+            if cls.model_config["extra"] != "forbid":
+                yield name
+            elif name not in IGNORED:
+                similar = similar_name(name, known)
+                hint = f"; did you mean {similar}?" if similar else ""
+                raise refusal(f"unknown parameter{hint}", name, UNKNOWN)
+            elif fields[name]:  # false, 0 and null ask for nothing
+                yield name
+
+    @classmethod
+    def _unknown_in_objects(cls, fields: Mapping[str, Any]) -> Iterator[str]:
+        for name, names in cls.names_of_objects.items():
+            given = fields.get(name)
+            for each in given if isinstance(given, list) else ():
+                if isinstance(each, dict):
+                    yield from (
+                        f"{name}.{other[:_MAX_NAME]}" for other in each if other not in names
+                    )
 
 
 @functools.cache
-def _known_names(model: type[StrictModel]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in model.model_fields.items())
+def _known_names(model: type[StrictModel]) -> Collection[str]:
+    return dict.fromkeys(field.alias or name for name, field in model.model_fields.items())
 
 
 class OwnModel(StrictModel):
@@ -190,9 +204,14 @@ class OwnModel(StrictModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def _note(ignored: list[str], name: str) -> None:
-    if len(ignored) <= _MAX_NAMES and name[:_MAX_NAME] not in ignored:
-        ignored.append(name[:_MAX_NAME])
+def _first(names: Iterable[str]) -> list[str]:
+    """The first names, cut, each once: one more than a header shows."""
+    found = dict[str, None]()
+    for name in names:
+        found[name[:_MAX_NAME]] = None
+        if len(found) > _MAX_NAMES:
+            break
+    return [*found]
 
 
 def _check_asks_for_nothing(name: str, value: Any, unasked: tuple[Any, ...]) -> None:
@@ -234,19 +253,16 @@ class CallFields(StrictModel):
 def ignored_header(body: CallFields) -> dict[str, str]:
     """The header `x-ignored-parameters`, with the body's parameters that have no effect; {} if
     there are none. Those in objects are named by their path without positions."""
-    ignored = [name for name in body.ignored if getattr(body, name) is not None]
-    for name in _ignored_in(body):
-        _note(ignored, name)
-        if len(ignored) > _MAX_NAMES:
-            break
-    shown = [_UNSAFE.sub("?", name) for name in ignored[:_MAX_NAMES]]
-    if len(ignored) > _MAX_NAMES:
+    found = [name for name in body.ignored if getattr(body, name) is not None]
+    names = _first(itertools.chain(found, _ignored_in(body)))
+    shown = [_UNSAFE.sub("?", name) for name in names[:_MAX_NAMES]]
+    if len(names) > _MAX_NAMES:
         shown.append("...")
     return {"x-ignored-parameters": ", ".join(shown)} if shown else {}
 
 
 def _ignored_in(model: StrictModel) -> Iterator[str]:
-    yield from model._ignored
+    yield from getattr(model, "_ignored", ())
     for name, value in model:
         for each in value if isinstance(value, list) else (value,):
             if isinstance(each, StrictModel):
