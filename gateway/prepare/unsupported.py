@@ -100,13 +100,13 @@ def _end_early(node: Any, owner: str) -> None:
     if isinstance(node, list | tuple):
         for each in node:
             _end_early(each, owner)
-    if not isinstance(node, dict) or node.get("fail_fast"):
-        return
+    if not isinstance(node, dict) or (node.get("fail_fast") is True and "max_length" in node):
+        return  # as a list that another model has made so
     kind = node.get("type")  # of a schema; in a dict of fields, the field of this name
     for name, each in node.items():
         if not isinstance(kind, str) or name not in ("default", "metadata"):
             _end_early(each, owner)
-    if kind not in _OPEN and "variadic_item_index" not in node:
+    if kind not in _OPEN and not (kind == "tuple" and "variadic_item_index" in node):
         return
     if "max_length" not in node:
         raise TypeError(f"{owner} has a {kind} without max_length")
