@@ -72,7 +72,11 @@ async def replay(gateway: Gateway, view: JobView, add: Callable[[LogEntry], obje
 async def ended_response(gateway: Gateway, view: JobView, record: ResponseRecord) -> dict[str, Any]:
     """The response of a job that has ended, from its log."""
     logprobs = response_logprobs(await gateway.tokenizer_for(view.job))
-    events = ResponseEvents(view.job, record, logprobs)
+    return await replayed(gateway, view, ResponseEvents(view.job, record, logprobs))
+
+
+async def replayed(gateway: Gateway, view: JobView, events: ResponseEvents) -> dict[str, Any]:
+    """The response of a job that has ended, as `events` shows it."""
     await replay(gateway, view, events.of)
     response: dict[str, Any] = events.end(view)[-1]["response"]
     return response

@@ -1,19 +1,27 @@
 """Turns a response's call into a job: the items that the model receives, those of the previous
 response and of the call, become messages of a chat."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
-from contract.response_events import Item, ResponseRecord, encode_record, item_id
-from gateway.follow.stored_responses import ended_response, read_response, response_of_item
+from contract.response_events import (
+    Item,
+    ResponseEvents,
+    ResponseRecord,
+    encode_record,
+    item_id,
+)
+from gateway.follow.stored_responses import read_response, replayed, response_of_item
 from gateway.http.errors import ApiError, bad_request, invalid_value, not_found
 from gateway.prepare.admission import Terms
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.response_bodies import ItemReference, ResponseBody, renamed
+from gateway.settings import variable
 from gateway.state import Gateway
 
 MAX_REFERENCED = 16  # responses that one call refers to by their items
@@ -22,50 +30,85 @@ _PREVIOUS = "previous_response_id"
 
 async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> list[Item]:
     """Returns all items that the model receives. Items of earlier responses keep their ids. Raises
-    ApiError: 404 if an id is unknown, belongs to another tenant, or has expired."""
-    items: list[Item] = []
-    if body.previous_response_id is not None:
-        items += await _items_after(gateway, body.previous_response_id, tenant)
-    known: dict[str, dict[str, Item]] = {}  # by response and id
+    ApiError: 404 if an id is unknown, belongs to another tenant, or has expired; 413 if the items
+    are longer than a body may be that contains them."""
+    params = _referenced(body)
+    room = _Room(gateway.settings.max_body_bytes)
+    own = {
+        i: ({} if item.id is None else {"id": item.id}) | item.kept()
+        for i, item in enumerate(body.input)
+        if not isinstance(item, ItemReference)
+    }
+    if params:
+        room.take(own.values())
+    times = Counter(i.id for i in body.input if isinstance(i, ItemReference))
+    earlier: list[Item] = []
+    known: dict[str, Item] = {}
+    for response, param in params.items():
+        found = await _items_after(gateway, response, tenant, param)
+        if response == body.previous_response_id:
+            room.take(found)
+            earlier = [*found]
+        for item in found:
+            if item["id"] in times and response_of_item(item["id"]) == response:
+                room.take([item], times[item["id"]])
+                known[item["id"]] = item
+    items = earlier
     for i, item in enumerate(body.input):
-        if not isinstance(item, ItemReference):
-            own = {} if item.id is None else {"id": item.id}
-            items.append(own | item.kept())
-            continue
-        param = f"input.{i}.id"
-        response = response_of_item(item.id)
-        if response is None:
-            raise not_found("this item", "item_not_found", param)
-        if response not in known:
-            if len(known) == MAX_REFERENCED:
-                message = f"input: refers to items of more than {MAX_REFERENCED} responses"
-                raise invalid_value("input", message)
-            found = await _items_after(gateway, response, tenant, param)
-            known[response] = {each["id"]: each for each in found}
-        if item.id not in known[response]:
-            raise not_found("this item", "item_not_found", param)
-        items.append(known[response][item.id])
+        if isinstance(item, ItemReference) and item.id not in known:
+            raise not_found("this item", "item_not_found", f"input.{i}.id")
+        items.append(known[item.id] if isinstance(item, ItemReference) else own[i])
     return items
 
 
-async def _items_after(
-    gateway: Gateway, response_id: str, tenant: str, param: str = _PREVIOUS
-) -> list[Item]:
-    """The items of a response, input and output. Raises ApiError."""
+def _referenced(body: ResponseBody) -> dict[str, str]:
+    """The responses that must be read, each once, and where the body first names them. Raises
+    ApiError."""
+    params: dict[str, str] = {}
+    for i, item in enumerate(body.input):
+        if not isinstance(item, ItemReference):
+            continue
+        if (response := response_of_item(item.id)) is None:
+            raise not_found("this item", "item_not_found", f"input.{i}.id")
+        params.setdefault(response, f"input.{i}.id")
+    if len(params) > MAX_REFERENCED:
+        message = f"input: refers to items of more than {MAX_REFERENCED} responses"
+        raise invalid_value("input", message)
+    earlier = body.previous_response_id
+    return params if earlier is None else {earlier: _PREVIOUS, **params, earlier: _PREVIOUS}
+
+
+class _Room:
+    """What is left of the bytes that all items may take."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = self._left = max_bytes
+
+    def take(self, items: Iterable[Item], times: int = 1) -> None:
+        """Raises ApiError."""
+        for item in items:
+            self._left -= len(_encode(item)) * times
+            if self._left < 0:
+                message = (
+                    f"input: with what it refers to it has more than {self._max_bytes} bytes, the "
+                    f"limit that {variable('max_body_bytes')} sets"
+                )
+                raise ApiError(413, "body_too_large", message, param="input")
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+async def _items_after(gateway: Gateway, response_id: str, tenant: str, param: str) -> list[Item]:
+    """The items of a response, input and output, without log probabilities. Raises ApiError."""
     view, record = await read_response(gateway, response_id, tenant, param)
     if not view.is_terminal:
         raise bad_request("response_not_ended", f"{param}: that response has not ended yet", param)
-    response = await ended_response(gateway, view, record)
+    response = await replayed(gateway, view, ResponseEvents(view.job, record))
     if response["status"] not in ("completed", "incomplete"):
         message = f"{param}: that response is {response['status']}"
         raise invalid_value(param, message)
-    return [*record.items, *map(_without_logprobs, response["output"])]
-
-
-def _without_logprobs(item: Item) -> Item:
-    if item["type"] != "message":
-        return item
-    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+    return [*record.items, *response["output"]]
 
 
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
