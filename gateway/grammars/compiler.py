@@ -2,16 +2,17 @@
 
 import copy
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any, Self
 
-from cachetools import LRUCache
-
+from contract.byte_cache import ByteCache
 from gateway.child import Refused
 from gateway.child_process import ChildFailed, ChildLimits, ChildPool, ChildUnreadable
 from gateway.http.errors import invalid_value
+from gateway.turns import current_owner
 
-_NUM_KEPT = 256  # compiled grammars, of at most 128 KiB each
+_MAX_KEPT_BYTES = 16 * 2**20  # of compiled grammars, at most 128 KiB each, and of refusals
 
 
 class Constraint:
@@ -34,28 +35,35 @@ class GrammarCompiler:
     def __init__(self, limits: ChildLimits | None = None) -> None:
         limits = limits or ChildLimits(cpu_s=1)
         self._processes = ChildPool("gateway.grammars.compiled", {}, limits)
-        self._compiled: LRUCache[str, str] = LRUCache(_NUM_KEPT)
-        self._refused: LRUCache[str, str] = LRUCache(_NUM_KEPT)
+        # Grammar and refusal, one of them empty.
+        self._outcomes: ByteCache[tuple[str, str]] = ByteCache(_MAX_KEPT_BYTES)
 
     async def compile(self, constraint: Constraint) -> str:
         """The compiled grammar. Raises ApiError, Busy."""
-        key, param = json.dumps(constraint.request), constraint.param
-        if (grammar := self._compiled.get(key)) is not None:
-            return grammar
+        param = constraint.param
         try:
-            if (reason := self._refused.get(key)) is not None:
-                raise Refused(reason)
-            self._compiled[key] = grammar = await self._processes.ask(constraint.request)
-        except Refused as refused:
-            self._refused[key] = str(refused)
-            path, message = json.loads(str(refused))
-            param = f"{param}.{path}" if path else param
-            raise invalid_value(param, f"{param}: {message}") from None
+            grammar, refusal = await self._outcome(constraint.request)
         except ChildFailed as failure:
             raise invalid_value(param, f"{param} cannot be compiled: {failure}") from None
         except ChildUnreadable:
             raise RuntimeError("llguidance cannot be loaded") from None
+        if refusal:
+            path, message = json.loads(refusal)
+            param = f"{param}.{path}" if path else param
+            raise invalid_value(param, f"{param}: {message}")
         return grammar
+
+    async def _outcome(self, request: Mapping[str, Any]) -> tuple[str, str]:
+        """Raises ChildFailed, ChildUnreadable, Busy."""
+        key = json.dumps(request)
+        if (outcome := self._outcomes.get(key)) is None:
+            try:
+                outcome = await self._processes.ask(request), ""
+            except Refused as refused:
+                outcome = "", str(refused)
+            num_bytes = sum(map(sys.getsizeof, outcome))
+            self._outcomes.keep(key, outcome, num_bytes, current_owner().tenant)
+        return outcome
 
     async def aclose(self) -> None:
         await self._processes.aclose()

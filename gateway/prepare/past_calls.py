@@ -8,6 +8,7 @@ that JSON does not allow.
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,12 +46,12 @@ def fitting_id(call_id: str, length: int) -> str:
 
 def one_call_each(messages: Sequence[Rendered], *, apart: bool) -> list[Rendered]:
     """Rewrites messages for a template that shows one call per message: each call becomes a
-    message, followed by its result. `apart`: content gets a message of its own before reasoning and
-    a call."""
+    message, followed by its result, which is shown once. `apart`: content gets a message of its own before
+    reasoning and a call."""
     shown: list[Rendered] = []
-    waiting = list(messages)
+    waiting = deque(messages)
     while waiting:
-        message = waiting.pop(0)
+        message = waiting.popleft()
         calls = message.get("tool_calls", ())
         if apart and calls and message["content"] and message.get("reasoning_content"):
             shown.append({"role": message["role"], "content": message["content"]})
@@ -58,15 +59,14 @@ def one_call_each(messages: Sequence[Rendered], *, apart: bool) -> list[Rendered
         if len(calls) < 2:
             shown.append(message)
             continue
-        results: list[Rendered] = []
+        results: dict[str, list[Rendered]] = {}
         while waiting and waiting[0]["role"] == "tool":
-            results.append(waiting.pop(0))
+            results.setdefault(waiting[0]["tool_call_id"], []).append(waiting.popleft())
         for call in calls:
             shown.append({**message, "tool_calls": [call]})
             message = {"role": message["role"], "content": message["content"] and ""}
-            shown += [each for each in results if each["tool_call_id"] == call["id"]]
-        known = {call["id"] for call in calls}
-        shown += [each for each in results if each["tool_call_id"] not in known]
+            shown += results.pop(call["id"], [])
+        shown += [each for of_no_call in results.values() for each in of_no_call]
     return shown
 
 

@@ -34,7 +34,7 @@ async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> lis
     are longer than a body may be that contains them."""
     params = _referenced(body)
     room = _Room(gateway.settings.max_body_bytes)
-    own = {
+    own: dict[int, Item] = {
         i: ({} if item.id is None else {"id": item.id}) | item.kept()
         for i, item in enumerate(body.input)
         if not isinstance(item, ItemReference)
@@ -48,17 +48,17 @@ async def conversation(gateway: Gateway, tenant: str, body: ResponseBody) -> lis
         found = await _items_after(gateway, response, tenant, param)
         if response == body.previous_response_id:
             room.take(found)
-            earlier = [*found]
-        for item in found:
-            if item["id"] in times and response_of_item(item["id"]) == response:
-                room.take([item], times[item["id"]])
-                known[item["id"]] = item
-    items = earlier
+            earlier = found
+        for each in found:
+            if each["id"] in times and response_of_item(each["id"]) == response:
+                room.take([each], times[each["id"]])
+                known[each["id"]] = each
     for i, item in enumerate(body.input):
-        if isinstance(item, ItemReference) and item.id not in known:
-            raise not_found("this item", "item_not_found", f"input.{i}.id")
-        items.append(known[item.id] if isinstance(item, ItemReference) else own[i])
-    return items
+        if isinstance(item, ItemReference):
+            if item.id not in known:
+                raise not_found("this item", "item_not_found", f"input.{i}.id")
+            own[i] = known[item.id]
+    return earlier + [own[i] for i in range(len(body.input))]
 
 
 def _referenced(body: ResponseBody) -> dict[str, str]:
@@ -75,7 +75,7 @@ def _referenced(body: ResponseBody) -> dict[str, str]:
         message = f"input: refers to items of more than {MAX_REFERENCED} responses"
         raise invalid_value("input", message)
     earlier = body.previous_response_id
-    return params if earlier is None else {earlier: _PREVIOUS, **params, earlier: _PREVIOUS}
+    return params if earlier is None else {earlier: _PREVIOUS} | params | {earlier: _PREVIOUS}
 
 
 class _Room:

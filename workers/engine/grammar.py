@@ -20,9 +20,9 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
-from cachetools import LRUCache
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+from contract.byte_cache import ByteCache
 from contract.errors import ErrorCode
 from contract.jobs import GRAMMAR_LIMITS
 
@@ -80,7 +80,13 @@ class Turns:
         return None
 
 
-_NUM_KEPT = 24  # compiled grammars, each of up to about 70 MB
+_MAX_KEPT_BYTES = 512 * 2**20  # of compiled grammars
+# llguidance does not tell how large they are. Measured: 50 bytes for each of a schema, 1,480 where
+# each word is a class of Unicode; then up to 6 kB for each mask, as copies share a lexer's states.
+_BASE_BYTES, _BYTES_PER_BYTE, _BYTES_PER_MASK = 64 * 1024, 1_536, 8 * 1024
+_MASKS_BETWEEN = 64  # two looks at how large a grammar has become
+# Then others compile it anew: a lexer with too many states fails for all that share it.
+_MAX_MASKS = 8_192
 _NUM_THREADS = 2  # for each kind of work, so that a tenant with much of it leaves one to others
 # A compilation yields to the engine's step where both want the same core.
 _NICENESS = 10
@@ -109,17 +115,32 @@ class Mask:
     row: int
 
 
+@dataclass(slots=True, eq=False)
+class Compiled:
+    """A grammar and the states of its lexer, which its matchers share."""
+
+    grammar: str
+    state: LLMatcher
+    num_masks: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        num_bytes = len(self.grammar.encode())
+        return _BASE_BYTES + _BYTES_PER_BYTE * num_bytes + _BYTES_PER_MASK * self.num_masks
+
+
 class Matcher:
     """The position of one choice in its grammar."""
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        compiled: Compiled,
         tokenizer: LLTokenizer,
         eos_token_ids: Collection[int],
         tenant: str = "",
     ) -> None:
-        self.state = matcher
+        self.compiled = compiled
+        self.state = compiled.state.deep_copy()
         self.tenant = tenant
         self.mask: Mask | None = None  # kept until a token is taken; the state rests meanwhile
         self._tokenizer = tokenizer
@@ -192,7 +213,7 @@ class Grammars:
         except ValueError as error:
             raise GrammarFailed("the model's tokenizer has no form for grammars") from error
         self._limits = LLParserLimits(**GRAMMAR_LIMITS)
-        self._compiled: LRUCache[str, LLMatcher] = LRUCache(_NUM_KEPT)
+        self._compiled: ByteCache[Compiled] = ByteCache(_MAX_KEPT_BYTES)
         self._lock = threading.Lock()  # of the compiled grammars
         self._compilations = Turns(
             compiler or ThreadPoolExecutor(_NUM_THREADS, "compile", initializer=_give_way)
@@ -221,6 +242,8 @@ class Grammars:
             else:
                 assert not draft
         for tenant, matchers in by_tenant.items():
+            for matcher in matchers:
+                self._note_masks(matcher, 1 + len(drafts[matcher]))
             for first in range(0, len(matchers), self._num_at_once):
                 part = matchers[first : first + self._num_at_once]
                 own = [drafts[matcher] for matcher in part]
@@ -235,19 +258,36 @@ class Grammars:
         grammar, and releases the interpreter's lock meanwhile. Raises GrammarFailed."""
         compiled = self._kept(grammar)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-            if compiled.is_error():
+            state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            if state.is_error():
                 raise GrammarFailed("the grammar cannot be compiled for this model")
+            compiled = Compiled(grammar, state)
             with self._lock:
-                self._compiled[grammar] = compiled
-        matcher = Matcher(compiled.deep_copy(), self._tokenizer, self._eos_token_ids, tenant)
+                self._keep(compiled, tenant)
+        matcher = Matcher(compiled, self._tokenizer, self._eos_token_ids, tenant)
         for token_id in output_ids:
             matcher.consume(token_id)
         return matcher
 
-    def _kept(self, grammar: str) -> LLMatcher | None:
+    def _kept(self, grammar: str) -> Compiled | None:
         with self._lock:
             return self._compiled.get(grammar)
+
+    def _keep(self, compiled: Compiled, tenant: str) -> None:
+        self._compiled.keep(compiled.grammar, compiled, compiled.num_bytes, tenant)
+
+    def _note_masks(self, matcher: Matcher, num_masks: int) -> None:
+        """Counts what masks add to a kept grammar, and forgets one that has had many."""
+        compiled = matcher.compiled
+        before = compiled.num_masks // _MASKS_BETWEEN
+        compiled.num_masks += num_masks
+        if compiled.num_masks // _MASKS_BETWEEN == before:
+            return
+        with self._lock:
+            if self._compiled.get(compiled.grammar) is compiled:
+                self._compiled.drop(compiled.grammar)
+                if compiled.num_masks < _MAX_MASKS:
+                    self._keep(compiled, matcher.tenant)
 
     def forbidden(self, matchers: Seq[Matcher], drafts: Seq[Seq[int]] = ()) -> np.ndarray:
         """Returns which tokens cannot follow: bool, shape (num_rows, vocab_size). Each matcher has

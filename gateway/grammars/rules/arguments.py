@@ -21,7 +21,10 @@ def string_parameters(schema: Schema) -> tuple[str, ...]:
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return ()
-    return tuple(name for name, each in properties.items() if is_string(resolved(each, schema)))
+    known: dict[str, Any] = {}
+    return tuple(
+        name for name, each in properties.items() if is_string(resolved(each, schema, known))
+    )
 
 
 def is_string(schema: Any) -> bool:
@@ -34,18 +37,23 @@ def is_string(schema: Any) -> bool:
     return isinstance(values, list) and bool(values) and all(isinstance(v, str) for v in values)
 
 
-def resolved(schema: Any, root: Schema) -> Any:
+def resolved(schema: Any, root: Schema, known: dict[str, Any] | None = None) -> Any:
     """Returns what a schema refers to within the document, or the schema if it refers to nothing.
-    None if the reference leads nowhere."""
-    seen: set[str] = set()
+    None if the reference leads nowhere. `known`: where references lead, so that each is followed
+    once."""
+    known = {} if known is None else known
+    names: list[str] = []
     while isinstance(schema, dict) and isinstance(name := schema.get("$ref"), str):
-        if name in seen or not (name == "#" or name.startswith("#/")):
-            return None
-        seen.add(name)
-        schema = root
+        if name in known:
+            schema = known[name]
+            break
+        known[name] = None  # what a reference to itself leads to
+        names.append(name)
+        schema = root if name == "#" or name.startswith("#/") else None
         for part in name.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             schema = schema.get(key) if isinstance(schema, dict) else None
+    known |= dict.fromkeys(names, schema)
     return schema
 
 

@@ -46,6 +46,7 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
 
     assert ended.stdout.split() == [
         "contract",
+        "contract.byte_cache",
         "contract.endpoints",
         "contract.errors",
         "contract.events",
