@@ -19,6 +19,7 @@ from contract.keys import Keys
 log = logging.getLogger("batchway.leases")
 
 _RETRY_S = 1.0  # between subscriptions
+MAX_CONTROL = 4096  # messages that wait; further ones are lost
 
 
 async def keep_leases(
@@ -56,7 +57,8 @@ async def listen(
 
     def handle(message: dict[str, Any]) -> None:
         if message["type"] == "message" and message["channel"] == channels[1].encode():
-            control.put_nowait(message["data"].decode(errors="replace"))
+            with contextlib.suppress(asyncio.QueueFull):
+                control.put_nowait(message["data"].decode(errors="replace"))
         elif message["type"] != "pong":
             wake.set()  # also when a subscription begins: jobs may have been queued before
 

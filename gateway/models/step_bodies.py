@@ -85,7 +85,7 @@ def _plain(value: object) -> object:
     return value
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _compiled(text: str) -> Callable[[Mapping[str, Any]], Any]:
     """Returns a function that computes the value of a template. Raises jinja2's errors."""
     stripped = text.strip()

@@ -98,7 +98,7 @@ def _found(pattern: str, text: str) -> bool:
     return _pattern(pattern).isinstance_python(text[:MAX_TEXT_CHARS])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _pattern(pattern: str) -> SchemaValidator:
     """Compiles a pattern with Rust's regular expressions (through pydantic). Their time is linear
     in the text, so no caller's text can stop the gateway."""

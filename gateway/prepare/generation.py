@@ -152,6 +152,9 @@ async def prepare_generation(admission: Admission, body: GenerationBody) -> tupl
     _check_capabilities(card, body)
     tokenizer = await admission.gateway.broker.known.tokenizer(card)
     prompts, num_cut = await prompts_of(tokenizer, card, body)
+    if echoes(body):
+        most = admission.gateway.settings.max_body_bytes
+        await _check_echo(tokenizer, prompts, body.n or 1, most)
     caps = _output_caps(admission.gateway.settings, card, body, prompts)
     params = sampling_params(card, body, caps, admission.terms.job_id)
     if (constraint := _constraint(tokenizer, card, body, prompts, max(caps))) is not None:
@@ -168,6 +171,20 @@ async def prepare_generation(admission: Admission, body: GenerationBody) -> tupl
         tools=body.string_parameters if isinstance(body, ChatBody) else {},
     )
     return job, await admission.submission(max_output_tokens=params.n * sum(caps))
+
+
+async def _check_echo(
+    tokenizer: ModelTokenizer, prompts: Prompts, num_each: int, max_bytes: int
+) -> None:
+    """Raises ApiError if the prompts, once in each choice, are longer than a body may be: few
+    characters are the ids of tokens with long texts."""
+
+    def echoed() -> int:
+        return num_each * sum(len(tokenizer.token_bytes(i)) for ids in prompts for i in ids)
+
+    if (num_bytes := await tokenised(echoed, sum(map(len, prompts)))) > max_bytes:
+        message = f"echo: the prompts in all choices have {num_bytes} bytes, over {max_bytes}"
+        raise invalid_value("echo", message)
 
 
 def _check_constrained(body: GenerationBody, param: str) -> None:

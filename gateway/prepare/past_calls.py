@@ -46,8 +46,8 @@ def fitting_id(call_id: str, length: int) -> str:
 
 def one_call_each(messages: Sequence[Rendered], *, apart: bool) -> list[Rendered]:
     """Rewrites messages for a template that shows one call per message: each call becomes a
-    message, followed by its result, which is shown once. `apart`: content gets a message of its own before
-    reasoning and a call."""
+    message, followed by its result, which is shown once. `apart`: content gets a message of its own
+    before reasoning and a call."""
     shown: list[Rendered] = []
     waiting = deque(messages)
     while waiting:

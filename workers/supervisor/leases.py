@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from contract.connection import SWEEP_PAUSE_S
-from contract.consumer import keep_leases
+from contract.consumer import MAX_CONTROL, keep_leases
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.function_types import WorkerState
 from workers.ipc.messages import Ready, Reprioritise
@@ -55,7 +55,7 @@ class LeaseKeeper:
         self._gpu_use = GpuUse(engine)
         self._is_published = False
         self._started_s: float | None = time.monotonic()  # None: its duration is reported
-        self._control: asyncio.Queue[str] = asyncio.Queue()
+        self._control: asyncio.Queue[str] = asyncio.Queue(MAX_CONTROL)
 
     def duties(self) -> list[Coroutine[None, None, None]]:
         """The coroutines to run concurrently while the worker lives."""

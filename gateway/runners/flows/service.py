@@ -3,6 +3,7 @@ reads the file again when it has changed.
 """
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -198,7 +199,7 @@ class FlowService:
         definition = job.flow.flow.definition
         if not isinstance(definition, Pipeline) or definition.batching == "flat":
             return None
-        key = job.model, msgspec.json.encode(definition)
+        key = job.model, hashlib.sha256(msgspec.json.encode(definition)).digest()
         if (known := self._stage_queues.get(key)) is None:
             worker = self._workers.get((job.model, 0))  # None: the flow is withdrawn
             lanes = worker.lanes if worker else ()

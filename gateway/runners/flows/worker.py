@@ -10,7 +10,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.connection import end_tasks
-from contract.consumer import keep_leases, listen
+from contract.consumer import MAX_CONTROL, keep_leases, listen
 from contract.errors import BatchwayError, BrokerUnavailable
 from contract.function_types import Claimed, Release, WorkerCapacity
 from contract.functions import Functions
@@ -44,7 +44,7 @@ class FlowWorker:
         self._keys = keys
         self._functions = Functions(client, keys)
         self._lease_s = LEASE_S
-        self._control: asyncio.Queue[str] = asyncio.Queue()
+        self._control: asyncio.Queue[str] = asyncio.Queue(MAX_CONTROL)
         self._publisher = Publisher(self._functions, self.incarnation, LEASE_S)
         self._make_run = runs
         self._held: dict[str, tuple[Run, asyncio.Task[None]]] = {}

@@ -1,5 +1,6 @@
 """Grammars that are hard to follow take no step from another request."""
 
+import random
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from contract.errors import ErrorCode
 from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
-from tests.fakes import EOS_ID, VOCAB_SIZE, hash_tokenizer
+from tests.fakes import EOS_ID, INLINE, VOCAB_SIZE, hash_tokenizer
 from tests.workers.engine.harness import GRAMMAR, Harness, Sizes, job, oracle
 from workers.engine.constraints import Constraints
 from workers.engine.grammar import Grammars
@@ -108,3 +109,17 @@ def test_a_long_text_reaches_no_limit() -> None:
         matcher.consume(byte)
 
     assert matcher.is_complete
+
+
+@pytest.mark.campaign
+def test_a_grammar_that_many_have_used_fails_no_later_job() -> None:
+    """Copies share a lexer, whose states are limited: a job after 21,000 masks had none left."""
+    grammar = compile_grammar(*HARD["many states"])
+    grammars = Grammars(hash_tokenizer().tokenizer_json, VOCAB_SIZE, {EOS_ID}, *INLINE)
+    draw = random.Random(0)
+
+    for _ in range(15):
+        matcher = grammars.matcher(grammar)
+        for _ in range(2_000):
+            grammars.start_masks({matcher: ()})
+            matcher.consume(draw.choice(b"abc"))  # raises where it fails
