@@ -39,11 +39,12 @@ local function outbox_done(keys, argv)
   local record = {}
   local names = {'state', 'attempt', 'number', 'taken', 'kind', 'to', 'tenant'}
   for i, value in ipairs(redis.call('HMGET', key, unpack(names))) do record[names[i]] = value end
-  if not record.state then return {'GONE'} end
+  if not record.state or not record.tenant then return {'GONE'} end
   if record.attempt ~= argv[2] then return {'FENCED'} end
   if record.taken == '' then return {'OK'} end
   redis.call('HINCRBY', tag .. ':deliveries', argv[3], 1)
   redis.call('ZREM', tag .. ':flying:' .. record.to, id)
+  redis.call('ZREM', outbox.flying_of(tag, record.tenant), id)
   redis.call('ZREM', tag .. ':due:' .. record.to, id)  -- a lapsed lease has added it again
   local state
   if record.taken == record.number then
@@ -53,7 +54,7 @@ local function outbox_done(keys, argv)
     state = 'due'
   end
   redis.call('HSET', key, 'state', state, 'taken', '', 'note', argv[5])
-  outbox.reschedule(tag, record.to, now, math.huge)
+  outbox.reschedule(tag, record.tenant, record.to, now, math.huge)
   return {record.taken == record.number and 'OK' or 'SUPERSEDED'}
 end
 

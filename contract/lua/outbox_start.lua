@@ -8,11 +8,11 @@
 local function outbox_start(keys, argv)
   local tag, id = keys[1], argv[1]
   local key = tag .. ':out:' .. id
-  local record = redis.call('HMGET', key, 'state', 'attempt', 'number', 'to')
-  if not record[1] then return {'GONE'} end
+  local record = redis.call('HMGET', key, 'state', 'attempt', 'number', 'to', 'tenant')
+  if not record[1] or not record[5] then return {'GONE'} end
   if record[1] ~= 'taken' or record[2] ~= argv[2] then return {'FENCED'} end
   if argv[4] == 'begin' then redis.call('HSET', key, 'taken', record[3]) end
-  redis.call('ZADD', tag .. ':flying:' .. record[4], now_ms() + tonumber(argv[3]), id)
+  outbox.lease(tag, record[5], record[4], id, tonumber(argv[3]), now_ms())
   return {'OK', redis.call('HGETALL', key)}
 end
 

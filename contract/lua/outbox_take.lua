@@ -1,9 +1,12 @@
--- outbox_take: leases due messages to a relay. Destinations take turns and each has a limit of messages
--- in flight, so that a slow destination delays no other.
+-- outbox_take: leases due messages to a relay, one at a time. Tenants take turns, and the destinations of
+-- a tenant. A destination has a limit of messages in flight, so that a slow one delays no other. However
+-- many destinations a tenant names, it gets another message only while those that it has in flight are
+-- at most TIMES_FREE times the places that remain, as in _memory.lua: one is left for who comes next.
 -- KEYS  1 tag
--- ARGV  1 lease (ms)  2 messages at most  3 messages in flight to one destination at most
+-- ARGV  1 lease (ms)  2 messages at most: the relay's free places  3 messages in flight to one destination at most
 -- reply list of {job id, attempt}
-local MAX_DESTINATIONS = 100  -- checked in one call
+local MAX_TENANTS = 1000      -- checked in one call
+local MAX_DESTINATIONS = 100  -- of a tenant, checked for one message
 
 -- Makes messages due again whose lease has lapsed.
 local function requeue_lapsed_attempts(tag, to, now)
@@ -17,42 +20,77 @@ local function requeue_lapsed_attempts(tag, to, now)
   end
 end
 
-local function take_one(tag, to, id, until_ms)
+local function take_one(tag, tenant, to, id, lease_ms, now)
   local key = tag .. ':out:' .. id
   redis.call('ZREM', tag .. ':due:' .. to, id)
   local record = redis.call('HMGET', key, 'number', 'tenant', 'kind', 'to')
-  local number, tenant, kind = unpack(record)
+  local number, owner, kind = unpack(record)
   if not number then return nil end  -- the record has expired
-  if not tenant or not kind or record[4] ~= to then  -- malformed: no attempt could be reported
+  if owner ~= tenant or not kind or record[4] ~= to then  -- malformed: no attempt could be reported
     redis.call('DEL', key)
     redis.call('HINCRBY', tag .. ':deliveries', 'dead', 1)
     return nil
   end
   local attempt = redis.call('HINCRBY', key, 'attempt', 1)
   redis.call('HSET', key, 'state', 'taken', 'taken', number)
-  redis.call('ZADD', tag .. ':flying:' .. to, until_ms, id)
+  outbox.lease(tag, tenant, to, id, lease_ms, now)
   return {id, attempt}
+end
+
+-- Takes one due message of a tenant; nil where it has none, or its destinations are full.
+local function take_of_tenant(tag, tenant, lease_ms, cap, now)
+  local destinations = redis.call('ZRANGE', tag .. ':outbox:' .. tenant, '-inf', now, 'BYSCORE', 'LIMIT', 0,
+    MAX_DESTINATIONS)
+  for _, to in ipairs(destinations) do
+    requeue_lapsed_attempts(tag, to, now)
+    local found, id
+    repeat
+      id = redis.call('ZCARD', tag .. ':flying:' .. to) < cap
+        and redis.call('ZRANGE', tag .. ':due:' .. to, '-inf', now, 'BYSCORE', 'LIMIT', 0, 1)[1]
+      found = id and take_one(tag, tenant, to, id, lease_ms, now)
+    until found or not id
+    outbox.reschedule(tag, tenant, to, now, cap)
+    if found then return found end
+  end
+  return nil
+end
+
+-- Whether a tenant may have one more message in flight, with so many free places.
+local function may_take(tag, tenant, free, now)
+  local flying = outbox.flying_of(tag, tenant)
+  redis.call('ZREMRANGEBYSCORE', flying, '-inf', now)
+  local num_flying = redis.call('ZCARD', flying)
+  return free > 0 and (num_flying == 0 or num_flying + 1 <= TIMES_FREE * (free - 1))
+end
+
+-- Gives a destination that an earlier version has scheduled among tenants to its tenant.
+local function adopt(tag, to, now)
+  redis.call('ZREM', tag .. ':outbox', to)
+  for _, kind in ipairs({':due:', ':flying:'}) do
+    for _, id in ipairs(redis.call('ZRANGE', tag .. kind .. to, 0, MAX_DESTINATIONS - 1)) do
+      local tenant = redis.call('HGET', tag .. ':out:' .. id, 'tenant')
+      if tenant then return outbox.wake(tag, tenant, to, now) end
+    end
+  end
 end
 
 local function outbox_take(keys, argv)
   local tag, now = keys[1], now_ms()
   local lease_ms, room, cap = tonumber(argv[1]), tonumber(argv[2]), tonumber(argv[3])
-  local taken = {}
-  local destinations = redis.call('ZRANGE', tag .. ':outbox', '-inf', now, 'BYSCORE', 'LIMIT', 0,
-    MAX_DESTINATIONS)
-  for _, to in ipairs(destinations) do
-    requeue_lapsed_attempts(tag, to, now)
-    local free = math.min(cap - redis.call('ZCARD', tag .. ':flying:' .. to), room - #taken)
-    if free > 0 then
-      local ids = redis.call('ZRANGE', tag .. ':due:' .. to, '-inf', now, 'BYSCORE', 'LIMIT', 0,
-        free)
-      for _, id in ipairs(ids) do
-        table.insert(taken, take_one(tag, to, id, now + lease_ms))
+  local taken, tenants, num_before = {}, {}, nil
+  for _, tenant in ipairs(redis.call('ZRANGE', tag .. ':outbox', '-inf', now, 'BYSCORE', 'LIMIT', 0,
+    MAX_TENANTS)) do
+    local is_tenant = redis.call('EXISTS', tag .. ':outbox:' .. tenant) == 1
+    if is_tenant then table.insert(tenants, tenant) else adopt(tag, tenant, now) end
+  end
+  repeat
+    num_before = #taken
+    for _, tenant in ipairs(tenants) do
+      if may_take(tag, tenant, room - #taken, now) then
+        table.insert(taken, take_of_tenant(tag, tenant, lease_ms, cap, now))
       end
     end
-    outbox.reschedule(tag, to, now, cap)
-    if #taken >= room then break end
-  end
+  until #taken == num_before
   return taken
 end
 

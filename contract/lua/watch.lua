@@ -32,8 +32,12 @@ end
 
 local function callbacks(tag)
   local due = 0
-  local destinations = redis.call('ZRANGE', tag .. ':outbox', 0, MAX_DESTINATIONS_WATCHED - 1)
-  for _, to in ipairs(destinations) do due = due + redis.call('ZCARD', tag .. ':due:' .. to) end
+  local room = MAX_DESTINATIONS_WATCHED
+  for _, tenant in ipairs(redis.call('ZRANGE', tag .. ':outbox', 0, room - 1)) do
+    local destinations = room > 0 and redis.call('ZRANGE', tag .. ':outbox:' .. tenant, 0, room - 1) or {}
+    for _, to in ipairs(destinations) do due = due + redis.call('ZCARD', tag .. ':due:' .. to) end
+    room = room - #destinations
+  end
   local dead = redis.call('ZCOUNT', outbox.dead(tag, ''), now_ms() - OUTBOX_KEEP_MS, '+inf')
   return {due, dead}
 end

@@ -40,7 +40,9 @@ class Runner:
         self.delivered: list[Taken] = []
         self.has_delivered = threading.Event()
         self._has_last = threading.Event()
-        self._runner = RqRunner(self.attempts, self.client, self._deliver, max_concurrent=1)
+        self._runner = RqRunner(
+            self.attempts, self.client, self._deliver, lambda _: None, max_concurrent=1
+        )
         self._runner.start()
 
     def _deliver(self, taken: Taken) -> None:

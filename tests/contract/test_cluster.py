@@ -255,7 +255,7 @@ async def test_rq_runs_in_a_cluster(shard: Shard) -> None:
         delivered.append(taken)
         is_done.set()
 
-    runner = RqRunner(attempts, client, deliver, max_concurrent=1)
+    runner = RqRunner(attempts, client, deliver, lambda _: None, max_concurrent=1)
     runner.start()
     taken = Taken("job-0-" + "0" * 32, 1)
     attempts.put([taken])

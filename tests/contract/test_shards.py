@@ -243,7 +243,7 @@ def deliver_with_rq(url: str) -> None:
         delivered.append(taken)
         is_done.set()
 
-    runner = RqRunner(attempts, client, deliver, max_concurrent=1)
+    runner = RqRunner(attempts, client, deliver, lambda _: None, max_concurrent=1)
     runner.start()
     taken = Taken("job-0-" + "0" * 32, 1)
     attempts.put([taken])

@@ -412,7 +412,7 @@ class Audit:
     def _check_outbox(self, jobs: dict[str, Record]) -> None:
         """I12: one record for each end with a callback, in the one place given by its state."""
         places = {name: self._zsets(f"{name}:") for name in ("due", "flying", "dead")}
-        records = self._outbox_records()
+        self._check_held(places["flying"], records := self._outbox_records())
         wanted = {i for i, job in jobs.items() if "callback_to" in job and job["state"] in TERMINAL}
         untold = sorted(wanted - records.keys())
         assert not untold, f"I12: an end with a callback has a record: {untold[:5]}"
@@ -451,9 +451,16 @@ class Audit:
     def _check_turns(
         self, due: dict[str, dict[str, float]], flying: dict[str, dict[str, float]]
     ) -> None:
-        """A destination is visited when one of its messages is due or a lease expires."""
-        rows: Any = self.client.zrange(self.keys.of("outbox"), 0, -1, withscores=True)
-        turns = {to.decode(): at for to, at in rows}
+        """A destination is visited when one of its messages is due or a lease expires, and its
+        tenant with it."""
+        by_tenant = self._zsets("outbox:")
+        tenants = self._zsets("outbox").get("", {})
+        same("a turn for each tenant", {"": members(tenants)}, {"": members(by_tenant)})
+        turns = {
+            to: max(at, tenants[tenant])
+            for tenant, destinations in by_tenant.items()
+            for to, at in destinations.items()
+        }
         wanted = members(due.keys() | flying.keys())
         same("a turn for each destination", {"outbox": members(turns)}, {"outbox": wanted})
         now_ms = self._now_ms()
@@ -462,6 +469,16 @@ class Audit:
             is_full = bool(flying.get(to))  # its next visit may wait for running attempts
             last = min(flying[to].values()) if is_full else first
             assert at <= max(now_ms, last), f"no destination is forgotten: {to} until {at}"
+
+    def _check_held(self, flying: dict[str, dict[str, float]], records: dict[str, Record]) -> None:
+        """A tenant's leases are those of its messages in flight; they may have lapsed."""
+        held = {key: flying.pop(key) for key in list(flying) if key.startswith("of:")}
+        for leases in flying.values():
+            for job_id, until_ms in leases.items():
+                known = held.get(f"of:{records[job_id]['tenant']}", {}).pop(job_id, None)
+                assert known == until_ms or until_ms <= self._now_ms(), f"{job_id} is held"
+        lapsed = [at for leases in held.values() for at in leases.values()]
+        assert max(lapsed, default=0) <= self._now_ms(), "nothing else is held"
 
     def _now_ms(self) -> float:
         """The clock of the functions, which a test may have moved or stopped."""

@@ -30,8 +30,8 @@ _TEXTS = [
     ),
     (
         "a destination has no bound",
-        "cap - redis.call('ZCARD', tag .. ':flying:' .. to)",
-        "cap",
+        "redis.call('ZCARD', tag .. ':flying:' .. to) < cap",
+        "true",
     ),
     (
         "a taken message stays due",
@@ -75,10 +75,7 @@ _TEXTS = [
     ),
     (
         "a lease is not renewed",
-        (
-            "  redis.call('ZADD', tag .. ':flying:' .. record[4], "
-            "now_ms() + tonumber(argv[3]), id)\n"
-        ),
+        ("  outbox.lease(tag, record[5], record[4], id, tonumber(argv[3]), now_ms())\n"),
         "",
     ),
     (
@@ -113,13 +110,28 @@ _TEXTS = [
     ),
     (
         "a replay wakes nobody",
-        "  outbox.wake(tag, record[3], now)\n",
+        "  outbox.wake(tag, tenant, record[3], now)\n",
         "",
     ),
     (
         "a destination is forgotten",
-        "  outbox.reschedule(tag, record.to, now, math.huge)\n",
+        "  outbox.reschedule(tag, record.tenant, record.to, now, math.huge)\n",
         "",
+    ),
+    (
+        "a tenant takes every place",
+        "num_flying + 1 <= TIMES_FREE * (free - 1)",
+        "true",
+    ),
+    (
+        "a tenant's places are never free again",
+        "  redis.call('ZREM', outbox.flying_of(tag, record.tenant), id)\n",
+        "",
+    ),
+    (
+        "a tenant with more to send is forgotten",
+        "first and math.max(first, now) or math.huge, tenant",
+        "math.huge, tenant",
     ),
     (
         "a full destination is looked at for ever",

@@ -39,11 +39,19 @@ class Postmen:
             due, number = wanted[to]
             assert job_ids <= due, "only what is due is taken"
             assert len(job_ids) <= number, "no destination is sent more than its share"
-        num_wanted = sum(number for _, number in wanted.values())
-        assert len(reply) == min(max_messages, num_wanted), "what is due is taken"
         self._there.lapse(now_ms, {to for to in wanted if self._has_lapsed(to)})
-        for taken in reply:
+        for num_taken, taken in enumerate(reply):
+            tenant = self._there.entries[taken.job_id].tenant
+            may_take = self._there.may_take(tenant, max_messages - num_taken, now_ms)
+            assert may_take, "no tenant takes more than its share of the places"
             self._there.take(taken, lease_s=LEASE_S, now_ms=now_ms)
+        for to, (due, number) in wanted.items():
+            left = due - by_target.get(to, set())
+            tenant = self._there.entries[min(due)].tenant
+            if left and len(by_target.get(to, ())) < number:
+                num_free = max_messages - len(reply)
+                may_take = self._there.may_take(tenant, num_free, now_ms)
+                assert not may_take, "what is due is taken"
         self.taken += reply
         self._heard("take", ["some"] if reply else ["nothing"])
 

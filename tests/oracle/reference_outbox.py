@@ -6,6 +6,7 @@ from typing import Literal
 
 from contract.callbacks import Callback, MessageKind, OutboxState
 from contract.outbox import DoneVerdict, Outcome, Taken
+from tests.oracle.reference_memory import TIMES_FREE
 
 
 @dataclass(slots=True)
@@ -26,7 +27,8 @@ class OutboxEntry:
 
 
 class OutboxReference:
-    """The records of one partition. Tests ignore the order in which destinations are tried."""
+    """The records of one partition. Tests ignore the order in which tenants and their destinations
+    are tried."""
 
     def __init__(self) -> None:
         self.entries: dict[str, OutboxEntry] = {}
@@ -59,6 +61,14 @@ class OutboxReference:
             to: (ids, min(len(ids), max(0, max_per_target - num_flying[to])))
             for to, ids in due.items()
         }
+
+    def may_take(self, tenant: str, num_free: int, now_ms: int) -> bool:
+        """Whether a tenant may have one more message in flight, with so many free places."""
+        num_flying = sum(
+            entry.tenant == tenant and entry.lease_ms is not None and entry.lease_ms > now_ms
+            for entry in self.entries.values()
+        )
+        return num_free > 0 and (num_flying == 0 or num_flying + 1 <= TIMES_FREE * (num_free - 1))
 
     def take(self, taken: Taken, *, lease_s: float, now_ms: int) -> None:
         """Takes what Redis has chosen among the messages that could be taken."""

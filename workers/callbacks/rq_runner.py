@@ -151,7 +151,25 @@ class AttemptQueue:
                     transaction.execute()
 
     def num_waiting(self) -> int:
-        return int(self.queue.count)
+        """Attempts that wait, and those that a worker has taken off the queue and not begun."""
+        num_queued = int(self.queue.count)
+        return num_queued + int(self._client.llen(self.queue.intermediate_queue_key))
+
+
+class Places:
+    """The places of a process's attempts. `tell` gets 1 when one is taken, -1 when it is free."""
+
+    def __init__(self, number: int, tell: Callable[[int], None]) -> None:
+        self._free = threading.Semaphore(number)
+        self._tell = tell
+
+    def take(self) -> None:
+        self._free.acquire()
+        self._tell(1)
+
+    def give_back(self) -> None:
+        self._free.release()
+        self._tell(-1)
 
 
 class ThreadedWorker(WorkerInThread):
@@ -167,7 +185,7 @@ class ThreadedWorker(WorkerInThread):
         client: redis.Redis,
         deliver: Callable[[Taken], None],
         pool: ThreadPoolExecutor,
-        free: threading.Semaphore,
+        places: Places,
     ) -> None:
         super().__init__(
             [attempts.queue],
@@ -180,7 +198,7 @@ class ThreadedWorker(WorkerInThread):
         self._attempts = attempts
         self._deliver = deliver
         self._pool = pool
-        self._free = free
+        self._places = places
         self._is_ending = False
 
     @property
@@ -198,12 +216,12 @@ class ThreadedWorker(WorkerInThread):
 
     def execute_job(self, job: Job, queue: Any) -> None:
         """Waits for a free thread and performs the job there."""
-        self._free.acquire()
+        self._places.take()
         try:
             execution = self.prepare_execution(job)
             self._pool.submit(self._perform, job, queue, execution)
         except BaseException:
-            self._free.release()
+            self._places.give_back()
             raise
 
     def perform_job(self, job: Job, queue: Any, execution: Any) -> bool:
@@ -225,7 +243,7 @@ class ThreadedWorker(WorkerInThread):
         except Exception as exc:  # from RQ's bookkeeping, if Redis is unreachable
             log.warning("RQ could not record an attempt (%s)", type(exc).__name__)
         finally:
-            self._free.release()
+            self._places.give_back()
 
 
 class RqRunner:
@@ -236,6 +254,7 @@ class RqRunner:
         attempts: AttemptQueue,
         client: redis.Redis,
         deliver: Callable[[Taken], None],
+        tell: Callable[[int], None],
         *,
         max_concurrent: int,
     ) -> None:
@@ -243,7 +262,7 @@ class RqRunner:
         self._client = client
         self._deliver = deliver
         self._pool = ThreadPoolExecutor(max_concurrent, thread_name_prefix="attempt")
-        self._free = threading.Semaphore(max_concurrent)
+        self._places = Places(max_concurrent, tell)
         self._stop = threading.Event()
         self._worker: ThreadedWorker | None = None
         self._thread = threading.Thread(target=self._work, name="rq", daemon=True)
@@ -263,7 +282,7 @@ class RqRunner:
         while not self._stop.is_set():
             try:
                 self._worker = ThreadedWorker(
-                    self._attempts, self._client, self._deliver, self._pool, self._free
+                    self._attempts, self._client, self._deliver, self._pool, self._places
                 )
                 if not self._stop.is_set():  # `stop` has seen this worker, or sees it from now on
                     self._worker.work(logging_level=None)

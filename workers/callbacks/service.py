@@ -9,6 +9,7 @@ import logging
 import random
 import signal
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 
 from redis.exceptions import NoPermissionError, RedisError
 
@@ -30,6 +31,7 @@ log = logging.getLogger("batchway.callbacks")
 EXIT_DENIED = 3
 
 _PAUSE_S = 1.0  # while Redis is unreachable
+_OWN_THREADS = 4  # of the relay, beside one of each attempt: for its name, its object or AWS
 
 
 async def run_callbacks(settings: CallbackSettings, *, tls: ssl.SSLContext | None = None) -> int:
@@ -80,14 +82,20 @@ class CallbackService:
         """Runs until `stopping` is set. Raises CommandDenied."""
         self._tracing.open()
         loop = asyncio.get_running_loop()
+        num_threads = self._settings.max_concurrent + _OWN_THREADS
+        loop.set_default_executor(ThreadPoolExecutor(num_threads, thread_name_prefix="call"))
 
         def deliver(taken: Taken) -> None:
-            asyncio.run_coroutine_threadsafe(self._attempt(taken), loop).result()
+            asyncio.run_coroutine_threadsafe(self._deliverer.attempt(taken), loop).result()
+
+        def tell(change: int) -> None:
+            loop.call_soon_threadsafe(self._count_running, change)
 
         runner = RqRunner(
             self._attempts,
             self._rq_client,
             deliver,
+            tell,
             max_concurrent=self._settings.max_concurrent,
         )
         runner.start()
@@ -107,12 +115,9 @@ class CallbackService:
         if not relaying.cancelled():
             relaying.result()  # raises the error that ended the relay
 
-    async def _attempt(self, taken: Taken) -> None:
-        self._num_running += 1
-        try:
-            await self._deliverer.attempt(taken)
-        finally:
-            self._num_running -= 1
+    def _count_running(self, change: int) -> None:
+        self._num_running += change
+        if change < 0:
             self._freed.set()
 
     async def _relay(self) -> None:

@@ -39,10 +39,18 @@ class BlockedAddress(Exception):
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """Uses the system's resolver. Raises OSError, UnicodeError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    """Uses the system's resolver, in a thread that cannot be interrupted: a cancelled attempt keeps
+    its place until the thread is free. Raises OSError, UnicodeError."""
+    lookup = asyncio.ensure_future(
+        asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
+    try:
+        await asyncio.wait([lookup])
+    except asyncio.CancelledError:
+        await asyncio.wait([lookup])
+        lookup.exception()  # or the loop reports that nobody has read it
+        raise
+    return [str(address[0]) for *_, address in lookup.result()]
 
 
 class Guard:
