@@ -452,6 +452,7 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
         "max_tokens": s.max_output_tokens,
         "choices": job.num_places,
         "expected_tokens": job.params.expected_tokens * job.num_choices,
+        "is_steered": job.params.is_steered,
         "deadline_ms": int(s.deadline_s * 1000),
         "ttl_ms": int(s.retention_s * 1000),
         "max_attempts": s.max_attempts,

@@ -97,6 +97,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: str = ""  # llguidance's serialised form, of every choice; "": unconstrained
     varies_seed: bool = False  # the caller gave no seed: each of several prompts has its own
 
+    @property
+    def is_steered(self) -> bool:
+        """Whether its caller named what may end a choice, beside the cap."""
+        return bool(self.stop or self.stop_token_ids or self.grammar) or any(
+            bias > 0 for bias in self.logit_bias.values()
+        )
+
     def of_prompt(self, number: int) -> "SamplingParams":
         """The parameters of one of several prompts. The caller's seed applies to each prompt;
         without it, each prompt gets another seed, so that equal prompts get different output.

@@ -53,8 +53,8 @@ def expected(jobs: Mapping[str, Mapping[str, str]]) -> Contents:
         counters, kind = contents[f"counters:{lane}"], "running" if job["owner"] else "queued"
         counters[f"{kind}_jobs"] += 1
         counters[f"{kind}_tokens"] += cost
-        if job.get("part") not in ("child", "nested"):
-            contents[f"tenant:{tenant}"]["reserved"] += cost
+        is_call = job.get("part") in ("child", "nested")
+        contents[f"tenant:{tenant}"]["reserved"] += int(job.get("grown", 0)) if is_call else cost
         if kind == "running":
             tokens = int(job["tokens"])
             counters["done_tokens"] += min(cost, int(job["prompt_tokens"]) + tokens) * (tokens > 0)

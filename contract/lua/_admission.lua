@@ -250,7 +250,10 @@ function admission.evaluate(tag, job, terms, now, room)
   local ahead = admission.ahead(tag, job, pool, line.jobs, line.tokens, 0)
   local wait = admission.wait_ms(pool, ahead, job.cost, terms.cold_ms)
   if admission.is_below_share(pool, job, ahead, tenant.reserved + job.cost) then wait = 0 end
-  local service = pools.service_ms(pool, output, terms.choices)
+  -- What the caller expects serves to tell the time: it may refuse this job alone.
+  local told = terms.max_tokens == 0 or (terms.expected_tokens or 0) > 0
+  local service = pools.service_ms(pool, told and math.min(terms.expected_tokens or 0, terms.max_tokens)
+    or output, terms.choices)
   local lane_rate = math.max(ahead.rates.left, ahead.rates.own)
   local found = {tenant = tenant, ahead = ahead, wait = wait, service = service}
   local function refused(reason, limit, retry_ms)
@@ -288,7 +291,7 @@ function admission.evaluate(tag, job, terms, now, room)
   if limit then return refused('lane_full', limit, retry_ms) end
   -- A cap does not tell the length. Earlier outputs do, but where nothing is ahead the job may show
   -- that it is shorter, or that the worker is faster: otherwise neither would ever be learned.
-  local is_known = basis == 'expected' or basis == 'learned' and wait > 0
+  local is_known = told or basis == 'learned' and wait > 0
   local run = is_known and service or 0
   local late_ms = wait + run - terms.deadline_ms
   if wait ~= UNKNOWN and late_ms > 0 then

@@ -1,11 +1,12 @@
--- Accounts for jobs' costs. A job's cost (prompt + predicted output, in tokens) is reserved by submit
--- and settled by terminal(): cost = charge + refund. The counters of a lane, of a tenant's queue in the
+-- Accounts for jobs' costs. A job's cost (prompt + predicted output, in tokens) is reserved by submit,
+-- grows once the job has drawn more, and is settled by terminal(): cost = charge + refund. The counters of a lane, of a tenant's queue in the
 -- lane (key `line:`) and of a tenant always equal the sums over the jobs that they count.
 
 local LENGTHS_TTL_MS = 7 * 24 * 3600 * 1000
 local TENANT_TTL_MS = 24 * 3600 * 1000
 local MAX_CALIBRATIONS = 1000
 local MIN_LENGTHS = 5  -- outputs after which their lengths predict others
+local GROWTH = 32  -- tokens by which a cost grows ahead of what is drawn, so that few steps need the record
 
 -- Whether the job's stream is its tenant's queue: not the lane's returned jobs, not the suspects.
 local function is_in_tenant_queue(job)
@@ -63,7 +64,7 @@ end
 
 -- What an unfinished job reserves of its tenant's tokens.
 function ledger.reserved(job)
-  return ledger.is_call(job) and 0 or job.cost
+  return ledger.is_call(job) and (job.grown or 0) or job.cost
 end
 
 -- Moves a job from the queued counters to the running ones.
@@ -93,29 +94,38 @@ local function lengths(tag, model, lane, tenant)
   return tonumber(estimate or 0), tonumber(seen or 0)
 end
 
--- Predicted output tokens of a job: 0 where max_tokens is 0; what its caller expects; else the 90th
--- percentile of the tenant's outputs in the lane, or of all tenants' there, times the number of
--- choices; else, where fewer than MIN_LENGTHS were seen, the cap. And which of them it is: expected,
--- learned or cap.
+-- Predicted output tokens of a job: 0 where max_tokens is 0; the 90th percentile of the tenant's outputs
+-- in the lane, or of all tenants' there, times the number of choices; where fewer than MIN_LENGTHS were
+-- seen, the cap. Limits rest on it, so what the caller expects can only raise it. And which of them it
+-- is: none, learned or cap.
 function ledger.predicted_output(tag, job, terms)
   local max_tokens, choices, expected = terms.max_tokens, terms.choices, terms.expected_tokens or 0
-  if max_tokens == 0 then return 0, 'expected' end
-  if expected > 0 then return math.min(max_tokens, expected), 'expected' end
+  if max_tokens == 0 then return 0, 'none' end
   for _, tenant in ipairs({job.tenant, ''}) do
     local estimate, seen = lengths(tag, job.model, job.lane, tenant)
     if seen >= MIN_LENGTHS then
-      return math.max(1, math.min(max_tokens, math.ceil(estimate * choices))), 'learned'
+      local learned = math.max(1, math.ceil(estimate * choices), expected)
+      return math.min(max_tokens, learned), 'learned'
     end
   end
   return max_tokens, 'cap'
 end
 
--- Moves the estimate up by a fifth of the gap to a longer output, down by a fiftieth to a shorter.
-local function learn_length(tag, job, tenant)
+-- Moves the estimate up by a fifth of the gap to a longer output, down by a fiftieth to a shorter. A
+-- caller can make any output short. So one that was cut, by its cap or before its end, lowers nothing;
+-- where stop strings or the like may have ended it (`steered`), the first estimate is the cap, and it
+-- falls by a five hundredth.
+local function learn_length(tag, job, tenant, is_whole)
   local estimate, seen = lengths(tag, job.model, job.lane, tenant)
-  local length = job.tokens / math.max(1, job.choices)
+  local choices, steered = math.max(1, job.choices), job.steered == '1'
+  local length = job.tokens / choices
   local gap = length - estimate
-  estimate = seen == 0 and length or estimate + gap * (gap > 0 and 0.2 or 0.02)
+  if not is_whole and (gap <= 0 or seen == 0) then return end
+  if seen == 0 then
+    estimate = steered and job.max_tokens / choices or length
+  else
+    estimate = estimate + gap * (gap > 0 and 0.2 or steered and 0.002 or 0.02)
+  end
   redis.call('SET', tag .. ':lengths:' .. job.model .. ':' .. job.lane .. ':' .. tenant,
     string.format('%.17g %d', estimate, seen + 1), 'PX', LENGTHS_TTL_MS)
 end
@@ -130,10 +140,10 @@ function ledger.calibrate(tag, job, now)
   redis.call('PEXPIRE', key, LENGTHS_TTL_MS)
 end
 
--- Reserves a new job's cost with its tenant.
-function ledger.reserve(tag, job)
+-- Reserves tokens with the job's tenant: by default those of a new job.
+function ledger.reserve(tag, job, tokens)
   local tenant = tag .. ':tenant:' .. job.tenant
-  local tokens = ledger.reserved(job)
+  tokens = tokens or ledger.reserved(job)
   if redis.call('HINCRBY', tenant, 'reserved', tokens) == tokens and tokens > 0 then
     redis.call('PERSIST', tenant)  -- without reservations the key expires
   end
@@ -146,8 +156,23 @@ function ledger.price(lane, text)
   return price and price >= 0 and price <= 1 and price or 1
 end
 
--- Settles a job's cost at its end: charges the tokens used and refunds the rest. The charge may exceed
--- the cost where the output was longer than predicted. A job that no worker claimed costs nothing.
+-- Lets the cost of a running job grow where it has drawn more, up to its cap, and with it what its tenant
+-- reserves and has in its meter. A flow's job computes nothing: its calls grow.
+function ledger.grow(tag, job, now)
+  local excess = job.prompt_tokens + job.tokens - job.cost
+  if excess <= 0 or is_flow(job) then return end
+  local more = math.min(excess + GROWTH, job.prompt_tokens + job.max_tokens - job.cost)
+  job.cost, job.grown = job.cost + more, job.grown + more
+  redis.call('HSET', job.key, 'cost', job.cost, 'grown', job.grown)
+  add_to(counters_key(tag, job), {'running_tokens', more})
+  ledger.reserve(tag, job, more)
+  if job.metered > 0 then
+    admission.meter(tag, job, more * ledger.price(job.lane, job.batch_price), now)
+  end
+end
+
+-- Settles a job's cost at its end: charges the tokens used and refunds the rest. A job that no worker
+-- claimed costs nothing.
 -- In the tenant's meter the used tokens replace the reserved ones. Calls of a flow add theirs, and
 -- the flow's job nothing, so that the meter is right however the flow ends.
 function ledger.settle(tag, job, status, now)
@@ -163,10 +188,9 @@ function ledger.settle(tag, job, status, now)
   if redis.call('HINCRBY', tenant, 'reserved', 0 - ledger.reserved(job)) <= 0 then
     ledger.expire_tenant(tenant)
   end
-  if status == 'succeeded' then
-    learn_length(tag, job, job.tenant)
-    learn_length(tag, job, '')
-  end
+  local is_whole = status == 'succeeded' and job.tokens < job.max_tokens
+  learn_length(tag, job, job.tenant, is_whole)
+  learn_length(tag, job, '', is_whole)
   return charge
 end
 

@@ -61,14 +61,14 @@ local VIEW_FIELDS = {
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
-  'callback_every', 'created', 'choices', 'fixed',
+  'callback_every', 'created', 'choices', 'fixed', 'grown',
 }
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
   'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
   'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
-  'part', 'arm', 'fixed', 'passing', 'batch_price', 'runs',
+  'part', 'arm', 'fixed', 'passing', 'batch_price', 'runs', 'grown', 'steered',
 }
 
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}

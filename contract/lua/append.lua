@@ -40,6 +40,7 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane, continu
   local gains, done_before = gains_of(gains_by_lane, running.model_lane(job)), ledger.done(job)
   local is_first = job.tokens == 0 and num_tokens > 0
   job.tokens = job.tokens + num_tokens
+  ledger.grow(tag, job, now)
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + ledger.done(job) - done_before
   job.hash = write_event(tag, job.id, job.next, job.hash, event)
@@ -92,21 +93,20 @@ local function append_one(tag, now, incarnation, item, gains_by_lane, renewed)
   return 'OK', job.next
 end
 
--- Appends output of a job that continues, without its record: the new packed progress, or nil where
--- append_one must handle the item.
+-- Appends output of a job that continues within its cost, without its record: the new packed progress,
+-- or nil where append_one must handle the item.
 local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane)
   local known_epoch, next_number, tokens, hash, deadline, max_tokens, remaining, model_lane =
     running.unpack(packed)
   if epoch ~= known_epoch or tonumber(number) ~= next_number then return nil end
   tokens = tokens + num_tokens
-  if now >= deadline or tokens > max_tokens then return nil end
+  if now >= deadline or tokens > max_tokens or num_tokens > remaining then return nil end
   hash = write_event(tag, id, number, hash, event)
-  local gains, done = gains_by_lane[model_lane] or gains_of(gains_by_lane, model_lane), num_tokens
-  if done > remaining then done = remaining end
+  local gains = gains_by_lane[model_lane] or gains_of(gains_by_lane, model_lane)
   gains.tokens = gains.tokens + num_tokens
-  gains.done = gains.done + done
-  return running.pack(epoch, next_number + 1, tokens, hash, deadline, max_tokens, remaining - done,
-    model_lane)
+  gains.done = gains.done + num_tokens
+  return running.pack(epoch, next_number + 1, tokens, hash, deadline, max_tokens,
+    remaining - num_tokens, model_lane)
 end
 
 -- Packed progress of the call's jobs by id; false for jobs without.

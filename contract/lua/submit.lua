@@ -2,6 +2,8 @@
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 model  4 lane  5 job (msgpack)  6 terms (a msgpack map):
 --       prompt_tokens, max_tokens (output cap, all choices), choices,
+--       expected_tokens (what the caller expects of them; absent, 0: nothing),
+--       is_steered (the caller named what may end the output; absent: no),
 --       deadline_ms (from now), ttl_ms (retention), max_attempts, version (of the wire),
 --       attendance_ms (cancelled after this long without a caller; 0: never),
 --       idem_key ('': none), idem_ttl_ms, body_hash,
@@ -61,6 +63,7 @@ local function accept(tag, job, terms, argv, found, now)
     'predicted', found.wait,
     'metered', terms.tokens_per_min, 'job', argv[5],
     'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '', 'fixed', job.fixed}
+  if terms.is_steered then redis.call('HSET', job.key, 'steered', '1') end
   if terms.is_passing then redis.call('HSET', job.key, 'passing', '1') end
   if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end
   if (terms.batch_price or 1) ~= 1 then

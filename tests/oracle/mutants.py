@@ -148,14 +148,14 @@ MUTANTS = [
     ),
     Mutant(
         "one that goes on may do so past its deadline",
-        "  if now >= deadline or tokens > max_tokens then return nil end",
-        "  if tokens > max_tokens then return nil end",
+        "if now >= deadline or tokens > max_tokens or",
+        "if tokens > max_tokens or",
         seed=62,
     ),
     Mutant(
         "one that goes on has no cap",
-        "  if now >= deadline or tokens > max_tokens then return nil end",
-        "  if now >= deadline then return nil end",
+        "if now >= deadline or tokens > max_tokens or",
+        "if now >= deadline or",
         seed=5,
     ),
     Mutant(
@@ -175,8 +175,8 @@ MUTANTS = [
     ),
     Mutant(
         "the remaining tokens of a running job never shrink",
-        "tokens, hash, deadline, max_tokens, remaining - done,",
-        "tokens, hash, deadline, max_tokens, remaining,",
+        "    remaining - num_tokens, model_lane)",
+        "    remaining, model_lane)",
     ),
     Mutant(
         "a job that leaves its worker loses its progress",
@@ -198,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         "what goes on counts no tokens of its cost",
-        "  gains.done = gains.done + done\n",
+        "  gains.done = gains.done + num_tokens\n",
         "",
     ),
     Mutant(
@@ -478,7 +478,10 @@ MUTANTS = [
     Mutant("a job fills one place", "num_filled + found.choices", "num_filled + 1", seed=1),
     Mutant("a job must fit as a whole", "cost / choices <= room", "cost <= room", seed=1),
     Mutant(
-        "a length is that of a job", "job.tokens / math.max(1, job.choices)", "job.tokens", seed=1
+        "a length is that of a job",
+        "local length = job.tokens / choices",
+        "local length = job.tokens",
+        seed=1,
     ),
     Mutant(
         "jobs for a deficit go before all others",
@@ -523,6 +526,42 @@ MUTANTS = [
     ),
     Mutant(
         "a reservation is never over", "'reserved', 0 - ledger.reserved(job))", "'reserved', 0)"
+    ),
+    Mutant("a cost never grows", "  ledger.grow(tag, job, now)\n", ""),
+    Mutant(
+        "a cost grows without end",
+        "local more = math.min(excess + GROWTH, ",
+        "local more = math.max(excess + GROWTH, ",
+    ),
+    Mutant("a grown cost is not reserved", "  ledger.reserve(tag, job, more)\n", ""),
+    Mutant(
+        "a grown cost is not in the meter",
+        "tag, job, more * ledger.price",
+        "tag, job, 0 * ledger.price",
+    ),
+    Mutant("a grown cost is not running", "{'running_tokens', more}", "{'running_tokens', 0}"),
+    Mutant("a cost is outgrown in the step", " or num_tokens > remaining", ""),
+    Mutant(
+        "an output that was cut lowers what is learned",
+        "  if not is_whole and (gap <= 0 or seen == 0) then return end\n",
+        "",
+    ),
+    Mutant(
+        "an output that was cut raises nothing",
+        "not is_whole and (gap <= 0 or seen == 0)",
+        "not is_whole",
+    ),
+    Mutant("a caller teaches fast", "steered and 0.002 or 0.02", "0.02"),
+    Mutant("a caller teaches first", "steered and job.max_tokens / choices or length", "length"),
+    Mutant(
+        "a caller's estimate is its limit",
+        "math.ceil(estimate * choices), expected)",
+        "expected > 0 and expected or math.ceil(estimate * choices))",
+    ),
+    Mutant(
+        "a caller's estimate raises nothing",
+        "math.ceil(estimate * choices), expected)",
+        "math.ceil(estimate * choices))",
     ),
     Mutant("what is forgotten stays stored", "name, '-' .. noted.stored)", "name, 0)"),
     Mutant(
@@ -635,7 +674,7 @@ MUTANTS = [
         "  gains.done = gains.done + ledger.done(job) - done_before\n",
         "",
     ),
-    Mutant("outputs teach nothing", "gap * (gap > 0 and 0.2 or 0.02)", "0", seed=1),
+    Mutant("outputs teach nothing", "gap * (gap > 0 and 0.2 or steered and 0.002 or 0.02)", "0", seed=1),
     Mutant(
         "no grace after a restart",
         "  if not before then return false end\n",

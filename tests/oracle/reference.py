@@ -52,6 +52,7 @@ from contract.functions import (
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, ObjectRef
 from contract.pauses import Line, Pause, PausedBy
 from tests.oracle.reference_admission import (
+    GROWTH,
     MIN_LENGTHS,
     Ahead,
     Candidate,
@@ -89,7 +90,7 @@ class Record:
     lane: str
     created_ms: int
     deadline_ms: int
-    cost: int = 0  # prompt + output to expect, reserved from submission to end
+    cost: int = 0  # prompt + output to expect, or more once drawn; reserved until the end
     charged: int = 0  # to its tenant's turns in its lane, once it was handed out
     passed: int = 0  # jobs that went before it because it did not fit
     charge: int | None = None  # of the cost, once it has ended; the rest was refunded
@@ -150,10 +151,16 @@ class Record:
 class Reference:
     """One partition. Every method does what the function of its name does."""
 
-    def __init__(self, max_passed: int = MAX_PASSED, min_lengths: int = MIN_LENGTHS) -> None:
+    def __init__(
+        self,
+        max_passed: int = MAX_PASSED,
+        min_lengths: int = MIN_LENGTHS,
+        growth: int = GROWTH,
+    ) -> None:
         self.now_ms = 0
         self._max_passed = max_passed
         self._min_lengths = min_lengths
+        self._growth = growth
         self.records: dict[str, Record] = {}
         self.orphaned: set[str] = set()  # forgotten jobs that keep something in the object store
         self.outbox = OutboxReference()
@@ -573,6 +580,7 @@ class Reference:
         record.runs = marked if len(marked) <= MAX_RUNS_BYTES else record.runs
         if item.event is not None:
             record.num_tokens += item.num_tokens
+            self._grow(record)
             self._count("generation_tokens_total", record, item.num_tokens)
             if item.num_tokens and record.first_token_ms is None:
                 record.first_token_ms = self.now_ms
@@ -589,6 +597,17 @@ class Reference:
             )
             record.result = item.result
         return Verdict.OK, record.next_number
+
+    def _grow(self, record: Record) -> None:
+        num_prompt = record.job.num_prompt_tokens
+        excess = num_prompt + record.num_tokens - record.cost
+        if excess <= 0:
+            return
+        most = num_prompt + record.submission.max_output_tokens - record.cost
+        more = min(excess + self._growth, most)
+        record.cost += more
+        tenant = self._tenants[record.job.tenant]
+        tenant.grow(record.submission, record.lane, more, self.now_ms)
 
     def _mark_line(self, mark: JobMark) -> str:
         begun_ms, ended_ms = self.now_ms - mark.begun_ms, self.now_ms - mark.ended_ms
@@ -914,8 +933,9 @@ class Reference:
         is_paused = not job.parent and self._is_paused(model, lane, tenant)
         known = [self.lengths.get((model, lane, name), Lengths()) for name in (tenant, "")]
         expected = job.params.expected_tokens * job.num_places
-        num_output = min(expected, s.max_output_tokens) or predicted_output(
-            known, s.max_output_tokens, job.num_places, self._min_lengths
+        is_told = expected > 0 or s.max_output_tokens == 0
+        num_output = predicted_output(
+            known, s.max_output_tokens, job.num_places, self._min_lengths, expected
         )
         line = [self.records[i] for i in self._queues.get((model, lane, tenant), [])]
         own = len(line), sum(r.cost for r in line)
@@ -927,7 +947,7 @@ class Reference:
             line=(lane, tenant),
             cost=job.num_prompt_tokens + num_output,
             num_output=num_output,
-            is_expected=expected > 0 or s.max_output_tokens == 0,
+            num_told=min(expected, s.max_output_tokens) if is_told else None,
             is_learned=any(lengths.num_seen >= self._min_lengths for lengths in known),
             num_choices=job.num_places,
             weight=job.weight,
@@ -940,7 +960,7 @@ class Reference:
                 job,
                 s,
                 num_output,
-                is_cap=not (expected or s.max_output_tokens == 0)
+                is_cap=s.max_output_tokens > 0
                 and not any(lengths.num_seen >= self._min_lengths for lengths in known),
             ),
             memory_room=math.inf if job.parent else self.memory_room,
@@ -975,12 +995,16 @@ class Reference:
             turns = self._turns_in(record.job.model, record.lane)
             weight = self._weight(record.job.tenant)
             turns.bill(record.job.tenant, (record.charge - record.charged) / weight)
-        if status is JobStatus.SUCCEEDED:
-            for name in (record.job.tenant, ""):
-                key = (record.job.model, record.lane, name)
-                self.lengths.setdefault(key, Lengths()).learn(
-                    record.num_tokens, record.job.num_places
-                )
+        cap = record.submission.max_output_tokens
+        for name in (record.job.tenant, ""):
+            key = (record.job.model, record.lane, name)
+            self.lengths.setdefault(key, Lengths()).learn(
+                record.num_tokens,
+                record.job.num_places,
+                cap,
+                is_whole=status is JobStatus.SUCCEEDED and record.num_tokens < cap,
+                is_steered=record.job.params.is_steered,
+            )
 
     def _live(self, model: str) -> list[WorkerCapacity]:
         since_ms = self.now_ms - WORKER_TTL_MS

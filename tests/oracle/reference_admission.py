@@ -20,6 +20,7 @@ from tests.oracle.reference_promises import UNPROMISED_RATIO, Line, Promises
 
 METERS = ("requests_per_min", "tokens_per_min")  # exact, each tenant's own
 MIN_LENGTHS = 5  # outputs needed for an estimate of their length
+GROWTH = 32  # tokens by which a cost grows ahead of what is drawn
 PAUSED_RETRY_MS = 30_000
 UNMEASURED_MS = 10_000  # full workers have measured their rate by then: two heartbeats
 
@@ -31,26 +32,36 @@ class Lengths:
     estimate: float = 0.0
     num_seen: int = 0
 
-    def learn(self, num_tokens: int, num_choices: int = 1) -> None:
+    def learn(
+        self, num_tokens: int, num_choices: int, cap: int, *, is_whole: bool, is_steered: bool
+    ) -> None:
         """Moves the estimate by a fifth towards a longer output, by a fiftieth towards a shorter
-        one."""
+        one, by less where its caller may have ended it, and not at all where it was cut."""
         length = num_tokens / num_choices
         gap = length - self.estimate
-        step = gap * (0.2 if gap > 0 else 0.02)
-        self.estimate = length if self.num_seen == 0 else self.estimate + step
+        if not is_whole and (gap <= 0 or self.num_seen == 0):
+            return
+        step = gap * (0.2 if gap > 0 else 0.002 if is_steered else 0.02)
+        first = cap / num_choices if is_steered else length
+        self.estimate = first if self.num_seen == 0 else self.estimate + step
         self.num_seen += 1
 
 
 def predicted_output(
-    known: Sequence[Lengths], max_tokens: int, num_choices: int, min_lengths: int = MIN_LENGTHS
+    known: Sequence[Lengths],
+    max_tokens: int,
+    num_choices: int,
+    min_lengths: int = MIN_LENGTHS,
+    expected: int = 0,
 ) -> int:
     """The expected output: none where there may be none; by the first estimate with enough
-    observations; otherwise the cap."""
+    observations, or what the caller expects where that is more; otherwise the cap."""
     if max_tokens == 0:
         return 0
     for lengths in known:
         if lengths.num_seen >= min_lengths:
-            return max(1, min(max_tokens, math.ceil(lengths.estimate * num_choices)))
+            learned = max(1, math.ceil(lengths.estimate * num_choices), expected)
+            return min(max_tokens, learned)
     return max_tokens
 
 
@@ -106,6 +117,11 @@ class Tenant:
         """A job goes to another lane, where its tokens may count otherwise."""
         more = cost * (price(submission, lane) - price(submission, before))
         self._meter(submission, more, now_ms)
+
+    def grow(self, submission: Submission, lane: str, more: int, now_ms: int) -> None:
+        """A job has drawn more than its cost."""
+        self.reserved += more
+        self._meter(submission, more * price(submission, lane), now_ms)
 
     def settle(
         self, submission: Submission, lane: str, cost: int, charge: int, now_ms: int
@@ -255,7 +271,7 @@ class Candidate:
     line: Line
     cost: int
     num_output: int  # of it, to expect
-    is_expected: bool  # by the caller
+    num_told: int | None  # of it, as the caller expects
     is_learned: bool  # from earlier outputs
     num_choices: int
     weight: float  # of its tenant
@@ -280,7 +296,8 @@ class Candidate:
 
     @property
     def service_ms(self) -> int:
-        return self.pool.service_ms(self.num_output, self.num_choices)
+        num_output = self.num_output if self.num_told is None else self.num_told
+        return self.pool.service_ms(num_output, self.num_choices)
 
     @property
     def finds_room(self) -> bool:
@@ -385,7 +402,7 @@ class Candidate:
 
     def _deadline_refusal(self) -> Refusal | None:
         deadline_ms = int(self.submission.deadline_s * 1000)
-        is_known = self.is_expected or (self.is_learned and self.wait_ms > 0)
+        is_known = self.num_told is not None or (self.is_learned and self.wait_ms > 0)
         run_ms = self.service_ms if is_known else 0
         late_ms = self.wait_ms + run_ms - deadline_ms
         if self.wait_ms == UNKNOWN_MS or late_ms <= 0:

@@ -23,7 +23,7 @@ class RecentLengths:
     halfway. With too few records the lane's history is used, then the global one. Without any,
     nothing is reserved: preemption corrects that. `max_tokens` and the context are never exceeded.
 
-    A length that the caller expects is predicted instead.
+    A length that the caller expects raises the prediction.
     """
 
     def __init__(self, num_kept: int = 512, num_needed: int = 8) -> None:
@@ -35,18 +35,16 @@ class RecentLengths:
     def predict(self, sequence: Sequence) -> int:
         """Total output tokens of the sequence, at least those it has."""
         num_output = len(sequence.token_ids) - sequence.num_prompt
-        if expected := sequence.params.expected_tokens:
-            longer = expected if expected > num_output else 2 * num_output + 1
-            return min(sequence.max_output, longer)
+        told = max(num_output, min(sequence.max_output, sequence.params.expected_tokens))
         history = (
             self._telling.get((sequence.lane, sequence.tenant))
             or self._telling.get((sequence.lane,))
             or self._telling.get(())
         )
         if history is None:
-            return num_output
+            return told
         place = (sequence.arrival + 1) * _GOLDEN % 1.0
-        return min(sequence.max_output, history.draw(place, over=num_output))
+        return max(told, min(sequence.max_output, history.draw(place, over=num_output)))
 
     def observe(self, sequence: Sequence) -> None:
         """Learns from a sequence that ended by itself."""
