@@ -74,6 +74,9 @@ BOOT_GRACE_S = 10.0  # for leases and attendance after a restart of Redis
 IDEMPOTENCY_TTL_S = 24 * 3600
 # Bytes that a finished job takes in Redis beside its arguments, as measured.
 _RECORD_BYTES = 6_500
+_LOGPROB_BYTES = (
+    18  # head, id below 2^32 and float64 in msgpack; of a whole TokenLogprob with a second
+)
 _BYTES_PER_OUTPUT_TOKEN = 13
 
 _SIZE = struct.Struct("<I")
@@ -473,6 +476,8 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
         "max_tenant_bytes": s.max_tenant_stored_bytes,
         "max_bytes": s.max_stored_bytes,
         "vector_bytes": s.vector_bytes,
+        "logprob_bytes": logprob_bytes(job.params.logprobs),
+        "prompt_logprob_bytes": job.num_prompt_tokens * logprob_bytes(job.params.prompt_logprobs),
         "is_counted": s.is_counted,
         "is_passing": s.is_passing,
         "needs_worker": s.needs_worker,
@@ -488,6 +493,11 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane
     return *names, encoded, encode(terms), metadata, callback
+
+
+def logprob_bytes(num_top: int | None) -> int:
+    """The most that one TokenLogprob takes in a log, with so many of the most likely tokens."""
+    return 0 if num_top is None else _LOGPROB_BYTES * (1 + num_top)
 
 
 def _part(job: Job) -> str:

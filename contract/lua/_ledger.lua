@@ -166,6 +166,7 @@ function ledger.grow(tag, job, now)
   redis.call('HSET', job.key, 'cost', job.cost, 'grown', job.grown)
   add_to(counters_key(tag, job), {'running_tokens', more})
   ledger.reserve(tag, job, more)
+  ledger.hold(tag, job, nil, job.token_bytes * more)
   if job.metered > 0 then
     admission.meter(tag, job, more * ledger.price(job.lane, job.batch_price), now)
   end
@@ -217,11 +218,11 @@ function ledger.store(tag, job, stored)
   memory.add(tag, job.lane, job.tenant, job.bytes)
 end
 
--- A job takes other bytes in Redis, or in another lane (job.lane).
-function ledger.hold(tag, job, bytes)
+-- A job takes other bytes in Redis, `more` than noted, or those in another lane (job.lane).
+function ledger.hold(tag, job, bytes, more)
   local noted = noted_bytes(tag, job.id)
   if not noted then return end
-  bytes = bytes or noted.bytes
+  bytes = bytes or noted.bytes + (more or 0)
   if job.lane == noted.lane then
     memory.add(tag, job.lane, noted.tenant, bytes - noted.bytes)
   else

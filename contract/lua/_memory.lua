@@ -15,7 +15,7 @@ local TIMES_FREE = 4
 local RECORD_BYTES = 9000   -- record, shortest log, and entries in all lists
 local CALLBACK_BYTES = 3000  -- its record in the outbox
 local EVENT_BYTES = 40      -- of a log's entry, beside the event
-local TOKEN_BYTES = 100     -- of a log, for each expected token
+local TOKEN_BYTES = 100     -- of a log, for each expected token, beside its log probabilities
 local MAX_GUESS = 512       -- tokens that are expected where nothing is known
 local PASSING_MS = 15000    -- after its end a synchronous call's result may be forgotten for others
 local MAX_FORGOTTEN = 16    -- results that one submit forgets
@@ -58,12 +58,14 @@ function memory.room(tag, writes)
   return room
 end
 
--- Sets the bytes of a job: `fixed`, and `bytes` with the log that is expected.
+-- Sets the bytes of a job: `fixed`, and `bytes` with the log that is expected, of `token_bytes` a token.
 function memory.measure(job, terms, output, basis)
   job.fixed = RECORD_BYTES + allocated(job.num_sent + 8 * (#job.tenant + #job.model + #job.lane))
     + (terms.callback_to ~= '' and CALLBACK_BYTES or 0)
   local guess = basis == 'cap' and math.min(output, MAX_GUESS) or output
-  job.bytes = job.fixed + TOKEN_BYTES * guess + allocated(terms.vector_bytes or 0)
+  job.token_bytes = TOKEN_BYTES + allocated(terms.logprob_bytes or 0)
+  job.bytes = job.fixed + job.token_bytes * guess
+    + allocated((terms.vector_bytes or 0) + (terms.prompt_logprob_bytes or 0))
 end
 
 -- Bytes of a log's event.

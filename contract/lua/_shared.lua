@@ -61,7 +61,7 @@ local VIEW_FIELDS = {
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
-  'callback_every', 'created', 'choices', 'fixed', 'grown',
+  'callback_every', 'created', 'choices', 'fixed', 'grown', 'token_bytes',
 }
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
@@ -69,6 +69,7 @@ local JOB_FIELDS = {
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
   'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
   'part', 'arm', 'fixed', 'passing', 'batch_price', 'runs', 'grown', 'steered',
+  'token_bytes',
 }
 
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}

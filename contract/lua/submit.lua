@@ -15,7 +15,8 @@
 --       lane_share (share of lane_tokens that the tenant's waiting jobs may use; 0: all),
 --       stored_bytes (of the job until it is forgotten), max_tenant_bytes, max_bytes
 --       (bounds of the stored bytes of its tenant, of all tenants; 0: none),
---       vector_bytes (of its output), is_passing (nobody reads its result once it has ended),
+--       vector_bytes (of its output), logprob_bytes (of the log, for each output token; absent: 0),
+--       prompt_logprob_bytes (of the log; absent: 0), is_passing (nobody reads its result once it has ended),
 --       needs_worker (refuse without a live worker), cold_ms (until a first worker is up),
 --       is_stored (the object store holds its prompt),
 --       part ('parent': a flow's job, 'child': a call of one, 'nested': both, '': neither),
@@ -62,7 +63,8 @@ local function accept(tag, job, terms, argv, found, now)
     'created', now, 'attendance', terms.attendance_ms, 'cold_ms', terms.cold_ms,
     'predicted', found.wait,
     'metered', terms.tokens_per_min, 'job', argv[5],
-    'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '', 'fixed', job.fixed}
+    'metadata', argv[7], 'has_objects', terms.is_stored and '1' or '', 'fixed', job.fixed,
+    'token_bytes', job.token_bytes}
   if terms.is_steered then redis.call('HSET', job.key, 'steered', '1') end
   if terms.is_passing then redis.call('HSET', job.key, 'passing', '1') end
   if (terms.part or '') ~= '' then redis.call('HSET', job.key, 'part', terms.part) end

@@ -575,7 +575,7 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     max_tokens: int | None = Field(None, ge=1, description="of a choice; default: as many as fit")
     min_tokens: int | None = Field(None, ge=0, description="up to `max_tokens`; default: 0")
     expected_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="estimate for admission and waits, not the bill; default: earlier outputs"
+        None, description="estimate for times; limits count it where it is over what was learned"
     )
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0, -1: off; default: the model's")
     min_p: float | None = Field(None, ge=0, le=1, description="default: the model's, else 0")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from contract.callbacks import Callback, CallbackKind
 from contract.connection import connect
 from contract.errors import BrokerFull, JobRefused
-from contract.events import ChoiceDelta, TokenLogprob, Tokens
+from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
 from contract.function_types import Append, Claimed
 from contract.functions import Functions
 from contract.jobs import Job, JobStatus, SamplingParams
@@ -46,17 +46,20 @@ class Crowd:
     def job(self, tenant: str, lane: str) -> Job:
         """Short or long prompts, grammars, tools, kept responses, log probabilities."""
         rng = self.rng
+        num_prompt = rng.choice([1, 30, 1_000, 12_000])
         params = SamplingParams(
             max_tokens=rng.choice([1, 20, 4096]),
             seed=1,
             grammar="x" * rng.choice([0, 0, 3_000, 60_000]),
             stop=tuple("s" * 60 for _ in range(rng.choice([0, 4]))),
-            logprobs=rng.choice([None, None, 20]),
+            logprobs=rng.choice([None, None, 0, 5, 20]),
+            prompt_logprobs=rng.choice([None, None, 0, 20]) if num_prompt <= 1_000 else None,
         )
         return replace(
             make_job(tenant, lane),
-            prompt_ids=tuple(range(1000, 1000 + rng.choice([1, 30, 1_000, 12_000]))),
+            prompt_ids=tuple(range(1000, 1000 + num_prompt)),
             params=params,
+            return_token_ids=rng.random() < 0.5,
             tools={f"tool{n}": ("a", "b") for n in range(rng.choice([0, 0, 100]))},
             response=b"r" * rng.choice([0, 0, 10_000, 100_000]),
         )
@@ -94,17 +97,29 @@ class Crowd:
             if rng.random() < 0.5:
                 await self.run(claimed)
 
+    def scores(self, num_top: int | None, number: int) -> tuple[TokenLogprob, ...]:
+        """Of so many tokens, as large as they get: any id, any score."""
+        top = tuple((self.rng.randrange(2**17, 2**18), -1.5 - i / 7) for i in range(num_top or 0))
+        return () if num_top is None else (TokenLogprob(2**18, -1 / 3, top),) * number
+
     async def run(self, claimed: Claimed) -> None:
-        """To its end, with some of the output that it may have."""
+        """To its end, with some of the output that it may have; some run on instead."""
         rng, params, number = self.rng, claimed.job.params, 1
-        top = tuple((token_id, -1.5) for token_id in range(params.logprobs or 0))
-        for _ in range(rng.choice([0, 1, 40]) if params.max_tokens > 20 else 1):
-            logprobs = None if params.logprobs is None else (TokenLogprob(1, -0.5, top),)
-            delta = ChoiceDelta(0, number - 1, (1,), "word ", None, logprobs)
-            event = Tokens((delta,))
-            item = Append(claimed.job.id, claimed.epoch, number, event, 1)
+        scored = self.scores(params.prompt_logprobs, claimed.job.num_prompt_tokens)
+        for start in range(0, len(scored), 100):
+            prompt = Prompt(start + 1, scored[start : start + 100])
+            item = Append(claimed.job.id, claimed.epoch, number, prompt, 0)
             await self.functions.append("w", [item], lease_s=600)
             number += 1
+        for start in range(rng.choice([0, 1, 40]) if params.max_tokens > 20 else 1):
+            logprobs = self.scores(params.logprobs, 1) or None
+            delta = ChoiceDelta(0, start, (2**17,), "word ", None, logprobs)
+            item = Append(claimed.job.id, claimed.epoch, number, Tokens((delta,)), 1)
+            await self.functions.append("w", [item], lease_s=600)
+            number += 1
+        if rng.random() < 0.1:
+            self.held.remove(claimed)
+            return
         end = Append(claimed.job.id, claimed.epoch, number, fin=JobStatus.SUCCEEDED)
         await self.functions.append("w", [end], lease_s=600)
         self.held.remove(claimed)
@@ -118,6 +133,7 @@ class Crowd:
         )
         self.held.append(claimed)
         await self.run(claimed)
+        await self.functions.cancel(job.id, "t")
         await self.functions.delete(job.id, "t")
 
     async def lanes(self) -> dict[str, int]:
@@ -190,6 +206,55 @@ async def test_the_sums_are_exact_and_bound_the_memory(
         await crowd.functions.delete(job_id, tenant)
     assert await crowd.lanes() == {}
     assert await client.hgetall(crowd.keys.of("stored", "lines")) == {}
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 0, 20])
+@pytest.mark.parametrize("logprobs", [None, 0, 1, 20])
+@pytest.mark.parametrize("num_in_event", [1, 7])
+async def test_a_running_job_takes_no_more_than_is_counted(
+    client: redis.asyncio.Redis,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    num_in_event: int,
+) -> None:
+    """Whatever its log holds for each token, and where it draws far more than is predicted: learned
+    from outputs of one token."""
+    crowd = Crowd(client, 1)
+    for _ in range(6):
+        short = make_job("t", "batch")
+        await crowd.functions.submit(short, make_submission())
+        [claimed] = await crowd.functions.claim(
+            "w", "m", LANES, lease_s=600, max_jobs=1, max_tokens=10**9
+        )
+        item = Append(short.id, claimed.epoch, 1, Tokens(()), 1, JobStatus.SUCCEEDED)
+        await crowd.functions.append("w", [item], lease_s=600)
+        await crowd.functions.delete(short.id, "t")
+    params = SamplingParams(
+        max_tokens=420, seed=1, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
+    job = replace(make_job("t", "batch", 300), params=params, return_token_ids=True)
+    await crowd.functions.submit(job, make_submission(max_output_tokens=420))
+    [claimed] = await crowd.functions.claim(
+        "w", "m", LANES, lease_s=600, max_jobs=1, max_tokens=10**9
+    )
+    scored = crowd.scores(prompt_logprobs, job.num_prompt_tokens)
+    events: list[tuple[Prompt | Tokens, int]] = [
+        (Prompt(1 + start, scored[start : start + 50]), 0) for start in range(0, len(scored), 50)
+    ]
+    for start in range(0, 420, num_in_event):
+        ids = (2**17,) * num_in_event
+        entries = crowd.scores(logprobs, num_in_event) or None
+        events.append(
+            (Tokens((ChoiceDelta(0, start, ids, "worte " * num_in_event, None, entries),)), 1)
+        )
+    for number, (event, num_events) in enumerate(events, 1):
+        item = Append(job.id, claimed.epoch, number, event, num_events * num_in_event)
+        await crowd.functions.append("w", [item], lease_s=600)
+    used = 0
+    for kind in ("job", "log"):
+        used += await client.memory_usage(crowd.keys.of(kind, job.id), samples=0) or 0
+    assert used <= (await crowd.lanes())["batch"]
+    await crowd.check_sums()
 
 
 @pytest.mark.timeout(300)

@@ -74,7 +74,9 @@ class Key:
         return job.params.max_tokens * job.num_choices
 
     def num_running_tokens(self) -> int:
-        return sum(self.jobs[i].num_prompt_tokens + self.drawn[i] for i in self.jobs if self.drawn[i])
+        return sum(
+            self.jobs[i].num_prompt_tokens + self.drawn[i] for i in self.jobs if self.drawn[i]
+        )
 
     async def figure(self, name: str) -> float:
         return float(await self._client.hget(self._record, name) or 0)
@@ -167,9 +169,7 @@ async def test_an_estimate_admits_no_second_job(
         TenantLimits(concurrent_tokens=CAP + 10),
         TenantLimits(tokens_per_min=CAP + 10),
     ):
-        accepted = [
-            await key.submit(replace(make_job(), params=params), limits) for _ in range(12)
-        ]
+        accepted = [await key.submit(replace(make_job(), params=params), limits) for _ in range(12)]
         assert sum(accepted) == 1
         await key.claim()
         await key.draw(next(iter(key.jobs)), CAP, JobStatus.SUCCEEDED)

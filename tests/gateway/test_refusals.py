@@ -461,7 +461,8 @@ async def test_a_quote_gives_the_answer_of_a_submission_and_queues_nothing(
         assert (quote["is_admitted"], quote["refusal"]) == (True, None)
         expecting = JOB | {"body": JOB["body"] | {"expected_output_tokens": 30}}
         quote = (await http.post("/v1/quote", json=expecting)).json()
-        assert (quote["predicted_output_tokens"], quote["run_s"]) == (30, 6.0)
+        # It tells the time; what is reserved is the cap, as no output has been seen.
+        assert (quote["predicted_output_tokens"], quote["run_s"]) == (98, 6.0)
         queued = (await http.post("/v1/jobs", json=JOB)).json()
         assert (queued["position"], queued["eta_s"]) == (1, 10.0)
         refusal = (await http.post("/v1/quote", json=JOB)).json()["refusal"]

@@ -674,7 +674,9 @@ MUTANTS = [
         "  gains.done = gains.done + ledger.done(job) - done_before\n",
         "",
     ),
-    Mutant("outputs teach nothing", "gap * (gap > 0 and 0.2 or steered and 0.002 or 0.02)", "0", seed=1),
+    Mutant(
+        "outputs teach nothing", "gap * (gap > 0 and 0.2 or steered and 0.002 or 0.02)", "0", seed=1
+    ),
     Mutant(
         "no grace after a restart",
         "  if not before then return false end\n",

@@ -116,6 +116,7 @@ class Record:
     result: ObjectRef | None = None
     fixed_bytes: int = 0  # in Redis, without its log
     held_bytes: int = 0  # that count in its lane
+    token_bytes: int = 0  # of them, of its log for each token
     is_passing: bool = False
     log: list[LogEntry] = field(default_factory=list)
 
@@ -233,7 +234,7 @@ class Reference:
         deadline_ms = self.now_ms + int(s.deadline_s * 1000)
         record = Record(job, s, job.lane, self.now_ms, deadline_ms, candidate.cost)
         record.predicted_ms = candidate.wait_ms
-        record.fixed_bytes, record.held_bytes = candidate.need
+        record.fixed_bytes, record.held_bytes, record.token_bytes = candidate.need
         record.is_passing = s.is_passing
         if s.attendance_s > 0:
             record.attended_until_ms = self.now_ms + int(s.attendance_s * 1000)
@@ -608,6 +609,7 @@ class Reference:
         record.cost += more
         tenant = self._tenants[record.job.tenant]
         tenant.grow(record.submission, record.lane, more, self.now_ms)
+        record.held_bytes += record.token_bytes * more
 
     def _mark_line(self, mark: JobMark) -> str:
         begun_ms, ended_ms = self.now_ms - mark.begun_ms, self.now_ms - mark.ended_ms

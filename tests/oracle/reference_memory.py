@@ -10,7 +10,7 @@ from typing import NamedTuple
 from contract.codec import encode
 from contract.events import LogEntry
 from contract.function_types import Submission
-from contract.functions import encoded_parts
+from contract.functions import encoded_parts, logprob_bytes
 from contract.jobs import Job
 
 RECORD_BYTES = 9_000
@@ -30,6 +30,7 @@ class Need(NamedTuple):
 
     fixed: int
     whole: int
+    token: int  # of the log, for each token
 
 
 def need_of(job: Job, submission: Submission, num_output: int, *, is_cap: bool) -> Need:
@@ -40,7 +41,10 @@ def need_of(job: Job, submission: Submission, num_output: int, *, is_cap: bool) 
     if submission.callback is not None:
         fixed += CALLBACK_BYTES
     guess = min(num_output, MAX_GUESS) if is_cap else num_output
-    return Need(fixed, fixed + TOKEN_BYTES * guess + _allocated(submission.vector_bytes))
+    token = TOKEN_BYTES + _allocated(logprob_bytes(job.params.logprobs))
+    scored = job.num_prompt_tokens * logprob_bytes(job.params.prompt_logprobs)
+    whole = fixed + token * guess + _allocated(submission.vector_bytes + scored)
+    return Need(fixed, whole, token)
 
 
 def log_bytes(log: list[LogEntry]) -> int:

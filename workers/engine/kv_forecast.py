@@ -35,7 +35,10 @@ class RecentLengths:
     def predict(self, sequence: Sequence) -> int:
         """Total output tokens of the sequence, at least those it has."""
         num_output = len(sequence.token_ids) - sequence.num_prompt
-        told = max(num_output, min(sequence.max_output, sequence.params.expected_tokens))
+        told = num_output
+        if expected := sequence.params.expected_tokens:
+            longer = expected if expected > num_output else 2 * num_output + 1
+            told = min(sequence.max_output, longer)
         history = (
             self._telling.get((sequence.lane, sequence.tenant))
             or self._telling.get((sequence.lane,))
