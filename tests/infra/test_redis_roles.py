@@ -53,12 +53,12 @@ from infra.redis_roles import REDIS_ROLES, acl_rules
 from tests.batches.test_batches import ended, jsonl, line, results, start
 from tests.callbacks.callbacks_process import callbacks_processes
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
-from tests.clock import TEST_CLOCK
+from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.fakes import encode_text
 from tests.fleet import fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.oracle import world as small_world
-from tests.oracle.moves_walk import walk_of_moves
+from tests.oracle.moves_walk import walk_of_moves, with_one_cost
 from tests.oracle.postal_walk import PostalWalk
 from tests.oracle.walk import Walk
 from tests.oracle.whole_walk import walk
@@ -259,6 +259,7 @@ def test_every_function_runs_under_every_role_that_has_it(
             asyncio.run(walk_of_operations(RoleClients(server.url, turns, calls)))
             admin.flushall()
             admin.set(TEST_CLOCK, "=1700000000000")
+            admin.function_load(with_one_cost(library_with_test_clock()), replace=True)
             asyncio.run(moves(RoleClients(server.url, turns, calls)))
             admin.delete(TEST_CLOCK)
         finally:

@@ -9,7 +9,7 @@ from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.oracle.moves_mutants import MOVES_MUTANTS
-from tests.oracle.moves_walk import walk_of_moves
+from tests.oracle.moves_walk import walk_of_moves, with_one_cost
 from tests.oracle.mutants import Mutant
 
 NOW_MS = 1_700_000_000_000
@@ -19,7 +19,7 @@ def walk(server: EmbeddedRedis, seed: int, num_steps: int, source: str) -> None:
     async def run() -> None:
         async with connect(server.url, Keys("walk")) as client:
             await client.flushall()
-            await client.function_load(source, replace=True)
+            await client.function_load(with_one_cost(source), replace=True)
             await client.set(TEST_CLOCK, f"={NOW_MS}")
             try:
                 await walk_of_moves(client, "walk", seed, num_steps)
