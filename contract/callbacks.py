@@ -5,7 +5,6 @@ workers/callbacks sends the messages; callback_urls.py decides which addresses a
 """
 
 import base64
-import binascii
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +98,7 @@ def is_secret(text: str) -> bool:
         return False
     try:
         return len(base64.b64decode(text[len(SECRET_PREFIX) :], validate=True)) in _SECRET_BYTES
-    except binascii.Error:
+    except ValueError:  # of base64, or of what is not ASCII
         return False
 
 
@@ -129,5 +128,8 @@ class Secrets:
             found[tenant] = secrets
         return cls(found)
 
-    def of(self, tenant: str) -> tuple[str, ...]:
-        return self.by_tenant.get(tenant) or self.by_tenant.get("", ())
+    def signing(self, callback: Callback, tenant: str) -> tuple[str, ...]:
+        """What signs the messages of a tenant's callback: its own secret, else those of the
+        installation. Malformed ones are left out, because an empty key would sign, too."""
+        known = self.by_tenant.get(tenant) or self.by_tenant.get("", ())
+        return tuple(filter(is_secret, known if callback.secret is None else (callback.secret,)))

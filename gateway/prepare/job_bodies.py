@@ -163,16 +163,22 @@ def _check_url(callback: Callback, tenant: str, settings: GatewaySettings) -> No
         parse_callback_url(callback.target, settings.allowed_targets())
     except BadCallbackUrl as exc:
         raise invalid_value("callback.url", f"callback.url {exc}") from None
-    if callback.secret is None and not settings.known_secrets().of(tenant):
+    if callback.secret is not None and not is_secret(callback.secret):
+        message = "callback.secret must be `whsec_` and 24 to 64 bytes in base64"
+        raise invalid_value("callback.secret", message)
+    check_secret(callback, tenant, settings)
+
+
+def check_secret(callback: Callback, tenant: str, settings: GatewaySettings) -> None:
+    """Raises ApiError if nothing can sign the messages to a URL."""
+    secrets = settings.known_secrets().signing(callback, tenant)
+    if callback.kind is CallbackKind.URL and not secrets:
         raise bad_request(
-            "missing_required_parameter",
+            MISSING,
             "callback.secret is missing, and this installation has none of its own: messages are "
             "always signed",
             "callback.secret",
         )
-    if callback.secret is not None and not is_secret(callback.secret):
-        message = "callback.secret must be `whsec_` and 24 to 64 bytes in base64"
-        raise invalid_value("callback.secret", message)
 
 
 def _check_aws(callback: Callback, settings: GatewaySettings) -> None:

@@ -21,6 +21,7 @@ from contract.payloads.store import PayloadUnavailable
 from gateway.follow.members import cancel_whole
 from gateway.http.errors import ApiError, RecordUnreadable, UnknownJob
 from gateway.prepare.admission import bound_of, stored_bounds
+from gateway.prepare.job_bodies import check_secret
 from gateway.prepare.vectors import vector_bytes
 from gateway.runners.submission import submit
 from gateway.state import Gateway
@@ -156,8 +157,11 @@ class _Run:
         return True
 
     async def _prepared(self, job: Job, submission: Submission) -> tuple[Job, Submission]:
-        """The job with its prompt, and the bounds of this installation. Raises PayloadError."""
+        """The job with its prompt, and the bounds of this installation. Raises PayloadError, and
+        ApiError if its callback can no longer be signed."""
         broker, settings = self._gateway.broker, self._gateway.settings
+        if submission.callback is not None:
+            check_secret(submission.callback, job.tenant, settings)
         response = await broker.payloads.response(job)
         whole = await broker.payloads.whole(job)
         created_s = int(time.time())

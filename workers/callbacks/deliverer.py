@@ -262,24 +262,20 @@ class Deliverer:
         callback = record.callback
         if callback is None:
             return Refused("the record holds no callback")
+        secrets = self._settings.secrets.signing(callback, record.tenant)
+        if callback.kind is CallbackKind.URL and not secrets:  # an operator may add one
+            return Failed("no secret signs it, also none of BATCHWAY_CALLBACK_SECRETS")
         try:
             body = await self._body(record, callback)
         except PayloadUnavailable:
             return Failed("the object store does not answer")
-        headers = signed_headers(
-            record.message_id, int(self._clock()), body, self._secrets(record, callback)
-        )
+        headers = signed_headers(record.message_id, int(self._clock()), body, secrets)
         if callback.kind is CallbackKind.URL:
             headers |= {"traceparent": traceparent} if traceparent else {}
             return await self._webhooks.send(callback.target, body, headers)
         if not is_open_target(callback, self._settings.aws_targets):
             return Refused("BATCHWAY_CALLBACK_AWS does not name this target")
         return await self._aws.send(callback, record.kind.event_type, body, headers)
-
-    def _secrets(self, record: OutboxRecord, callback: Callback) -> tuple[str, ...]:
-        if callback.secret is not None:
-            return (callback.secret,)
-        return self._settings.secrets.of(record.tenant)
 
     async def _body(self, record: OutboxRecord, callback: Callback) -> bytes:
         thin = envelope.encode(record, public_url=self._settings.public_url)
