@@ -49,9 +49,11 @@ def to_url(url: str, **options: Any) -> Callback:
     return Callback(kind=CallbackKind.URL, target=url, **fields)
 
 
-async def ended_job(functions: Functions, callback: Callback, text: str = "said") -> Job:
+async def ended_job(
+    functions: Functions, callback: Callback, text: str = "said", *, tenant: str = "t"
+) -> Job:
     """A job that ran on a worker and succeeded with one token."""
-    job = make_job()
+    job = make_job(tenant)
     await functions.submit(job, make_submission(callback=callback))
     [claimed] = await claim(functions)
     delta = ChoiceDelta(0, 0, (7,), text, FinishReason.STOP)
