@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
+from starlette.middleware.cors import CORSMiddleware
 
 from contract.connection import end_tasks
 from contract.telemetry.tracing import Tracing
@@ -15,6 +16,7 @@ from gateway.http.handlers import add_handlers
 from gateway.http.limits import ConcurrencyCap, RequestLimits
 from gateway.http.metrics import EmbeddedMetrics
 from gateway.http.middleware import RequestObserver
+from gateway.http.origins import OriginGuard
 from gateway.memory import keep_trimmed
 from gateway.prepare.revocation import RevocationGuard
 from gateway.redis.broker import Broker
@@ -117,8 +119,18 @@ def create_app(
     add_handlers(app, draw, sorted({route.path for route in _ROUTES if "{" not in route.path}))
     # The middleware that is added last is the outermost.
     app.add_middleware(RevocationGuard, key_ring=gateway.broker.key_ring)
+    app.add_middleware(OriginGuard, settings=settings)
     app.add_middleware(RequestLimits, settings=settings)
     app.add_middleware(RequestObserver, metrics=gateway.metrics, tracing=tracing)
     if settings.embedded_metrics:
         app.add_middleware(EmbeddedMetrics, metrics=gateway.metrics)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("*",),  # holds because credentials, which are cookies, never do
+        )
     return app

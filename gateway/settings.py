@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from ipaddress import ip_network
 from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
@@ -27,6 +28,9 @@ from contract.partitions import MAX_PARTITIONS
 from contract.payloads import open_store
 
 _ENTRY = re.compile(r"([a-z][a-z0-9_-]{0,31})\s*=\s*(\d+|\d+(?:\.\d+)?s)")
+# The host is a name or an address, RFC 6454, section 6.2; all of it ASCII.
+_ORIGIN = re.compile(r"(https?)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
+_PORTS = {"http": 80, "https": 443}
 
 
 class LaneBound(msgspec.Struct, frozen=True):
@@ -54,6 +58,28 @@ def parse_lane_bounds(entries: Iterable[str]) -> Mapping[str, LaneBound]:
             bounds[lane] = replace(bound, tokens=int(value))
     assert all(math.isfinite(bound.wait_s or 0.0) for bound in bounds.values())
     return bounds
+
+
+def origin_of(text: str) -> str | None:
+    """An origin as browsers write it: in small letters, without the port that its scheme implies;
+    None if the text is none."""
+    match = _ORIGIN.fullmatch(text.lower()) if text.isascii() else None
+    if match is None:
+        return None
+    scheme, host, port = match.groups()
+    number = int(port or _PORTS[scheme])
+    return f"{scheme}://{host}" + ("" if number == _PORTS[scheme] else f":{number}")
+
+
+def _origins(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for text in texts:
+        if text != "*" and origin_of(text) is None:
+            raise ValueError(f"{text!r} is no origin such as https://app.example.com, nor `*`")
+    return tuple(origin_of(text) or text for text in texts)
+
+
+def _proxies(texts: Iterable[str]) -> AllowList:
+    return AllowList(tuple(ip_network(text) for text in texts))  # no names, which would mean DNS
 
 
 def _split(raw: Any) -> Any:
@@ -131,6 +157,15 @@ class GatewaySettings(BaseSettings):
     allowed_hosts: _Names = _set(
         (),
         "accepted Host names; `*`: any. By default loopback names, and any where a key is required",
+    )
+    allowed_origins: Annotated[_Names, AfterValidator(_origins)] = _set(
+        (),
+        "origins of other sites whose pages may call, such as `https://app.example.com`; `*`: any, "
+        "without cookies",
+    )
+    trusted_proxies: Annotated[_Names, _read_by(_proxies)] = _set(
+        ("127.0.0.1", "::1"),
+        "addresses and networks of proxies, whose `X-Forwarded-Proto` and `X-Forwarded-Host` hold",
     )
     sync_deadline_s: PositiveFloat = _set(120.0, "the deadline of a synchronous call")
     sync_limit_s: NonNegativeFloat = _set(
@@ -247,6 +282,10 @@ class GatewaySettings(BaseSettings):
     def allowed_targets(self) -> AllowList:
         """Private addresses that callbacks may reach. Raises ValueError."""
         return AllowList.parse(self.callback_allow)
+
+    def known_proxies(self) -> AllowList:
+        """Proxies that may say how a request came. Raises ValueError."""
+        return _proxies(self.trusted_proxies)
 
     def known_secrets(self) -> Secrets:
         """Secrets that sign callbacks without a secret of their own. Raises ValueError."""

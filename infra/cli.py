@@ -136,6 +136,7 @@ def _up(options: argparse.Namespace) -> int:
         gateway_arguments=(
             drain,
             f"--models={options.models}",
+            f"--allowed-origins={options.allowed_origins}",
             f"--partitions={options.partitions}",
             *shared,
         ),
@@ -177,6 +178,7 @@ def _gateway_settings(options: argparse.Namespace, url: str) -> "GatewaySettings
             drain_s=options.drain_s,
             object_store=options.object_store,
             models=options.models,
+            allowed_origins=options.allowed_origins,
             partitions=options.partitions,
         )
     except ValueError as exc:

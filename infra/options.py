@@ -146,6 +146,12 @@ ADDRESS = {
     "port": Option(
         "port to listen on; 0 chooses a free port and logs it", Value(integer(0, 65535), "N"), 8000
     ),
+    "allowed_origins": Option(
+        "origins of other sites whose pages may call, by commas; `*`: any, without cookies",
+        Value(str, "ORIGINS"),
+        "",
+        variable="BATCHWAY_ALLOWED_ORIGINS",
+    ),
 }
 UP = {
     "fleet": Option(

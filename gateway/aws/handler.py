@@ -86,6 +86,7 @@ class Function:
     async def _timed(self, scope: Any, receive: Any, send: Any) -> None:
         """Calls the app with the time that the request has left, in which a call becomes a job,
         and the length that its answer may have."""
+        scope["scheme"] = "https"  # whatever a caller's X-Forwarded-Proto says
         state = scope.setdefault("state", {})
         state[ANSWER_BYTES] = _ANSWER_BYTES
         if (context := scope.get("aws.context")) is not None:

@@ -111,7 +111,8 @@ async def log_in(request: Request, gateway: AcceptingGateway, login: Login) -> R
 async def log_out(_caller: AnyCaller) -> Response:
     """Forgets the browser's session."""
     answer = Response(status_code=204)
-    answer.delete_cookie(SESSION_COOKIE, httponly=True, samesite="strict")
+    is_secure = request.url.scheme == "https"
+    answer.delete_cookie(SESSION_COOKIE, secure=is_secure, httponly=True, samesite="strict")
     return answer
 
 
