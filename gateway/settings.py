@@ -1,4 +1,7 @@
-"""The gateway's settings: environment variables, read once and then frozen."""
+"""The gateway's settings: environment variables, read once and then frozen.
+
+Over 300 lines: it is one list.
+"""
 
 import math
 import re

@@ -17,6 +17,7 @@ from tests.aws.template import (
 )
 
 STREAM_INSTANCES = "StreamInstancesFunction"
+ANY = "x-amazon-apigateway-any-method"
 
 
 def paths() -> dict[str, Any]:
@@ -33,13 +34,13 @@ def integration(path: str, method: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "method"),
     [
-        ("/v1/chat/completions", "post"),
-        ("/v1/completions", "post"),
-        ("/v1/embeddings", "post"),
-        ("/v1/responses", "post"),
+        ("/v1/chat/completions", ANY),
+        ("/v1/completions", ANY),
+        ("/v1/embeddings", ANY),
+        ("/v1/responses", ANY),
         ("/v1/responses/{response}", "get"),
-        ("/v1/jobs/{job}/events", "get"),
-        ("/v1/uploads/{upload}/complete", "post"),
+        ("/v1/jobs/{job}/events", ANY),
+        ("/v1/uploads/{upload}/complete", ANY),
     ],
 )
 def test_streaming_routes_use_the_streaming_function(path: str, method: str) -> None:
@@ -55,9 +56,14 @@ def test_streaming_routes_use_the_streaming_function(path: str, method: str) -> 
         assert chosen(arguments["Function"], condition) == {"Ref": f"{name}Aliaslive"}
 
 
+def test_every_path_takes_a_preflight() -> None:
+    """API Gateway would refuse OPTIONS by itself where a path lists other methods alone."""
+    assert [path for path, item in paths().items() if ANY not in item] == []
+
+
 def test_other_routes_use_the_buffered_function() -> None:
     """Within API Gateway's timeout."""
-    found = integration("/{proxy+}", "x-amazon-apigateway-any-method")
+    found = integration("/{proxy+}", ANY)
     uri, arguments = found["uri"]["Fn::Sub"]
     assert uri.endswith(":lambda:path/2015-03-31/functions/${Function}/invocations")
     assert arguments["Function"] == {"Ref": "ApiFunctionAliaslive"}

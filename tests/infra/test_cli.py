@@ -177,6 +177,19 @@ def test_a_port_in_use_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "gateway"])
+def test_what_is_no_origin_is_an_error(command: str) -> None:
+    """Of the option as of the variable; nothing is started."""
+    wrong = "https://app.example.com/"
+    for words, environ in (
+        (("--allowed-origins", wrong), {}),
+        ((), {"BATCHWAY_ALLOWED_ORIGINS": f"http://localhost:3000,{wrong}"}),
+    ):
+        done = run_cli(command, "--port", "0", *words, REDIS_URL="redis://127.0.0.1:1", **environ)
+        assert done.returncode == 2
+        assert f"BATCHWAY_ALLOWED_ORIGINS: {wrong!r} is no origin" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "gateway"])
 def test_calls_from_other_hosts_need_a_key(command: str) -> None:
     """Listening beyond loopback without BATCHWAY_API_KEY is an error."""
     done = run_cli(command, "--host", "0.0.0.0", "--port", "0", REDIS_URL="redis://127.0.0.1:1")

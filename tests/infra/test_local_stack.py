@@ -93,16 +93,20 @@ def test_one_signal_ends_everything_in_order() -> None:
 
 
 def test_a_key_is_required_and_never_shown() -> None:
-    """The printed commands name its variable. The gateway has it, the worker has not."""
+    """The printed commands name its variable. The gateway has it, the worker has not. Pages of the
+    origin that the option names may call with it."""
     key = "a-key-for-this-test"
     environ = {"BATCHWAY_API_KEY": key, "BATCHWAY_ALLOWED_HOSTS": "api.example.com"}
-    with running_stack(environ=environ) as stack:
+    origin = "https://app.example.com"
+    with running_stack(f"--allowed-origins={origin}", environ=environ) as stack:
         url = stack.url
         assert "$BATCHWAY_API_KEY" in stack.wait_for("curl ")
         headers = {"host": "api.example.com"}
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 401
-        headers["authorization"] = f"Bearer {key}"
-        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        headers |= {"authorization": f"Bearer {key}", "origin": origin}
+        answer = httpx.get(f"{url}/v1/models", headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == origin
         assert stack.end() == 0
         assert not any(key in line for line in stack.lines)
 
