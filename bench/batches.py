@@ -157,7 +157,7 @@ def _peaks(pid: int) -> dict[str, float]:
     peaks: dict[str, float] = {}
     for each in below(pid):
         with contextlib.suppress(OSError):  # it has ended
-            status = Path(f"/proc/{each}/status").read_text()
+            status = Path(f"/proc/{each}/status").read_text(encoding="utf-8")
             [kib] = [int(x.split()[1]) for x in status.splitlines() if x.startswith("VmHWM")]
             part = part_of(each)
             peaks[part] = max(peaks.get(part, 0.0), kib * 1024 / _MIB)

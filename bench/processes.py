@@ -83,7 +83,9 @@ def running_server(
     whose group becomes its address. Raises NotStarted, after `limit_s` at the latest."""
     start_s = time.monotonic()
     with started(command, log, environment) as process:
-        while (found := re.search(ready, log.read_text(errors="replace"))) is None:
+        while (
+            found := re.search(ready, log.read_text(encoding="utf-8", errors="replace"))
+        ) is None:
             took_s = time.monotonic() - start_s
             if process.poll() is not None:
                 raise NotStarted(f"it ended with status {process.returncode}: {tail(log)}")
@@ -104,7 +106,7 @@ def started(
     """Starts a program, its output in `log`, or the standard output in a pipe. It gets SIGTERM at
     exit, and if this process is killed."""
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    with log.open("a") as output:
+    with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(  # noqa: S603  # our own arguments
             command,
             cwd=ROOT,
@@ -160,7 +162,11 @@ def end_with_parent() -> None:
 
 def tail(log: Path) -> str:
     """The last lines of a log, in one."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     return " / ".join(lines[-_NUM_LINES:])[-_NUM_CHARACTERS:]
 
 
@@ -214,7 +220,7 @@ def below(pid: int) -> list[int]:
 def part_of(pid: int) -> str:
     """The name of the part of `batchway up`, or "others". Raises OSError if the process has
     ended."""
-    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    command = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ")
     return next((part for part, text in _PARTS.items() if text in command), "others")
 
 
@@ -232,4 +238,4 @@ def processor_s(pid: int) -> dict[str, float]:
 
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the third on. Raises OSError if the process has ended."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

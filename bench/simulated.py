@@ -57,7 +57,9 @@ def write_trace(path: Path, rate_per_s: float, seconds: float, seed: str) -> Non
 
     arrivals = draw_arrivals(int(rate_per_s * seconds), rate_per_s, "poisson", 1.0, seed)
     rows = [f"{at_s:.4f},{length(*_PROMPTS)},{length(*_OUTPUTS)}" for at_s in arrivals]
-    path.write_text("\n".join(["arrival_s,prompt_tokens,max_tokens", *rows]) + "\n")
+    path.write_text(
+        "\n".join(["arrival_s,prompt_tokens,max_tokens", *rows]) + "\n", encoding="utf-8"
+    )
 
 
 def record(

@@ -22,12 +22,20 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisError,
     ResponseError,
     TimeoutError,
 )
 
 from contract.cluster import pool_from_url
-from contract.errors import BrokerFull, BrokerUnavailable, CommandDenied, ErrorCode, LibraryMissing
+from contract.errors import (
+    BrokerFull,
+    BrokerReplica,
+    BrokerUnavailable,
+    CommandDenied,
+    ErrorCode,
+    LibraryMissing,
+)
 from contract.keys import Keys
 
 CONNECT_TIMEOUT_S = 1.0
@@ -37,6 +45,8 @@ LOOK_S = 5.0  # without a message, after which a subscription sends a PING
 # After a refusal for a full disk, nobody sweeps for so long: workers and gateways, which were
 # refused too, must have time to renew leases and attendance before those count as lapsed.
 SWEEP_PAUSE_S = 5.0
+
+_MAX_REASON = 120  # characters of Redis's own words
 
 _RETRY = Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.2), 2)  # seconds
 
@@ -165,9 +175,10 @@ def denied(
 
 
 @contextlib.contextmanager
-def broker_errors(client: redis.asyncio.Redis, command: str) -> Iterator[None]:
+def broker_errors(client: redis.asyncio.Redis | redis.Redis, command: str) -> Iterator[None]:
     """Converts errors of redis-py: a server that does not answer or refuses into BrokerUnavailable
-    or BrokerFull, a missing right into CommandDenied with the user of `client` and `command`."""
+    or BrokerFull, a missing right into CommandDenied with the user of `client` and `command`. Only
+    a ResponseError about the data of a key passes."""
     try:
         yield
     except Exception as exc:
@@ -188,9 +199,11 @@ def _broker_error(exc: BaseException) -> BrokerUnavailable | BrokerFull | None:
         case MovedError():
             return BrokerUnavailable("Redis is a cluster: add ?cluster=true to its URL")
         case ReadOnlyError():
-            return BrokerUnavailable("Redis takes no writes: it is a read-only replica")
+            return BrokerReplica("Redis takes no writes: it is a read-only replica")
         case ResponseError():
             return _response_error(str(exc), is_oom=isinstance(exc, OutOfMemoryError))
+        case RedisError():
+            return BrokerUnavailable(f"what answers is no Redis ({type(exc).__name__})")
     return None
 
 
@@ -202,7 +215,10 @@ def _response_error(text: str, *, is_oom: bool) -> BrokerUnavailable | BrokerFul
         return BrokerFull(ErrorCode.DISK_FULL, message)
     if "Function not found" in text:
         return LibraryMissing("Redis does not hold batchway's function library")
-    return None
+    if "WRONGTYPE" in text or " script: " in text:  # from inside a function
+        return None
+    # A state of the server. What follows a comma may quote arguments.
+    return BrokerUnavailable(f"Redis refuses commands: {text.partition(',')[0][:_MAX_REASON]}")
 
 
 def redis_url_of(environ: Mapping[str, str]) -> str | None:

@@ -3,6 +3,7 @@
 BatchwayError
 ├── BrokerUnavailable   Redis does not answer or cannot take writes now
 │   ├── BrokerUnfit     the configuration of Redis would lose jobs
+│   ├── BrokerReplica   the server is a replica and takes no writes
 │   └── BrokerFull      the memory or disk of Redis is full; has an ErrorCode
 ├── CommandDenied       the access rules of Redis deny a command; a retry does not help
 ├── WireError           a record in Redis that cannot be decoded
@@ -56,6 +57,10 @@ class BrokerUnfit(BrokerUnavailable):
 
 class LibraryMissing(BrokerUnavailable):
     """The server that holds the partition does not hold the function library."""
+
+
+class BrokerReplica(BrokerUnavailable):
+    """The server can be read, but takes no writes: another one may have become the primary."""
 
 
 class BrokerFull(BrokerUnavailable):

@@ -10,7 +10,14 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from contract.connection import broker_errors, repeated
-from contract.errors import BrokerUnfit, CommandDenied, LibraryMissing, WireError
+from contract.errors import (
+    BrokerReplica,
+    BrokerUnavailable,
+    BrokerUnfit,
+    CommandDenied,
+    LibraryMissing,
+    WireError,
+)
 from contract.keys import Keys
 
 log = logging.getLogger("batchway.redis")
@@ -40,8 +47,8 @@ _LUA = Path(__file__).parent / "lua"
 def library_source() -> str:
     """Returns the library's source: the shared parts, then the functions by name. Each function is
     in a block, as Lua has room for 200 local names outside of blocks."""
-    shared = [(_LUA / f"_{name}.lua").read_text() for name in _SHARED]
-    functions = [path.read_text() for path in sorted(_LUA.glob("[a-z]*.lua"))]
+    shared = [(_LUA / f"_{name}.lua").read_text("utf-8") for name in _SHARED]
+    functions = [path.read_text("utf-8") for path in sorted(_LUA.glob("[a-z]*.lua"))]
     return "\n".join([*shared, *(f"do\n{text}end" for text in functions)])
 
 
@@ -107,6 +114,10 @@ class Partition:
             except LibraryMissing:
                 await _load_again(self._client)
                 return await answered()
+        except BrokerReplica:
+            # The connections may lead to a former primary: its name may lead to another one now.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+            raise
         except ResponseError as exc:
             kind = "another type" if "WRONGTYPE" in str(exc) else "another form"
             raise WireError(
@@ -120,6 +131,7 @@ def _flatten(reply: Any) -> list[Any]:
     return [leaf for item in reply for leaf in _flatten(item)]
 
 
+_MIN_MAJOR = 7  # the first with functions
 FIT_POLICY = "noeviction"
 # Evicts only what has a time to live: no record, log or queue entry of an unfinished job has one.
 _POLICY_OF_ENDED = "volatile-"
@@ -133,6 +145,9 @@ async def check_fitness(client: redis.asyncio.Redis) -> None:
     """Checks the server. Raises BrokerUnfit, BrokerUnavailable, CommandDenied."""
     with broker_errors(client, "INFO"):  # INFO, since managed services have no CONFIG
         known = await repeated(lambda: client.info("memory", "persistence", "server"))
+    version = str(known.get("redis_version", _MIN_MAJOR))
+    if int(version.partition(".")[0]) < _MIN_MAJOR:
+        raise BrokerUnfit(f"Redis {version} has no functions: 7.0 or later is needed")
     policy = known.get("maxmemory_policy", FIT_POLICY)
     if policy.startswith(_POLICY_OF_ENDED):  # it cannot be changed in ElastiCache Serverless
         log.warning(
@@ -164,7 +179,7 @@ async def _refuses(client: redis.asyncio.Redis) -> bool:
     try:
         with broker_errors(client, "CONFIG GET"):
             found: Any = await client.config_get("aof-load-truncated")
-    except (CommandDenied, ResponseError) as exc:
+    except (CommandDenied, BrokerUnavailable) as exc:
         log.info("aof-load-truncated is not known: CONFIG GET failed with %s", type(exc).__name__)
         return False
     return bool(found["aof-load-truncated"] == "no")

@@ -28,7 +28,7 @@ def remember(position: Path, event_id: str) -> None:
 
 
 def main(url: str, job_id: str, position: Path) -> None:
-    after = position.read_text() if position.exists() else None
+    after = position.read_text(encoding="utf-8") if position.exists() else None
     with Client(url) as client:
         for event in client.events(job_id, after=after):
             print(text_of(event), end="", flush=True)

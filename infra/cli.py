@@ -28,6 +28,7 @@ from infra.fleet import fleet_of, share_memory, share_threads, worker_arguments,
 from infra.jobs_command import run_jobs
 from infra.keys_command import keys_exist, run_keys
 from infra.lanes_command import run_lanes
+from infra.log_repeats import Repeats
 from infra.measure.options import run_command
 from infra.parser import build_parser
 from infra.partitions_command import run_partitions
@@ -51,15 +52,19 @@ from infra.top_command import run_top
 if TYPE_CHECKING:
     from gateway.settings import GatewaySettings
 
-EXIT_USAGE = 2
+EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    _open_standard_files()
     options = build_parser().parse_args(arguments)
+    handler = logging.StreamHandler()
+    handler.addFilter(Repeats())
     logging.basicConfig(
         level=getattr(options, "log_level", "info").upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         datefmt="%H:%M:%S",
+        handlers=[handler],
     )
     logging.getLogger("uvicorn").setLevel("WARNING")  # its startup messages repeat ours
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
@@ -76,8 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, CommandDenied, WireError, argparse.ArgumentTypeError) as exc:
         print(f"batchway {options.command}: {exc}", file=sys.stderr)
         return EXIT_USAGE
+    except (OSError, UnicodeEncodeError) as exc:  # the place: its files, limits or locale
+        print(f"batchway {options.command}: {exc}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_files() -> None:
+    """Opens those that are closed: children would take the next socket or file for one of them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 # --- commands ---------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, Self
+from urllib.parse import quote
 
 import redis
 
@@ -105,7 +106,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.directory / 'redis.sock'}"
+        return f"unix://{quote(str(self.directory / 'redis.sock'))}"
 
     @property
     def directory(self) -> Path:
@@ -203,7 +204,7 @@ class EmbeddedRedis:
                     return
                 except redis.RedisError:
                     time.sleep(0.01)
-        last_line = (log.read_text().strip().splitlines() or ["no output"])[-1]
+        last_line = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
         self._end(signal.SIGKILL)
         raise NoRedisServer(f"the Redis server did not start: {last_line}")
 
@@ -229,7 +230,7 @@ def _default_max_memory_bytes() -> int:
 def _make_short_directory() -> Path:
     """A private directory with a path short enough for a unix socket."""
     directory = Path(tempfile.mkdtemp(prefix="batchway-"))
-    if len(str(directory / "redis.sock")) <= _MAX_SOCKET_PATH:
+    if len(os.fsencode(directory / "redis.sock")) <= _MAX_SOCKET_PATH:
         return directory
     directory.rmdir()
     return Path(tempfile.mkdtemp(prefix="batchway-", dir="/tmp"))
@@ -273,7 +274,7 @@ def cut_off_unfinished_write(data_dir: Path) -> None:
     cut off everything after a block that an earlier start left open.
     """
     directory = data_dir / "appendonlydir"
-    manifest = (directory / "appendonly.aof.manifest").read_text().split("\n")
+    manifest = (directory / "appendonly.aof.manifest").read_text("utf-8").split("\n")
     # `file <name> seq <number> type <b, h or i>`, in the order in which they are read
     *_, newest = (directory / line.split()[1] for line in manifest if line.endswith("type i"))
     with newest.open("r+b") as file:

@@ -114,7 +114,7 @@ class LocalStack:
                     group.create_task(keep_running(worker, self._console, announce, others))
                 group.create_task(self._say_when_ready(url))
         except ExceptionGroup as group_of_errors:
-            lost = group_of_errors.subgroup(PartLost)
+            lost = group_of_errors.subgroup((PartLost, OSError))
             if lost is None:
                 raise
             raise lost.exceptions[0] from None
@@ -276,6 +276,7 @@ def _child_environ(environ: Mapping[str, str], redis_url: str, lifeline_fd: int)
         "REDIS_URL": redis_url,
         LIFELINE_VARIABLE: str(lifeline_fd),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONUTF8": "1",  # whatever the locale
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONSAFEPATH": "1",  # do not import from the working directory
     }

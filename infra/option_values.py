@@ -8,7 +8,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from redis.exceptions import RedisError
 
+from contract.connection import connect
 from contract.keys import Keys
 from contract.payloads import open_store
 from workers.settings import LANES
@@ -83,10 +85,17 @@ def host_and_port(raw: str) -> str:
 
 def redis_url(raw: str) -> str:
     """A URL that redis-py accepts. Errors never quote it: it may hold a password."""
-    if urlsplit(raw).scheme not in ("redis", "rediss", "unix"):
+    try:
+        if urlsplit(raw).scheme not in ("redis", "rediss", "unix"):
+            raise argparse.ArgumentTypeError(
+                "must begin with redis://, rediss:// (TLS) or unix:// (a socket)"
+            )
+        connect(raw, Keys("x")).connection_pool.make_connection()
+    except (ValueError, TypeError, RedisError):
         raise argparse.ArgumentTypeError(
-            "must begin with redis://, rediss:// (TLS) or unix:// (a socket)"
-        )
+            "must be redis://USER:PASSWORD@HOST:PORT/DATABASE or unix:///PATH, with %XX for "
+            "characters that mean something in a URL"
+        ) from None
     return raw
 
 

@@ -422,7 +422,10 @@ def served_name(options: argparse.Namespace) -> str:
         return str(options.served_model_name)
     if Path(options.model) == demo_model_path():
         return DEMO_NAME
-    return model_name(Path(options.model).name or options.model)
+    try:
+        return model_name(Path(options.model).name or options.model)
+    except argparse.ArgumentTypeError as exc:
+        raise argparse.ArgumentTypeError(f"--served-model-name is needed: it {exc}") from None
 
 
 def choose_gpu(options: argparse.Namespace) -> None:

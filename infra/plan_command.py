@@ -106,7 +106,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return _explain(options, plan)
     file = planning.batching_yaml(plan)
     if options.yaml is not None:
-        Path(options.yaml).write_text(file)
+        Path(options.yaml).write_text(file, encoding="utf-8")
     result = plan.as_dict() | {"device": options.device, "engine": options.engine}
     reasons = {name: why for name, (_, why) in planning.PRESETS.items()}
     write(result, _text(plan, options, file, reasons), options.json)

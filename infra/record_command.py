@@ -149,7 +149,7 @@ class _Recording:
         names = {owner: f"worker-{number}" for number, owner in enumerate(owners, 1)}
         models = sorted({row["model"] for row in rows})
         path.touch(mode=0o600)
-        with path.open("w") as file:
+        with path.open("w", encoding="utf-8") as file:
             file.write(json.dumps({"fleet": self._fleet | {"models": models}}) + "\n")
             for row, runs in zip(rows, claims, strict=True):
                 state = row["state"]

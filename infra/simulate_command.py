@@ -143,7 +143,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     text = "\n\n".join([_text(result), _band(result["errors"])])
     if options.html is not None:
         report: Any = importlib.import_module("infra.planning.report")
-        Path(options.html).write_text(report.html(found, text))
+        Path(options.html).write_text(report.html(found, text), encoding="utf-8")
     write(result, text, options.json)
     num_tokens = found.all_calls().num_tokens
     print(

@@ -53,7 +53,7 @@ def write(result: object, text: str, json_out: str | None) -> None:
     if json_out not in (None, "-"):
         path = Path(str(json_out))
         path.touch(mode=0o600)
-        path.write_text(as_json + "\n")
+        path.write_text(as_json + "\n", encoding="utf-8")
 
 
 _WIDTH = 30

@@ -23,10 +23,10 @@ def main(version: str, date: str) -> None:
     if not FORM.fullmatch(version):
         raise Refused(f"{version} is not a version such as 0.2.0 or 0.2.0rc1")
     project, changelog = Path("pyproject.toml"), Path("CHANGELOG.md")
-    new_project = with_version(project.read_text(), version)
-    new_changelog = with_release(changelog.read_text(), version, date)
-    project.write_text(new_project)
-    changelog.write_text(new_changelog)
+    new_project = with_version(project.read_text(encoding="utf-8"), version)
+    new_changelog = with_release(changelog.read_text(encoding="utf-8"), version, date)
+    project.write_text(new_project, encoding="utf-8")
+    changelog.write_text(new_changelog, encoding="utf-8")
 
 
 def with_version(project: str, version: str) -> str:

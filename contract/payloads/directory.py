@@ -128,7 +128,7 @@ class DirectoryStore(ObjectStore):
                 with suppress(FileExistsError):
                     os.link(partial, path)  # atomic; fails where another process was faster
                 partial.unlink()
-            return path.read_text()
+            return path.read_text("utf-8")
         except OSError as exc:
             raise PayloadUnavailable(
                 f"cannot use the object store's directory: {exc.strerror}"

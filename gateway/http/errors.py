@@ -255,7 +255,8 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             message = f"the queue takes no more jobs just now: {exc}"
             return _dropped(503, _UNAVAILABLE, message, _FULL_S, code=exc.code)
         case BrokerUnavailable():
-            return _dropped(503, _UNAVAILABLE, "the queue does not answer", _SOON_S)
+            message = f"the queue cannot be used just now: {exc}"
+            return _dropped(503, _UNAVAILABLE, message, _SOON_S)
         case PayloadLost():
             message = "the prompt or the result of this job is lost"
             return ApiError(500, ErrorCode.PAYLOAD_LOST, message, headers=_NO_RETRY)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from contract.connection import broker_errors, connect, now_ms, repeated
 from contract.errors import (
     BrokerFull,
+    BrokerReplica,
     BrokerUnavailable,
     BrokerUnfit,
     CommandDenied,
@@ -48,13 +49,14 @@ class Breaker:
         self._open_until_s: float | None = None
         self._is_probing = False
         self._away_since_s: float | None = None
+        self._reason = ""
 
     def check(self) -> None:
         """Raises BrokerUnavailable if a call would be rejected."""
         if self._open_until_s is not None and (
             self._is_probing or self._clock_s() < self._open_until_s
         ):
-            raise BrokerUnavailable("Redis did not answer a moment ago")
+            raise BrokerUnavailable(self._reason)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -63,11 +65,11 @@ class Breaker:
         is_probe = self._is_probing = self._open_until_s is not None
         try:
             yield
-        except (BrokerFull, BrokerUnfit, CommandDenied):
+        except (BrokerFull, BrokerReplica, BrokerUnfit, CommandDenied):
             self._note_answer()
             raise
         except BrokerUnavailable as exc:
-            self._open_until_s = self._clock_s() + self._open_s
+            self._open_until_s, self._reason = self._clock_s() + self._open_s, str(exc)
             self._note_absence(exc)
             raise
         else:
@@ -115,7 +117,7 @@ class GatewayShard(Shard):
                     await self._load_library()
                 with self._breaker.guard():
                     return await function()
-            except CommandDenied as exc:
+            except (CommandDenied, BrokerFull, BrokerReplica, BrokerUnfit) as exc:
                 log.error("%s", exc)
                 raise
 

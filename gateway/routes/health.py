@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
-from contract.errors import BrokerUnavailable, BrokerUnfit, CommandDenied
+from contract.errors import BrokerUnavailable, CommandDenied
 from gateway.follow.fleet import families
 from gateway.http.handlers import answers
 from gateway.http.sse import json_response
@@ -86,11 +86,11 @@ async def _readiness(gateway: Gateway, asked: str = "") -> Response:
     return json_response({"status": "ready", "workers": num_workers})
 
 
-def _reason(exc: BrokerUnavailable | CommandDenied) -> str | None:
-    """A problem that an operator must fix, if any. The log says which command Redis denied."""
+def _reason(exc: BrokerUnavailable | CommandDenied) -> str:
+    """What is wrong with Redis. The log says which command it denied."""
     if isinstance(exc, CommandDenied):
         return "Redis denies this gateway a command that it needs: its log says which"
-    return str(exc) if isinstance(exc, BrokerUnfit) else None
+    return str(exc)
 
 
 def _not_ready(missing: str, reason: str | None = None) -> Response:

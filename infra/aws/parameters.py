@@ -79,7 +79,7 @@ def own_values() -> dict[str, str]:
     file = path()
     _take_answers(file)
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text("utf-8"))
         return {name: _text(value) for name, value in found.items()}
     except FileNotFoundError:
         if "PARAMETERS" in os.environ:
@@ -97,19 +97,21 @@ def _text(value: Any) -> str:
 
 def write(path: Path, values: Mapping[str, str]) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    path.write_text(
+        json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def complete(own: Mapping[str, str]) -> dict[str, str]:
     """Every parameter that has a value: an own one, or the template's default."""
-    declared = loaded(TEMPLATE.read_text())["Parameters"]
+    declared = loaded(TEMPLATE.read_text("utf-8"))["Parameters"]
     defaults = {name: str(one["Default"]) for name, one in declared.items() if "Default" in one}
     return defaults | {name: value for name, value in own.items() if name in declared}
 
 
 def faults(own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Names with what is wrong with them by the template's own declaration, without asking AWS."""
-    found, values = loaded(TEMPLATE.read_text()), complete(own)
+    found, values = loaded(TEMPLATE.read_text("utf-8")), complete(own)
     declared = found["Parameters"]
     for name in own.keys() - declared:
         near = difflib.get_close_matches(name, declared, 1)
@@ -170,7 +172,7 @@ def for_sam(value: str) -> str:
 def _take_answers(file: Path) -> None:
     """Moves what `sam deploy --guided` saved in samconfig.toml into the file, except defaults, and
     lets SAM read GIVEN again. Raises DeployError."""
-    text, line = SAM_SETTINGS.read_text(), f'parameter_overrides = "file://{GIVEN}"'
+    text, line = SAM_SETTINGS.read_text("utf-8"), f'parameter_overrides = "file://{GIVEN}"'
     saved = tomllib.loads(text)["default"]["deploy"]["parameters"].get("parameter_overrides")
     if saved == f"file://{GIVEN}":
         return
@@ -179,7 +181,9 @@ def _take_answers(file: Path) -> None:
     given = {name: re.sub('^"|"$', "", value).replace('\\"', '"') for name, value in answers}
     same = complete({}) | {"Release": given.get("Release", "")}
     write(file, dict(given.items() - same.items()))
-    SAM_SETTINGS.write_text(re.sub(r"(?m)^parameter_overrides = .*$", lambda _: line, text))
+    SAM_SETTINGS.write_text(
+        re.sub(r"(?m)^parameter_overrides = .*$", lambda _: line, text), encoding="utf-8"
+    )
 
 
 def tags(values: Mapping[str, str]) -> dict[str, str]:

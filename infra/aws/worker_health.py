@@ -60,7 +60,7 @@ async def is_live(client: redis.asyncio.Redis, keys: Keys, host: str) -> bool:
 def is_loading(path: Path, now_s: float) -> bool:
     """Whether the worker has loaded for some time and still gets on. `now_s`: Unix time."""
     try:
-        began, _, what = path.read_text().partition(" ")
+        began, _, what = path.read_text("utf-8").partition(" ")
         since_s, silent_s = now_s - float(began), now_s - path.stat().st_mtime
     except (OSError, ValueError):  # it has ended, or begins just now
         return False

@@ -256,7 +256,7 @@ def write_csv(runs: Sequence[LoadRun], path: Path) -> None:
         *("first_token_s", "end_s", "prompt_tokens", "output_tokens", "ttft_s", "mean_itl_s"),
         *("max_itl_s", "e2e_s"),
     )
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(names)
         for run in runs:

@@ -128,7 +128,7 @@ def read_trace(path: Path, vocab_size: int, seed: str) -> Workload:
     """Reads arrivals and lengths from CSV with the heading arrival_s,prompt_tokens,max_tokens, and
     draws prompts. Raises BadWorkload with the line."""
     try:
-        with path.open(newline="") as file:
+        with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
         raise BadWorkload(f"{path} cannot be read: {exc}") from exc

@@ -37,7 +37,7 @@ def read_shape(path: Path) -> ModelShape:
     """Reads a model's folder or its config.json. Raises ModelRefused."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        written = json.loads(file.read_text())
+        written = json.loads(file.read_text("utf-8"))
         config = AutoConfig.for_model(**written)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

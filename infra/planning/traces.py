@@ -175,7 +175,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _open(path: Path) -> TextIO:
-    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
 
 def _of_row(path: Path, number: int, row: dict[str, str]) -> Arrival:

@@ -27,6 +27,7 @@ def test_rq_calls_the_methods_that_a_thread_overrides() -> None:
     source = inspect.getsource(BaseWorker)
     for name in (
         "_install_signal_handlers", "subscribe", "check_for_suspension", "procline", "bootstrap",
+        "_set_ip_address",
     ):  # fmt: skip
         assert name in vars(WorkerInThread)
         assert f"self.{name}(" in source, name

@@ -22,17 +22,23 @@ MODEL = "m"
 
 
 class Stack:
-    """A running `batchway up`. `temp_dir` is where it and its children put temporary files."""
+    """A running `batchway up`. `temp_dir` is where it and its children put temporary files;
+    `prefix` a program that starts it."""
 
     def __init__(
-        self, temp_dir: Path, arguments: Sequence[str], environ: Mapping[str, str]
+        self,
+        temp_dir: Path,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.temp_dir = temp_dir
         self.lines: list[str] = []
         ours = ("REDIS_URL", "PYTHONPATH", "BATCHWAY_API_KEY")
         inherited = {name: value for name, value in os.environ.items() if name not in ours}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "infra", "up", "--port=0", *arguments],
+            [*prefix, sys.executable, "-m", "infra", "up", "--port=0", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -67,6 +67,10 @@ class WorkerInThread(BaseWorker):
     def subscribe(self) -> None:
         """Takes no commands: anyone who can write to Redis could end this process."""
 
+    def _set_ip_address(self, connection: Any) -> None:
+        """Does not ask Redis: redis-py cannot read the answer where a socket's path has a space."""
+        self.ip_address = "unknown"
+
     def procline(self, message: str) -> None:
         """Does nothing: RQ would set the title of the process."""
 

@@ -11,10 +11,8 @@ import signal
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 
-from redis.exceptions import NoPermissionError, RedisError
-
 from contract.catalogue import Catalogue
-from contract.connection import denied, end_tasks
+from contract.connection import broker_errors, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.outbox import Taken
 from contract.payloads import open_store
@@ -39,7 +37,7 @@ async def run_callbacks(settings: CallbackSettings, *, tls: ssl.SSLContext | Non
     for name in ("httpx", "httpcore"):  # they log URLs, which may contain secrets
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("rq", "rq.worker"):  # the second has its own level
-        logging.getLogger(name).setLevel(logging.ERROR)  # leases handle what it warns of
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # rq_runner.py logs what ends it
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -125,11 +123,10 @@ class CallbackService:
         while True:
             self._freed.clear()
             try:
-                has_more = await self._relay_once()
-            except NoPermissionError as exc:
-                raise denied(self._rq_client, "a command of RQ's queue", exc) from exc
-            except (BrokerUnavailable, RedisError, WireError) as exc:
-                log.info("Redis is unreachable, the relay waits (%s)", type(exc).__name__)
+                with broker_errors(self._rq_client, "a command of RQ's queue"):
+                    has_more = await self._relay_once()
+            except (BrokerUnavailable, WireError) as exc:
+                log.warning("no callbacks are delivered: %s", exc)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if not has_more:

@@ -23,7 +23,7 @@ def _quotas(membership: Path, cgroup: Path) -> Iterator[float]:
     """Yields the quotas in cores, of the process's own groups and all above them. In a container
     the named folders may be missing; its own group is then the root."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text("utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -44,13 +44,13 @@ def _quotas(membership: Path, cgroup: Path) -> Iterator[float]:
 
 
 def _quota_of_version_2(folder: Path) -> tuple[int, int]:
-    quota_us, period_us = (folder / "cpu.max").read_text().split()
+    quota_us, period_us = (folder / "cpu.max").read_text("utf-8").split()
     return int(quota_us), int(period_us)
 
 
 def _quota_of_version_1(folder: Path) -> tuple[int, int]:
-    quota_us = (folder / "cpu.cfs_quota_us").read_text()
-    return int(quota_us), int((folder / "cpu.cfs_period_us").read_text())
+    quota_us = (folder / "cpu.cfs_quota_us").read_text("utf-8")
+    return int(quota_us), int((folder / "cpu.cfs_period_us").read_text("utf-8"))
 
 
 def free_cpu_bytes() -> int:
@@ -59,7 +59,7 @@ def free_cpu_bytes() -> int:
     machine = _meminfo_bytes("MemAvailable") or _all_bytes() // 2  # not Linux: half of it
     if limit is None:
         return machine
-    used = int((_CGROUP / "memory.current").read_text()) - _cached_bytes()
+    used = int((_CGROUP / "memory.current").read_text("utf-8")) - _cached_bytes()
     return min(machine, max(0, limit - used))
 
 
@@ -73,7 +73,7 @@ def total_cpu_bytes() -> int:
 def _limit_bytes() -> int | None:
     """The container's limit, if it has one."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
+        limit = (_CGROUP / "memory.max").read_text("utf-8").strip()
     except OSError:
         return None
     return None if limit == "max" else int(limit)
@@ -82,14 +82,14 @@ def _limit_bytes() -> int | None:
 def _cached_bytes() -> int:
     """The container's pages of files, such as of weights just downloaded, which the kernel drops
     where memory is wanted."""
-    lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    lines = (_CGROUP / "memory.stat").read_text("utf-8").splitlines()
     sizes = {name: int(value) for name, value in map(str.split, lines)}
     return sizes.get("active_file", 0) + sizes.get("inactive_file", 0)
 
 
 def _meminfo_bytes(name: str) -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
     except OSError:
         return None
     kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}

@@ -188,7 +188,7 @@ _MADV_COLLAPSE = 25  # Linux 6.1
 def use_huge_pages(untouched: Iterable[Tensor]) -> int:
     """Converts all large mappings of this process, and `untouched` tensors, which nobody has
     written to yet. Returns the bytes converted; 0 if the system has no such pages."""
-    if not _ENABLED.exists() or "[never]" in _ENABLED.read_text():
+    if not _ENABLED.exists() or "[never]" in _ENABLED.read_text("utf-8"):
         return 0
     _give_back()
     for tensor in untouched:
@@ -221,7 +221,7 @@ def _give_back() -> None:
 def _filled_mappings() -> Iterator[tuple[int, int]]:
     """Addresses of large anonymous mappings that are mostly in use."""
     span = None
-    for line in _MAPPINGS.read_text().splitlines():
+    for line in _MAPPINGS.read_text("utf-8", "replace").splitlines():
         if found := _ANONYMOUS.match(line):
             span = int(found[1], 16), int(found[2], 16)
         elif "-" in line.split(" ", 1)[0]:

@@ -244,7 +244,7 @@ def figures_file(library: Path) -> Path:
 
 def _processor_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -266,7 +266,7 @@ def _wall_s(multiply: _Multiply, x: Tensor) -> float:
 def _read(file: Path) -> dict[str, dict[str, list[float]]]:
     """Stored timings; empty if the file is missing or damaged."""
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text("utf-8"))
         return {
             str(shape): {str(name): [float(s) for s in walls_s] for name, walls_s in timed.items()}
             for shape, timed in found.items()

@@ -27,7 +27,7 @@ Request = dict[str, Any]  # prompt_token_ids, max_tokens
 
 def read_requests(path: Path) -> list[Request]:
     """Requests of a workload file (infra.measure.workloads), all at once."""
-    requests: list[Request] = json.loads(path.read_text())["requests"]
+    requests: list[Request] = json.loads(path.read_text(encoding="utf-8"))["requests"]
     assert not any(request.get("arrival_s") for request in requests), (
         "adapters take no arrival times"
     )
@@ -65,4 +65,4 @@ class Record:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "outputs": self._outputs,
         }
-        path.write_text(json.dumps(summary) + "\n")
+        path.write_text(json.dumps(summary) + "\n", encoding="utf-8")
