@@ -10,7 +10,8 @@ _MAX_TEXTS = 1000
 
 
 class Repeats(logging.Filter):
-    """Lets a warning or error with the same text pass once a minute."""
+    """Lets a warning or error with the same text pass once a minute. An error of the machine, such
+    as a lack of descriptors, is one line."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -20,6 +21,10 @@ class Repeats(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
+        if record.exc_info and isinstance(record.exc_info[1], OSError):
+            first_line = record.getMessage().partition("\n")[0]
+            record.msg, record.args = f"{first_line}: {record.exc_info[1]}", ()
+            record.exc_info = None
         text, now_s = record.getMessage(), self._clock()
         if now_s - self._passed_s.get(text, -math.inf) < _AGAIN_S:
             return False

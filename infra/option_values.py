@@ -90,7 +90,7 @@ def redis_url(raw: str) -> str:
             raise argparse.ArgumentTypeError(
                 "must begin with redis://, rediss:// (TLS) or unix:// (a socket)"
             )
-        connect(raw, Keys("x")).connection_pool.make_connection()
+        connect(raw, Keys("x")).connection_pool.make_connection()  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, RedisError):
         raise argparse.ArgumentTypeError(
             "must be redis://USER:PASSWORD@HOST:PORT/DATABASE or unix:///PATH, with %XX for "

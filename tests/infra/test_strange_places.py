@@ -1,11 +1,14 @@
-"""`batchway up` in places other than a developer's machine: it serves, or says why in a sentence."""
+"""`batchway up` in places unlike a developer's machine: it serves, or says why in a sentence."""
 
+import contextlib
 import json
 import logging
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -25,7 +28,7 @@ ENVIRONS: Mapping[str, Mapping[str, str]] = {
     },
     "proxies that are gone, and an unknown zone": {
         "TZ": "Nowhere/Atall", "HOME": "/proc/nowhere", "PYTHONDONTWRITEBYTECODE": "1",
-        **{name: NOBODY for name in PROXIES}, **{name.upper(): NOBODY for name in PROXIES},
+        **dict.fromkeys([*PROXIES, *map(str.upper, PROXIES)], NOBODY),
     },
 }  # fmt: skip
 # Programs that start another one in a place.
@@ -39,7 +42,13 @@ HASH_MODEL = ("--engine-module=tests.hash_engine", "--model=hash", f"--served-mo
 
 
 def assert_serves(stack: Stack) -> None:
-    """A call is answered, the same as a stream, and nothing is wrong in the log."""
+    """A call is answered, and nothing is wrong in the log."""
+    assert_answers(stack)
+    assert [line for line in stack.lines if "Traceback" in line or "WARN" in line] == []
+
+
+def assert_answers(stack: Stack) -> None:
+    """A call is answered, and its stream has the same text."""
     url = stack.url
     body = {"model": MODEL, "prompt": "größer als 日本 😀", "max_tokens": 8, "temperature": 0}
     with httpx.Client(trust_env=False, timeout=60) as http:
@@ -49,7 +58,27 @@ def assert_serves(stack: Stack) -> None:
     events = [line[6:] for line in streamed.splitlines() if line.startswith("data: {")]
     pieces = [json.loads(event)["choices"][0]["text"] for event in events]
     assert "".join(pieces) == whole.json()["choices"][0]["text"]
-    assert [line for line in stack.lines if "Traceback" in line or "WARN" in line] == []
+
+
+def assert_outlives_many_connections(stack: Stack) -> None:
+    """More clients than descriptors: those that are connected go on, the log says it once, and
+    afterwards others can connect."""
+    url = urlsplit(stack.url)
+    assert url.hostname is not None
+    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as connected:
+        assert connected.get("/livez").status_code == 200
+        with contextlib.ExitStack() as clients:
+            for _ in range(300):
+                clients.enter_context(socket.create_connection((url.hostname, url.port)))
+            line = stack.wait_for("Too many open files")
+            assert line.endswith(
+                "socket.accept() out of system resource: [Errno 24] Too many open files"
+            )
+            for _ in range(20):
+                assert connected.get("/readyz").status_code == 200
+    assert_answers(stack)
+    assert len([line for line in stack.lines if "Too many open files" in line]) == 1
+    assert [line for line in stack.lines if "Traceback" in line] == []
 
 
 @pytest.fixture
@@ -90,11 +119,13 @@ def test_paths_may_contain_any_character(short: Path) -> None:
 @pytest.mark.parametrize("place", PREFIXES)
 def test_limits_and_closed_files_change_no_answer(place: str, tmp_path: Path) -> None:
     """What a supervisor of processes may leave out."""
-    stack = Stack(tmp_path, [*HASH_MODEL, "--host=::1"], {}, prefix=PREFIXES[place])
+    per_address = {"BATCHWAY_MAX_CONNECTIONS_PER_ADDRESS": "0"}
+    stack = Stack(tmp_path, [*HASH_MODEL, "--host=::1"], per_address, prefix=PREFIXES[place])
     try:
         if "output" not in place:
             assert stack.url.startswith("http://[::1]:")
             assert_serves(stack)
+            assert_outlives_many_connections(stack)
         else:
             stack.wait_for("listening on ::1 port")
         assert stack.end() == 0
