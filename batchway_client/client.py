@@ -18,6 +18,8 @@ from batchway_client.events import Event, Parser, Position
 from batchway_client.jobs import Job
 
 _TIMEOUT = httpx.Timeout(45.0, connect=5.0)  # an idle stream sends a comment every 10 s
+# Calls of this machine to itself use no proxy, whatever the environment says.
+_DIRECT = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
 
 # What a client returns: values, or awaitables and asynchronous iterators of them.
 JobT = TypeVar("JobT")
@@ -154,7 +156,7 @@ class Client(_Calls[Job, Iterator[Job], Iterator[Event], Mapping[str, Any], None
         http: httpx.Client | None = None,
     ) -> None:
         """`max_outage_s`: how long `events` tries to reach a gateway again."""
-        self._http = http or httpx.Client(base_url=base_url, timeout=_TIMEOUT)
+        self._http = http or httpx.Client(base_url=base_url, timeout=_TIMEOUT, mounts=_DIRECT)
         self._headers = _authorization(api_key)
         self._max_outage_s = max_outage_s
 
@@ -234,7 +236,7 @@ class AsyncClient(
         http: httpx.AsyncClient | None = None,
     ) -> None:
         """`max_outage_s`: how long `events` tries to reach a gateway again."""
-        self._http = http or httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT)
+        self._http = http or httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT, mounts=_DIRECT)
         self._headers = _authorization(api_key)
         self._max_outage_s = max_outage_s
 

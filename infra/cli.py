@@ -5,6 +5,7 @@ Over 300 lines: one short function for each command."""
 import argparse
 import asyncio
 import errno
+import io
 import logging
 import os
 import signal
@@ -57,6 +58,7 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _open_standard_files()
+    _leave_proxies_out()
     options = build_parser().parse_args(arguments)
     handler = logging.StreamHandler()
     handler.addFilter(Repeats())
@@ -89,10 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_files() -> None:
-    """Opens those that are closed: children would take the next socket or file for one of them."""
+    """Opens those that are closed: children would take the next socket or file for one of them.
+    What the locale cannot express is shown by number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _leave_proxies_out() -> None:
+    """No call of this machine to itself, here or in a child, goes through a proxy that a variable
+    names."""
+    others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = ",".join(filter(None, [others, "localhost,127.0.0.1,::1"]))
 
 
 # --- commands ---------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ class Repeats(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
+        text = record.getMessage()
         if record.exc_info and isinstance(record.exc_info[1], OSError):
-            first_line = record.getMessage().partition("\n")[0]
-            record.msg, record.args = f"{first_line}: {record.exc_info[1]}", ()
-            record.exc_info = None
-        text, now_s = record.getMessage(), self._clock()
+            text = f"{text.partition(chr(10))[0]}: {record.exc_info[1]}"
+            record.msg, record.args, record.exc_info = text, (), None
+        now_s = self._clock()
         if now_s - self._passed_s.get(text, -math.inf) < _AGAIN_S:
             return False
         if len(self._passed_s) >= _MAX_TEXTS:

@@ -92,10 +92,8 @@ def redis_url(raw: str) -> str:
             )
         connect(raw, Keys("x")).connection_pool.make_connection()  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, RedisError):
-        raise argparse.ArgumentTypeError(
-            "must be redis://USER:PASSWORD@HOST:PORT/DATABASE or unix:///PATH, with %XX for "
-            "characters that mean something in a URL"
-        ) from None
+        form = "redis://USER:PASSWORD@HOST:PORT/DATABASE or unix:///PATH, with %XX for other signs"
+        raise argparse.ArgumentTypeError(f"must be {form}") from None
     return raw
 
 

@@ -295,3 +295,11 @@ def test_the_cases_left_to_ci_have_each_value_or_pair(mark: str, size: int, num_
         return {part for case in some for part in combinations(case.callspec.params.items(), size)}
 
     assert combined(left) == combined(cases)
+
+
+def test_no_text_file_is_read_in_the_encoding_of_the_locale() -> None:
+    """Which may be ASCII."""
+    packages = ["gateway", "workers", "contract", "infra", "batchway_client", "bench", "scripts"]
+    check = ["-m", "ruff", "check", "--preview", "--select=PLW1514", *packages]
+    done = subprocess.run([sys.executable, *check], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

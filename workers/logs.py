@@ -1,4 +1,4 @@
-"""Adds the version of batching.yaml to log lines, and logs repeated errors once."""
+"""Adds the version of batching.yaml to log lines."""
 
 import logging
 
@@ -13,24 +13,6 @@ class _Stamp(logging.Filter):
         if self.version and not str(record.msg).endswith(mark):
             record.msg = f"{record.msg}{mark}"
         return True
-
-
-class ErrorOnce:
-    """Logs an error once, and again only if its message has changed."""
-
-    def __init__(self, log: logging.Logger, what: str) -> None:
-        self._log = log
-        self._what = what
-        self._last = ""
-
-    def note(self, exc: Exception) -> None:
-        if str(exc) != self._last:
-            self._log.error("%s: %s", self._what, exc)
-        self._last = str(exc)
-
-    def clear(self) -> None:
-        """Lets the next error be logged in any case, as the last call succeeded."""
-        self._last = ""
 
 
 _stamp = _Stamp()

@@ -56,7 +56,7 @@ class Breaker:
         if self._open_until_s is not None and (
             self._is_probing or self._clock_s() < self._open_until_s
         ):
-            raise BrokerUnavailable(self._reason)
+            raise BrokerUnavailable(f"{self._reason}, a moment ago")
 
     @contextmanager
     def guard(self) -> Iterator[None]:

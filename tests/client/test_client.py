@@ -139,6 +139,19 @@ async def test_an_absent_gateway_raises_connection_lost() -> None:
                 pass
 
 
+async def test_no_proxy_is_asked_for_an_address_of_this_machine(
+    gateway_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one that does not listen."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    async with AsyncClient(gateway_url) as client:
+        with pytest.raises(NotFound):
+            await client.cancel("job-0-" + "0" * 32)
+
+
 async def test_a_repeated_submission_is_one_job(worker: FakeWorker, gateway_url: str) -> None:
     """The first response is lost; the repetition finds the job."""
     with breaking_proxy(gateway_url, max_bytes=0, num_breaks=1) as proxy:

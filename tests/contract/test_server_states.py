@@ -81,8 +81,10 @@ async def test_each_state_of_a_server_has_its_reason(
             with broker_errors(client, "SET"):
                 await client.set("key", SECRET)
 
-        calls = plain, lambda: check_fitness(client)
-        for call in (*calls, lambda: Functions(client, Keys("test")).cancel("job-0-1", SECRET)):
+        async def function() -> None:
+            await Functions(client, Keys("test")).cancel("job-0-1", SECRET)
+
+        for call in (plain, function, lambda: check_fitness(client)):
             with pytest.raises(BatchwayError, match=reason) as refusal:
                 await call()
             assert type(refusal.value) is kind

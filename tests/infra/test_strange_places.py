@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -91,10 +92,14 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("place", ENVIRONS)
 def test_an_environment_changes_no_answer(place: str, tmp_path: Path) -> None:
-    """Variables that other programs set."""
+    """Variables that other programs set; also those that an operator's command finds."""
     stack = Stack(tmp_path, HASH_MODEL, ENVIRONS[place])
     try:
         assert_serves(stack)
+        top = [sys.executable, "-m", "infra", "top", "--once", f"--url={stack.url}"]
+        environ = {**os.environ, **ENVIRONS[place]}
+        shown = subprocess.run(top, env=environ, capture_output=True, text=True)
+        assert shown.returncode == 0, shown.stderr
         assert stack.end() == 0
     finally:
         stack.close()

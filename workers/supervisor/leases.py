@@ -14,7 +14,6 @@ from contract.consumer import MAX_CONTROL, keep_leases
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.function_types import WorkerState
 from workers.ipc.messages import Ready, Reprioritise
-from workers.logs import ErrorOnce
 from workers.settings import WorkerSettings
 from workers.supervisor.drain import Drain
 from workers.supervisor.engine_keeper import RESTART_S
@@ -160,18 +159,16 @@ class LeaseKeeper:
             await asyncio.sleep(self._settings.lease_s / 20)
 
     async def _sweep(self) -> None:
-        errors = ErrorOnce(log, "sweep failed")
         while True:
             try:
                 await self._broker.sweep()
-                errors.clear()
             except BrokerFull:
                 await asyncio.sleep(SWEEP_PAUSE_S)
                 continue
             except BrokerUnavailable:
                 pass
             except (WireError, CommandDenied) as exc:
-                errors.note(exc)
+                log.error("sweep failed: %s", exc)
             await asyncio.sleep(_SWEEP_S)
 
     async def _handle_control(self) -> None:

@@ -133,16 +133,14 @@ class Supervisor:
     # --- claiming -----------------------------------------------------------------------------
 
     async def _claim_jobs(self) -> None:
-        errors = logs.ErrorOnce(log, "claim failed")
         while not self._drain.begun.is_set():
             await self._claims.wait_for_wake()
             try:
                 await self._claims.claim_while_room(self._start_all, self._drain.begun.is_set)
-                errors.clear()
             except BrokerUnavailable:
                 await asyncio.sleep(_RETRY_S)
             except (WireError, CommandDenied) as exc:
-                errors.note(exc)
+                log.error("claim failed: %s", exc)
                 await asyncio.sleep(POLL_S)
         self._claims_over.set()
         await asyncio.Event().wait()  # `run` ends with the first task that returns
