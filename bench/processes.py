@@ -224,14 +224,49 @@ def part_of(pid: int) -> str:
     return next((part for part, text in _PARTS.items() if text in command), "others")
 
 
+def pid_of(part: str, pid: int) -> int:
+    """The first process of this part, below a process."""
+    return next(each for each in below(pid) if part_of(each) == part)
+
+
+def memory_bytes(pid: int, name: str = "VmRSS") -> int:
+    """A field of /proc/PID/status: VmRSS is the resident memory, VmHWM its peak. Raises OSError if
+    the process has ended."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
+    if found is None:
+        raise ProcessLookupError(pid)
+    return int(found[1]) * 1024
+
+
+def forget_peak(pid: int) -> None:
+    """Sets the peak of a process's memory to what it has now (proc(5), clear_refs)."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def child_peaks(pid: int) -> list[int]:
+    """The peak memory of each process below one. Leaves out those that have not yet become another
+    program, whose memory is that of their parent."""
+    own, peaks = Path(f"/proc/{pid}/cmdline").read_bytes(), list[int]()
+    for child in below(pid)[1:]:
+        with contextlib.suppress(OSError):  # it has ended
+            if Path(f"/proc/{child}/cmdline").read_bytes() != own:
+                peaks.append(memory_bytes(child, "VmHWM"))
+    return peaks
+
+
+def own_processor_s(pid: int) -> float:
+    """The processor time so far of one process, in seconds."""
+    user, system = _stat(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def processor_s(pid: int) -> dict[str, float]:
     """The processor time so far of a process and those below it, by part, and of this one."""
     times = os.times()
     by_part = {"the callers, in this process": times.user + times.system}
     for each in below(pid):
         with contextlib.suppress(OSError):  # it has ended
-            user, system = _stat(each)[11:13]
-            used_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+            used_s = own_processor_s(each)
             by_part[part_of(each)] = by_part.get(part_of(each), 0.0) + used_s
     return by_part
 
