@@ -17,7 +17,9 @@ _KIND_BY_COMMAND = {
     "infra up": "up",
     "infra gateway": "gateway",
     "infra worker": "supervisor",
+    "infra callbacks": "callbacks",
     "tests.hash_engine": "engine",
+    "workers.engine_process": "encoder's engine",
     "reaper": "reaper",
 }
 # The gateway's processes for untrusted input, by module. They are replaced where a request takes
@@ -47,21 +49,6 @@ class Footprint:
     processes: tuple[Process, ...]
     redis_bytes: int
     keys: frozenset[str]
-
-    def row(self) -> dict[str, Any]:
-        """Figures for the report, in MiB."""
-        return {
-            "redis_mib": round(self.redis_bytes / _MIB, 2),
-            "keys": len(self.keys),
-            "processes": {
-                f"{one.kind} {one.pid}": [
-                    round(one.rss_bytes / _MIB, 1),
-                    one.num_fds,
-                    one.num_threads,
-                ]
-                for one in self.processes
-            },
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,50 +1,75 @@
-"""A mixed load on the whole local stack: `python -m tests.endurance.soak --minutes M`.
+"""All kinds of calls on the whole local stack: `python -m tests.endurance.soak --minutes M`.
 
 After a warm-up and once the stack is idle, the memory, file descriptors, threads and Redis keys of
-all parts are recorded. After the load, and once what was kept for callers has expired, all figures
-must be back.
+all parts are recorded. Under the load they must stay level; after it, and once what was kept for
+callers has expired, all figures must be back. `--picture FILE` draws them over time.
+
+Redis keeps the records of delivered callbacks, of ended batches and operations, and idempotency
+keys for days. A run cannot wait for that, so it lets them expire after seconds.
 """
 
 import asyncio
 import contextlib
+import json
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import redis
+import redis.asyncio
 
+from contract.api_keys import ApiKeys, KeyTerms
 from contract.connection import end_tasks
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.callbacks.receiver import Receiver
+from tests.endurance.calls import (
+    BAD_ROW_ID,
+    BEHAVIOURS,
+    CLASSIFIER,
+    EMBEDDER,
+    FLOWS,
+    RANKER,
+)
 from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.footprint import Footprint, Tolerance, compare, take
-from tests.endurance.load import BAD_ROW_ID, NUM_CALLERS, Load
+from tests.endurance.load import NUM_CALLERS, Load
+from tests.endurance.series import Sample, draw, sample_of, trends
 from tests.fakes import HashModelOptions
-from tests.infra.stack import Stack, running_stack
+from tests.hash_engine import HASH_MODEL_FILE
+from tests.infra.stack import MODEL, Stack, running_fleet
 from tests.oracle.audit import Audit
+from tests.tiny_encoders import save_classifier, save_embedder
 
 KEYS = Keys("soak")
 NUM_WORKERS = 2
 HASH_MODEL = HashModelOptions(step_s=0.005, num_blocks=256, bad_row_id=BAD_ROW_ID)
 RETENTION_S = 3.0
+SYNC_DEADLINE_S = 30.0  # the jobs of some calls are kept so long
 _REST_TIMEOUT_S = 60.0
 _POLL_S = 0.5
-# The first requests import, compile and fill pools: a minute of them, or half of a shorter load.
-_LONGEST_WARM_UP_S = 60.0
+# The first requests import, compile and fill pools and caches: some minutes of them, or half of a
+# shorter load.
+_LONGEST_WARM_UP_S = 180.0
 _SAMPLE_S = 5.0
+_API_KEY = "the key of a soak, with all rights"
+_KEPT_FOR_DAYS = ("out", "batch", "batch_parts", "operation", "idem")
 
 
 @dataclass
 class SoakReport:
-    """`samples` are footprints under load, with seconds since the load began."""
+    """`samples`: seconds since the load began, until the stack was at rest again."""
 
     seed: int
     load_s: float
     before: Footprint
     after: Footprint
-    samples: list[dict[str, Any]]
+    samples: list[Sample]
     calls: dict[str, int]
     violations: list[str] = field(default_factory=list)
 
@@ -71,7 +96,7 @@ class SoakReport:
                     "threads": f"{one.num_threads} -> {now.num_threads}",
                 }
             )
-        return {**figures, "samples": self.samples}
+        return {**figures, "samples": [sample.row() for sample in self.samples]}
 
 
 async def run_soak(
@@ -85,14 +110,56 @@ async def run_soak(
     environ = {
         "BATCHWAY_SYNC_RETENTION_S": retention,
         "BATCHWAY_JOB_RETENTION_S": retention,
+        "BATCHWAY_SYNC_DEADLINE_S": f"{SYNC_DEADLINE_S:g}",
+        "BATCHWAY_API_KEY": _API_KEY,
+        "BATCHWAY_CALLBACK_ALLOW": "127.0.0.1",
     }
-    with EmbeddedRedis() as server:
-        arguments = (f"--workers={NUM_WORKERS}", f"--redis-url={server.url}")
-        namespace = f"--namespace={KEYS.namespace}"
-        with running_stack(*arguments, namespace, model=HASH_MODEL, environ=environ) as stack:
-            url = await asyncio.to_thread(lambda: stack.url)
-            soak = _Soak(server, stack, Load(url, seed), say)
-            return await soak.run(load_s, tolerance or Tolerance())
+    with tempfile.TemporaryDirectory() as temp, EmbeddedRedis() as server:
+        folder = Path(temp)
+        flows = folder / "models.yaml"  # JSON is YAML, too
+        models = [{"name": name, name: flow} for name, flow in FLOWS.items()]
+        flows.write_text(json.dumps({"models": models}))
+        arguments = (
+            f"--redis-url={server.url}",
+            f"--namespace={KEYS.namespace}",
+            f"--object-store={folder / 'objects'}",
+            f"--models={flows}",
+        )
+        stack_of_fleet = running_fleet(_fleet(folder), *arguments, environ=environ)
+        async with Receiver(BEHAVIOURS) as receiver:
+            with stack_of_fleet as stack:
+                url = await asyncio.to_thread(lambda: stack.url)
+                load = Load(url, seed, _API_KEY, await _limited_key(server.url), receiver.url(""))
+                soak = _Soak(server, stack, load, say)
+                return await soak.run(load_s, tolerance or Tolerance())
+
+
+def _fleet(folder: Path) -> Path:
+    """Workers of the hash model, and one of each kind of encoder."""
+    hash_model = folder / MODEL
+    hash_model.mkdir()
+    (hash_model / HASH_MODEL_FILE).write_bytes(msgspec.json.encode(HASH_MODEL))
+    encoders = {
+        EMBEDDER: save_embedder("bert", folder / EMBEDDER),
+        RANKER: save_classifier("bert", folder / RANKER, 1),
+        CLASSIFIER: save_classifier("bert", folder / CLASSIFIER, 3),
+    }
+    shared = {"device": "cpu", "threads": 1}
+    own = {"engine_module": "tests.hash_engine", "count": NUM_WORKERS}
+    entries: list[dict[str, Any]] = [{"model": str(hash_model), **own, **shared}]
+    entries += [
+        {"model": str(path), "served_model_name": name, "memory_share": 0.05, **shared}
+        for name, path in encoders.items()
+    ]
+    fleet = folder / "fleet.yaml"
+    fleet.write_text(json.dumps({"models": entries}))
+    return fleet
+
+
+async def _limited_key(redis_url: str) -> str:
+    async with contextlib.aclosing(redis.asyncio.Redis.from_url(redis_url)) as client:
+        terms = KeyTerms(tenant="limited", requests_per_minute=1)
+        return (await ApiKeys(client, KEYS).create(terms))[0]
 
 
 @dataclass
@@ -101,7 +168,7 @@ class _Soak:
     stack: Stack
     load: Load
     say: Callable[[str], None]
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
     async def run(self, load_s: float, tolerance: Tolerance) -> SoakReport:
         warm_up_s = min(_LONGEST_WARM_UP_S, load_s / 2)
@@ -111,8 +178,9 @@ class _Soak:
         self.load.counts.clear()
         async with self._sampling(load_s):
             await self.load.run(load_s)
-        after = await self._at_rest()
-        violations = compare(before, after, tolerance) + self.load.surprises
+            after = await self._at_rest()
+        under_load = [sample for sample in self.samples if sample.at_s <= load_s]
+        violations = compare(before, after, tolerance) + trends(under_load) + self.load.surprises
         return SoakReport(
             self.load.seed, load_s, before, after, self.samples, self.load.counts, violations
         )
@@ -136,6 +204,7 @@ class _Soak:
 
     def _check_at_rest(self) -> None:
         with redis.Redis.from_url(self.server.url) as client:
+            _let_expire(client)
             records: Any = client.keys(KEYS.of("job", "*"))
             assert not records, f"{len(records)} jobs are still kept"
             Audit(client, KEYS).check_at_rest()
@@ -153,8 +222,10 @@ class _Soak:
         while True:
             await asyncio.sleep(_SAMPLE_S)
             passed_s = time.monotonic() - started_s
+            with redis.Redis.from_url(self.server.url) as client:
+                _let_expire(client)
             found = await self._take()
-            self.samples.append({"at_s": round(passed_s, 1), **found.row()})
+            self.samples.append(sample_of(passed_s, found))
             num_calls, rss = self.load.counts.total(), sum(p.rss_bytes for p in found.processes)
             self.say(
                 f"{passed_s:.0f} of {load_s:.0f} s, {num_calls} calls, "
@@ -162,11 +233,28 @@ class _Soak:
             )
 
 
+def _let_expire(client: redis.Redis) -> None:
+    """Shortens the time to live of records that nobody works on any more."""
+    for kind in _KEPT_FOR_DAYS:
+        for key in client.scan_iter(KEYS.of(kind, "*"), count=1000):
+            is_pending = kind == "out" and client.hget(key, "state") != b"delivered"
+            if not is_pending and client.pttl(key) > 1000 * RETENTION_S:
+                client.pexpire(key, int(1000 * RETENTION_S))
+
+
 def main() -> int:
     parser = parser_of("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of load (default: 10)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: .svg or .png")
     options = parser.parse_args()
-    return run(lambda: run_soak(options.minutes * 60, options.seed, Progress().say), options.json)
+
+    async def soak() -> SoakReport:
+        report = await run_soak(options.minutes * 60, options.seed, Progress().say)
+        if options.picture is not None:
+            draw(report.samples, report.load_s, options.picture)
+        return report
+
+    return run(soak, options.json)
 
 
 if __name__ == "__main__":

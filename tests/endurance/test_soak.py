@@ -2,12 +2,15 @@
 
 import dataclasses
 import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.endurance.calls import CALLS
 from tests.endurance.footprint import Footprint, Process, Tolerance, compare
-from tests.endurance.load import CALLS
+from tests.endurance.series import Sample, draw, sample_of, trends
 from tests.endurance.soak import run_soak
 
 pytestmark = [
@@ -34,14 +37,14 @@ def with_templates(*pids: int) -> Footprint:
 
 async def test_a_mixed_load_leaves_nothing_behind() -> None:
     """Memory, descriptors, threads and keys are back at their values, and no caller got an
-    unexpected response."""
+    unexpected response, of all kinds of calls."""
     report = await run_soak(load_s=6.0, seed=1)
 
     assert report.violations == []
     assert report.calls.keys() == CALLS.keys()
-    kinds = [one.kind for one in report.after.processes]
-    assert (kinds.count("gateway"), kinds.count("supervisor"), kinds.count("engine")) == (1, 2, 2)
-    assert "redis" in kinds
+    kinds = Counter(one.kind for one in report.after.processes)
+    assert kinds["gateway"] == kinds["callbacks"] == kinds["redis"] == 1
+    assert (kinds["supervisor"], kinds["engine"], kinds["encoder's engine"]) == (5, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +83,28 @@ def test_redis_has_no_more_connections_than_its_clients() -> None:
     assert compare(BEFORE, after(36, 25 + 6 + 8), Tolerance()) == []
     [sentence] = compare(BEFORE, after(36, 25 + 6 + 9), Tolerance())
     assert sentence == "redis 9 has 40 file descriptors, before 25"
+
+
+def samples(more_bytes: int, more_fds: int) -> list[Sample]:
+    """A minute, in which a gateway grows at every sample."""
+    found = []
+    for number in range(12):
+        grown = changed(rss_bytes=80 * 2**20 + number * more_bytes, num_fds=30 + number * more_fds)
+        found.append(sample_of(5.0 * number, grown))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("growth", "word"), [((2 * 2**20, 0), "resident MiB of gateway"), ((0, 2), "descriptors")]
+)
+def test_growth_under_a_steady_load_is_reported(growth: tuple[int, int], word: str) -> None:
+    """Of each quantity by itself, also where all is given back at the end."""
+    assert trends(samples(0, 0)) == []
+    [sentence] = trends(samples(*growth))
+    assert word in sentence
+
+
+def test_a_run_is_drawn(tmp_path: Path) -> None:
+    """All quantities over time, in one picture."""
+    draw(samples(2**20, 1), 50.0, tmp_path / "soak.svg")
+    assert (tmp_path / "soak.svg").read_text().count("<svg") == 1

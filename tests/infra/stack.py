@@ -148,9 +148,11 @@ def running_demo_stack(
 
 
 @contextlib.contextmanager
-def running_fleet(file: Path, *arguments: str) -> Iterator[Stack]:
+def running_fleet(
+    file: Path, *arguments: str, environ: Mapping[str, str] | None = None
+) -> Iterator[Stack]:
     """Runs `batchway up --fleet`."""
-    with _running([f"--fleet={file}", *arguments], {}) as stack:
+    with _running([f"--fleet={file}", *arguments], environ or {}) as stack:
         yield stack
 
 

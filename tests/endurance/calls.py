@@ -1,0 +1,416 @@
+"""All kinds of calls of a soak, each with what its answer must be.
+
+Over 300 lines: one list of calls, each in a few lines.
+"""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import random
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.callbacks.receiver import SECRET, Answer, Behaviour
+from tests.infra.stack import MODEL
+
+BAD_ROW_ID = 1  # a byte only in prompts that are to fail; see HashModelOptions
+# Few: `tokenizers` keeps the last 10,000 texts, 16 MiB of texts such as ours, which is no leak.
+NUM_TEXTS = 50
+EMBEDDER, RANKER, CLASSIFIER = "embedder", "ranker", "classifier"
+# models.yaml, one flow of each kind.
+FLOWS = {
+    "route": {
+        "rules": [{"when": {"pattern": "1"}, "to": [{"model": MODEL}]}],
+        "otherwise": [{"model": "cascade"}],
+    },
+    "cascade": {"members": [{"model": MODEL, "threshold": 0.5}, {"model": MODEL}]},
+    "ensemble": {"members": [MODEL, MODEL], "combine": "best-by-score", "scorer": RANKER},
+    "pipeline": {
+        "steps": [
+            {
+                "name": "first",
+                "model": MODEL,
+                "endpoint": "/v1/completions",
+                "body": {"prompt": "a"},
+            },
+            {
+                "name": "second",
+                "model": MODEL,
+                "endpoint": "/v1/chat/completions",
+                "body": {"messages": [{"role": "user", "content": "b"}], "max_tokens": 8},
+            },
+        ]
+    },
+}
+_POLL_S, _MOST_POLLS = 0.2, 300
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What a call is made with. `limited_key` has one request a minute; `callback_url` accepts."""
+
+    http: httpx.AsyncClient
+    limited_key: str
+    callback_url: str
+
+
+Call = Callable[[Caller, random.Random], Awaitable[None]]
+
+
+def first_time(answer: Answer) -> Behaviour:
+    """Gives this answer to the first delivery to a path, and accepts the next one."""
+    refused: set[str] = set()
+
+    def behave(path: str) -> Answer:
+        if path in refused:
+            return Answer()
+        refused.add(path)
+        return answer
+
+    return behave
+
+
+BEHAVIOURS: dict[str, Behaviour] = {
+    "/ok": lambda _: Answer(),
+    "/busy": first_time(Answer(503)),
+    "/gone": first_time(Answer(410)),
+}
+
+
+def _body(rng: random.Random, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": [rng.randrange(32, 127) for _ in range(rng.choice((3, 30, 200)))],
+        "max_tokens": rng.randrange(2, 40),
+        "n": rng.choice((1, 1, 2)),
+        **changes,
+    }
+
+
+async def _submit(caller: Caller, body: dict[str, Any], **fields: Any) -> str:
+    submission = {"endpoint": "/v1/completions", "body": body, **fields}
+    answer = await caller.http.post("/v1/jobs", json=submission)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+async def _stream(caller: Caller, rng: random.Random) -> None:
+    body = _body(rng, stream=True)
+    async with caller.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+
+
+async def _chat(caller: Caller, rng: random.Random) -> None:
+    messages = [{"role": "user", "content": f"hello {rng.randrange(NUM_TEXTS)}"}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": rng.randrange(2, 40)}
+    answer = await caller.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def _job(caller: Caller, rng: random.Random) -> None:
+    """A job that is followed by two readers: one reads everything, the other leaves."""
+    job_id = await _submit(caller, _body(rng))
+    async with caller.http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
+        await anext(events.aiter_lines())
+    async with caller.http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
+        if events.status_code == 404:
+            return  # forgotten meanwhile: a soak keeps nothing for long
+        names = [line async for line in events.aiter_lines() if line.startswith("event: ")]
+    assert names[-1:] == ["event: succeeded"]
+    answer = await caller.http.get(f"/v1/jobs/{job_id}")
+    assert answer.status_code == 404 or answer.json()["status"] == "succeeded", answer.text
+
+
+async def _cancelled_job(caller: Caller, rng: random.Random) -> None:
+    job_id = await _submit(caller, _body(rng, max_tokens=100))
+    await asyncio.sleep(rng.random() / 2)
+    answer = await caller.http.post(f"/v1/jobs/{job_id}/cancel")
+    assert answer.status_code in (200, 409), answer.text
+
+
+async def _closed_stream(caller: Caller, rng: random.Random) -> None:
+    body = _body(rng, stream=True, max_tokens=100)
+    async with caller.http.stream("POST", "/v1/completions", json=body) as answer:
+        await anext(answer.aiter_lines())
+
+
+async def _closed_call(caller: Caller, rng: random.Random) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(rng.random() / 2):
+            await caller.http.post("/v1/completions", json=_body(rng, max_tokens=100))
+
+
+async def _failing_job(caller: Caller, rng: random.Random) -> None:
+    """A job that fails in the engine at each attempt."""
+    body = {"model": MODEL, "prompt": [BAD_ROW_ID] * rng.randrange(1, 50)}
+    answer = await caller.http.post("/v1/completions", json=body)
+    assert answer.status_code == 500, answer.text
+
+
+async def _asked(
+    caller: Caller, path: str, body: dict[str, Any], status: int = 200, **options: Any
+) -> dict[str, Any]:
+    """The JSON of an answer with this status."""
+    answer = await caller.http.post(path, json=body, **options)
+    assert answer.status_code == status, f"{path}: {answer.status_code} {answer.text}"
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def _until(look: Callable[[], Awaitable[bool]], what: str) -> None:
+    for _ in range(_MOST_POLLS):
+        if await look():
+            return
+        await asyncio.sleep(_POLL_S)
+    raise AssertionError(f"{what} did not happen")
+
+
+def _text(rng: random.Random) -> str:
+    return f"hello {rng.randrange(NUM_TEXTS)}"
+
+
+def _messages(rng: random.Random, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": _text(rng)}]
+    return {"model": MODEL, "messages": messages, "max_tokens": rng.randrange(2, 40), **fields}
+
+
+def _schema(rng: random.Random) -> dict[str, Any]:
+    name = f"p{rng.randrange(10)}"
+    number = {"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]}
+    return {**number, "additionalProperties": False}
+
+
+async def _chat_stream(caller: Caller, rng: random.Random) -> None:
+    body = _messages(rng, stream=True, stream_options={"include_usage": True}, logprobs=True)
+    async with caller.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]", lines[-1]
+
+
+async def _structured(caller: Caller, rng: random.Random) -> None:
+    format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": _schema(rng)}}
+    await _asked(caller, "/v1/chat/completions", _messages(rng, response_format=format_))
+
+
+async def _tools(caller: Caller, rng: random.Random) -> None:
+    function = {"name": "f", "strict": True, "parameters": _schema(rng)}
+    tools = [{"type": "function", "function": function}]
+    body = _messages(rng, tools=tools, tool_choice=rng.choice(("auto", "required")))
+    await _asked(caller, "/v1/chat/completions", body)
+
+
+async def _embeddings(caller: Caller, rng: random.Random) -> None:
+    body = {"model": EMBEDDER, "input": [_text(rng)] * rng.randrange(1, 5)}
+    await _asked(caller, "/v1/embeddings", body)
+
+
+async def _rerank(caller: Caller, rng: random.Random) -> None:
+    body = {"model": RANKER, "query": "a", "documents": [_text(rng) for _ in range(5)]}
+    await _asked(caller, "/v1/rerank", body)
+
+
+async def _score(caller: Caller, rng: random.Random) -> None:
+    await _asked(caller, "/v1/score", {"model": RANKER, "text_1": "a", "text_2": _text(rng)})
+
+
+async def _classify(caller: Caller, rng: random.Random) -> None:
+    await _asked(caller, "/v1/classify", {"model": CLASSIFIER, "input": _text(rng)})
+
+
+async def _response(caller: Caller, rng: random.Random) -> None:
+    """One that is not stored, whole or streamed."""
+    body = {"model": MODEL, "input": _text(rng), "max_output_tokens": 16, "store": False}
+    if rng.random() < 0.5:
+        await _asked(caller, "/v1/responses", body)
+        return
+    async with caller.http.stream("POST", "/v1/responses", json={**body, "stream": True}) as answer:
+        names = [line async for line in answer.aiter_lines() if line.startswith("event: ")]
+    assert names[-1] in ("event: response.completed", "event: response.incomplete"), names[-1]
+
+
+async def _chained_responses(caller: Caller, rng: random.Random) -> None:
+    body = {"model": MODEL, "input": _text(rng), "max_output_tokens": 16}
+    first = await _asked(caller, "/v1/responses", body)
+    later = {**body, "previous_response_id": first["id"]}
+    answer = await caller.http.post("/v1/responses", json=later)
+    assert answer.status_code in (200, 404), answer.text  # forgotten: nothing is kept for long
+    await caller.http.delete(f"/v1/responses/{first['id']}")
+
+
+async def _flow(caller: Caller, rng: random.Random) -> None:
+    name = rng.choice(list(FLOWS))
+    await _asked(caller, "/v1/chat/completions", _messages(rng, model=name, max_tokens=8))
+
+
+async def _job_with_callback(caller: Caller, rng: random.Random) -> None:
+    """Delivered at once, or at the second attempt."""
+    url = f"{caller.callback_url}/{rng.choice(('ok', 'busy'))}?{uuid.uuid4().hex}"
+    await _submit(caller, _body(rng), callback={"url": url, "secret": SECRET})
+
+
+async def _dead_callback(caller: Caller, rng: random.Random) -> None:
+    """One that the receiver refuses for good, until it is replayed."""
+    url = f"{caller.callback_url}/gone?{uuid.uuid4().hex}"
+    job_id = await _submit(caller, _body(rng, n=1), callback={"url": url, "secret": SECRET})
+    path = f"/v1/callbacks/dead/{job_id}"
+
+    async def is_dead() -> bool:
+        return (await caller.http.get(path)).status_code == 200
+
+    await _until(is_dead, "a dead letter")
+    answer = await caller.http.post(f"{path}/replay")
+    assert answer.status_code == 202, answer.text
+
+
+async def _batch(caller: Caller, rng: random.Random) -> None:
+    """Uploaded whole or in parts, and deleted with its results."""
+    lines = [
+        json.dumps(
+            {
+                "custom_id": f"{number}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": _messages(rng, **({"max_tokens": -1} if number == 0 else {})),
+            }
+        ).encode()
+        for number in range(rng.randrange(2, 10))
+    ]
+    input_id = await rng.choice((_file, _uploaded))(caller, b"\n".join(lines))
+    batch = {"input_file_id": input_id, "endpoint": "/v1/chat/completions"}
+    found = await _asked(caller, "/v1/batches", {**batch, "completion_window": "24h"})
+    ended = dict[str, Any]()
+
+    async def has_ended() -> bool:
+        ended.update((await caller.http.get(f"/v1/batches/{found['id']}")).json())
+        return ended["status"] in ("completed", "failed", "cancelled")
+
+    if rng.random() < 0.25:
+        await caller.http.post(f"/v1/batches/{found['id']}/cancel")
+    await _until(has_ended, "the end of a batch")
+    for file_id in filter(None, (input_id, ended["output_file_id"], ended["error_file_id"])):
+        assert (await caller.http.get(f"/v1/files/{file_id}/content")).status_code == 200
+        assert (await caller.http.delete(f"/v1/files/{file_id}")).status_code == 200
+
+
+async def _file(caller: Caller, content: bytes) -> str:
+    form: Any = {"file": ("in.jsonl", content), "purpose": (None, "batch")}
+    answer = await caller.http.post("/v1/files", files=form)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+async def _uploaded(caller: Caller, content: bytes) -> str:
+    asked = {"purpose": "batch", "filename": "in.jsonl", "bytes": len(content), "mime_type": "x"}
+    upload = await _asked(caller, "/v1/uploads", asked)
+    path, part_ids = f"/v1/uploads/{upload['id']}", []
+    for part in (content[:100], content[100:]):
+        answer = await caller.http.post(f"{path}/parts", files={"data": ("part", part)})
+        assert answer.status_code == 200, answer.text
+        part_ids.append(answer.json()["id"])
+    done = await _asked(caller, f"{path}/complete", {"part_ids": part_ids})
+    return str(done["file"]["id"])
+
+
+async def _operation(caller: Caller, rng: random.Random) -> None:
+    """Cancels by filter."""
+    mark = {"metadata": {"soak": uuid.uuid4().hex}}
+    await _submit(caller, _body(rng, max_tokens=100), **mark)
+    answer = await caller.http.post("/v1/jobs/cancel", json=mark)
+    # 429: a tenant may have only some open operations.
+    assert answer.status_code in (202, 429), answer.text
+
+
+async def _reads(caller: Caller, rng: random.Random) -> None:
+    for path in ("/v1/models", "/metrics", "/v1/jobs?metadata[soak]=x&limit=100", "/v1/batches"):
+        answer = await caller.http.get(path)
+        assert answer.status_code == 200, f"{path}: {answer.text}"
+    await _asked(caller, "/v1/quote", {"endpoint": "/v1/completions", "body": _body(rng)})
+    pause = {"tenant": f"nobody{rng.randrange(3)}"}
+    await _asked(caller, "/v1/lanes/pause", pause)
+    answer = await caller.http.post("/v1/lanes/resume", json=pause)
+    assert answer.status_code in (200, 404), answer.text  # another caller has resumed it
+
+
+async def _refused_call(caller: Caller, rng: random.Random) -> None:
+    """One of each kind of refusal."""
+    bad, json_type = {"headers": {"authorization": "Bearer wrong"}}, "application/json"
+    limited = {"headers": {"authorization": f"Bearer {caller.limited_key}"}}
+    bomb = {"headers": {"content-type": json_type, "content-encoding": "gzip"}}
+    deep = b'{"model":' + b"[" * 1000 + b"]" * 1000 + b"}"
+    path, options, statuses = rng.choice(
+        (
+            ("/v1/completions", {"json": _body(rng, model="nobody")}, (404,)),
+            ("/v1/completions", {"json": _body(rng, max_tokens=-1)}, (400,)),
+            ("/v1/completions", {"json": _body(rng, prompt="x" * 5000)}, (400,)),
+            ("/v1/completions", {"json": _body(rng, unknown=1)}, (400,)),
+            ("/v1/chat/completions", {"json": _body(rng)}, (400,)),
+            ("/v1/responses", {"json": {"model": MODEL, "input": 1}}, (400,)),
+            ("/v1/completions", {"content": deep, "headers": {"content-type": json_type}}, (400,)),
+            ("/v1/completions", {"json": _body(rng), **bad}, (401,)),
+            ("/v1/completions", {"json": _body(rng), **limited}, (200, 429)),
+            ("/v1/completions", {"content": _BOMB, **bomb}, (413,)),
+            ("/v1/completions", {"content": b"{}"}, (415,)),
+            ("/v1/completions", {"json": _body(rng, response_format=_NO_SCHEMA)}, (400,)),
+            ("/v1/nothing", {"json": {}}, (404,)),
+            ("/v1/batches", {"json": {"input_file_id": "no"}}, (400,)),
+        )
+    )
+    answer = await caller.http.post(path, **options)
+    assert answer.status_code in statuses, f"{path}: {answer.status_code} {answer.text}"
+
+
+async def _reused_idempotency_key(caller: Caller, rng: random.Random) -> None:
+    headers = {"idempotency-key": uuid.uuid4().hex}
+    await _asked(caller, "/v1/completions", _body(rng, max_tokens=5, n=1), headers=headers)
+    changed = _body(rng, max_tokens=6, n=1)
+    answer = await caller.http.post("/v1/completions", json=changed, headers=headers)
+    assert answer.status_code in (200, 422), answer.text  # 200: the first is forgotten
+
+
+async def _half_head(caller: Caller, rng: random.Random) -> None:
+    """Leaves within the head, or within the body."""
+    url, body = caller.http.base_url, b'{"model":'
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    rest = b"content-type: application/json\r\ncontent-length: 100\r\n\r\n" + body
+    writer.write(head + (rest if rng.random() < 0.5 else b""))
+    await writer.drain()
+    writer.close()
+
+
+_BOMB = gzip.compress(bytes(64 * 2**20))
+_NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no type"}}}
+
+CALLS: dict[str, Call] = {
+    "stream": _stream,
+    "chat": _chat,
+    "chat stream": _chat_stream,
+    "structured": _structured,
+    "tools": _tools,
+    "embeddings": _embeddings,
+    "rerank": _rerank,
+    "score": _score,
+    "classify": _classify,
+    "response": _response,
+    "chained responses": _chained_responses,
+    "flow": _flow,
+    "job": _job,
+    "job with callback": _job_with_callback,
+    "dead callback": _dead_callback,
+    "cancelled job": _cancelled_job,
+    "operation": _operation,
+    "batch": _batch,
+    "reads": _reads,
+    "closed stream": _closed_stream,
+    "closed call": _closed_call,
+    "failing job": _failing_job,
+    "refused call": _refused_call,
+    "reused idempotency key": _reused_idempotency_key,
+    "half head": _half_head,
+}
