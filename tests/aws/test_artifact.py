@@ -187,8 +187,9 @@ def test_the_workers_image_has_vllm_where_auto_looks_for_it() -> None:
     last = text[text.rindex("\nFROM ") :]
     [own] = re.findall(r"python -m venv (/opt/batchway)$", text, re.M)
     beside = Path(own).parent / ".venv-vllm"
-    assert f"python -m venv {beside} && {beside}/bin/pip install" in last
-    [version] = re.findall(r'ARG VLLM="vllm==(.+)"', last)
+    assert re.search(rf"python -m venv {beside} \\\n +&& {beside}/bin/pip install", last)
+    lock = (ROOT / "locks" / "vllm.txt").read_text()
+    [version] = re.findall(r"^vllm==(\S+)", lock, re.M)
     assert f"[newest]={version})" in (ROOT / "scripts" / "setup-vllm").read_text()
 
 
