@@ -1,7 +1,7 @@
 """A process for untrusted input of callers or models, with limits on memory and time.
 
 It exchanges frames with child_process.py over a socket, its file descriptor 0, and ends when the
-socket is closed. It imports little and has no secrets.
+socket is closed. It imports little, has no secrets, and can open nothing (confinement.py).
 """
 
 import json
@@ -10,14 +10,29 @@ import os
 import resource
 import signal
 import struct
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
+from importlib import import_module
 from typing import Any
+
+from gateway.confinement import confine
 
 REQUEST_HEAD = struct.Struct(">I")  # length of the JSON in bytes
 REPLY_HEAD = struct.Struct(">BI")  # kind; length of the text in bytes
+
+# What Python, jinja2 and markupsafe import when a template first needs it.
+_LATER = (
+    "encodings.unicode_escape",
+    "html",
+    "jinja2.constants",
+    "jinja2.debug",
+    "pprint",
+    "textwrap",
+    "unicodedata",
+)
 
 
 class Reply(IntEnum):
@@ -48,7 +63,13 @@ def _serve(prepare: Callable[[Any], Callable[[Any], str]]) -> None:
     start = _receive()
     if start is None:
         return
-    _limit(resource.RLIMIT_CORE, 0)
+    if "jinja2" in sys.modules:
+        for name in _LATER:
+            import_module(name)
+    if start["time_zone"] is not None:
+        os.environ["TZ"] = start["time_zone"]
+    time.tzset()
+    confine()
     _limit(resource.RLIMIT_AS, start["max_memory_bytes"])
     _limit_cpu(start["cpu_s"])
     try:

@@ -19,6 +19,7 @@ import msgspec
 from cachetools import TTLCache
 
 from gateway.child import REPLY_HEAD, REQUEST_HEAD, Refused, Reply
+from gateway.confinement import hide_memory
 from gateway.turns import Busy, Turns, current_owner, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
@@ -26,6 +27,11 @@ _LONG_S = 0.05  # after which a process gives way, and another is started for ot
 _NICENESS = 10
 _MAX_IDLE, _MAX_GIVEN_WAY = 2, 1
 _NUM_TRIES = 2  # of a request that ends its process
+# Runs a module as `-m` does, with the search path that follows its name.
+_RUN = (
+    "import runpy, sys; _, module, *sys.path = sys.argv; "
+    "runpy.run_module(module, run_name='__main__', alter_sys=True)"
+)
 _MAX_DEATHS, _DEATHS_S = 1024, 300.0  # requests that are remembered, and for how long
 
 
@@ -58,7 +64,12 @@ class ChildPool:
         self._module = module
         self._limits = limits
         self._start_message = msgspec.json.encode(
-            {**start, "max_memory_bytes": limits.max_memory_bytes, "cpu_s": limits.cpu_s}
+            {
+                **start,
+                "max_memory_bytes": limits.max_memory_bytes,
+                "cpu_s": limits.cpu_s,
+                "time_zone": os.environ.get("TZ"),
+            }
         )
         self._turns = Turns(2, wait_s=limits.turn_s)  # of requests without an owner
         self._idle: list[_Child] = []
@@ -203,11 +214,13 @@ class _Child:
     @classmethod
     async def start(cls, module: str) -> "_Child":
         """Raises OSError."""
+        hide_memory()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 process = await create_subprocess_exec(
-                    *(sys.executable, "-S", "-P", "-m", module),
+                    *(sys.executable, "-I", "-S", "-c", _RUN, module),
+                    *map(os.path.abspath, sys.path),
                     stdin=theirs.fileno(),
                     stdout=DEVNULL,
                     stderr=DEVNULL,  # a traceback could quote a message
@@ -243,6 +256,6 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """Python's search path and the time zone; no address and no secret."""
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ}
-    return {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), **kept}
+    """Empty, unless Python finds its own libraries by a variable, as on Lambda."""
+    name = "LD_LIBRARY_PATH"
+    return {name: os.environ[name]} if name in os.environ else {}

@@ -24,7 +24,7 @@ _KIND_BY_COMMAND = {
 }
 # The gateway's processes for untrusted input, by module. They are replaced where a request takes
 # long, which on a busy machine any may.
-_REPLACED = re.compile(r"-m (gateway\.\S+)")
+_REPLACED = re.compile(r"runpy.* (gateway\.\S+)")
 _MAX_WAITING = _MAX_IDLE + _MAX_GIVEN_WAY
 _MIB = 2**20
 # Idle lanes: keys that sometimes exist while nothing runs.

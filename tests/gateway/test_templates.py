@@ -351,27 +351,6 @@ async def test_a_closed_template_ends_its_process_after_its_current_request(
     assert template.pid is None
 
 
-@pytest.mark.anyio
-async def test_a_process_holds_no_secret(
-    templates: Templates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither in its environment nor as an open file."""
-    monkeypatch.setenv("REDIS_URL", "redis://:hush@localhost")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
-    template = templates.of("{{ messages[0].content }}")
-    await template.render(MESSAGES)
-    variables, targets = environment_and_files(template.pid)
-    names = {variable.partition(b"=")[0] for variable in variables}
-    assert names <= {b"PYTHONPATH", b"LD_LIBRARY_PATH", b"TZ", b"LC_CTYPE", b""}
-    assert {target.partition(":")[0] for target in targets} == {"socket", "/dev/null"}
-
-
-def environment_and_files(pid: int | None) -> tuple[list[bytes], set[str]]:
-    process = Path(f"/proc/{pid}")
-    targets = {os.readlink(fd) for fd in process.joinpath("fd").iterdir()}
-    return process.joinpath("environ").read_bytes().split(b"\0"), targets
-
-
 _KILLED_GATEWAY = """
 import asyncio, os, signal
 from gateway.child_process import ChildLimits
