@@ -24,7 +24,8 @@ DOCUMENTED = {
     "starlette": {
         "starlette.applications", "starlette.background", "starlette.concurrency",
         "starlette.datastructures", "starlette.exceptions", "starlette.middleware",
-        "starlette.middleware.cors", "starlette.requests", "starlette.responses", "starlette.routing", "starlette.status",
+        "starlette.middleware.cors", "starlette.requests", "starlette.responses",
+        "starlette.routing", "starlette.status",
         "starlette.testclient", "starlette.types",
     },
     "fastapi": {

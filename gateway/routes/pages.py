@@ -108,7 +108,7 @@ async def log_in(request: Request, gateway: AcceptingGateway, login: Login) -> R
 
 
 @router.delete("/console/session")
-async def log_out(_caller: AnyCaller) -> Response:
+async def log_out(request: Request, _caller: AnyCaller) -> Response:
     """Forgets the browser's session."""
     answer = Response(status_code=204)
     is_secure = request.url.scheme == "https"
