@@ -31,8 +31,8 @@ from contract.partitions import MAX_PARTITIONS
 from contract.payloads import open_store
 
 _ENTRY = re.compile(r"([a-z][a-z0-9_-]{0,31})\s*=\s*(\d+|\d+(?:\.\d+)?s)")
-# The host is a name or an address, RFC 6454, section 6.2; all of it ASCII.
-_ORIGIN = re.compile(r"(https?)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
+# RFC 6454, section 6.2, all of it ASCII; desktop programs have schemes of their own.
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -70,8 +70,8 @@ def origin_of(text: str) -> str | None:
     if match is None:
         return None
     scheme, host, port = match.groups()
-    number = int(port or _PORTS[scheme])
-    return f"{scheme}://{host}" + ("" if number == _PORTS[scheme] else f":{number}")
+    has_port = port is not None and int(port) != _PORTS.get(scheme)
+    return f"{scheme}://{host}" + (f":{int(port)}" if has_port else "")
 
 
 def _origins(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -81,8 +81,9 @@ def _origins(texts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(origin_of(text) or text for text in texts)
 
 
-def _proxies(texts: Iterable[str]) -> AllowList:
-    return AllowList(tuple(ip_network(text) for text in texts))  # no names, which would mean DNS
+def proxies_of(texts: tuple[str, ...]) -> AllowList:
+    """Addresses and networks, by default this machine. Raises ValueError for names."""
+    return AllowList(tuple(map(ip_network, texts or ("127.0.0.1", "::1"))))
 
 
 def _split(raw: Any) -> Any:
@@ -163,12 +164,12 @@ class GatewaySettings(BaseSettings):
     )
     allowed_origins: Annotated[_Names, AfterValidator(_origins)] = _set(
         (),
-        "origins of other sites whose pages may call, such as `https://app.example.com`; `*`: any, "
-        "without cookies",
+        "origins of other sites whose pages may call, by commas; `*`: any, without cookies",
     )
-    trusted_proxies: Annotated[_Names, _read_by(_proxies)] = _set(
-        ("127.0.0.1", "::1"),
-        "addresses and networks of proxies, whose `X-Forwarded-Proto` and `X-Forwarded-Host` hold",
+    trusted_proxies: Annotated[_Names, _read_by(proxies_of)] = _set(
+        (),
+        "addresses and networks of proxies, whose `X-Forwarded-Proto` and `X-Forwarded-Host` hold. "
+        "By default this machine's",
     )
     sync_deadline_s: PositiveFloat = _set(120.0, "the deadline of a synchronous call")
     sync_limit_s: NonNegativeFloat = _set(
@@ -285,10 +286,6 @@ class GatewaySettings(BaseSettings):
     def allowed_targets(self) -> AllowList:
         """Private addresses that callbacks may reach. Raises ValueError."""
         return AllowList.parse(self.callback_allow)
-
-    def known_proxies(self) -> AllowList:
-        """Proxies that may say how a request came. Raises ValueError."""
-        return _proxies(self.trusted_proxies)
 
     def known_secrets(self) -> Secrets:
         """Secrets that sign callbacks without a secret of their own. Raises ValueError."""

@@ -196,10 +196,8 @@ def _option_row(action: argparse.Action) -> Row:
 def _setting_row(name: str) -> Row:
     field = GatewaySettings.model_fields[name]
     default = "required" if field.is_required() else field.default
-    if default is None:
+    if default in (None, "", ()):
         default = ""
-    elif isinstance(default, tuple):
-        default = ",".join(default)
     elif isinstance(default, float):
         default = f"{default:g}"
     return f"`{variable(name)}`", str(default), field.description or ""

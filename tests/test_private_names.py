@@ -25,8 +25,7 @@ DOCUMENTED = {
         "starlette.applications", "starlette.background", "starlette.concurrency",
         "starlette.datastructures", "starlette.exceptions", "starlette.middleware",
         "starlette.middleware.cors", "starlette.requests", "starlette.responses",
-        "starlette.routing", "starlette.status",
-        "starlette.testclient", "starlette.types",
+        "starlette.routing", "starlette.status", "starlette.testclient", "starlette.types",
     },
     "fastapi": {
         "fastapi", "fastapi.encoders", "fastapi.exception_handlers", "fastapi.exceptions",

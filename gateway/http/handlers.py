@@ -66,7 +66,7 @@ class Error(BaseModel):
 _REASONS: Mapping[int, str] = {
     400: "What the caller must change; `param` names it",
     401: "No API key, or none that is good",
-    403: "The key is not for this",
+    403: "The key is not for this, or a page of another origin asks for it",
     404: "It does not exist, or is another tenant's",
     408: "The body did not arrive in time",
     409: "The job is not in a state for this",

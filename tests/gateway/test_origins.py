@@ -19,7 +19,8 @@ from tests.aws.lambda_events import HEADERS, http_event, rest_event
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
-pytestmark = pytest.mark.anyio
+# Without keys, whatever tests before left.
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("redis_client")]
 
 Pairs = list[tuple[str, str]]
 
@@ -489,7 +490,14 @@ async def test_without_the_setting_there_is_no_cors(url: str) -> None:
     "wrong",
     [
         *("app.example.com", "https://app.example.com/", "https://app.example.com/x", "null"),
-        *("https://*.example.com", "ftp://a", "https://u@a", "https://b\u00fccher.example", "**"),
+        *(
+            "https://*.example.com",
+            "file://",
+            "1://a",
+            "https://u@a",
+            "https://b\u00fccher.example",
+            "**",
+        ),
         *("https://a:port", "https://a:", "http://[::1", "https://a?b", "https://a#b", "https://"),
     ],
 )
@@ -498,6 +506,17 @@ def test_what_is_no_origin_is_refused_at_the_start(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"BATCHWAY_ALLOWED_ORIGINS: .* is no origin") as caught:
         GatewaySettings.from_env(redis_url="redis://x", allowed_origins=f"https://ok, {wrong}")
     assert repr(wrong) in str(caught.value)
+
+
+def test_an_origin_is_kept_as_browsers_write_it() -> None:
+    """So that the text of the setting need not be the very same; desktop programs have schemes."""
+    written = (
+        "HTTPS://App.Example.com:443, http://[::1]:080,http://localhost:3000,tauri://localhost,*"
+    )
+    settings = GatewaySettings.from_env(redis_url="redis://x", allowed_origins=written)
+    assert settings.allowed_origins == (
+        APP, "http://[::1]", "http://localhost:3000", "tauri://localhost", "*"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", ["nginx", "localhost", "10.0.0.1/8", "*", "10.0.0.0/33"])
