@@ -176,7 +176,7 @@ def test_hints_wait_up_to_their_bound() -> None:
     assert bound == SETTINGS.max_buffer_bytes
     mailbox = Mailbox(bound)
     for number in range(3_000):
-        entry = LogEntry(number, Tokens((ChoiceDelta(0, number, (1,), "word", None, None),)), "")
+        entry = LogEntry(number, "", Tokens((ChoiceDelta(0, number, (1,), "word", None, None),)))
         mailbox.put(entry, 1_000)
         assert mailbox._num_bytes <= bound
     assert asyncio.run(mailbox.take(0.0)) == []

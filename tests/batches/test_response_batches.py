@@ -18,7 +18,7 @@ from tests.batches.test_batches import Url, ended, ids, jsonl, results, start
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.gateway.test_responses_api import TOOL, thinks_and_calls
 
 pytestmark = pytest.mark.anyio
@@ -193,3 +193,31 @@ async def test_another_gateway_goes_on_with_responses(
     assert len({job.id for job in idle_worker.seen}) == len(idle_worker.seen) == 100
     assert stored == found
     assert [response.output_text for response in found] == ["Hello wörld!"] * 100
+
+
+async def test_lines_that_refer_to_one_response_count_each(
+    client: AsyncOpenAI,
+    http: httpx.AsyncClient,
+    worker: FakeWorker,
+    redis_client: redis.asyncio.Redis,
+    keys: Keys,
+) -> None:
+    """A line with more than a body may have is refused, and leaves the others alone."""
+    await publish_model(redis_client, keys, context_length=400_000)
+    text = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 100_000}]}
+    body = {"model": MODEL, "input": [text, {"role": "user", "content": "Hi"}]}
+    answer = await http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    page = await http.get(f"/v1/responses/{answer.json()['id']}/input_items?order=asc")
+    item = {"id": page.json()["data"][0]["id"]}
+    asked = [
+        line(f"id-{n}", input=[*[item] * n, {"role": "user", "content": "?"}]) for n in range(6)
+    ]
+
+    batch = await run(client, *asked)
+
+    assert ids(await results(client, batch.output_file_id)) == ["id-0", "id-1", "id-2"]
+    refused = await results(client, batch.error_file_id)
+    assert ids(refused) == ["id-3", "id-4", "id-5"]
+    assert {each["response"]["status_code"] for each in refused} == {413}
+    assert max(len(job.response) for job in worker.seen) < 262_144

@@ -165,3 +165,17 @@ def test_content_stands_before_reasoning_and_a_call_where_a_template_takes_two_o
         {"role": "assistant", "content": "x"},
         {**message, "content": ""},
     ]
+
+
+_IDS = st.lists(st.sampled_from("ab"), min_size=2, max_size=9)
+
+
+@given(_IDS, _IDS, st.booleans())
+def test_each_result_is_shown_once_even_if_calls_share_an_id(
+    calls: list[str], results: list[str], apart: bool
+) -> None:
+    """Otherwise a thousand calls and a thousand results would be a million messages."""
+    message = {"role": "assistant", "content": "", "tool_calls": [call(each) for each in calls]}
+    shown = one_call_each([message, *map(result, results)], apart=apart)
+    assert len(shown) == len(calls) + len(results)
+    assert sorted(m["tool_call_id"] for m in shown if m["role"] == "tool") == sorted(results)

@@ -7,6 +7,7 @@ import httpx
 import pytest
 import redis.asyncio
 
+from contract.jobs import MAX_GRAMMAR_BYTES
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
@@ -30,7 +31,7 @@ async def small(
 
 
 def reasoning(num_bytes: int) -> dict[str, Any]:
-    """An item that no template shows, so that the context does not bound it."""
+    """An item that few templates show, so that the context seldom bounds it."""
     return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * num_bytes}]}
 
 
@@ -122,3 +123,79 @@ async def test_a_response_is_read_once(
     once = await num_reads(input=[{"id": ids[0]}, {"id": ids[-1]}])
     assert await num_reads(input=[{"id": i} for i in ids] * 40) == once
     assert await num_reads(input=[{"id": i} for i in ids] * 40, previous_response_id=id_) == once
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_what_is_stored_counts_as_stored(
+    small: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys, times: int
+) -> None:
+    """An item counts against its tenant's bytes in each response that has it, as item and as prompt,
+    of a byte a token here."""
+    _, (one, _) = await stored(small, reasoning(40_000))
+    rest = [{"role": "user", "content": "x"}]
+
+    async def num_stored(items: list[dict[str, Any]]) -> int:
+        key = keys.of("stored", "tenants")
+        before = int(await redis_client.hget(key, "default") or 0)
+        answer = await respond(small, input=[*items, *rest])
+        assert answer.status_code == 200, answer.text
+        return int(await redis_client.hget(key, "default") or 0) - before
+
+    without = await num_stored([])
+    more = await num_stored([{"id": one}] * times) - without
+    assert 2 * times * 40_000 < more < 2 * times * (40_000 + _HEAD) + 1_000
+
+
+@pytest.mark.parametrize("num_each", [1, 2, 8])
+@pytest.mark.parametrize("num_prompts", [1, 3])
+@pytest.mark.parametrize("length", [100, 6_000, 15_000])
+async def test_an_echo_counts_in_every_choice(
+    small: httpx.AsyncClient, num_each: int, num_prompts: int, length: int
+) -> None:
+    """Token ids as well as text, alone and in lists."""
+    num_bytes = length * num_prompts * num_each
+    for prompt in ([[97] * length] * num_prompts, ["a" * length] * num_prompts):
+        if len(str(prompt)) > MAX_BYTES:
+            continue
+        body = {"model": MODEL, "prompt": prompt, "n": num_each, "echo": True, "max_tokens": 30}
+        answer = await small.post("/v1/completions", json=body)
+        if num_bytes > MAX_BYTES:
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+        else:
+            assert answer.status_code == 200, answer.text
+            assert sum(c["text"].count("a") for c in answer.json()["choices"]) == num_bytes
+
+
+def _doubling(keyword: str) -> dict[str, Any]:
+    """Each schema refers twice to the next: written out they would be 2 ** 40."""
+
+    def twice(number: int) -> dict[str, Any]:
+        refs = [{"$ref": f"#/$defs/d{number}"}] * 2
+        if keyword == "properties":
+            return {"type": "object", "properties": dict(zip("ab", refs, strict=True))}
+        return {keyword: refs} | ({"type": "array"} if keyword == "prefixItems" else {})
+
+    definitions = {f"d{number}": twice(number + 1) for number in range(40)}
+    return twice(0) | {"$defs": definitions | {"d40": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("keyword", ["properties", "anyOf", "allOf", "oneOf", "prefixItems"])
+@pytest.mark.parametrize("is_tool", [False, True])
+async def test_references_that_double_cost_no_more_than_one_schema_may(
+    http: httpx.AsyncClient, idle_worker: FakeWorker, keyword: str, is_tool: bool
+) -> None:
+    """They become a small grammar, or are refused; the gateway answers the next call."""
+    schema = _doubling(keyword)
+    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    if is_tool:
+        function = {"name": "f", "parameters": schema, "strict": True}
+        body["tools"] = [{"type": "function", "function": function}]
+    else:
+        named = {"name": "a", "schema": schema, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": named}
+    job = {"endpoint": "/v1/chat/completions", "body": body}
+    answer = await http.post("/v1/jobs", json=job)
+    assert answer.status_code in (202, 400), answer.text
+    if answer.status_code == 202:
+        assert len((await idle_worker.claim()).job.params.grammar) < MAX_GRAMMAR_BYTES
+    assert (await http.get("/livez")).status_code == 200

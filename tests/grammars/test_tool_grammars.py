@@ -248,3 +248,25 @@ def test_what_a_syntax_cannot_force_is_refused_by_its_path(syntax: str, keyword:
         grammar_of(model, functions=[(3, "f", schema, True)])
     assert refused.value.path == f"3.function.parameters.properties.a.{keyword}"
     assert grammar_of(model, functions=[(3, "f", schema, False)])
+
+
+class Counted(dict[str, Any]):
+    """Counts how often something in it is looked up."""
+
+    num_reads = 0
+
+    def get(self, *names: Any) -> Any:
+        self.num_reads += 1
+        return super().get(*names)
+
+
+@pytest.mark.parametrize("end", [{"type": "string"}, {"type": "integer"}, {"$ref": "#/$defs/0"}])
+def test_each_reference_of_a_function_is_followed_once(end: dict[str, Any]) -> None:
+    """Thousands of parameters that refer to a chain of thousands of schemas."""
+    number = 3_000
+    chain = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(number)} | {str(number): end}
+    names = {f"p{i}": {"$ref": f"#/$defs/{i % number}"} for i in range(2 * number)}
+    schema = Counted({"type": "object", "properties": names, "$defs": chain})
+    found = string_parameters(schema)
+    assert set(found) == (names.keys() if end == {"type": "string"} else set())
+    assert schema.num_reads < 2 * number
