@@ -18,7 +18,7 @@ MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
 
 # Where a grammar is applied: arguments of llguidance's LLParserLimits. One grammar takes at most
-# about 70 MB, and about 40 ms of a step; gateways check grammars with less. Errors must not quote
+# about 190 MB, and about 40 ms of a step; gateways check grammars with less. Errors must not quote
 # the output.
 GRAMMAR_LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 600_000,

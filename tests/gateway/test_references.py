@@ -129,8 +129,8 @@ async def test_a_response_is_read_once(
 async def test_what_is_stored_counts_as_stored(
     small: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys, times: int
 ) -> None:
-    """An item counts against its tenant's bytes in each response that has it, as item and as prompt,
-    of a byte a token here."""
+    """An item counts against its tenant's bytes in each response that has it: as an item, and as
+    prompt of a byte a token here."""
     _, (one, _) = await stored(small, reasoning(40_000))
     rest = [{"role": "user", "content": "x"}]
 
