@@ -1,13 +1,13 @@
 -- The outbox of callback messages, as far as several functions use it. Messages wait in three levels,
 -- each a sorted set by the time of the next visit: tenants in `outbox`, a tenant's destinations in
--- `outbox:<tenant>`, a destination's messages in `due:<destination>`.
+-- `due:of:<tenant>`, a destination's messages in `due:<destination>`.
 
 -- A record is kept for a week, once delivered for a day.
 local OUTBOX_KEEP_MS, DELIVERED_KEEP_MS = 7 * 86400 * 1000, 86400 * 1000
 
 -- Schedules a destination and its tenant for `at`, unless they are scheduled earlier.
 function outbox.wake(tag, tenant, to, at)
-  redis.call('ZADD', tag .. ':outbox:' .. tenant, 'LT', at, to)
+  redis.call('ZADD', tag .. ':due:of:' .. tenant, 'LT', at, to)
   redis.call('ZADD', tag .. ':outbox', 'LT', at, tenant)
 end
 
@@ -36,9 +36,9 @@ function outbox.reschedule(tag, tenant, to, now, cap)
   local lapse = redis.call('ZRANGE', in_flight, 0, 0, 'WITHSCORES')[2]
   if redis.call('ZCARD', in_flight) >= cap then due = nil end
   -- Overdue messages count as due now, so that tenants and their destinations take turns.
-  set_turn(tag .. ':outbox:' .. tenant,
+  set_turn(tag .. ':due:of:' .. tenant,
     math.min(due and math.max(due, now) or math.huge, lapse or math.huge), to)
-  local first = redis.call('ZRANGE', tag .. ':outbox:' .. tenant, 0, 0, 'WITHSCORES')[2]
+  local first = redis.call('ZRANGE', tag .. ':due:of:' .. tenant, 0, 0, 'WITHSCORES')[2]
   set_turn(tag .. ':outbox', first and math.max(first, now) or math.huge, tenant)
 end
 

@@ -39,7 +39,7 @@ end
 
 -- Takes one due message of a tenant; nil where it has none, or its destinations are full.
 local function take_of_tenant(tag, tenant, lease_ms, cap, now)
-  local destinations = redis.call('ZRANGE', tag .. ':outbox:' .. tenant, '-inf', now, 'BYSCORE', 'LIMIT', 0,
+  local destinations = redis.call('ZRANGE', tag .. ':due:of:' .. tenant, '-inf', now, 'BYSCORE', 'LIMIT', 0,
     MAX_DESTINATIONS)
   for _, to in ipairs(destinations) do
     requeue_lapsed_attempts(tag, to, now)
@@ -80,7 +80,7 @@ local function outbox_take(keys, argv)
   local taken, tenants, num_before = {}, {}, nil
   for _, tenant in ipairs(redis.call('ZRANGE', tag .. ':outbox', '-inf', now, 'BYSCORE', 'LIMIT', 0,
     MAX_TENANTS)) do
-    local is_tenant = redis.call('EXISTS', tag .. ':outbox:' .. tenant) == 1
+    local is_tenant = redis.call('EXISTS', tag .. ':due:of:' .. tenant) == 1
     if is_tenant then table.insert(tenants, tenant) else adopt(tag, tenant, now) end
   end
   repeat

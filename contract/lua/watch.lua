@@ -34,7 +34,7 @@ local function callbacks(tag)
   local due = 0
   local room = MAX_DESTINATIONS_WATCHED
   for _, tenant in ipairs(redis.call('ZRANGE', tag .. ':outbox', 0, room - 1)) do
-    local destinations = room > 0 and redis.call('ZRANGE', tag .. ':outbox:' .. tenant, 0, room - 1) or {}
+    local destinations = room > 0 and redis.call('ZRANGE', tag .. ':due:of:' .. tenant, 0, room - 1) or {}
     for _, to in ipairs(destinations) do due = due + redis.call('ZCARD', tag .. ':due:' .. to) end
     room = room - #destinations
   end

@@ -206,8 +206,8 @@ async def test_destinations_of_an_earlier_version_are_adopted(
     scheduled without their tenants."""
     async with honest_receiver() as receiver:
         await post(functions, "t", receiver.url("/"), 3)
-        rows = await redis_client.zrange(keys.of("outbox", "t"), 0, -1, withscores=True)
-        await redis_client.delete(keys.of("outbox"), keys.of("outbox", "t"))
+        rows = await redis_client.zrange(keys.of("due", "of", "t"), 0, -1, withscores=True)
+        await redis_client.delete(keys.of("outbox"), keys.of("due", "of", "t"))
         await redis_client.zadd(keys.of("outbox"), dict(rows))
         async with service(redis_server):
             await receiver.until(lambda: len(receiver.accepted()) == 3)

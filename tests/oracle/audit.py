@@ -412,6 +412,7 @@ class Audit:
     def _check_outbox(self, jobs: dict[str, Record]) -> None:
         """I12: one record for each end with a callback, in the one place given by its state."""
         places = {name: self._zsets(f"{name}:") for name in ("due", "flying", "dead")}
+        places["due"] = {k: v for k, v in places["due"].items() if not k.startswith("of:")}
         self._check_held(places["flying"], records := self._outbox_records())
         wanted = {i for i, job in jobs.items() if "callback_to" in job and job["state"] in TERMINAL}
         untold = sorted(wanted - records.keys())
@@ -453,7 +454,7 @@ class Audit:
     ) -> None:
         """A destination is visited when one of its messages is due or a lease expires, and its
         tenant with it."""
-        by_tenant = self._zsets("outbox:")
+        by_tenant = self._zsets("due:of:")
         tenants = self._zsets("outbox").get("", {})
         same("a turn for each tenant", {"": members(tenants)}, {"": members(by_tenant)})
         turns = {
