@@ -18,11 +18,11 @@ from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError,
+    InvalidResponse,
     MovedError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
-    RedisError,
     ResponseError,
     TimeoutError,
 )
@@ -202,7 +202,7 @@ def _broker_error(exc: BaseException) -> BrokerUnavailable | BrokerFull | None:
             return BrokerReplica("Redis takes no writes: it is a read-only replica")
         case ResponseError():
             return _response_error(str(exc), is_oom=isinstance(exc, OutOfMemoryError))
-        case RedisError():
+        case InvalidResponse():
             return BrokerUnavailable(f"what answers is no Redis ({type(exc).__name__})")
     return None
 
@@ -215,7 +215,7 @@ def _response_error(text: str, *, is_oom: bool) -> BrokerUnavailable | BrokerFul
         return BrokerFull(ErrorCode.DISK_FULL, message)
     if "Function not found" in text:
         return LibraryMissing("Redis does not hold batchway's function library")
-    if "WRONGTYPE" in text or " script: " in text:  # from inside a function
+    if "WRONGTYPE" in text or " script: " in text:  # the second: from inside a function
         return None
     # A state of the server. What follows a comma may quote arguments.
     return BrokerUnavailable(f"Redis refuses commands: {text.partition(',')[0][:_MAX_REASON]}")

@@ -11,6 +11,8 @@ import signal
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 
+from redis.exceptions import ResponseError
+
 from contract.catalogue import Catalogue
 from contract.connection import broker_errors, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
@@ -125,7 +127,7 @@ class CallbackService:
             try:
                 with broker_errors(self._rq_client, "a command of RQ's queue"):
                     has_more = await self._relay_once()
-            except (BrokerUnavailable, WireError) as exc:
+            except (BrokerUnavailable, ResponseError, WireError) as exc:
                 log.warning("no callbacks are delivered: %s", exc)
                 await asyncio.sleep(_PAUSE_S)
                 continue
