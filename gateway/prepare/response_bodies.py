@@ -44,7 +44,6 @@ _UNREADABLE_ENDS = ("_call", "_call_output", "_tools", "_search_output")
 _UNREADABLE_STARTS = ("compaction", "mcp_approval_", "program")
 
 LOGPROBS = "message.output_text.logprobs"
-_MAX_INCLUDED = 32
 _HOSTED = "only functions are supported: this server hosts no tools"
 
 # Parameter -> values without effect.
@@ -336,11 +335,7 @@ class ResponseBody(Templated, Sampled, CallFields):
             ]
         ]
         | None
-    ) = Field(
-        None,
-        max_length=_MAX_INCLUDED,
-        description="only `message.output_text.logprobs` has an effect",
-    )
+    ) = Field(None, max_length=32, description="only `message.output_text.logprobs` has an effect")
     tools: (
         Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)]
         | None

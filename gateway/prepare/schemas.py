@@ -77,7 +77,6 @@ _Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TOKEN_IDS)
 ]
-_TokenIds = Annotated[tuple[int, ...], Field(max_length=MAX_TOKEN_IDS)]
 _Several = Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 _Prompt = str | TokenIds | _Several
 
@@ -416,8 +415,6 @@ def _content(value: Any) -> Any:
         return value
     if not isinstance(value, list) or not value:
         raise refusal("must be a string or a non-empty list of text parts")
-    if len(value) > MAX_PARTS:
-        raise refusal(f"at most {MAX_PARTS} parts")
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in PARTS:
@@ -590,12 +587,7 @@ class _SamplingBody(Truncated, Sampled, CallFields, Constrained):
     )
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="choices per prompt; default: 1")
     stop: (
-        Annotated[
-            tuple[str, ...],
-            Field(max_length=MAX_STOPS),
-            BeforeValidator(_stops, json_schema_input_type=_Stops),
-        ]
-        | None
+        Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=_Stops)] | None
     ) = Field(None, description="what ends a choice; characters count as bytes of UTF-8")
     stop_token_ids: list[int] | None = Field(None, max_length=64, description="these end a choice")
     ignore_eos: bool | None = Field(None, description="goes on to `max_tokens`; default: false")
@@ -653,8 +645,7 @@ class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        tuple[Annotated[str | _TokenIds, BeforeValidator(_prompt)], ...],
-        Field(max_length=MAX_PROMPTS),
+        tuple[Annotated[str | tuple[int, ...], BeforeValidator(_prompt)], ...],
         BeforeValidator(_prompts, json_schema_input_type=_Prompt),
     ] = Field(description="text or token ids, or several of these")
     logprobs: TopLogprobs = Field(None, description="of the output, with so many alternatives")

@@ -106,7 +106,9 @@ def _end_early(node: Any, owner: str) -> None:
     for name, each in node.items():
         if not isinstance(kind, str) or name not in ("default", "metadata"):
             _end_early(each, owner)
-    if kind not in _OPEN and not (kind == "tuple" and "variadic_item_index" in node):
+    if kind == "tuple":  # no JSON is one: a validator has made it, and counted
+        node["fail_fast"] = True
+    if kind not in _OPEN:
         return
     if "max_length" not in node:
         raise TypeError(f"{owner} has a {kind} without max_length")

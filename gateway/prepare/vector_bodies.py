@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeGuard, TypeVar, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.prepare.schemas import MAX_TOKEN_IDS, TokenIds, TruncatedTexts, token_ids
+from gateway.prepare.schemas import TokenIds, TruncatedTexts, token_ids
 from gateway.prepare.unsupported import CallFields, StrictModel, refusal
 
 MAX_INPUTS = 2048  # as OpenAI allows
@@ -94,12 +94,8 @@ def _documents(value: Any) -> Any:
     return tuple(texts)
 
 
-_AtMost = Field(max_length=MAX_INPUTS)
-_TokenIds = Annotated[tuple[int, ...], Field(max_length=MAX_TOKEN_IDS)]
-
 _Texts = Annotated[
     tuple[str, ...],
-    _AtMost,
     BeforeValidator(_texts, json_schema_input_type=_Text | _Several[_Text]),
     Field(description="one with one, one with each of the others, or each with its own"),
 ]
@@ -116,7 +112,7 @@ class _VectorFields(TruncatedTexts, CallFields):
 class InputBody(_VectorFields):
     """A call that asks for a vector of each input. All inputs are pairs of texts, or none is."""
 
-    input: Annotated[tuple[str | _TokenIds | tuple[str, str], ...], _AtMost]
+    input: tuple[str | tuple[int, ...] | tuple[str, str], ...]
 
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
@@ -134,8 +130,7 @@ class EmbeddingsBody(InputBody):
     """POST /v1/embeddings. `input_type` names the model's instruction that precedes each text."""
 
     input: Annotated[
-        tuple[str | _TokenIds, ...],
-        _AtMost,
+        tuple[str | tuple[int, ...], ...],
         BeforeValidator(_inputs, json_schema_input_type=_Inputs),
     ] = Field(description="texts or token ids")
     encoding_format: Literal["float", "base64"] | None = Field(
@@ -151,8 +146,7 @@ class ClassifyBody(InputBody):
     """POST /v1/classify."""
 
     input: Annotated[
-        tuple[str | _TokenIds | tuple[str, str], ...],
-        _AtMost,
+        tuple[str | tuple[int, ...] | tuple[str, str], ...],
         BeforeValidator(_inputs_or_pairs, json_schema_input_type=_Inputs | _Several[_Pair]),
     ] = Field(description="texts, token ids, or pairs of texts")
 
@@ -174,7 +168,6 @@ class RerankBody(_VectorFields):
     query: str = Field(min_length=1, description="what the documents are to be relevant to")
     documents: Annotated[
         tuple[str, ...],
-        _AtMost,
         BeforeValidator(_documents, json_schema_input_type=_Several[_Text | RerankDocument]),
     ] = Field(description="the texts to order")
     top_n: int | None = Field(None, ge=0, lt=2**31, description="results; 0, default: all")

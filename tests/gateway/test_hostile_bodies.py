@@ -349,7 +349,6 @@ PLANTED: dict[str, Any] = {
     "list or null": list[str] | None,
     "list of lists": Annotated[list[list[int]], BOUNDED],
     "list of models": list[Part],
-    "tuple": tuple[int, ...],
     "object": dict[str, float],
     "object of lists": Annotated[dict[str, list[int]], BOUNDED],
 }
