@@ -231,7 +231,9 @@ class GatewaySettings(BaseSettings):
         30.0, "the time until a request's first byte; longer than a load balancer's"
     )
     max_connections_per_address: NonNegativeInt = _set(
-        1_024, "of one address (IPv6: /64) to one process; 0: no limit. Behind a proxy 0"
+        1_024,
+        "of one address (IPv6: /64) to one process; 0: no limit, nor one of their rate. Behind a "
+        "proxy 0",
     )
     max_output_tokens: PositiveInt = _set(
         32_768, "the largest `max_tokens`; all choices together eight times as much"

@@ -1,4 +1,5 @@
-"""Limits of one client: connections per address, and the time for a request's head and body.
+"""Limits of one client: connections per address, at a time and by rate, and the time for a
+request's head and body.
 
 uvicorn limits the length of a head. The kernel closes a connection whose client does not read
 (listener.py).
@@ -9,6 +10,8 @@ import ipaddress
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +19,14 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError, without_text
-from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, header, is_upload, plain_target
+from gateway.http.limits import (
+    MAX_HEADER_BYTES,
+    ConcurrencyCap,
+    Credits,
+    header,
+    is_upload,
+    plain_target,
+)
 from gateway.http.uvicorn_compat import HttpProtocol
 
 log = logging.getLogger("batchway.gateway")
@@ -27,12 +37,18 @@ _REST_S = 10.0  # time for a client to send the rest of a body that nobody reads
 _REST_BYTES_PER_S = 100_000_000  # of all such bodies; beyond it clients are cut off
 _SHORT_BYTES = 64 * 1024  # a body whose rest is read, so that the connection can be used again
 _IPV6_PREFIX_BITS = 64  # providers give each customer a network of this size
+# An address has credit for this many connections at once, and 64 a second more. A connection takes
+# one; most of it comes back with a whole head, so those may be eight times as many. Without credit
+# connections are refused, and so many beyond that, each second, get an answer.
+_CREDIT, _ANSWERED = 1_024.0, 64.0
+_BACK = 7 / 8
+_FAILED = 15.0  # a connection takes this much more that ends within its first head
 
 
 class ConnectionConfig(uvicorn.Config):
     """uvicorn's settings and these limits. `idle_s`: seconds until the first byte of a request;
     `head_s`: then until the end of its head; `body_s`: then until the end of its body, of an upload
-    `upload_s`. `max_per_address`: connections; 0: unlimited."""
+    `upload_s`. `max_per_address`: connections at a time; 0: unlimited, also in their rate."""
 
     def __init__(
         self,
@@ -55,7 +71,14 @@ class ConnectionConfig(uvicorn.Config):
         self.idle_s = idle_s
         self.head_s = head_s
         self.addresses = ConcurrencyCap(max_per_address)
+        self.credits = Credits(max(max_per_address, _CREDIT) if max_per_address else 0, -_ANSWERED)
         self._num_dropped, self._dropped_at = 0.0, 0.0
+
+    def admits(self, address: Any) -> bool:
+        """Whether a new connection gets an answer."""
+        if not self.addresses.cap or not isinstance(address, tuple):
+            return True
+        return self.credits.take(network_of(address[0]), 1) > -_ANSWERED
 
     def can_drop(self, num_bytes: int) -> bool:
         """Whether clients whose answers are sent may send this much more now. Counts it."""
@@ -78,6 +101,7 @@ class Connection(HttpProtocol):
         self._is_refused = False
         self._is_dropping = False
         self._is_in_head = False
+        self._has_had_request = False
         self._num_requests = 0  # requests that the application is handling
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -85,9 +109,14 @@ class Connection(HttpProtocol):
         self._transport = transport
         peer = transport.get_extra_info("peername")
         network = network_of(peer[0]) if isinstance(peer, tuple) else None
-        if network is not None and not self._bounds.addresses.enter(network):
-            self._refuse()
-            return
+        if network is not None:
+            if self._bounds.credits.take(network) < 0:
+                self._refuse("too many new connections from one address; keep them open")
+                return
+            if not self._bounds.addresses.enter(network):
+                cap = self._bounds.addresses.cap
+                self._refuse(f"more than {cap} connections from one address")
+                return
         self._counted_as = network
         super().connection_made(cast(asyncio.Transport, _EndedSoftly(transport, self)))
         self._close_after(self._bounds.idle_s)
@@ -96,6 +125,8 @@ class Connection(HttpProtocol):
         self._cancel_deadline()
         if self._counted_as is not None:
             self._bounds.addresses.leave(self._counted_as)
+            if self._is_in_head and not self._has_had_request:
+                self._bounds.credits.take(self._counted_as, _FAILED)
         if not self._is_refused:
             super().connection_lost(exc)
 
@@ -121,6 +152,9 @@ class Connection(HttpProtocol):
 
     def request_begun(self) -> None:
         """The application has received the head of a request."""
+        if self._counted_as is not None and not self._has_had_request:
+            self._bounds.credits.take(self._counted_as, -_BACK)
+        self._has_had_request = True
         self._num_requests += 1
         self._cancel_deadline()
 
@@ -164,18 +198,17 @@ class Connection(HttpProtocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _refuse(self) -> None:
+    def _refuse(self, message: str) -> None:
         """Answers 429 and closes the connection a moment later. A client that is cut off while it
         sends never reads the answer."""
         self._is_refused = True
-        message = f"more than {self._bounds.addresses.cap} connections from one address"
         body = msgspec.json.encode(ApiError(429, "too_many_connections", message).body())
         head = (
             "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self._transport.write(head.encode() + body)
-        if self._transport.can_write_eof():
+        with suppress(OSError):  # the client has left
             self._transport.write_eof()
         self._close_after(_LINGER_S)
 
@@ -282,6 +315,7 @@ def _ambiguous() -> ApiError:
     return ApiError(400, "bad_request", message, headers={"connection": "close"})
 
 
+@lru_cache(maxsize=4_096)
 def network_of(address: str) -> str:
     """The name under which an address is counted: itself, or its network in IPv6."""
     try:

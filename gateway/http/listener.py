@@ -2,11 +2,17 @@
 processes."""
 
 import ipaddress
+import os
 import socket
+import struct
+from collections.abc import Callable
+from typing import Any
 
 from gateway.settings import GatewaySettings
 
 _BACKLOG = 512
+_NUM_AT_ONCE = 16  # connections; then the loop goes on with others' requests
+_RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: no answer, and nothing stays in the kernel
 
 
 class UnsafeBinding(ValueError):
@@ -40,6 +46,29 @@ def bind(
         listener.close()
         raise
     return listener
+
+
+class AdmittingListener(socket.socket):
+    """A copy of a listening socket that resets at once the connections whose address `admits` does
+    not. asyncio would first make a transport, a protocol and a task for each."""
+
+    def __init__(self, listener: socket.socket, admits: Callable[[Any], bool]) -> None:
+        kind = listener.family, listener.type, listener.proto
+        super().__init__(*kind, fileno=os.dup(listener.fileno()))
+        self._admits = admits
+        self._num_accepted = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """asyncio calls it until it raises BlockingIOError, and again in the next round."""
+        while self._num_accepted < _NUM_AT_ONCE:
+            self._num_accepted += 1
+            connection, address = super().accept()
+            if self._admits(address):
+                return connection, address
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            connection.close()
+        self._num_accepted = 0
+        raise BlockingIOError
 
 
 def is_loopback(host: str) -> bool:

@@ -8,15 +8,19 @@ client, and does not tell an application that it will stop. So two of its classe
 attribute `conn`, the connection of h11, tells whether a request may begin, because h11 refuses the
 empty lines that old clients send before one, and whether its body is still arriving.
 
-- `Server.shutdown`, which uvicorn awaits before it asks connections to end.
+- `Server.shutdown`, which uvicorn awaits before it asks connections to end, and `Server.startup`,
+which gets the listening sockets; `shutdown` closes those that were given to `serve`.
 """
 
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gateway.http.listener import AdmittingListener
 
 
 class HttpProtocol(H11Protocol):
@@ -34,11 +38,22 @@ class HttpProtocol(H11Protocol):
 
 
 class StoppingServer(uvicorn.Server):
-    """Calls `on_stop` when it begins to stop."""
+    """Calls `on_stop` when it begins to stop, and `admits` with the address of each client."""
 
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_stop: Callable[[], None],
+        admits: Callable[[Any], bool] = lambda _: True,
+    ) -> None:
         super().__init__(config)
         self._on_stop = on_stop
+        self._admits = admits
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if sockets is not None:
+            sockets = [AdmittingListener(each, self._admits) for each in sockets]
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_stop()
