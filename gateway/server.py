@@ -42,7 +42,7 @@ def build_server(settings: GatewaySettings) -> StoppingServer:
     # logger has a handler.
     logging.getLogger("uvicorn.access").disabled = True
     drain = app.state.gateway.drain
-    return StoppingServer(config, lambda: drain.begin(settings.drain_s), config.admits)
+    return StoppingServer(config, lambda: drain.begin(settings.drain_s), config.arrivals.admits)
 
 
 def serve(

@@ -1,32 +1,23 @@
-"""Limits of one client: connections per address, at a time and by rate, and the time for a
-request's head and body.
+"""Limits of one client: connections per address, and the time for a request's head and body.
 
 uvicorn limits the length of a head. The kernel closes a connection whose client does not read
 (listener.py).
 """
 
 import asyncio
-import ipaddress
 import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any, cast
 
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.http.arrivals import FAILED, WHOLE, Arrivals, network_of
 from gateway.http.errors import ApiError, without_text
-from gateway.http.limits import (
-    MAX_HEADER_BYTES,
-    ConcurrencyCap,
-    Credits,
-    header,
-    is_upload,
-    plain_target,
-)
+from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, header, is_upload, plain_target
 from gateway.http.uvicorn_compat import HttpProtocol
 
 log = logging.getLogger("batchway.gateway")
@@ -36,13 +27,6 @@ _LINGER_S = 1.0  # time for a refused client to read the refusal
 _REST_S = 10.0  # time for a client to send the rest of a body that nobody reads
 _REST_BYTES_PER_S = 100_000_000  # of all such bodies; beyond it clients are cut off
 _SHORT_BYTES = 64 * 1024  # a body whose rest is read, so that the connection can be used again
-_IPV6_PREFIX_BITS = 64  # providers give each customer a network of this size
-# An address has credit for this many connections at once, and 64 a second more. A connection takes
-# one; most of it comes back with a whole head, so those may be eight times as many. Without credit
-# connections are refused, and so many beyond that, each second, get an answer.
-_CREDIT, _ANSWERED = 1_024.0, 64.0
-_BACK = 7 / 8
-_FAILED = 15.0  # a connection takes this much more that ends within its first head
 
 
 class ConnectionConfig(uvicorn.Config):
@@ -71,14 +55,8 @@ class ConnectionConfig(uvicorn.Config):
         self.idle_s = idle_s
         self.head_s = head_s
         self.addresses = ConcurrencyCap(max_per_address)
-        self.credits = Credits(max(max_per_address, _CREDIT) if max_per_address else 0, -_ANSWERED)
+        self.arrivals = Arrivals(max_per_address)
         self._num_dropped, self._dropped_at = 0.0, 0.0
-
-    def admits(self, address: Any) -> bool:
-        """Whether a new connection gets an answer."""
-        if not self.addresses.cap or not isinstance(address, tuple):
-            return True
-        return self.credits.take(network_of(address[0]), 1) > -_ANSWERED
 
     def can_drop(self, num_bytes: int) -> bool:
         """Whether clients whose answers are sent may send this much more now. Counts it."""
@@ -110,7 +88,7 @@ class Connection(HttpProtocol):
         peer = transport.get_extra_info("peername")
         network = network_of(peer[0]) if isinstance(peer, tuple) else None
         if network is not None:
-            if self._bounds.credits.take(network) < 0:
+            if self._bounds.arrivals.take(network) < 0:
                 self._refuse("too many new connections from one address; keep them open")
                 return
             if not self._bounds.addresses.enter(network):
@@ -126,7 +104,7 @@ class Connection(HttpProtocol):
         if self._counted_as is not None:
             self._bounds.addresses.leave(self._counted_as)
             if self._is_in_head and not self._has_had_request:
-                self._bounds.credits.take(self._counted_as, _FAILED)
+                self._bounds.arrivals.take(self._counted_as, FAILED)
         if not self._is_refused:
             super().connection_lost(exc)
 
@@ -153,7 +131,7 @@ class Connection(HttpProtocol):
     def request_begun(self) -> None:
         """The application has received the head of a request."""
         if self._counted_as is not None and not self._has_had_request:
-            self._bounds.credits.take(self._counted_as, -_BACK)
+            self._bounds.arrivals.take(self._counted_as, -WHOLE)
         self._has_had_request = True
         self._num_requests += 1
         self._cancel_deadline()
@@ -313,17 +291,3 @@ def _is_ambiguous(scope: Scope) -> bool:
 def _ambiguous() -> ApiError:
     message = "transfer-encoding stands beside content-length, or in HTTP/1.0"
     return ApiError(400, "bad_request", message, headers={"connection": "close"})
-
-
-@lru_cache(maxsize=4_096)
-def network_of(address: str) -> str:
-    """The name under which an address is counted: itself, or its network in IPv6."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            return str(ip.ipv4_mapped)
-        return str(ipaddress.ip_network((ip, _IPV6_PREFIX_BITS), strict=False))
-    return str(ip)

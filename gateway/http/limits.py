@@ -1,11 +1,8 @@
 """Limits of a request's head, checked before routing: its length, and the Host header."""
 
 import re
-import time
-from collections.abc import Callable
 from urllib.parse import unquote
 
-from cachetools import TTLCache
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.errors import ApiError, bad_request
@@ -123,28 +120,3 @@ class ConcurrencyCap:
             self._num_of[name] = left
         else:
             del self._num_of[name]
-
-
-class Credits:
-    """How much each name may still use, which grows with time up to `most`. At `least` it owes
-    nothing more. 0: no limit. Of many names, those seen last are remembered."""
-
-    _PER_S = 64.0
-    _MAX_NAMES = 16_384
-
-    def __init__(
-        self, most: float, least: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._most, self._least, self._clock = most, least, clock
-        full_s = (most - least) / self._PER_S  # after which it is as if it had never been seen
-        self._left: TTLCache[str, tuple[float, float]] = TTLCache(self._MAX_NAMES, full_s, clock)
-
-    def take(self, name: str, amount: float = 0.0) -> float:
-        """What is left then. A negative amount is given back."""
-        if not self._most:
-            return 0.0
-        now = self._clock()
-        left, then = self._left.get(name, (self._most, now))
-        left = min(self._most, left + (now - then) * self._PER_S) - amount
-        self._left[name] = max(self._least, min(self._most, left)), now
-        return self._left[name][0]

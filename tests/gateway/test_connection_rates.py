@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from gateway.http import connections
-from gateway.http.limits import Credits
+from gateway.http import arrivals
+from gateway.http.arrivals import Arrivals
 from gateway.http.listener import AdmittingListener
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
@@ -35,8 +35,8 @@ FAILURES = {
 def url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
     """The URL of a gateway that gives little credit, which does not grow during a test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "_CREDIT", CREDIT)
-        patch.setattr(Credits, "_PER_S", 1e-6)
+        patch.setattr(arrivals, "CREDIT", CREDIT)
+        patch.setattr(arrivals, "PER_S", 1e-6)
         settings = make_settings(redis_server.url, max_connections_per_address=CREDIT)
         with limits(head_timeout_s=0.1), running_gateway(settings) as url:
             yield httpx.URL(url)
@@ -106,7 +106,7 @@ async def test_whole_requests_give_credit_back(url: httpx.URL) -> None:
 async def test_without_a_limit_there_is_no_rate(redis_server: EmbeddedRedis) -> None:
     """As behind a proxy, which all clients have as their address."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "_CREDIT", CREDIT)
+        patch.setattr(arrivals, "CREDIT", CREDIT)
         settings = make_settings(redis_server.url, max_connections_per_address=0)
         with running_gateway(settings) as url:
             for _ in range(2 * CREDIT):
@@ -118,8 +118,8 @@ async def test_without_a_limit_there_is_no_rate(redis_server: EmbeddedRedis) -> 
 def test_by_default_the_credit_is_far_from_honest_clients() -> None:
     """As many as may be open at once, and 500 whole requests each second."""
     most = GatewaySettings.model_fields["max_connections_per_address"].default
-    assert connections._CREDIT >= most >= 1_024
-    assert Credits._PER_S / (1 - connections._BACK) >= 500
+    assert arrivals.CREDIT >= most >= 1_024
+    assert arrivals.PER_S / (1 - arrivals.WHOLE) >= 500
 
 
 class Clock:
@@ -133,23 +133,23 @@ class Clock:
 def test_credit_grows_with_time_up_to_its_bound() -> None:
     """Debt has a bound too, so an address is served again soon after an attack."""
     clock = Clock()
-    credits = Credits(100.0, -50.0, clock)
-    assert credits.take("a", 30.0) == 70.0
-    assert credits.take("a", -90.0) == 100.0
-    assert credits.take("a", 1_000.0) == -50.0
-    clock.now_s += 1.0
-    assert credits.take("a") == Credits._PER_S - 50.0
-    clock.now_s += 3_600.0
-    assert credits.take("a", 1.0) == 99.0
+    credit = Arrivals(2_000, clock)
+    assert credit.take("a", 30) == 1_970
+    assert credit.take("a", -90) == 2_000
+    assert credit.take("a", 10_000) == -arrivals.ANSWERED
+    clock.now_s += 1
+    assert credit.take("a") == arrivals.PER_S - arrivals.ANSWERED
+    clock.now_s += 3_600
+    assert credit.take("a", 1) == 1_999
 
 
 def test_addresses_that_are_remembered_have_a_bound() -> None:
     """An attacker may have a network of 65,536 networks. The one seen last is not forgotten."""
-    credits = Credits(100.0, -50.0, Clock())
-    for number in range(3 * Credits._MAX_NAMES):
-        credits.take(f"2001:db8:{number:x}::/64", 100.0)
-        assert credits.take("attacker", 1.0) <= max(-50.0, 99.0 - number)
-    assert len(credits._left) == Credits._MAX_NAMES
+    credit = Arrivals(1, Clock())
+    for number in range(3 * arrivals.MAX_NETWORKS):
+        credit.take(f"2001:db8:{number:x}::/64", 100)
+        assert credit.take("attacker", 1) <= max(-arrivals.ANSWERED, arrivals.CREDIT - 1 - number)
+    assert len(credit._left) == arrivals.MAX_NETWORKS
 
 
 async def test_a_refused_connection_makes_no_protocol_and_no_task() -> None:

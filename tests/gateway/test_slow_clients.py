@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from contract.connection import end_tasks
-from gateway.http.connections import network_of
+from gateway.http.arrivals import network_of
 from gateway.server import allow_many_files
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis

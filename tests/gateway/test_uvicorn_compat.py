@@ -54,7 +54,7 @@ async def test_the_protocol_and_its_subclass_have_no_attribute_in_common() -> No
     )
     assert ours == {
         *("_bounds", "_counted_as", "_is_refused", "_is_in_head", "_num_requests", "_deadline"),
-        "_is_dropping",
+        *("_is_dropping", "_has_had_request"),
     }
     assert overridden <= set(dir(asyncio.Protocol))
 
