@@ -26,7 +26,7 @@ EMBEDDER, RANKER, CLASSIFIER = "embedder", "ranker", "classifier"
 FLOWS = {
     "route": {
         "rules": [{"when": {"pattern": "1"}, "to": [{"model": MODEL}]}],
-        "otherwise": [{"model": "cascade"}],
+        "otherwise": [{"model": MODEL}],
     },
     "cascade": {"members": [{"model": MODEL, "threshold": 0.5}, {"model": MODEL}]},
     "ensemble": {"members": [MODEL, MODEL], "combine": "best-by-score", "scorer": RANKER},
@@ -243,9 +243,11 @@ async def _chained_responses(caller: Caller, rng: random.Random) -> None:
     await caller.http.delete(f"/v1/responses/{first['id']}")
 
 
-async def _flow(caller: Caller, rng: random.Random) -> None:
-    name = rng.choice(list(FLOWS))
-    await _asked(caller, "/v1/chat/completions", _messages(rng, model=name, max_tokens=8))
+def _flow(name: str) -> Call:
+    async def call(caller: Caller, rng: random.Random) -> None:
+        await _asked(caller, "/v1/chat/completions", _messages(rng, model=name, max_tokens=8))
+
+    return call
 
 
 async def _job_with_callback(caller: Caller, rng: random.Random) -> None:
@@ -399,7 +401,7 @@ CALLS: dict[str, Call] = {
     "classify": _classify,
     "response": _response,
     "chained responses": _chained_responses,
-    "flow": _flow,
+    **{f"flow {name}": _flow(name) for name in FLOWS},
     "job": _job,
     "job with callback": _job_with_callback,
     "dead callback": _dead_callback,

@@ -1,8 +1,8 @@
 """Concurrent callers, each of which makes calls of all kinds, one after another."""
 
-import asyncio
 import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from tests.endurance.calls import CALLS, Caller
 from tests.endurance.side_by_side import side_by_side
 
 NUM_CALLERS = 12
+_MIN_CALLS = 3
 
 
 @dataclass
@@ -29,21 +30,16 @@ class Load:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def run(self, duration_s: float) -> None:
-        """Returns once all callers have ended and closed their connections."""
-        is_over = asyncio.Event()
-
-        async def set_when_over() -> None:
-            await asyncio.sleep(duration_s)
-            is_over.set()
-
+        """Lasts at least so long, and until each kind was called three times. Returns once all
+        callers have ended and closed their connections."""
+        end_s = time.monotonic() + duration_s
         headers = {"authorization": f"Bearer {self.key}"}
         async with httpx.AsyncClient(base_url=self.url, timeout=60, headers=headers) as http:
             caller = Caller(http, self.limited_key, self.callback_url)
-            callers = [self._call_on(caller, is_over) for _ in range(NUM_CALLERS)]
-            await side_by_side(set_when_over(), *callers)
+            await side_by_side(*(self._call_on(caller, end_s) for _ in range(NUM_CALLERS)))
 
-    async def _call_on(self, caller: Caller, is_over: asyncio.Event) -> None:
-        while not is_over.is_set():
+    async def _call_on(self, caller: Caller, end_s: float) -> None:
+        while time.monotonic() < end_s or min(self.counts[name] for name in CALLS) < _MIN_CALLS:
             number = next(self._numbers)
             rng = random.Random(f"{self.seed} {number}")
             name = self._kind(number)

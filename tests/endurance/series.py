@@ -70,14 +70,14 @@ def draw(samples: Sequence[Sample], load_s: float, path: Path) -> None:
     figure = Figure(figsize=(11, 13), layout="constrained")
     panels: Any = figure.subplots(len(_SLACK), 1, sharex=True)
     for axes, (quantity, curves) in zip(panels, _curves(samples).items(), strict=True):
-        for kind, (times, values) in curves.items():
-            axes.plot([at_s / 60 for at_s in times], values, label=kind)
+        for number, (kind, (times, values)) in enumerate(curves.items()):
+            # The same colours in each panel, of which only the first has a legend.
+            axes.plot([at_s / 60 for at_s in times], values, label=kind, color=f"C{number}")
         axes.axvline(load_s / 60, color="#8a8f9a", linestyle="--")
         axes.set(ylabel=quantity)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        if len(curves) > 1:
-            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    panels[0].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     panels[-1].set(xlabel="minutes")
     with rc_context({"svg.hashsalt": "batchway"}):
         figure.savefig(path, dpi=110)
