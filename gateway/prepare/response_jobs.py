@@ -9,13 +9,7 @@ import msgspec
 
 from contract.function_types import Submission
 from contract.jobs import Endpoint, Job
-from contract.response_events import (
-    Item,
-    ResponseEvents,
-    ResponseRecord,
-    encode_record,
-    item_id,
-)
+from contract.response_events import Item, ResponseEvents, ResponseRecord, encode_record, item_id
 from gateway.follow.stored_responses import read_response, replayed, response_of_item
 from gateway.http.errors import ApiError, bad_request, invalid_value, not_found
 from gateway.prepare.admission import Terms
@@ -87,16 +81,13 @@ class _Room:
     def take(self, items: Iterable[Item], times: int = 1) -> None:
         """Raises ApiError."""
         for item in items:
-            self._left -= len(_encode(item)) * times
+            self._left -= len(msgspec.msgpack.encode(item)) * times
             if self._left < 0:
                 message = (
                     f"input: with what it refers to it has more than {self._max_bytes} bytes, the "
                     f"limit that {variable('max_body_bytes')} sets"
                 )
                 raise ApiError(413, "body_too_large", message, param="input")
-
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 async def _items_after(gateway: Gateway, response_id: str, tenant: str, param: str) -> list[Item]:
