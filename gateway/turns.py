@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 
 import msgspec
@@ -154,6 +154,7 @@ class Turns:
 
 _TURNS: ContextVar[Turns | None] = ContextVar("turns", default=None)
 _OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
+_PLACE: ContextVar[AsyncExitStack | None] = ContextVar("place", default=None)
 
 
 def take_turns(turns: Turns) -> None:
@@ -169,6 +170,20 @@ def work_for(owner: Owner) -> None:
 def current_owner() -> Owner:
     """For whom this task works."""
     return _OWNER.get() or Owner()
+
+
+async def keep_place(turns: Turns) -> None:
+    """Waits for a place and keeps it until `end_place`, also in tasks that this one starts. Raises
+    Busy."""
+    kept = AsyncExitStack()
+    await kept.enter_async_context(turns.turn(current_owner()))
+    _PLACE.set(kept)
+
+
+async def end_place() -> None:
+    """Gives back the place that `keep_place` took, if there is one."""
+    if (kept := _PLACE.get()) is not None:
+        await kept.aclose()
 
 
 @asynccontextmanager

@@ -28,7 +28,7 @@ from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, JobsReader, JobsWriter
 from gateway.prepare.unsupported import OwnModel
-from gateway.routes.requests import GuardedRoute, check_is_form, form_of
+from gateway.routes.requests import GuardedRoute, check_media_type, form_of
 from gateway.settings import GatewaySettings
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
@@ -116,7 +116,7 @@ async def create_file(
 ) -> FileObject:
     """Stores a file for batches, as it arrives."""
     store = store_of(gateway)
-    check_is_form(request)
+    check_media_type(request, "multipart/form-data")
     await check_quota(gateway, caller.tenant)
     async with form_of(request, len(_FIELDS)) as form:
         return await _stored(gateway, store, caller, form)

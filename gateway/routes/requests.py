@@ -22,7 +22,7 @@ from gateway.http.limits import is_upload
 from gateway.prepare.admission import Right, admitted, right_of
 from gateway.settings import GatewaySettings, variable
 from gateway.state import Gateway
-from gateway.turns import Busy, current_owner
+from gateway.turns import Busy, end_place, keep_place
 
 _FORM_BYTES = 64 * 1024  # of an upload around the file
 _OPEN_BYTES = 1024  # of a body from a caller who is not known
@@ -40,44 +40,40 @@ def open_to_all(endpoint: _Endpoint) -> _Endpoint:
 
 
 class StrictRequest(Request):
-    """A request whose body must be one JSON object."""
+    """A request whose body must be one JSON object.
 
-    _raw: bytes | None = None
-    _fields: dict[str, Any]
+    It outlives the answer's first bytes and bodies are large, so it keeps no parsed body, and the
+    text only if that is compared later, with an Idempotency-Key."""
+
+    _text: bytes | None = None
 
     async def body(self) -> bytes:
-        """Reads the body and parses it; a long one at the caller's turn. Raises ApiError."""
-        if self._raw is None:
-            media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if media_type != "application/json":
-                # This also blocks cross-site posts without a CORS preflight.
-                message = "the content-type must be application/json"
-                raise ApiError(415, "unsupported_media_type", message)
-            try:
-                self._raw = await self._read()
-            except Busy as error:
-                raise to_api_error(error) from None
-            except ChildUnreadable:
-                raise internal_error() from None
-            except ClientDisconnect:
-                raise ApiError(499, "client_closed_request", "the caller has left") from None
-        return self._raw
-
-    async def json(self) -> dict[str, Any]:
-        await self.body()
-        return self._fields
-
-    async def _read(self) -> bytes:
+        """A long body waits for the caller's turn, and keeps its place until its job is queued.
+        Raises ApiError."""
+        if self._text is not None:
+            return self._text
+        check_media_type(self, "application/json")
         gateway: Gateway = self.app.state.gateway
         length = self.headers.get("content-length", "")
         is_short = length.isdigit() and int(length) <= SHORT_BYTES
-        async with contextlib.AsyncExitStack() as stack:
+        try:
             if not is_short or "content-encoding" in self.headers:
-                await stack.enter_async_context(gateway.uploads.turn(current_owner()))
-            raw = b"".join([part async for part in self.stream()])
-            if raw:
-                self._fields = await gateway.bodies.parse(raw)
-        return raw
+                await keep_place(gateway.uploads)
+            text = b"".join([part async for part in self.stream()])
+            self._fields = await gateway.bodies.parse(text) if text else {}
+        except Busy as error:
+            raise to_api_error(error) from None
+        except ChildUnreadable:
+            raise internal_error() from None
+        except ClientDisconnect:
+            raise ApiError(499, "client_closed_request", "the caller has left") from None
+        self._text = text if "idempotency-key" in self.headers else b""
+        return text
+
+    async def json(self) -> dict[str, Any]:
+        """The body that `body` has read, once."""
+        fields, self._fields = self._fields, {}
+        return fields
 
 
 class GuardedRoute(APIRoute):
@@ -98,6 +94,7 @@ class GuardedRoute(APIRoute):
         async with contextlib.AsyncExitStack() as stack:
             if self.right is not None:
                 await stack.enter_async_context(admitted(request, self.right))
+            stack.push_async_callback(end_place)
             body = Body(scope, receive, *self._bound(scope, request.app.state.settings))
             await super().handle(scope, body.receive, send)
 
@@ -121,12 +118,11 @@ class GuardedRoute(APIRoute):
         return strict
 
 
-def check_is_form(request: Request) -> None:
-    """Raises ApiError (415)."""
+def check_media_type(request: Request, wanted: str) -> None:
+    """Raises ApiError (415). Also a page of another site can post JSON only after a preflight."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "multipart/form-data":
-        message = "the content-type must be multipart/form-data"
-        raise ApiError(415, "unsupported_media_type", message)
+    if media_type != wanted:
+        raise ApiError(415, "unsupported_media_type", f"the content-type must be {wanted}")
 
 
 @contextlib.asynccontextmanager

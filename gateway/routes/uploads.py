@@ -29,7 +29,7 @@ from gateway.routes.files import (
     FileObject,
     file_object,
 )
-from gateway.routes.requests import GuardedRoute, check_is_form, form_of
+from gateway.routes.requests import GuardedRoute, check_media_type, form_of
 from gateway.state import AcceptingGateway, Gateway, ThisGateway
 
 router = APIRouter(route_class=GuardedRoute, tags=["files"], responses=answers(401, 403, 429))
@@ -120,7 +120,7 @@ async def add_part(
 ) -> UploadPart:
     """Stores a part of any length."""
     store, upload = store_of(gateway), await _known(gateway, caller, upload_id)
-    check_is_form(request)
+    check_media_type(request, "multipart/form-data")
     async with form_of(request, 1) as form:
         data = form.get("data")
         if data is None:

@@ -13,6 +13,7 @@ from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, bad_request, to_api_
 from gateway.runners.flows.calls import Call, Calls, MemberFailed
 from gateway.runners.flows.kinds import chosen_call, first_calls
 from gateway.state import Gateway
+from gateway.turns import end_place
 
 
 async def check_first_calls(gateway: Gateway, job: Job, submission: Submission) -> None:
@@ -85,4 +86,5 @@ async def submit(
         gateway.metrics.note_refusal(job, to_api_error(exc).code)
         raise
     gateway.metrics.note_acceptance(job, is_new=submitted.is_new)
+    await end_place()
     return submitted

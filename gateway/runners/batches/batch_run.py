@@ -7,6 +7,7 @@ import asyncio
 import io
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import msgspec
@@ -273,8 +274,10 @@ async def _parts(
             number = index // PART_LINES
             if number in written:
                 continue
+            new = SpooledTemporaryFile[bytes](_BUFFER_BYTES)  # noqa: SIM115 # until its part has run
+            texts = part_lines[0].texts if part_lines else new
             endpoint, bodies = leased.batch.asked.endpoint, leased.gateway.bodies
-            part_lines.append(await parse_line(raw, line_number, endpoint, bodies))
+            part_lines.append(await parse_line(raw, line_number, endpoint, bodies, texts))
             if len(part_lines) == PART_LINES:
                 yield number, part_lines
                 part_lines = []
@@ -289,7 +292,8 @@ async def _run_part(
 ) -> None:
     """Runs a part and records it. Raises LeaseLost."""
     run = PartRun(leased, number, part_lines)
-    part = await run.run()
+    with part_lines[0].texts:
+        part = await run.run()
     done[number] = part
     while True:
         try:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import os
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 from pydantic import BaseModel
@@ -32,21 +33,26 @@ _BODIES: dict[Endpoint, type[BaseModel]] = {
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One request of a batch, as text: parsed, a body takes ten times the memory.
+    """One request of a batch. Its text is in a file that it shares with others: parsed, a body
+    takes ten times the memory, and 64 lines may have 256 MiB.
 
     `number` is that of its line in the file, from 1. `is_kept`: whether a response is also stored
-    beside the batch's output, which has it anyway.
+    beside the batch's output, which has it anyway. `start`, `num_bytes`: of its text in `texts`.
     """
 
     number: int
     custom_id: str
     model: str
     is_kept: bool
-    raw: bytes
+    texts: IO[bytes]
+    start: int
+    num_bytes: int
 
     @property
     def body(self) -> dict[str, Any]:
-        body: dict[str, Any] = json.loads(self.raw.decode())["body"]  # it was checked before
+        self.texts.seek(self.start)
+        raw = self.texts.read(self.num_bytes)
+        body: dict[str, Any] = json.loads(raw.decode())["body"]  # it was checked before
         return body
 
 
@@ -119,21 +125,33 @@ class Validation:
             self.errors.append(LineError(exc.code, exc.message, number, exc.param))
 
     async def _check(self, raw: bytes | None, number: int) -> None:
-        line = await parse_line(raw, number, self._endpoint, self._bodies)
-        digest = hashlib.sha256(line.custom_id.encode()).digest()[:16]
+        fields = await checked_fields(raw, self._endpoint, self._bodies)
+        digest = hashlib.sha256(fields["custom_id"].encode()).digest()[:16]
         if digest in self._seen:
             message = "the custom_id is that of an earlier line"
             raise BadLine("duplicate_custom_id", message, "custom_id")
         self._seen.add(digest)
-        self.model = self.model or line.model
-        if line.model != self.model:
+        model = fields["body"]["model"]
+        self.model = self.model or model
+        if model != self.model:
             message = "the model differs from that of the first line: a batch is of one model"
             raise BadLine("mismatched_model", message, "body.model")
 
 
 async def parse_line(
-    raw: bytes | None, number: int, endpoint: Endpoint, bodies: JsonBodies
+    raw: bytes | None, number: int, endpoint: Endpoint, bodies: JsonBodies, texts: IO[bytes]
 ) -> Line:
+    """Writes the line to the end of `texts`. Raises BadLine, Busy."""
+    fields = await checked_fields(raw, endpoint, bodies)
+    body, start = fields["body"], texts.seek(0, os.SEEK_END)
+    num_bytes = texts.write(raw or b"")
+    is_kept = body.get("store") is True
+    return Line(number, fields["custom_id"], body["model"], is_kept, texts, start, num_bytes)
+
+
+async def checked_fields(
+    raw: bytes | None, endpoint: Endpoint, bodies: JsonBodies
+) -> dict[str, Any]:
     """Checks all but the body's fields, whose errors are in the line's response; ignores other
     names. Raises BadLine, Busy."""
     if raw is None:
@@ -162,7 +180,7 @@ async def parse_line(
     if endpoint is Endpoint.RESPONSES and body.get("background"):
         message = "nobody waits for a batch's responses: leave background out"
         raise BadLine("unsupported_parameter", message, "body.background")
-    return Line(number, custom_id, body["model"], body.get("store") is True, raw)
+    return fields
 
 
 def call_body(line: Line, endpoint: Endpoint) -> CallBody | ResponseBody:
