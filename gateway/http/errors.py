@@ -188,8 +188,7 @@ def invalid_value(param: str | None, message: str) -> ApiError:
 
 
 def similar_name(name: str, known: Iterable[str]) -> str | None:
-    """The nearest of the known names, if one is similar. The time of a comparison grows with the
-    square of the length: both bounds keep it below 0.1 s."""
+    """The nearest of the first known names, by its first characters; None if none is similar."""
     compared = itertools.islice(known, _MAX_COMPARED)
     return next(iter(difflib.get_close_matches(name[:_MAX_SIMILAR], compared, n=1)), None)
 

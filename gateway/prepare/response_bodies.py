@@ -385,8 +385,7 @@ class ResponseBody(Templated, Sampled, CallFields):
     def _chat_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools:
             return None
-        names = Function.model_fields
-        functions = [{name: getattr(tool, name) for name in names} for tool in self.tools]
+        functions = [{name: v for name, v in tool if name != "type"} for tool in self.tools]
         return [{"type": "function", "function": function} for function in functions]
 
     def _chat_choice(self) -> str | dict[str, Any] | None:

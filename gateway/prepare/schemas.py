@@ -74,9 +74,9 @@ _MAX_NAME = 64
 # What the OpenAPI document says of fields with validators of their own.
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
 _Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TOKEN_IDS)
-]
+_Parts = Field(min_length=1, max_length=MAX_PARTS)
+_Ids = list[Annotated[int, Field(ge=0)]]
+TokenIds = Annotated[_Ids, Field(min_length=1, max_length=MAX_TOKEN_IDS)]
 _Several = Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 _Prompt = str | TokenIds | _Several
 
@@ -475,9 +475,6 @@ class ChatTextPart(StrictModel):
     text: str
 
 
-_TextParts = Annotated[list[ChatTextPart], Field(min_length=1, max_length=MAX_PARTS)]
-
-
 class Message(StrictModel):
     """Assistants may have `tool_calls` and `reasoning_content`, which not all chat templates show;
     messages with the role `tool` have a `tool_call_id`."""
@@ -492,7 +489,7 @@ class Message(StrictModel):
         str,
         BeforeValidator(
             _content,
-            json_schema_input_type=str | _TextParts,
+            json_schema_input_type=str | Annotated[list[ChatTextPart], _Parts],
         ),
     ] = ""
     name: Annotated[str, Field(max_length=_MAX_NAME)] | None = None

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -21,7 +21,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from gateway.http.errors import UNKNOWN, similar_name
 from gateway.http.errors import UNSUPPORTED as CODE
@@ -80,7 +80,6 @@ ROLES = frozenset({"function"})
 PARTS = frozenset({"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"})
 TEXT_PART = frozenset({"type", "text"})
 _MAX_NAMES, _MAX_NAME = 20, 100  # of ignored names in the header: how many, and characters of each
-_OPEN = ("dict", "frozenset", "generator", "list", "set")  # core schemas of any number of values
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.$@/-]")  # in a header
 
 
@@ -108,22 +107,20 @@ def _end_early(node: Any, owner: str) -> None:
             _end_early(each, owner)
     if kind == "tuple":  # no JSON is one: a validator has made it, and counted
         node["fail_fast"] = True
-    if kind not in _OPEN:
+    if kind not in ("dict", "frozenset", "generator", "list", "set"):
         return
     if "max_length" not in node:
         raise TypeError(f"{owner} has a {kind} without max_length")
     inner = {**node, "fail_fast": True}
-    counted = functools.partial(_counted, is_object=kind == "dict", most=node["max_length"])
+    expected = dict if kind == "dict" else list
+    counted = functools.partial(_counted, kind=expected, most=node["max_length"])
     node.clear()
-    node |= {"type": "function-before", "schema": inner}
-    node["function"] = {"type": "no-info", "function": counted}
+    node |= core_schema.no_info_before_validator_function(counted, inner)
 
 
-def _counted(value: Any, is_object: bool, most: int) -> Any:
-    if isinstance(value, dict if is_object else list) and len(value) > most:
-        kind = "Dictionary" if is_object else "List"
-        lengths = {"max_length": most, "actual_length": len(value)}
-        raise PydanticKnownError("too_long", {"field_type": kind, **lengths})
+def _counted(value: Any, kind: type[Sized], most: int) -> Any:
+    if isinstance(value, kind) and len(value) > most:
+        raise refusal(f"at most {most} members, not {len(value)}")
     return value
 
 
@@ -189,10 +186,8 @@ class StrictModel(BaseModel):
         for name, names in cls.names_of_objects.items():
             given = fields.get(name)
             for each in given if isinstance(given, list) else ():
-                if isinstance(each, dict):
-                    yield from (
-                        f"{name}.{other[:_MAX_NAME]}" for other in each if other not in names
-                    )
+                others = each if isinstance(each, dict) else ()
+                yield from (f"{name}.{it[:_MAX_NAME]}" for it in others if it not in names)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from gateway.prepare.schemas import TokenIds, TruncatedTexts, token_ids
 from gateway.prepare.unsupported import CallFields, StrictModel, refusal
 
+_NO_IDS = "must be a list of token ids that is not empty"
 MAX_INPUTS = 2048  # as OpenAI allows
 # Parameters of other servers -> values without effect.
 UNSUPPORTED_OF_VECTORS: Mapping[str, tuple[Any, ...]] = {
@@ -62,9 +63,9 @@ def _inputs(value: Any) -> Any:
     if not isinstance(value, list) or not value or isinstance(value[0], str):
         return _texts(value)
     if not isinstance(value[0], list):
-        return (_token_ids(value, None),)
+        return (token_ids(value, _NO_IDS),)
     items = _items(value, "a list of token ids")
-    return tuple(_token_ids(item, str(number)) for number, item in enumerate(items))
+    return tuple(token_ids(item, _NO_IDS, str(number)) for number, item in enumerate(items))
 
 
 def _inputs_or_pairs(value: Any) -> Any:
@@ -77,10 +78,6 @@ def _inputs_or_pairs(value: Any) -> Any:
         if not is_pair or not all(isinstance(text, str) and text for text in item):
             raise refusal("must be a pair of strings that are not empty", str(number))
     return tuple(map(tuple, value))
-
-
-def _token_ids(value: Any, param: str | None) -> tuple[int, ...]:
-    return token_ids(value, "must be a list of token ids that is not empty", param)
 
 
 def _documents(value: Any) -> Any:

@@ -31,7 +31,7 @@ from tests.gateway.conftest import make_settings, openapi_document
 MAX_S, MAX_BYTES = 0.25, 24 * 2**20  # of one validation: processor time, memory beside the body
 MAX_ERRORS = 64  # a body has those of each field, a union those of each branch
 MAX_ANSWER = 4_096  # bytes of a refusal, or of the names that are ignored
-NUM_SAMPLES = 8  # of a list's items, of different shapes: those that cost most for each byte
+NUM_SAMPLES = 6  # of a list's items, of different shapes: those that cost most for each byte
 SIZE = 4 * 2**20  # of a body
 
 Schema = Mapping[str, Any]
@@ -220,13 +220,13 @@ def at(place: Place, defs: Schema, values: Values) -> Iterator[tuple[str, Any]]:
             yield name, [value]
         densest = sorted(samples(items, defs), key=lambda v: (inner.takes(v), density(v)))
         chosen = [*{names_in(each): each for each in densest}.values()][-NUM_SAMPLES:]
-        for each, length in itertools.product(chosen, (1, 2, 100)):
+        for each, length in itertools.product(chosen, (1, 2)):
             item = grown(each, length)
             if item == each and length > 1:
                 continue
             number = values.size // (len(json.dumps(item)) + 1)
             most = min(number, branch.get("maxItems", number))
-            for count in {number, most, min(number, 2 * most // length)}:
+            for count in {number, most}:
                 yield f"{path}: {count} times {each!r} x {length}", [item] * count
             if length == 1:
                 yield f"{path}: one wrong after {each!r}", [item] * (most - 1) + [values.names]
