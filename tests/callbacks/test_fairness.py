@@ -6,6 +6,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -206,7 +207,7 @@ async def test_destinations_of_an_earlier_version_are_adopted(
     scheduled without their tenants."""
     async with honest_receiver() as receiver:
         await post(functions, "t", receiver.url("/"), 3)
-        rows = await redis_client.zrange(keys.of("due", "of", "t"), 0, -1, withscores=True)
+        rows: Any = await redis_client.zrange(keys.of("due", "of", "t"), 0, -1, withscores=True)
         await redis_client.delete(keys.of("outbox"), keys.of("due", "of", "t"))
         await redis_client.zadd(keys.of("outbox"), dict(rows))
         async with service(redis_server):

@@ -67,7 +67,7 @@ class Key:
         if job_id in self.held:
             self.num_metered += self.jobs[job_id].num_prompt_tokens + self.drawn[job_id]
         for known in (self.jobs, self.held, self.drawn, self.num_events):
-            known.pop(job_id, None)  # type: ignore[attr-defined]
+            known.pop(job_id, None)
 
     def cap(self, job_id: str) -> int:
         job = self.jobs[job_id]

@@ -535,7 +535,7 @@ class Reference:
             return Swept(0, 0, 0, 0)
         open_records = [r for r in self.records.values() if not r.is_terminal]
         expired = [r for r in open_records if r.deadline_ms <= self.now_ms]
-        for record in expired:
+        for record in sorted(expired, key=lambda r: (r.deadline_ms, r.job.id)):
             self._end(record, JobStatus.EXPIRED)
         unattended = [
             r
@@ -544,7 +544,7 @@ class Reference:
             and r.attended_until_ms is not None
             and r.attended_until_ms <= self.now_ms
         ]
-        for record in unattended:
+        for record in sorted(unattended, key=lambda r: (r.attended_until_ms, r.job.id)):
             self._end(record, JobStatus.CANCELLED)
         lapsed = [r for r in open_records if r.lease_ms is not None and r.lease_ms <= self.now_ms]
         for record in sorted(lapsed, key=lambda r: (r.lease_ms, r.job.id)):
