@@ -274,8 +274,8 @@ async def _parts(
             number = index // PART_LINES
             if number in written:
                 continue
-            new = SpooledTemporaryFile[bytes](_BUFFER_BYTES)  # noqa: SIM115 # until its part has run
-            texts = part_lines[0].texts if part_lines else new
+            if not part_lines:
+                texts = SpooledTemporaryFile[bytes](_BUFFER_BYTES)  # PartRun ends it
             endpoint, bodies = leased.batch.asked.endpoint, leased.gateway.bodies
             part_lines.append(await parse_line(raw, line_number, endpoint, bodies, texts))
             if len(part_lines) == PART_LINES:
