@@ -127,8 +127,8 @@ async def test_what_a_pipeline_generates_before_it_embeds_is_billed(
         ("long", {"max_completion_tokens": 7}, 2 * 20 + 40 + 30),
         ("best", {"max_tokens": 7}, 2 * (20 + 7) + 2 * (20 + 7)),  # the scorer reads both
         ("nested", {"max_tokens": 7}, 5 * (20 + 7)),
-        # Each member writes what the caller expects; a scorer may still read the most.
-        ("best", {"max_tokens": 7, "expected_output_tokens": 3}, 2 * (20 + 3) + 2 * (20 + 7)),
+        # What the caller expects lowers nothing.
+        ("best", {"max_tokens": 7, "expected_output_tokens": 3}, 2 * (20 + 7) + 2 * (20 + 7)),
     ],
 )
 async def test_a_flow_reserves_what_its_calls_may_take(
