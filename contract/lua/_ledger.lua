@@ -1,6 +1,7 @@
 -- Accounts for jobs' costs. A job's cost (prompt + predicted output, in tokens) is reserved by submit,
--- grows once the job has drawn more, and is settled by terminal(): cost = charge + refund. The counters of a lane, of a tenant's queue in the
--- lane (key `line:`) and of a tenant always equal the sums over the jobs that they count.
+-- grows once the job has drawn more, and is settled by terminal(): cost = charge + refund. The counters
+-- of a lane, of a tenant's queue in the lane (key `line:`) and of a tenant always equal the sums over the
+-- jobs that they count.
 
 local LENGTHS_TTL_MS = 7 * 24 * 3600 * 1000
 local TENANT_TTL_MS = 24 * 3600 * 1000
