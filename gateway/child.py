@@ -24,15 +24,8 @@ REQUEST_HEAD = struct.Struct(">I")  # length of the JSON in bytes
 REPLY_HEAD = struct.Struct(">BI")  # kind; length of the text in bytes
 
 # What Python, jinja2 and markupsafe import when a template first needs it.
-_LATER = (
-    "encodings.unicode_escape",
-    "html",
-    "jinja2.constants",
-    "jinja2.debug",
-    "pprint",
-    "textwrap",
-    "unicodedata",
-)
+_OWN = ("encodings.unicode_escape", "html", "pprint", "textwrap", "unicodedata")
+_LATER = (*_OWN, "jinja2.constants", "jinja2.debug")
 
 
 class Reply(IntEnum):

@@ -27,7 +27,7 @@ def confine() -> None:
         _prctl(_SET_NO_NEW_PRIVS, 1)
         _forbid_by_landlock()
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_CORE):
-        with suppress(ValueError, OSError):
+        with suppress(OSError, ValueError):
             resource.setrlimit(kind, (0, 0))
 
 

@@ -41,14 +41,10 @@ class StoppingServer(uvicorn.Server):
     """Calls `on_stop` when it begins to stop, and `admits` with the address of each client."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        on_stop: Callable[[], None],
-        admits: Callable[[Any], bool] = lambda _: True,
+        self, config: uvicorn.Config, on_stop: Callable[[], None], admits: Callable[[Any], bool]
     ) -> None:
         super().__init__(config)
-        self._on_stop = on_stop
-        self._admits = admits
+        self._on_stop, self._admits = on_stop, admits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if sockets is not None:

@@ -86,7 +86,7 @@ async def test_the_server_calls_on_stop_before_it_waits_for_requests() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         settings = uvicorn.Config(until_told, lifespan="off", log_config=None)
-        server = StoppingServer(settings, is_told.set)
+        server = StoppingServer(settings, is_told.set, lambda _: True)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
