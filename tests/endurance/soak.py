@@ -56,6 +56,7 @@ _POLL_S = 0.5
 # The first requests import, compile and fill pools and caches: some minutes of them, or half of a
 # shorter load.
 _LONGEST_WARM_UP_S = 180.0
+_LONGEST_RAMP_S = 60.0  # from rest until as much is forgotten as is made
 _SAMPLE_S = 5.0
 _API_KEY = "the key of a soak, with all rights"
 _KEPT_FOR_DAYS = ("out", "batch", "batch_parts", "operation", "idem")
@@ -179,7 +180,8 @@ class _Soak:
         async with self._sampling(load_s):
             await self.load.run(load_s)
             after = await self._at_rest()
-        under_load = [sample for sample in self.samples if sample.at_s <= load_s]
+        ramp_s = min(_LONGEST_RAMP_S, load_s / 2)
+        under_load = [sample for sample in self.samples if ramp_s <= sample.at_s <= load_s]
         violations = compare(before, after, tolerance) + trends(under_load) + self.load.surprises
         return SoakReport(
             self.load.seed, load_s, before, after, self.samples, self.load.counts, violations
