@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,3 +155,16 @@ def test_the_page_of_fields_is_as_the_document_describes_them() -> None:
 def test_the_page_of_metrics_is_of_today() -> None:
     """After a change: python -m infra.options_page metrics > docs/metric-names.md"""
     assert (ROOT / "docs" / "metric-names.md").read_text() == metrics()
+
+
+def test_each_claim_of_the_security_page_names_tests_that_exist() -> None:
+    """A row of the page is a claim; its last column names files or folders of tests."""
+    page = (ROOT / "docs" / "security.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and " | `" in line]
+    assert len(rows) > 25
+    for row in rows:
+        *_, claim, tests, _ = re.split(r" ?\| ?", row)
+        names = re.findall(r"`([a-z_/]+(?:\.py)?)`", tests)
+        assert names, claim
+        for name in names:
+            assert (ROOT / "tests" / name).exists(), name
