@@ -74,9 +74,7 @@ BOOT_GRACE_S = 10.0  # for leases and attendance after a restart of Redis
 IDEMPOTENCY_TTL_S = 24 * 3600
 # Bytes that a finished job takes in Redis beside its arguments, as measured.
 _RECORD_BYTES = 6_500
-_LOGPROB_BYTES = (
-    18  # head, id below 2^32 and float64 in msgpack; of a whole TokenLogprob with a second
-)
+_LOGPROB_BYTES = 18  # in msgpack: head, id below 2^32 and float64
 _BYTES_PER_OUTPUT_TOKEN = 13
 
 _SIZE = struct.Struct("<I")
