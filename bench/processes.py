@@ -232,7 +232,7 @@ def pid_of(part: str, pid: int) -> int:
 def memory_bytes(pid: int, name: str = "VmRSS") -> int:
     """A field of /proc/PID/status: VmRSS is the resident memory, VmHWM its peak. Raises OSError if
     the process has ended."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text("utf-8"), re.M)
     if found is None:
         raise ProcessLookupError(pid)
     return int(found[1]) * 1024
@@ -240,7 +240,7 @@ def memory_bytes(pid: int, name: str = "VmRSS") -> int:
 
 def forget_peak(pid: int) -> None:
     """Sets the peak of a process's memory to what it has now (proc(5), clear_refs)."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    Path(f"/proc/{pid}/clear_refs").write_text("5", "utf-8")
 
 
 def child_peaks(pid: int) -> list[int]:

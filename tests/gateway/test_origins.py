@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 from fastapi.routing import APIRoute
 
 from gateway.app import create_app
@@ -19,8 +20,15 @@ from tests.aws.lambda_events import HEADERS, http_event, rest_event
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
-# Without keys, whatever tests before left.
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("redis_client")]
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_keys(redis_server: EmbeddedRedis) -> None:
+    """Whatever tests before have left."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+
 
 Pairs = list[tuple[str, str]]
 

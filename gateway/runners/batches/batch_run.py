@@ -4,11 +4,13 @@ Over 300 lines: the steps of one batch.
 """
 
 import asyncio
+import contextlib
+import functools
 import io
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from tempfile import SpooledTemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -229,7 +231,9 @@ async def _run_lines(leased: LeasedBatch) -> None:
         try:
             if leased.batch.total:  # 0 if it was cancelled before it was validated
                 async for number, part_lines in _parts(leased, done):
-                    running.add(asyncio.create_task(_run_part(leased, number, part_lines, done)))
+                    task = asyncio.create_task(_run_part(leased, number, part_lines, done))
+                    task.add_done_callback(functools.partial(_close, part_lines[0].texts))
+                    running.add(task)
                     if len(running) == most:
                         running = await _some_done(running)
         except InputLost as exc:
@@ -246,6 +250,10 @@ async def _run_lines(leased: LeasedBatch) -> None:
     parts = await leased.parts()
     if lost is not None or _has_all_lines(leased, parts):
         await _end(leased, BatchStatus.CANCELLING, BatchStatus.CANCELLED, parts)
+
+
+def _close(texts: IO[bytes], _: object) -> None:
+    texts.close()
 
 
 async def _some_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
@@ -268,23 +276,26 @@ async def _parts(
     part_lines: list[Line] = []
     index = -1
     most = leased.gateway.settings.max_batch_lines
-    try:
-        async for line_number, raw in requests(_lines(leased), most):
-            index += 1
-            number = index // PART_LINES
-            if number in written:
-                continue
-            if not part_lines:
-                texts = SpooledTemporaryFile[bytes](_BUFFER_BYTES)  # PartRun ends it
-            endpoint, bodies = leased.batch.asked.endpoint, leased.gateway.bodies
-            part_lines.append(await parse_line(raw, line_number, endpoint, bodies, texts))
-            if len(part_lines) == PART_LINES:
-                yield number, part_lines
-                part_lines = []
-    except BadLine as exc:  # the file was valid
-        raise InputLost from exc
-    if part_lines:
-        yield index // PART_LINES, part_lines
+    with contextlib.ExitStack() as unfinished:
+        try:
+            async for line_number, raw in requests(_lines(leased), most):
+                index += 1
+                number = index // PART_LINES
+                if number in written:
+                    continue
+                if not part_lines:
+                    texts = unfinished.enter_context(SpooledTemporaryFile[bytes](_BUFFER_BYTES))
+                endpoint, bodies = leased.batch.asked.endpoint, leased.gateway.bodies
+                part_lines.append(await parse_line(raw, line_number, endpoint, bodies, texts))
+                if len(part_lines) == PART_LINES:
+                    unfinished.pop_all()  # whoever runs the part closes its file
+                    yield number, part_lines
+                    part_lines = []
+        except BadLine as exc:  # the file was valid
+            raise InputLost from exc
+        if part_lines:
+            unfinished.pop_all()
+            yield index // PART_LINES, part_lines
 
 
 async def _run_part(
@@ -292,8 +303,7 @@ async def _run_part(
 ) -> None:
     """Runs a part and records it. Raises LeaseLost."""
     run = PartRun(leased, number, part_lines)
-    with part_lines[0].texts:
-        part = await run.run()
+    part = await run.run()
     done[number] = part
     while True:
         try:
