@@ -23,6 +23,7 @@ from gateway.confinement import hide_memory
 from gateway.turns import Busy, Turns, current_owner, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
+_PIECE_BYTES = 256 * 1024  # of a request; between them other tasks run
 _LONG_S = 0.05  # after which a process gives way, and another is started for others
 _NICENESS = 10
 _MAX_IDLE, _MAX_GIVEN_WAY = 2, 1
@@ -234,7 +235,10 @@ class _Child:
     async def ask(self, raw: bytes) -> tuple[Reply, str]:
         """Sends a request, and returns the kind and text of the reply. Raises OSError,
         IncompleteReadError if the process ends, and ValueError for a malformed reply."""
-        self._writer.write(REQUEST_HEAD.pack(len(raw)) + raw)
+        self._writer.write(REQUEST_HEAD.pack(len(raw)))
+        for start in range(0, len(raw), _PIECE_BYTES):
+            self._writer.write(raw[start : start + _PIECE_BYTES])
+            await self._writer.drain()
         kind, num_bytes = REPLY_HEAD.unpack(await self.reader.readexactly(REPLY_HEAD.size))
         if num_bytes > _MAX_REPLY_BYTES:
             raise ValueError("the reply is too long")

@@ -16,6 +16,7 @@ from gateway.child import Refused, serve
 
 MAX_DEPTH = 32
 MAX_VALUES = 2**19  # token ids of which each takes 8 bytes of a body of 4 MiB
+MAX_STRINGS = 2**17  # with names, objects and lists: each takes more time and memory than a number
 
 # Also matches an unterminated string; scanning again would be quadratic.
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -47,10 +48,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 def parse_json(raw: bytes) -> Any:
     """Parses a body, or a string in a body. Raises ValueError."""
-    plain = _STRING.sub(b"", raw)
+    plain, num_strings = _STRING.subn(b"", raw)
     opened, closed = (sum(map(plain.count, kind)) for kind in ((b"[", b"{"), (b"]", b"}")))
     if plain.count(b",") + max(opened, closed) >= MAX_VALUES:
         raise JsonRefused(f"it has more than {MAX_VALUES} values")
+    if num_strings + max(opened, closed) > MAX_STRINGS:
+        raise JsonRefused(f"it has more than {MAX_STRINGS} strings, names, objects and lists")
     if _depth(plain) > MAX_DEPTH:
         raise JsonRefused(f"nested deeper than {MAX_DEPTH} levels")
     value = _DECODER.decode(raw.decode("utf-8"))

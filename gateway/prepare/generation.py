@@ -120,8 +120,8 @@ def num_prompt_logprobs(body: GenerationBody) -> int | None:
 
 def _expected_tokens(body: GenerationBody, most: int) -> int:
     """The length of a choice as stated by its body; 0 if it is not stated."""
-    if body.ignore_eos and not body.stop and not body.stop_token_ids:
-        return most  # nothing ends it before
+    if body.ignore_eos:
+        return most  # what else may end it is its caller's, who may name what never comes
     expected = body.expected_output_tokens
     return min(max(expected, body.min_tokens or 0), most) if expected else 0
 

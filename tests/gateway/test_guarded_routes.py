@@ -26,7 +26,7 @@ from gateway.app import create_app
 from gateway.http import bodies
 from gateway.http.bodies import JsonBodies, is_light, parse_object
 from gateway.http.errors import ApiError
-from gateway.http.strict_json import MAX_VALUES
+from gateway.http.strict_json import MAX_STRINGS, MAX_VALUES
 from gateway.routes.requests import GuardedRoute
 from gateway.settings import GatewaySettings
 from gateway.turns import Owner, work_for
@@ -238,12 +238,21 @@ def test_a_light_body_takes_little_time(one: bytes, other: bytes, share: int) ->
     assert time.process_time() - started_s < 0.05
 
 
-@pytest.mark.parametrize("value", [b"{},", b"1,", b'"",', b"[],"])
-async def test_a_body_has_a_bounded_number_of_values(json_bodies: JsonBodies, value: bytes) -> None:
-    """Refused without making them."""
+@pytest.mark.parametrize(
+    ("value", "most", "words"),
+    [
+        (b"1,", MAX_VALUES, "values"),
+        *[(value, MAX_STRINGS, "strings") for value in (b"{},", b'"",', b"[],", b'{"a":1},')],
+    ],
+)
+async def test_a_body_has_a_bounded_number_of_values(
+    json_bodies: JsonBodies, value: bytes, most: int, words: str
+) -> None:
+    """Refused without making them; half as many are taken."""
     with pytest.raises(ApiError) as refused:
-        await json_bodies.parse(b'{"a":[' + value * MAX_VALUES + b"1]}")
-    assert f"{MAX_VALUES} values" in refused.value.message
+        await json_bodies.parse(b'{"a":[' + value * most + b"1]}")
+    assert f"{most} {words}" in refused.value.message
+    assert await json_bodies.parse(b'{"a":[' + value * (most // 3) + b"1]}")
 
 
 async def test_each_owner_has_one_heavy_body_checked_at_a_time(json_bodies: JsonBodies) -> None:

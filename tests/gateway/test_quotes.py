@@ -27,8 +27,8 @@ NUM_OUTPUTS = 5  # until they predict others
         (COMPLETIONS, BODY | {"ignore_eos": True, "expected_output_tokens": 7}, 50),
         # The context of 512 has room for 4 more tokens.
         (COMPLETIONS, BODY | {"ignore_eos": True, "prompt": ["a", "b" * 508]}, 54),
-        (COMPLETIONS, BODY | {"ignore_eos": True, "stop": "x"}, LEARNED),
-        (COMPLETIONS, BODY | {"ignore_eos": True, "stop_token_ids": [65]}, LEARNED),
+        (COMPLETIONS, BODY | {"ignore_eos": True, "stop": "x"}, 50),
+        (COMPLETIONS, BODY | {"ignore_eos": True, "stop_token_ids": [65]}, 50),
         (COMPLETIONS, BODY | {"ignore_eos": False}, LEARNED),
         (COMPLETIONS, BODY | {"min_tokens": 9, "expected_output_tokens": 7}, 9),
         (CHATS, CHAT, LEARNED),
