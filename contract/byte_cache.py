@@ -22,11 +22,11 @@ class ByteCache(Generic[V]):
     def num_bytes(self) -> int:
         return int(self._kept.currsize)
 
-    def get(self, key: str) -> V | None:
+    def get(self, key: str | bytes) -> V | None:
         found = self._kept.get(_digest(key))
         return None if found is None else found[0]
 
-    def keep(self, key: str, value: V, num_bytes: int, owner: str = "") -> None:
+    def keep(self, key: str | bytes, value: V, num_bytes: int, owner: str = "") -> None:
         """Keeps a value, unless it takes more than half of the bytes. Its owner's oldest ones make
         room for it before those of others do."""
         digest, num_bytes = _digest(key), num_bytes + _ENTRY_BYTES
@@ -41,9 +41,10 @@ class ByteCache(Generic[V]):
         if left >= 0:
             self._kept[digest] = value, owner, num_bytes
 
-    def drop(self, key: str) -> None:
+    def drop(self, key: str | bytes) -> None:
         self._kept.pop(_digest(key), None)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+def _digest(key: str | bytes) -> bytes:
+    raw = key.encode(errors="surrogatepass") if isinstance(key, str) else key
+    return hashlib.sha256(raw).digest()

@@ -54,6 +54,14 @@ class ChildUnreadable(Exception):
     """The process cannot use its start message."""
 
 
+def encoded(request: Any) -> bytes:
+    """Raises ChildFailed."""
+    try:
+        return msgspec.json.encode(request)
+    except UnicodeEncodeError:
+        raise ChildFailed("it has half of a surrogate pair") from None
+
+
 class ChildPool:
     """Processes that answer the same kind of request, started when the first request comes. Each
     answers one request at a time, when its owner's turn comes (turns.py). If a request takes long,
@@ -87,10 +95,7 @@ class ChildPool:
 
     async def ask(self, request: Any) -> str:
         """Raises Refused, ChildFailed, ChildUnreadable, Busy."""
-        try:
-            raw = msgspec.json.encode(request)
-        except UnicodeEncodeError:
-            raise ChildFailed("it has half of a surrogate pair") from None
+        raw = encoded(request)
         digest = hashlib.sha256(raw).digest()
         num_deaths, reason = self._deaths.get(digest, (0, ""))
         if num_deaths >= _NUM_TRIES:

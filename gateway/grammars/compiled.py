@@ -27,6 +27,7 @@ from gateway.grammars.rules.lark import KNOBS, Lark, Marks, json_options, quoted
 from gateway.grammars.schemas.lengths import check_lengths
 from gateway.grammars.schemas.preparation import prepare
 from gateway.grammars.schemas.refusals import SchemaRefused
+from gateway.http.strict_json import parse_json
 
 _BYTES = LLTokenizer("byte")  # a token for each byte
 _END: int = _BYTES.eos_token
@@ -132,7 +133,7 @@ class _Varied:
 class Kind(StrEnum):
     """What a grammar is made from."""
 
-    JSON_SCHEMA = "json_schema"  # an object, or true
+    JSON_SCHEMA = "json_schema"  # an object, its text, or true
     REGEX = "regex"  # Rust's syntax, of the whole output
     CHOICE = "choice"  # a list of strings
     GRAMMAR = "grammar"  # Lark or GBNF
@@ -243,6 +244,11 @@ def _followed(grammar: str) -> str:
 def _of_schema(schema: Any, is_strict: bool) -> dict[str, Any]:
     """Returns a grammar of what can be enforced of the schema, with the library's options. Raises
     GrammarRefused."""
+    if isinstance(schema, str):  # as vLLM's clients send it
+        try:
+            schema = parse_json(schema.encode())
+        except ValueError:
+            raise GrammarRefused("it is not JSON") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

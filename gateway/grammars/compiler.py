@@ -6,9 +6,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Self
 
+import msgspec
+
 from contract.byte_cache import ByteCache
 from gateway.child import Refused
-from gateway.child_process import ChildFailed, ChildLimits, ChildPool, ChildUnreadable
+from gateway.child_process import ChildFailed, ChildLimits, ChildPool, ChildUnreadable, encoded
 from gateway.http.errors import invalid_value
 from gateway.turns import current_owner
 
@@ -55,10 +57,10 @@ class GrammarCompiler:
 
     async def _outcome(self, request: Mapping[str, Any]) -> tuple[str, str]:
         """Raises ChildFailed, ChildUnreadable, Busy."""
-        key = json.dumps(request)
+        key = encoded(request)
         if (outcome := self._outcomes.get(key)) is None:
             try:
-                outcome = await self._processes.ask(request), ""
+                outcome = await self._processes.ask(msgspec.Raw(key)), ""
             except Refused as refused:
                 outcome = "", str(refused)
             num_bytes = sum(map(sys.getsizeof, outcome))

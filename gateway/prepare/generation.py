@@ -4,6 +4,7 @@ sampling parameters, computes its cost.
 Over 300 lines: the steps of one call.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -318,7 +319,11 @@ async def _rendered(tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody) 
         message = f"the model {card.name!r} has no chat template: use /v1/completions"
         raise invalid_value("messages", message)
     files = tokenizer.files
-    messages: Sequence[Rendered] = [message.rendered(files) for message in body.messages]
+    messages: list[Rendered] = []
+    for each in body.messages:
+        messages.append(each.rendered(files))
+        if each.tool_calls:  # whose arguments are parsed
+            await asyncio.sleep(0)
     if files.tool_format is not None and files.tool_format.between is None:
         is_harmony = files.reasoning is not None and files.reasoning.is_harmony
         messages = one_call_each(messages, apart=is_harmony)

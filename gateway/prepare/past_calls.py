@@ -14,10 +14,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.http.strict_json import MAX_DEPTH, depth_of, finite, no_constant
+from gateway.http.strict_json import check_shape, finite, no_constant
 
 Rendered = Mapping[str, Any]  # a message as templates expect it
 
+_SHARE = 1 / 8  # of a body's bounds, for one call's arguments: they are parsed on the loop
 UNREADABLE = "arguments"  # the key of arguments that are no object
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -71,8 +72,10 @@ def one_call_each(messages: Sequence[Rendered], *, apart: bool) -> list[Rendered
 
 
 def _value(text: str) -> Any:
-    """The value of a JSON text, cut off or not; the text itself if it is not JSON."""
-    if depth_of(text.encode()) > MAX_DEPTH:
+    """The value of a JSON text, cut off or not; the text itself if it is not JSON, or too large."""
+    try:
+        check_shape(text.encode(), _SHARE)
+    except ValueError:
         return text
     try:
         value = _DECODER.decode(text)

@@ -23,7 +23,6 @@ from contract.output_formats import ToolFormat
 from gateway.grammars.compiler import Constraint
 from gateway.grammars.rules.arguments import string_parameters
 from gateway.http.errors import MISSING, ApiError, invalid_value
-from gateway.http.strict_json import parse_json
 from gateway.models.tokens import Cut
 from gateway.prepare.past_calls import arguments_object, fitting_id
 from gateway.prepare.unsupported import (
@@ -161,18 +160,8 @@ class Constrained(StrictModel):
                 value = asked.json_ if name == "json" else getattr(asked, name)
             if value is not None:
                 kind = "json_schema" if name == "json" else name
-                return Constraint(prefix + name, kind, _parsed(prefix, name, value))
+                return Constraint(prefix + name, kind, value)
         return None
-
-
-def _parsed(prefix: str, name: str, value: Any) -> Any:
-    """Parses a schema that vLLM's clients send as text. Raises ApiError."""
-    if name != "json" or not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value.encode())
-    except ValueError:
-        raise invalid_value(prefix + name, f"{prefix}{name} is not JSON") from None
 
 
 class Function(StrictModel):

@@ -60,7 +60,7 @@ async def test_a_schema_as_text_has_the_bounds_of_bodies(
         answer = await quote(http, chat(**{name: given}))
         if depth > 32:
             assert answer.status_code == 400
-            assert answer.json()["error"]["message"].endswith("json is not JSON")
+            assert answer.json()["error"]["message"].endswith("it is not JSON")
         else:
             assert answer.status_code == 200, (depth, answer.text)
     for text in DAMAGED:
