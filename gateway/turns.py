@@ -2,8 +2,9 @@
 
 A few things are done at a time. Whose turn it is follows start-time fair queueing (Goyal, Vin,
 Cheng: "Start-time Fair Queuing", 1996): the owner that has had the least time for its weight. An
-owner has at most half of the places, so another one's work begins at once. Long bodies have places
-of their own, because a slow client holds one for as long as it sends.
+owner has at most half of the places, and the last one is for an owner that has none, so another
+one's work begins at once. Long bodies have places of their own, because a slow client holds one for
+as long as it sends.
 """
 
 import asyncio
@@ -88,7 +89,13 @@ class Turns:
     def is_free(self, owner: Owner) -> bool:
         """Whether the owner's turn would come at once."""
         line = self._line_of(owner)
-        return bool(self._num_free) and line.num_running < line.share and not line.waiting
+        return not line.waiting and self._may_begin(line)
+
+    def _may_begin(self, line: _Line) -> bool:
+        """Whether there is a place for more of an owner's work. The last one is for an owner that
+        has none."""
+        room = self._num_free - (line.num_running > 0)
+        return room > 0 and line.num_running < line.share
 
     def _line_of(self, owner: Owner) -> _Line:
         line = self._lines.get(owner)
@@ -139,9 +146,7 @@ class Turns:
         line.mean_s += (took_s - line.mean_s) / 8
         while self._num_free:
             ready = [
-                line
-                for line in self._lines.values()
-                if line.waiting and line.num_running < line.share
+                each for each in self._lines.values() if each.waiting and self._may_begin(each)
             ]
             if not ready:
                 return

@@ -26,8 +26,8 @@ _GZIP_BITS, _ZLIB_BITS, _RAW_BITS = 31, 15, -15  # zlib's names of its formats
 _ZLIB_METHOD = 8  # in the low four bits of its first byte; deflate without zlib cannot begin so
 _PIECE_BYTES = 64 * 1024  # decoded at a time, in about 0.2 ms
 _MEMBER_BYTES, _MANY_MEMBERS = 4096, 64  # a gzip file has one member for so many bytes, or few
-# What is parsed at once, in 3 ms and 3 ms for each MiB: so many marks, quotes and escapes, bytes.
-_LIGHT_MARKS, _LIGHT_QUOTES, _LIGHT_BYTES = 8_192, 32_768, 4 * 1024 * 1024
+# What is parsed at once, in 3 ms: bodies with so many marks, quotes and escapes, bytes.
+_LIGHT_MARKS, _LIGHT_QUOTES, _LIGHT_BYTES = 8_192, 32_768, 512 * 1024
 _NUM_CHECKS = 2  # at a time; one of each owner
 
 
