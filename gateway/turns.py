@@ -48,6 +48,7 @@ class _Line(msgspec.Struct):
 
     share: int  # places that it may have
     weight: float
+    is_attended: bool
     start: float  # virtual time: seconds of its work by weight
     num_running: int = 0
     mean_s: float = 0.0
@@ -66,6 +67,7 @@ class Turns:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_free = num_places
+        self._num_kept = int(num_places > 2)  # for owners whose caller waits and that have none
         self._share = share or max(1, num_places // 2)
         self._wait_s = wait_s
         self._clock = clock
@@ -92,9 +94,9 @@ class Turns:
         return not line.waiting and self._may_begin(line)
 
     def _may_begin(self, line: _Line) -> bool:
-        """Whether there is a place for more of an owner's work. The last one is for an owner that
-        has none."""
-        room = self._num_free - (line.num_running > 0)
+        """Whether there is a place for more of an owner's work."""
+        is_first = line.num_running == 0 and line.is_attended
+        room = self._num_free - (0 if is_first else self._num_kept)
         return room > 0 and line.num_running < line.share
 
     def _line_of(self, owner: Owner) -> _Line:
@@ -104,7 +106,7 @@ class Turns:
                 self._forget_idle()
             weight = owner.weight * (1.0 if owner.is_attended else _UNATTENDED_WEIGHT)
             share = self._share if owner.is_attended else 1
-            line = self._lines[owner] = _Line(share, weight, self._virtual_s)
+            line = self._lines[owner] = _Line(share, weight, owner.is_attended, self._virtual_s)
         return line
 
     def _forget_idle(self) -> None:

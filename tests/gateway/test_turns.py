@@ -66,6 +66,20 @@ async def test_anothers_work_begins_beside_any_amount_of_ones_own() -> None:
     assert len(work.order) == 101
 
 
+async def test_the_last_place_is_for_an_owner_that_has_none() -> None:
+    """However many others have much work; a batch, which has no caller, does not take it."""
+    work = Workshop(num_places=4)
+    tasks = await work.begin(ANN, 9) + await work.begin(BOB, 9) + await work.begin(ANNS_BATCH, 9)
+    assert work.order == [ANN, ANN, BOB]
+    for number in range(5):
+        tasks += await work.begin(Owner(f"{number}"))
+        assert work.order[-1] == Owner(f"{number}")
+        await work.end(-1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @pytest.mark.parametrize("seed", range(10))
 async def test_owners_get_equal_times_however_long_their_work_is(seed: int) -> None:
     """And by their weights."""
