@@ -7,6 +7,7 @@ checks after that, so no body holds the event loop. `connections.RequestGuard` l
 import asyncio
 import json
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Message, Receive, Scope
@@ -21,7 +22,7 @@ from gateway.turns import Turns, current_owner
 
 SHORT_BYTES = 64 * 1024
 """A body of up to so many bytes is read without a turn."""
-_ACCEPTED = ("gzip", "deflate")
+ENCODINGS = ("gzip", "deflate")
 _GZIP_BITS, _ZLIB_BITS, _RAW_BITS = 31, 15, -15  # zlib's names of its formats
 _ZLIB_METHOD = 8  # in the low four bits of its first byte; deflate without zlib cannot begin so
 _PIECE_BYTES = 64 * 1024  # decoded at a time, in about 0.2 ms
@@ -33,15 +34,22 @@ _NUM_CHECKS = 2  # at a time; one of each owner
 
 class Body:
     """The body of one request. Raises ApiError: 413 if it is too long, by its Content-Length, its
-    actual or its decoded bytes; 415 for an encoding that is not supported. `limit`: what sets
-    `max_bytes`, for the message."""
+    actual or its decoded bytes; 415 for an encoding that is not among `encodings`. `limit`: what
+    sets `max_bytes`, for the message."""
 
-    def __init__(self, scope: Scope, receive: Receive, max_bytes: int, limit: str) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        max_bytes: int,
+        limit: str,
+        encodings: Sequence[str] = ENCODINGS,
+    ) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
         self._limit = limit
         encoding = (header(scope, b"content-encoding") or b"").decode("latin-1")
-        self._decoder = Decoder(encoding, max_bytes)
+        self._decoder = Decoder(encoding, max_bytes, encodings)
         self._num_bytes = 0
         self._is_complete = False
         length = header(scope, b"content-length")
@@ -87,12 +95,12 @@ class Decoder:
     Raises ApiError (415) for other encodings.
     """
 
-    def __init__(self, encoding: str, max_bytes: int) -> None:
+    def __init__(self, encoding: str, max_bytes: int, encodings: Sequence[str] = ENCODINGS) -> None:
         self._encoding = encoding.strip().lower().removeprefix("x-")
         self._left = max_bytes
-        if self._encoding not in ("", "identity", *_ACCEPTED):
-            message = f"the content-encoding must be {' or '.join(_ACCEPTED)}, or absent"
-            headers = {"accept-encoding": ", ".join(_ACCEPTED)}
+        if self._encoding not in ("", "identity", *encodings):
+            message = f"the content-encoding must be {' or '.join([*encodings, 'absent'])}"
+            headers = {"accept-encoding": ", ".join(encodings) or "identity"}
             raise ApiError(415, "unsupported_media_type", message, headers=headers)
         self._open = zlib.decompressobj()  # replaced at the first byte
         self._num_members = 0
@@ -103,7 +111,7 @@ class Decoder:
     def decode(self, data: bytes, *, is_last: bool) -> bytes:
         """The next bytes of the body; if `has_more` after that, decode(b"") gives further ones.
         Raises TooMuch, and ApiError if it is not so encoded."""
-        decoded = data if self._encoding not in _ACCEPTED else self._decompressed(data, is_last)
+        decoded = data if self._encoding not in ENCODINGS else self._decompressed(data, is_last)
         self._left -= len(decoded)
         self._num_decoded += len(decoded)
         if self._left < 0:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.child_process import ChildUnreadable
-from gateway.http.bodies import SHORT_BYTES, Body
+from gateway.http.bodies import ENCODINGS, SHORT_BYTES, Body
 from gateway.http.errors import ApiError, internal_error, to_api_error
 from gateway.http.limits import is_upload
 from gateway.prepare.admission import Right, admitted, right_of
@@ -98,16 +98,19 @@ class GuardedRoute(APIRoute):
             body = Body(scope, receive, *self._bound(scope, request.app.state.settings))
             await super().handle(scope, body.receive, send)
 
-    def _bound(self, scope: Scope, settings: GatewaySettings) -> tuple[int, str]:
-        """The most bytes of a body, and what sets them."""
+    def _bound(self, scope: Scope, settings: GatewaySettings) -> tuple[int, str, tuple[str, ...]]:
+        """The most bytes of a body, what sets them, and how it may be encoded. A file may not: a
+        few bytes would stand for gigabytes on a disk."""
         if self.right is None:
-            return _OPEN_BYTES, "the most before a caller is known"
+            return _OPEN_BYTES, "the most before a caller is known", ()
         if is_upload(scope):
             limit = f"the limit that {variable('max_file_bytes')} sets"
-            return settings.max_file_bytes + _FORM_BYTES, limit
+            return settings.max_file_bytes + _FORM_BYTES, limit, ()
         if self.right.is_counted:
-            return settings.max_body_bytes, f"the limit that {variable('max_body_bytes')} sets"
-        return min(SHORT_BYTES, settings.max_body_bytes), "the most of calls that submit no work"
+            limit = f"the limit that {variable('max_body_bytes')} sets"
+            return settings.max_body_bytes, limit, ENCODINGS
+        limit = "the most of calls that submit no work"
+        return min(SHORT_BYTES, settings.max_body_bytes), limit, ENCODINGS
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
