@@ -284,9 +284,9 @@ def check(model: type[BaseModel], values: Values) -> str:
     """Tries all hostile bodies of a model. Returns the worst, in words."""
     worst = (0.0, 0, "")
     for name, body in hostile(model, values):
-        begin = time.process_time()
+        begin = time.thread_time()
         num_errors, text = answer(model, body)
-        taken_s = time.process_time() - begin
+        taken_s = time.thread_time() - begin
         assert num_errors <= MAX_ERRORS, f"{name[:200]}: {num_errors} errors"
         assert len(text) <= MAX_ANSWER, f"{name[:200]}: an answer of {len(text)} bytes"
         peak = peak_of(functools.partial(answer, model, body)) if taken_s > 0.01 else 0
@@ -417,6 +417,6 @@ def test_the_endpoint_of_a_job_is_not_in_the_answer(values: Values) -> None:
 def test_a_name_is_compared_with_few_others_by_its_first_characters() -> None:
     """The time of a comparison grows with the square of its length, and with their number."""
     known = ["a" * (1 + number % 256) for number in range(5_000)]
-    begin = time.process_time()
+    begin = time.thread_time()
     assert "did you mean 'aaaa" in no_such_model("a" * SIZE, known).message
-    assert time.process_time() - begin <= MAX_S
+    assert time.thread_time() - begin <= MAX_S

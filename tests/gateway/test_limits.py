@@ -192,12 +192,14 @@ async def test_a_body_may_have_4_mib_or_what_the_operator_sets(limit: int | None
     if limit is not None:
         settings = settings.model_copy(update={"max_body_bytes": limit})
     limit = limit or 4 * 2**20
-    transport = httpx.ASGITransport(create_app(settings))
+    app = create_app(settings)
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         headers = {"content-type": "application/json", "x-api-key": KEY}
         path = "/v1/chat/completions"
         fits = await http.post(path, content=b'{"x":' + b" " * (limit - 5), headers=headers)
         long = await http.post(path, content=b" " * (limit + 1), headers=headers)
+    await app.state.gateway.bodies.aclose()
     assert fits.status_code != 413
     assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
     message = long.json()["error"]["message"]
