@@ -358,7 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [*ATTACKS, BATCHES]
+    *others, half_heads = ATTACKS
+    names = [*others, BATCHES, half_heads]
     parser.add_argument("--attacks", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--connections", nargs="+", type=int, default=[4, 16, 120])
     parser.add_argument("--rate", type=int, default=200, help="calls a second, in all")
