@@ -44,7 +44,9 @@ MAX_KEPT_MB = 45
 
 @pytest.fixture
 def process(redis_server: EmbeddedRedis) -> Iterator[tuple[int, str]]:
-    """A gateway's process id and URL."""
+    """A gateway's process id and URL, whatever object store tests before have named."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
     command = [sys.executable, "-m", "infra", "gateway", "--port=0", "--namespace=test"]
     environment = os.environ | {"REDIS_URL": redis_server.url}
     with subprocess.Popen(

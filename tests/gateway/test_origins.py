@@ -24,9 +24,11 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_keys(redis_server: EmbeddedRedis) -> None:
-    """Whatever tests before have left."""
+def empty_redis(redis_server: EmbeddedRedis) -> Iterator[None]:
+    """Without keys of tests before, and for tests behind without this one's object store."""
     with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+        yield
         client.flushall()
 
 
