@@ -55,7 +55,7 @@ class HashModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     load_fifo: str | None = None  # each load waits until somebody opens this FIFO to write
     crash_id: int | None = None  # a sequence with this token crashes the step
     hang_id: int | None = None  # a step with a sequence with this token never ends
-    bad_row_id: int | None = None  # a sequence with this token fails alone
+    bad_row_id: int | None = None  # a prompt with this token fails alone
 
 
 class HashModel:
@@ -173,7 +173,7 @@ class HashModel:
         token_ids = self._slots[self._slot_ids(sequence, 0, end)].tolist()
         if self.options.crash_id in token_ids:
             raise RuntimeError("the device is lost")
-        if self.options.bad_row_id in token_ids:
+        if self.options.bad_row_id in token_ids[: sequence.num_prompt]:
             return RowFailed("the logits hold NaN")
         prompt = _score_prompt(chunk) if sequence.scores_prompt else None
         if not chunk.samples:
