@@ -1,6 +1,7 @@
 """The resources of processes and Redis at one moment, and whether they are released later.
 Linux."""
 
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ _KIND_BY_COMMAND = {
 _REPLACED = re.compile(r"runpy.* (gateway\.\S+)")
 _MAX_WAITING = _MAX_IDLE + _MAX_GIVEN_WAY
 _MIB = 2**20
-# Idle lanes: keys that sometimes exist while nothing runs.
-_COMES_AND_GOES = re.compile(r":0}:idle:")
+# Keys of a model that sometimes exist while nothing runs: idle lanes, what lanes are owed.
+_COMES_AND_GOES = re.compile(r":0}:(idle|owed):")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,13 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The growth that is no leak: memory kept by allocators, connections kept by pools."""
+    """The growth that is no leak: memory kept by allocators, connections kept by pools, threads of
+    asyncio's executor."""
 
     rss_bytes: int = 8 * _MIB
     rss_share: float = 0.1  # of what it was before
     num_fds: int = 8
-    num_threads: int = 4
+    num_threads: int = 2 + min(32, (os.cpu_count() or 1) + 4)
     redis_bytes: int = _MIB
 
 

@@ -52,7 +52,7 @@ async def test_a_mixed_load_leaves_nothing_behind() -> None:
     [
         (changed(num_fds=60), "file descriptors"),
         (changed(rss_bytes=120 * 2**20), "memory"),
-        (changed(num_threads=20), "threads"),
+        (changed(num_threads=60), "threads"),
         (changed(pid=8), "has ended"),
         (with_templates(1, 2, 3, 4), "4 processes gateway.models.chat_template wait"),
         (dataclasses.replace(BEFORE, keys=frozenset("abcd")), "key, d"),

@@ -56,12 +56,12 @@ class Callers:
     api_keys: Mapping[str, str]
     seed: int
     calls: list[Call] = field(default_factory=list)
-    num_told_later: int = 0  # callers told to come back after `comes_until_s`
-    comes_until_s: float = 0.0  # Unix time; nobody comes back later
+    num_told_later: int = 0  # callers told to come back later than `stop_coming`
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._rng = random.Random(f"{self.seed} callers")
+        self._stopped = asyncio.Event()
 
     async def aclose(self) -> None:
         """Cancels all running calls."""
@@ -76,6 +76,14 @@ class Callers:
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             self._begin(ask, lag_s=max(0.0, -wait_s))
+
+    def num_unanswered(self) -> int:
+        """First attempts whose response has not begun."""
+        return sum(not (call.is_second or call.status or call.reason) for call in self.calls)
+
+    def stop_coming(self) -> None:
+        """From now on no rejected caller comes back."""
+        self._stopped.set()
 
     async def until_answered(self) -> None:
         """Returns once all calls are complete, second attempts included."""
@@ -112,11 +120,11 @@ class Callers:
         call = await self.call(ask, lag_s=lag_s)
         if call.is_admitted or call.retry_after_s is None or self._rng.random() >= FOLLOWERS:
             return
-        if time.time() + call.retry_after_s > self.comes_until_s:
+        try:
+            await asyncio.wait_for(self._stopped.wait(), call.retry_after_s)
             self.num_told_later += 1
-            return
-        await asyncio.sleep(call.retry_after_s)
-        await self.call(ask, is_second=True)
+        except TimeoutError:
+            await self.call(ask, is_second=True)
 
 
 def _request(ask: Ask) -> tuple[str, dict[str, Any]]:

@@ -114,12 +114,17 @@ class _Overload:
         return phase.goodput(await self._ended())
 
     async def _overload(self, capacity_per_s: float) -> None:
-        """The flood starts and ends. Light tenants continue, and rejected callers come back when
-        told."""
-        options = self.options
-        self.callers.comes_until_s = time.time() + options.seconds + options.after_s
+        """The flood starts and ends, and rejected callers come back when told. Once the flood is
+        answered, which on a busy machine takes long, light tenants continue."""
+        options, callers = self.options, self.callers
+
+        async def is_answered() -> bool:
+            return not callers.num_unanswered()
+
         await self._open_loop("overload", options.factor, capacity_per_s, options.seconds)
+        await until(is_answered, _REST_TIMEOUT_S)
         await self._open_loop("afterwards", LIGHT_LOAD, capacity_per_s, options.after_s)
+        callers.stop_coming()
 
     async def _open_loop(
         self, name: str, factor: float, capacity_per_s: float, duration_s: float
