@@ -46,15 +46,19 @@ MALFORMED: tuple[str, ...] = (
     f"{SECRET}é",
     f"x{SECRET}",
 )
-# A callback's own secret, and those of the process by tenant; the job is of tenant `t`.
+# The secrets of a process by tenant, and messages that none of them signs: a tenant, and the
+# callback's own secret.
 Shared = dict[str, tuple[str, ...]]
-UNSIGNED: list[tuple[str | None, Shared]] = [
-    (None, {}),
-    (None, {"other": (SECRET,)}),
-    (None, {"": (SECRET,), "t": ("whsec_",)}),
+MALFORMED_BY_TENANT = {f"t{number}": (secret,) for number, secret in enumerate(MALFORMED)}
+UNSIGNED: list[tuple[Shared, list[tuple[str, str | None]]]] = [
+    ({}, [("t", None)]),
+    ({"other": (SECRET,)}, [("t", None), *(("other", own) for own in MALFORMED)]),
+    (
+        {"": (SECRET,), **MALFORMED_BY_TENANT},
+        [("t", own) for own in MALFORMED] + [(tenant, None) for tenant in MALFORMED_BY_TENANT],
+    ),
+    *(({"": (shared,)}, [("t", None)]) for shared in MALFORMED[:2]),
 ]
-UNSIGNED += [(own, {"": (SECRET,)}) for own in MALFORMED]
-UNSIGNED += [(None, {"": (shared,)}) for shared in MALFORMED]
 JOBS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", CALL),
     ("/v1/chat/completions", CHAT),
@@ -62,25 +66,31 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("own", "shared"), UNSIGNED)
+@pytest.mark.parametrize(("shared", "unsigned"), UNSIGNED)
 async def test_what_no_secret_signs_is_not_sent(
     functions: Functions,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
     redis_server: EmbeddedRedis,
-    own: str | None,
     shared: Shared,
+    unsigned: list[tuple[str, str | None]],
 ) -> None:
     """After the last retry it is a dead letter with the reason; the receiver has heard nothing."""
+    outbox = Outbox(redis_client, keys)
     async with (
         Receiver({"/": always(Answer())}) as receiver,
         service(redis_server, secrets=Secrets(shared), retry_delays_s=QUICK),
     ):
-        job = await ended_job(functions, to_url(receiver.url("/"), secret=own))
-        letter = await dead_letter(Outbox(redis_client, keys), job)
-    assert (letter.record.attempt, receiver.messages, receiver.forged) == (1 + len(QUICK), [], [])
-    assert letter.record.note.startswith("no secret signs it")
-    assert "hush" not in letter.record.note
+        jobs = [
+            await ended_job(functions, to_url(receiver.url("/"), secret=own), tenant=tenant)
+            for tenant, own in unsigned
+        ]
+        letters = [await dead_letter(outbox, job) for job in jobs]
+    assert (receiver.messages, receiver.forged) == ([], [])
+    for letter in letters:
+        assert letter.record.attempt == 1 + len(QUICK)
+        assert letter.record.note.startswith("no secret signs it")
+        assert "hush" not in letter.record.note
 
 
 async def test_a_message_waits_for_a_secret_that_was_taken_away(
