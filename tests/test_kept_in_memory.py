@@ -2,26 +2,42 @@
 
 import ast
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
+import redis.asyncio
 
 from contract.api_keys import ApiKey, KeyTerms
+from contract.catalogue import Catalogue
+from contract.codec import encode_tokenizer
 from contract.consumer import MAX_CONTROL
 from contract.events import ChoiceDelta, LogEntry, Tokens
+from contract.flows import Pipeline, Step
+from contract.jobs import Endpoint
+from contract.keys import Keys
 from contract.partitions import Home
 from contract.shards import OpenShards
 from gateway.child_process import ChildLimits, ChildPool
+from gateway.models import step_bodies
+from gateway.prepare import conditions
 from gateway.redis.broker import Broker
 from gateway.redis.hints import Mailbox
 from gateway.redis.shards import GatewayShards
+from gateway.runners.flows.service import FlowService
 from gateway.settings import GatewaySettings
+from infra.embedded_redis import EmbeddedRedis
+from tests.fakes import hash_tokenizer
+from tests.gateway.conftest import make_settings
+from tests.gateway.flows.model_files import card
 from workers.engine import kv_forecast
 from workers.ipc.messages import EngineOptions
 from workers.supervisor.holding import EngineLink, Holding
@@ -91,6 +107,12 @@ def bound_of(module: str) -> int:
     bound = next(bound for where, bound in rows() if module in where)
     number, unit = re.findall(r"(\d+) (KiB|MiB)", bound)[0]
     return int(number) * _UNITS[unit]
+
+
+def number_of(module: str) -> int:
+    """How many the page states last for a module, where it states no bytes first."""
+    found = [re.match(r" (\d+) (?!KiB|MiB)", bound) for where, bound in rows() if module in where]
+    return [int(match[1]) for match in found if match][-1]
 
 
 def _fill_deaths(parts: Any) -> None:
@@ -168,6 +190,64 @@ def test_what_is_filled_beyond_its_bound_stays_within_it(module: str) -> None:
     finally:
         tracemalloc.stop()
     assert bound_of(module) / 10 < num_bytes < bound_of(module)
+
+
+async def _num_stages(number: int) -> int:
+    service: Any = SimpleNamespace(
+        _workers={}, _stage_queues={}, _broker=SimpleNamespace(clock=lambda: 0.0)
+    )
+    for each in range(number):
+        step = Step(name=f"s{each}", model="m", endpoint=Endpoint.CHAT, body={})
+        flow = SimpleNamespace(definition=Pipeline(steps=(step,), batching="staged"))
+        job: Any = SimpleNamespace(model="m", flow=SimpleNamespace(flow=flow))
+        assert FlowService._stages_of(service, job) is not None
+    return len(service._stage_queues)
+
+
+async def _num_patterns(number: int) -> int:
+    for each in range(number):
+        conditions._pattern(f"a{each}")
+    return conditions._pattern.cache_info().currsize
+
+
+async def _num_templates(number: int) -> int:
+    for each in range(number):
+        step_bodies._compiled(f"a {{{{ input.b{each} }}}}")
+    return step_bodies._compiled.cache_info().currsize
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("module", "kept"),
+    [
+        ("gateway/runners/flows/service.py", _num_stages),
+        ("gateway/prepare/conditions.py", _num_patterns),
+        ("gateway/models/step_bodies.py", _num_templates),
+    ],
+)
+async def test_what_is_counted_stays_within_its_number(
+    module: str, kept: Callable[[int], Awaitable[int]]
+) -> None:
+    """What an operator's file makes."""
+    most = number_of(module)
+    assert await kept(2 * most + 3) == most
+
+
+@pytest.mark.anyio
+async def test_few_tokenizers_are_kept(
+    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Of a dozen models, each with another."""
+    broker = Broker(make_settings(redis_server.url, namespace=keys.namespace))
+    known = broker.known
+    async with contextlib.aclosing(broker):
+        for number in range(12):
+            files = msgspec.structs.replace(hash_tokenizer(), chat_template=f"{number}")
+            sha256, _ = encode_tokenizer(files)
+            model = msgspec.structs.replace(card(f"m{number}"), tokenizer_sha256=sha256)
+            await Catalogue(redis_client, keys).publish(model, files)
+            await known.tokenizer(model)
+        assert len(known._tokenizers) == number_of("gateway/redis/known_models.py") == 8
 
 
 def test_hints_wait_up_to_their_bound() -> None:
