@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import BinaryIO
 
-from contract.files import content_key
+from contract.files import FilesFull, StoredFile, content_key
 from contract.payloads.store import ObjectStore, PayloadError, PayloadLost
 from gateway.http.errors import ApiError, bad_request
 from gateway.state import Gateway
@@ -151,6 +151,20 @@ async def check_quota(gateway: Gateway, tenant: str) -> None:
     most = gateway.settings.max_tenant_file_bytes
     if most and held >= most:
         raise files_full(held, most)
+
+
+async def recorded(
+    gateway: Gateway, file: StoredFile, lifetime_s: float, max_tenant_bytes: int
+) -> StoredFile:
+    """Records a file whose content is stored. `max_tenant_bytes`: of all the tenant's files; 0: no
+    limit. Raises ApiError (429) if it has no room."""
+    try:
+        return await gateway.broker.ask_files(
+            lambda files: files.add(file, lifetime_s=lifetime_s, max_tenant_bytes=max_tenant_bytes)
+        )
+    except FilesFull as exc:
+        await delete_objects(gateway, file.id)
+        raise files_full(exc.num_bytes, gateway.settings.max_tenant_file_bytes) from None
 
 
 def files_full(held: int, most: int) -> ApiError:

@@ -1,7 +1,8 @@
 """Response models, for the OpenAPI document. `answers` and `vector_answers` build dicts instead,
 because validating long lists of numbers would take longer than building them."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -269,12 +270,26 @@ class DeletedResponse(BaseModel):
     deleted: Literal[True] = True
 
 
-class ItemList(BaseModel):
+class Page(BaseModel):
+    """A page of a list. `last_id` is the `after` of the next one."""
+
     object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
+    data: list[Any]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+    @classmethod
+    def of(cls, found: Sequence[Any], limit: int) -> Self:
+        """A page of at most `limit` of the objects that were found."""
+        page = found[:limit]
+        ids = [each["id"] if isinstance(each, dict) else each.id for each in page]
+        first, last = (ids[0], ids[-1]) if ids else (None, None)
+        return cls(data=list(page), first_id=first, last_id=last, has_more=len(found) > limit)
+
+
+class ItemList(Page):
+    data: list[dict[str, Any]]
 
 
 class InputTokens(BaseModel):

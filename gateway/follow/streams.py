@@ -29,12 +29,7 @@ from gateway.follow.job_objects import events_url, job_object, place, worker_wai
 from gateway.follow.stored_responses import ended_response, record_of_job, replay
 from gateway.follow.sync_call import Patience, SyncCall
 from gateway.http import sse
-from gateway.http.errors import (
-    ApiError,
-    Draining,
-    failure_of,
-    to_call_error,
-)
+from gateway.http.errors import NO_RETRY, ApiError, Draining, failure_of, to_call_error
 from gateway.redis.broker import Broker
 from gateway.redis.hints import Idle, Reset
 from gateway.state import Gateway
@@ -431,7 +426,7 @@ async def _outlive(call: SyncCall, record: ResponseRecord) -> None:
     if not record.is_stored:
         await call.on_gone()
         message = "the time for this answer is up; with store: true it would go on"
-        raise ApiError(504, "deadline_exceeded", message, headers={"x-should-retry": "false"})
+        raise ApiError(504, "deadline_exceeded", message, headers=NO_RETRY)
     await call.detach()
 
 

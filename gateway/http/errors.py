@@ -72,7 +72,7 @@ _MAX_NAMES, _MAX_NAME = 10, 256  # of model names in a message: how many, and ch
 _MAX_COMPARED, _MAX_SIMILAR = 200, 64  # names in search of a similar one, and its characters
 _UNAVAILABLE = "broker_unavailable"
 # Official clients retry 409 and 5xx by themselves; this header tells them not to.
-_NO_RETRY = {"x-should-retry": "false"}
+NO_RETRY = {"x-should-retry": "false"}
 
 
 def retry_after(retry_s: float, draw: Callable[[], float]) -> str:
@@ -258,23 +258,23 @@ def to_api_error(exc: BatchwayError) -> ApiError:
             return _dropped(503, _UNAVAILABLE, message, _SOON_S)
         case PayloadLost():
             message = "the prompt or the result of this job is lost"
-            return ApiError(500, ErrorCode.PAYLOAD_LOST, message, headers=_NO_RETRY)
+            return ApiError(500, ErrorCode.PAYLOAD_LOST, message, headers=NO_RETRY)
         case PayloadError():
             message = "the object store does not answer"
             code = ErrorCode.PAYLOAD_UNAVAILABLE
             return _dropped(503, code, message, _SOON_S)
         case RecordUnreadable():
-            return ApiError(410, "record_unreadable", str(exc), headers=_NO_RETRY)
+            return ApiError(410, "record_unreadable", str(exc), headers=NO_RETRY)
         case UnknownJob():
             return not_found("this job", "job_not_found")
         case TemplateFailed():
-            return ApiError(500, "template_failed", str(exc), headers=_NO_RETRY)
+            return ApiError(500, "template_failed", str(exc), headers=NO_RETRY)
         case Busy():
             message = "the gateway is busy preparing earlier calls of yours"
             return _dropped(503, "preparing", message, exc.retry_after_s)
         case ModelUnreadable():
             message = f"{exc}, as its worker has published it: its operator must act"
-            return ApiError(503, "model_unreadable", message, headers=_NO_RETRY)
+            return ApiError(503, "model_unreadable", message, headers=NO_RETRY)
     return internal_error()
 
 
@@ -306,4 +306,4 @@ def failure_of(end: End) -> ApiError | None:
         return None
     code, message = end.error
     status = _STATUS_BY_END.get(end.status) or STATUS_BY_CODE[ErrorCode(code)]
-    return ApiError(status, code, message, headers=_NO_RETRY)
+    return ApiError(status, code, message, headers=NO_RETRY)

@@ -177,8 +177,8 @@ class Broker:
         self._files = SpreadFiles(self.shards)
         self._batches = SpreadBatches(self.shards)
         self._operations = SpreadOperations(self.shards)
-        self._pauses = SpreadPauses(self.shards)
-        self._outbox = SpreadOutbox(self.shards)
+        self.pauses = SpreadPauses(self.shards)
+        self.outbox = SpreadOutbox(self.shards)
         first = self.shards.first  # has what is not a tenant's: models, keys, starts of workers
         self._starts = Starts(first.client, first.keys)
         self._followed: Counter[str] = Counter()  # the jobs that callers follow here
@@ -401,19 +401,11 @@ class Broker:
         shards = await self.shards.all()
         return merged([await s.call(partial(s.functions.snapshot, model, lanes)) for s in shards])
 
-    async def ask_outbox(self, ask: Callable[[SpreadOutbox[GatewayShard]], Awaitable[T]]) -> T:
-        """One call to the outbox of callbacks. Raises WireError."""
-        return await ask(self._outbox)
-
     async def drain(self, incarnation: str) -> bool:
         """Orders a worker to drain; False if there is none. Raises BrokerUnavailable."""
         first = self.shards.first
         [is_there] = await first.call(lambda: first.functions.drain([incarnation]))
         return is_there
-
-    async def ask_pauses(self, ask: Callable[[SpreadPauses[GatewayShard]], Awaitable[T]]) -> T:
-        """One call to what is paused. Raises TooManyPauses, PausedByOperator, WireError."""
-        return await ask(self._pauses)
 
     async def ask_operations(
         self, ask: Callable[[SpreadOperations[GatewayShard]], Awaitable[T]]

@@ -3,14 +3,15 @@
 import re
 from typing import Annotated, Literal
 
+import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from contract.batches import MAX_OPEN, Batch, BatchesFull, BatchStatus, NewBatch, new_batch_id
 from contract.jobs import Endpoint
 from gateway.files import check_quota, store_of, tenant_quota
-from gateway.follow.answer_models import EndpointPath, OutputDetails
-from gateway.http.errors import ApiError, invalid_value, not_found
+from gateway.follow.answer_models import EndpointPath, OutputDetails, Page
+from gateway.http.errors import NO_RETRY, ApiError, invalid_value, not_found
 from gateway.http.handlers import answers
 from gateway.prepare.admission import JobsReader, JobsSubmitter, JobsWriter
 from gateway.prepare.job_bodies import CallbackBody, to_callback
@@ -95,19 +96,12 @@ class BatchObject(BaseModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(BaseModel):
-    object: Literal["list"] = "list"
+class BatchList(Page):
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 def batch_object(batch: Batch) -> BatchObject:
-    errors = [
-        BatchError(code=error.code, line=error.line, message=error.message, param=error.param)
-        for error in batch.errors
-    ]
+    errors = [BatchError(**msgspec.structs.asdict(error)) for error in batch.errors]
     metadata = batch.asked.metadata
     return BatchObject(
         id=batch.id,
@@ -193,8 +187,7 @@ async def _check_fed(gateway: ThisGateway) -> None:
         message = (
             "no gateway that runs batches was alive within the last hour: an operator must act"
         )
-        headers = {"x-should-retry": "false"}
-        raise ApiError(503, "no_feeder", message, headers=headers)
+        raise ApiError(503, "no_feeder", message, headers=NO_RETRY)
 
 
 @router.get("/v1/batches")
@@ -211,13 +204,7 @@ async def list_batches(
     if found is None:
         message = "after is no batch that is kept here: start at the first page"
         raise invalid_value("after", message)
-    page = [batch_object(batch) for batch in found[:limit]]
-    return BatchList(
-        data=page,
-        first_id=page[0].id if page else None,
-        last_id=page[-1].id if page else None,
-        has_more=len(found) > limit,
-    )
+    return BatchList.of([batch_object(batch) for batch in found], limit)
 
 
 @router.get("/v1/batches/{batch_id}", responses=answers(404))
@@ -235,8 +222,7 @@ async def cancel_batch(caller: JobsWriter, gateway: ThisGateway, batch_id: str) 
     )
     if status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
         message = f"the batch cannot be cancelled any more: it is {status}"
-        headers = {"x-should-retry": "false"}
-        raise ApiError(409, "already_terminal", message, headers=headers)
+        raise ApiError(409, "already_terminal", message, headers=NO_RETRY)
     return await _shown(gateway, caller.tenant, batch_id)
 
 

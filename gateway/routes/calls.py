@@ -7,7 +7,7 @@ Over 300 lines: the ways to answer one call.
 
 import logging
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -31,12 +31,7 @@ from gateway.follow.streams import START, AskedPosition, LogPosition, call_strea
 from gateway.follow.sync_call import Patience, ServerTiming, SyncCall
 from gateway.http import sse
 from gateway.http.bodies import JsonBodies
-from gateway.http.errors import (
-    ApiError,
-    UnknownJob,
-    invalid_value,
-    rate_headers,
-)
+from gateway.http.errors import NO_RETRY, ApiError, UnknownJob, invalid_value, rate_headers
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference, Terms, check_goes_on
 from gateway.prepare.calls import prepare_call
@@ -113,9 +108,7 @@ async def _known_job(gateway: Gateway, job_id: str, tenant: str) -> JobView:
         view, _ = await gateway.broker.read(job_id, tenant)
     except UnknownJob:
         message = "the answer to this Idempotency-Key is no longer kept: use a new key"
-        raise ApiError(
-            409, "result_expired", message, headers={"x-should-retry": "false"}
-        ) from None
+        raise ApiError(409, "result_expired", message, headers=NO_RETRY) from None
     return view
 
 
@@ -143,13 +136,6 @@ class Preference(msgspec.Struct, frozen=True):
     is_async: bool = False
     wait_s: int | None = None
 
-    @classmethod
-    def of(cls, headers: Sequence[str]) -> "Preference":
-        words = ",".join(headers).lower().split(",")
-        parts = [word.partition(";")[0].strip() for word in words]
-        waits = [match for part in parts if (match := _WAIT.fullmatch(part))]
-        return cls("respond-async" in parts, int(waits[0][1]) if waits else None)
-
     @property
     def is_given(self) -> bool:
         return self.is_async or self.wait_s is not None
@@ -172,7 +158,10 @@ async def preference_of(
         Header(description="`respond-async`: 202 at once; `wait=20`: 202 after 20 s"),
     ] = None,
 ) -> Preference:
-    return Preference.of(prefer or [])
+    words = ",".join(prefer or ()).lower().split(",")
+    parts = [word.partition(";")[0].strip() for word in words]
+    waits = [match for part in parts if (match := _WAIT.fullmatch(part))]
+    return Preference("respond-async" in parts, int(waits[0][1]) if waits else None)
 
 
 AskedPreference = Annotated[Preference, Depends(preference_of)]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
-from contract.files import FilesFull, StoredFile, content_key, new_file_id
+from contract.files import StoredFile, content_key, new_file_id
 from contract.payloads.store import ObjectStore
 from gateway.files import (
     ANSWER_BYTES,
@@ -20,10 +20,11 @@ from gateway.files import (
     check_quota,
     chunks,
     delete_objects,
-    files_full,
+    recorded,
     store_of,
     write_content,
 )
+from gateway.follow.answer_models import Page
 from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid_value, not_found
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, JobsReader, JobsWriter
@@ -85,12 +86,8 @@ class FileObject(BaseModel):
     status_details: None = None
 
 
-class FileList(BaseModel):
-    object: Literal["list"] = "list"
+class FileList(Page):
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(BaseModel):
@@ -144,13 +141,7 @@ async def list_files(
     if found is None:
         message = "after is no file that is kept here: start at the first page"
         raise invalid_value("after", message)
-    page = [file_object(file) for file in found[:limit]]
-    return FileList(
-        data=page,
-        first_id=page[0].id if page else None,
-        last_id=page[-1].id if page else None,
-        has_more=len(found) > limit,
-    )
+    return FileList.of([file_object(file) for file in found], limit)
 
 
 @router.get("/v1/files/{file_id}", responses=answers(404))
@@ -251,15 +242,8 @@ async def _stored(
     )
     await gateway.broker.ask_files(lambda files: files.begin(file.id))
     await write_content(store, file.id, content)
-    max_bytes = gateway.settings.max_tenant_file_bytes
-    try:
-        file = await gateway.broker.ask_files(
-            lambda files: files.add(file, lifetime_s=lifetime_s, max_tenant_bytes=max_bytes)
-        )
-    except FilesFull as exc:
-        await delete_objects(gateway, file.id)
-        raise files_full(exc.num_bytes, max_bytes) from None
-    return file_object(file)
+    most = gateway.settings.max_tenant_file_bytes
+    return file_object(await recorded(gateway, file, lifetime_s, most))
 
 
 def _checked(form: FormData, settings: GatewaySettings) -> tuple[UploadFile, str, float]:

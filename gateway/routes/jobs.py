@@ -19,7 +19,7 @@ from contract.api_keys import Scope
 from contract.function_types import JobView, Quote, Submission, Wanted
 from contract.jobs import PUBLIC_STATUSES, Endpoint, Job, JobStatus
 from gateway.files import ANSWER_BYTES
-from gateway.follow.answer_models import EndpointPath
+from gateway.follow.answer_models import EndpointPath, Page
 from gateway.follow.fleet import FleetWatch
 from gateway.follow.job_objects import (
     AcceptedJob,
@@ -41,6 +41,7 @@ from gateway.follow.streams import AskedPosition, ended_answer, job_stream
 from gateway.follow.sync_call import Patience
 from gateway.http import sse
 from gateway.http.errors import (
+    NO_RETRY,
     ApiError,
     UnknownJob,
     bad_request,
@@ -212,7 +213,7 @@ async def change_job(
 
 def _already_terminal(status: JobStatus) -> ApiError:
     message = f"the job has ended before: {status}"
-    return ApiError(409, "already_terminal", message, headers={"x-should-retry": "false"})
+    return ApiError(409, "already_terminal", message, headers=NO_RETRY)
 
 
 async def prepare_job(
@@ -263,12 +264,8 @@ def _retention_s(settings: GatewaySettings, asked: AnyJob, caller: Caller) -> fl
 _Time = Annotated[float, Query(ge=0, le=10**11, description="Unix seconds; 0: any")]
 
 
-class JobList(BaseModel):
-    object: Literal["list"] = "list"
+class JobList(Page):
     data: list[JobObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedJob(BaseModel):
@@ -354,7 +351,7 @@ async def delete_job(caller: JobsWriter, gateway: ThisGateway, job_id: JobId) ->
     await check_may_change(gateway.broker, caller, job_id)
     if await delete_whole(gateway.broker, job_id, caller.tenant) is not None:
         message = "the job has not ended: cancel it first"
-        raise ApiError(409, "not_terminal", message, headers={"x-should-retry": "false"})
+        raise ApiError(409, "not_terminal", message, headers=NO_RETRY)
     return DeletedJob(id=job_id)
 
 

@@ -20,7 +20,7 @@ from contract.operations import (
 )
 from gateway.files import tenant_quota
 from gateway.follow.job_objects import UnixSeconds
-from gateway.http.errors import MISSING, ApiError, not_found
+from gateway.http.errors import MISSING, NO_RETRY, ApiError, not_found
 from gateway.http.handlers import answers
 from gateway.prepare.admission import (
     ALL_TENANTS,
@@ -193,7 +193,7 @@ async def stop_operation(
     state = await gateway.broker.ask_operations(lambda operations: operations.stop(operation_id))
     if state is not None and state is not OperationState.CANCELLED:
         message = f"the operation has ended before: {state}"
-        raise ApiError(409, "already_terminal", message, headers={"x-should-retry": "false"})
+        raise ApiError(409, "already_terminal", message, headers=NO_RETRY)
     return _shown(await _found(gateway, caller, operation_id))
 
 

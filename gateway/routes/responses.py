@@ -235,10 +235,4 @@ async def list_input_items(
         if after not in ids:
             raise invalid_value("after", "after is not the id of an item of this response")
         items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    return ItemList(
-        data=page,
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=len(items) > limit,
-    )
+    return ItemList.of(items, limit)

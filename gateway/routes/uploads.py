@@ -15,10 +15,10 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.datastructures import UploadFile
 
-from contract.files import UPLOAD_S, FilesFull, StoredFile, Upload, content_key, file_of_upload
+from contract.files import UPLOAD_S, StoredFile, Upload, content_key, file_of_upload
 from contract.files import part_key as key_of
 from contract.payloads.store import ObjectStore
-from gateway.files import Joined, delete_objects, files_full, store_of
+from gateway.files import Joined, delete_objects, recorded, store_of
 from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid_value, not_found
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, JobsWriter
@@ -110,7 +110,7 @@ async def create_upload(
     upload = Upload.new(
         caller.tenant, body.bytes, name, file_lifetime_s=lifetime_s, partition=partition
     )
-    record = await _recorded(gateway, upload.record, UPLOAD_S, of_tenant)
+    record = await recorded(gateway, upload.record, UPLOAD_S, of_tenant)
     return _shown(record, "pending")
 
 
@@ -176,7 +176,7 @@ async def complete_upload(
         raise invalid_value("md5", "md5 is not that of the parts in this order")
     most = gateway.settings.max_tenant_file_bytes
     room = most and most + file.num_bytes  # the upload's own are counted until it is dropped
-    file = await _recorded(gateway, file, upload.file_lifetime_s, room)
+    file = await recorded(gateway, file, upload.file_lifetime_s, room)
     await _forget(gateway, caller, upload_id)
     return _shown(file, "completed", file)
 
@@ -203,21 +203,6 @@ def _checked_parts(
         message = f"part_ids: the parts have {num_bytes} bytes, the upload has {record.num_bytes}"
         raise invalid_value("part_ids", message)
     return parts
-
-
-async def _recorded(
-    gateway: Gateway, record: StoredFile, lifetime_s: float, max_tenant_bytes: int
-) -> StoredFile:
-    """Raises ApiError (429) if the tenant's files have reached their limit."""
-    try:
-        return await gateway.broker.ask_files(
-            lambda files: files.add(
-                record, lifetime_s=lifetime_s, max_tenant_bytes=max_tenant_bytes
-            )
-        )
-    except FilesFull as exc:
-        await delete_objects(gateway, record.id)
-        raise files_full(exc.num_bytes, gateway.settings.max_tenant_file_bytes) from None
 
 
 async def _forget(gateway: Gateway, caller: Caller, upload_id: str) -> None:

@@ -26,7 +26,7 @@ from contract.batches import (
 from contract.connection import end_tasks
 from contract.files import StoredFile
 from contract.payloads.store import ObjectStore, PayloadLost
-from gateway.files import lines, write_content
+from gateway.files import lines, recorded, write_content
 from gateway.http.errors import ApiError
 from gateway.prepare.admission import check_endpoint, check_lane
 from gateway.redis.known_models import NotAnnounced
@@ -108,17 +108,10 @@ async def write_results(leased: LeasedBatch, parts: Mapping[int, Part]) -> dict[
             )
             with io.BufferedReader(_Joined(leased.store, objects), _BUFFER_BYTES) as content:
                 await write_content(leased.store, file.id, content)
-            await _add(leased, file)
+            # even if the tenant's files have reached their limit
+            await recorded(leased.gateway, file, leased.batch.asked.output_lifetime_s, 0)
             fields[f"{kind}_file_id"] = file.id
     return fields
-
-
-async def _add(leased: LeasedBatch, file: StoredFile) -> None:
-    """Records a file of results, even if the tenant's files have reached their limit."""
-    lifetime_s = leased.batch.asked.output_lifetime_s
-    await leased.gateway.broker.ask_files(
-        lambda files: files.add(file, lifetime_s=lifetime_s, max_tenant_bytes=0)
-    )
 
 
 class InputLost(Exception):
