@@ -199,18 +199,19 @@ class Broker:
         JobRefused."""
         if not limits.requests_per_min:
             return False
-        await self._at_home(
-            tenant, lambda shard, home: shard.functions.enter(tenant, limits, home=home.version)
-        )
+
+        async def ask(shard: GatewayShard, home: Home) -> None:
+            await shard.call(lambda: shard.functions.enter(tenant, limits, home=home.version))
+
+        await self._at_home(tenant, ask)
         return True
 
-    async def _at_home(self, tenant: str, call: Callable[[GatewayShard, Home], Awaitable[T]]) -> T:
-        """Calls a tenant's home, and if it has moved the new one."""
+    async def _at_home(self, tenant: str, ask: Callable[[GatewayShard, Home], Awaitable[T]]) -> T:
+        """Asks a tenant's home, and if it has moved the new one."""
         for _ in range(_MAX_MOVES):
             home = await self.shards.home(tenant)
-            shard = self.shards.at(home.number)
             try:
-                return await shard.call(lambda: call(shard, home))  # noqa: B023
+                return await ask(self.shards.at(home.number), home)
             except Moved:
                 await self.shards.forget(tenant)
         raise BrokerUnavailable("the tenant's home changes all the time")
@@ -229,16 +230,14 @@ class Broker:
             shard = await self.shards.of(job.id)
             return await self._submit_at(shard, Home(), job, submission)
         is_known = is_derived or bool(submission.idempotency_key)
-        for _ in range(_MAX_MOVES):
-            home = await self.shards.home(job.tenant)
+
+        async def ask(shard: GatewayShard, home: Home) -> Submitted:
             if is_known and (found := await self._former(home, job, submission)) is not None:
                 return found
             placed = replace(job, id=in_partition(job.id, home.number)) if home.version else job
-            try:
-                return await self._submit_at(self.shards.at(home.number), home, placed, submission)
-            except Moved:
-                await self.shards.forget(job.tenant)
-        raise BrokerUnavailable("the tenant's home changes all the time")
+            return await self._submit_at(shard, home, placed, submission)
+
+        return await self._at_home(job.tenant, ask)
 
     async def _former(self, home: Home, job: Job, submission: Submission) -> Submitted | None:
         """The same job, accepted in a former home of its tenant, which accepts no more."""
@@ -328,11 +327,11 @@ class Broker:
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
         async def ask(shard: GatewayShard, home: Home) -> Quote:
-            return await shard.functions.quote(job, self._bounded(submission, home))
+            bounded = self._bounded(submission, home)
+            return await shard.call(lambda: shard.functions.quote(job, bounded))
 
         if job.parent:
-            shard = await self.shards.of(job.id)
-            quote = await shard.call(lambda: ask(shard, Home()))
+            quote = await ask(await self.shards.of(job.id), Home())
         else:
             quote = await self._at_home(job.tenant, ask)
         await self._note_refusal(job, quote.refusal)
@@ -354,6 +353,15 @@ class Broker:
                 found = await shard.call(partial(call, shard, other_id))
         return found
 
+    async def _on_known(
+        self, job_id: str, tenant: str, call: Callable[[GatewayShard, str], Awaitable[T | None]]
+    ) -> T:
+        """The same. Raises UnknownJob where the tenant has no such job."""
+        found = await self._on_job(job_id, tenant, call)
+        if found is None:
+            raise UnknownJob(job_id)
+        return found
+
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
     ) -> tuple[JobView, list[LogEntry]]:
@@ -365,9 +373,7 @@ class Broker:
             return await shard.functions.read(known_id, tenant, **terms)
 
         with readable("job"):
-            found = await self._on_job(job_id, tenant, ask)
-        if found is None:
-            raise UnknownJob(job_id)
+            found = await self._on_known(job_id, tenant, ask)
         view, entries = found
         if view.result is None or not max_events or after >= view.next_number - 2:
             return found  # at most the End is missing
@@ -440,12 +446,9 @@ class Broker:
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus:
         """Cancels a job and returns its status. Raises UnknownJob."""
-        status = await self._on_job(
+        return await self._on_known(
             job_id, tenant, lambda shard, known: shard.functions.cancel(known, tenant)
         )
-        if status is None:
-            raise UnknownJob(job_id)
-        return status
 
     async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> JobPage:
         """A tenant's jobs after the job `after`, youngest first; perhaps fewer than `max_jobs`.
@@ -474,10 +477,7 @@ class Broker:
             found = await shard.functions.delete(known_id, tenant)
             return None if found is False else (shard, known_id, found)
 
-        found = await self._on_job(job_id, tenant, ask)
-        if found is None:
-            raise UnknownJob(job_id)
-        shard, known_id, status = found
+        shard, known_id, status = await self._on_known(job_id, tenant, ask)
         if isinstance(status, JobStatus):
             return status
         if await self.payloads.discard(known_id):
@@ -489,25 +489,21 @@ class Broker:
     ) -> None:
         """Turns a call's job into one that needs no caller. Raises UnknownJob."""
         terms = {"deadline_s": deadline_s, "retention_s": retention_s}
-        status = await self._on_job(
+        await self._on_known(
             job_id, tenant, lambda shard, known: shard.functions.detach(known, tenant, **terms)
         )
-        if status is None:
-            raise UnknownJob(job_id)
 
     async def reprioritise(
         self, job_id: str, tenant: str, *, lane: str, deadline_s: float | None
     ) -> JobStatus | None:
         """Changes a job's lane or deadline. The status if it has ended. Raises UnknownJob."""
-        status = await self._on_job(
+        status = await self._on_known(
             job_id,
             tenant,
             lambda shard, known: shard.functions.reprioritise(
                 known, tenant, lane=lane, deadline_s=deadline_s
             ),
         )
-        if status is None:
-            raise UnknownJob(job_id)
         return status if isinstance(status, JobStatus) else None
 
     async def events(

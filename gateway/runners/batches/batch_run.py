@@ -26,7 +26,7 @@ from contract.batches import (
 from contract.connection import end_tasks
 from contract.files import StoredFile
 from contract.payloads.store import ObjectStore, PayloadLost
-from gateway.files import lines, recorded, write_content
+from gateway.files import Joined, lines, recorded, write_content
 from gateway.http.errors import ApiError
 from gateway.prepare.admission import check_endpoint, check_lane
 from gateway.redis.known_models import NotAnnounced
@@ -46,38 +46,19 @@ class PartLost(PayloadLost):
         self.number = number
 
 
-class _Joined(io.RawIOBase):
+class _Joined(Joined):
     """The objects of parts, read one after another. Blocks. Raises PartLost, PayloadUnavailable."""
 
     def __init__(self, store: ObjectStore, objects: Sequence[tuple[int, str, int]]) -> None:
-        self._store = store
-        self._objects = list(objects)  # each part's number, key and size
-        self._at = 0
+        """`objects`: each part's number, key and size."""
+        super().__init__(store, [(key, num_bytes) for _, key, num_bytes in objects])
+        self._numbers = {key: number for number, key, _ in objects}
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while self._objects:
-            number, key, num_bytes = self._objects[0]
-            wanted = min(len(buffer), num_bytes - self._at)
-            if wanted:
-                data = self._read(number, key, wanted)
-                buffer[: len(data)] = data
-                self._at += len(data)
-                return len(data)
-            del self._objects[0]
-            self._at = 0
-        return 0
-
-    def _read(self, number: int, key: str, wanted: int) -> bytes:
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         try:
-            data = self._store.read(key, self._at, wanted)
+            return super().readinto(buffer)
         except PayloadLost as exc:
-            raise PartLost(number) from exc
-        if not data:
-            raise PartLost(number)
-        return data
+            raise PartLost(self._numbers[self._parts[-1][0]]) from exc
 
 
 _BUFFER_BYTES = 256 * 1024
