@@ -21,7 +21,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from contract.jobs import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
 from gateway.child import Refused, serve
-from gateway.grammars.rules.arguments import ArgumentsRefused
 from gateway.grammars.rules.calls import Frame, Reasoning, ToolCalls, free_rules, tool_rules
 from gateway.grammars.rules.lark import KNOBS, Lark, Marks, json_options, quoted
 from gateway.grammars.schemas.lengths import check_lengths
@@ -210,7 +209,7 @@ def _of_tools(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
             raise GrammarRefused(str(refusal), path) from None
     try:
         return tool_rules(lark, frame, {**calls, "functions": functions})
-    except ArgumentsRefused as refusal:
+    except SchemaRefused as refusal:
         raise GrammarRefused(str(refusal), ".".join(refusal.path)) from None
 
 
@@ -257,7 +256,11 @@ def _of_schema(schema: Any, is_strict: bool) -> dict[str, Any]:
         raise GrammarRefused("a schema may not set options of the library", KNOBS)
 
     def fault(part: dict[str, Any]) -> str:
-        return _fault_of_schema(part, is_strict)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(part, overrides=json_options(is_strict))
+        except ValueError as error:  # what is no JSON
+            return sentence(str(error))
+        return fault_of(grammar)
 
     try:
         prepared = prepare(schema, is_strict, fault)
@@ -270,27 +273,16 @@ def _of_schema(schema: Any, is_strict: bool) -> dict[str, Any]:
     return {**prepared.schema, KNOBS: json_options(is_strict)}
 
 
-def _fault_of_schema(schema: dict[str, Any], is_strict: bool) -> str:
+def _answered(request: Any) -> str:
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=json_options(is_strict))
-    except ValueError as error:  # what is no JSON
-        return sentence(str(error))
-    return fault_of(grammar)
-
-
-def _prepared(_: Any) -> Callable[[Any], str]:
-    def compile_request(request: Any) -> str:
-        try:
-            return compile_grammar(**request | {"kind": Kind(request["kind"])})
-        except GrammarRefused as refusal:
-            raise Refused(json.dumps([refusal.path, str(refusal)])) from None
-        except MemoryError:
-            raise
-        except Exception:  # of a keyword with a value that no schema has, as an enum of 1.5
-            raise Refused(json.dumps(["", "it is not a valid schema"])) from None
-
-    return compile_request
+        return compile_grammar(**request | {"kind": Kind(request["kind"])})
+    except GrammarRefused as refusal:
+        raise Refused(json.dumps([refusal.path, str(refusal)])) from None
+    except MemoryError:
+        raise
+    except Exception:  # of a keyword with a value that no schema has, as an enum of 1.5
+        raise Refused(json.dumps(["", "it is not a valid schema"])) from None
 
 
 if __name__ == "__main__":
-    serve(_prepared)
+    serve(lambda _: _answered)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from gateway.child import Refused
 from gateway.child_process import ChildFailed, ChildLimits, ChildPool
 from gateway.http import strict_json
 from gateway.http.errors import ApiError, bad_request
-from gateway.http.limits import header
 from gateway.http.strict_json import JsonRefused
 from gateway.turns import Turns, current_owner
 
@@ -48,12 +48,12 @@ class Body:
         self._receive = receive
         self._max_bytes = max_bytes
         self._limit = limit
-        encoding = (header(scope, b"content-encoding") or b"").decode("latin-1")
-        self._decoder = Decoder(encoding, max_bytes, encodings)
+        headers = Headers(scope=scope)
+        self._decoder = Decoder(headers.get("content-encoding", ""), max_bytes, encodings)
         self._num_bytes = 0
         self._is_complete = False
-        length = header(scope, b"content-length")
-        if length is not None and length.isdigit() and int(length) > max_bytes:
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > max_bytes:
             raise self._too_long()
 
     async def receive(self) -> Message:

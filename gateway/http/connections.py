@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import msgspec
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.arrivals import FAILED, WHOLE, Arrivals, network_of
 from gateway.http.errors import ApiError, without_text
-from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, header, is_upload, plain_target
+from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, is_upload, plain_target
 from gateway.http.uvicorn_compat import HttpProtocol
 
 log = logging.getLogger("batchway.gateway")
@@ -235,7 +236,9 @@ class RequestGuard:
 
         try:
             if _is_ambiguous(scope):
-                await _ambiguous().response()(scope, receive, sent)
+                text = "transfer-encoding stands beside content-length, or in HTTP/1.0"
+                error = ApiError(400, "bad_request", text, headers={"connection": "close"})
+                await error.response()(scope, receive, sent)
             else:
                 body_s = self._upload_s if is_upload(scope) else self._body_s
                 await self._app(scope, _InTime(receive, body_s).receive, sent)
@@ -273,21 +276,17 @@ class _InTime:
 def _is_rest_dropped(scope: Scope) -> bool:
     """Whether what nobody has read of the body is dropped: it may be long, or never come, because
     its client waits for `100 Continue`."""
-    length = header(scope, b"content-length")
+    headers = Headers(scope=scope)
+    length = headers.get("content-length")
     if length is None:
-        return header(scope, b"transfer-encoding") is not None
-    return int(length) > _SHORT_BYTES or header(scope, b"expect") is not None
+        return "transfer-encoding" in headers
+    return int(length) > _SHORT_BYTES or "expect" in headers
 
 
 def _is_ambiguous(scope: Scope) -> bool:
     """Whether a proxy might see another end of this request than h11 does: Content-Length together
     with chunks, or chunks in HTTP/1.0 (RFC 9112, section 6.1)."""
-    names = {name for name, _ in scope["headers"]}
-    return b"transfer-encoding" in names and (
-        b"content-length" in names or scope["http_version"] == "1.0"
+    headers = Headers(scope=scope)
+    return "transfer-encoding" in headers and (
+        "content-length" in headers or scope["http_version"] == "1.0"
     )
-
-
-def _ambiguous() -> ApiError:
-    message = "transfer-encoding stands beside content-length, or in HTTP/1.0"
-    return ApiError(400, "bad_request", message, headers={"connection": "close"})

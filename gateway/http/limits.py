@@ -1,6 +1,7 @@
 """Limits of a request's head, checked before routing: its length, and the Host header."""
 
 import re
+from collections import Counter
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -67,20 +68,10 @@ def is_upload(scope: Scope) -> bool:
     return scope["method"] == "POST" and _UPLOAD.fullmatch(scope["path"]) is not None
 
 
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header with this lower-case name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return None
-
-
 def _num_head_bytes(scope: Scope) -> int:
     """The length without separators."""
     num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
-    for name, value in scope["headers"]:
-        num_bytes += len(name) + len(value)
-    return num_bytes
+    return num_bytes + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def _host(scope: Scope) -> str:
@@ -104,19 +95,16 @@ class ConcurrencyCap:
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
-        self._num_of: dict[str, int] = {}
+        self._num_of: Counter[str] = Counter()
 
     def enter(self, name: str) -> bool:
         """Counts one more. False if the name has as many as it may."""
-        number = self._num_of.get(name, 0)
-        if self.cap and number >= self.cap:
+        if self.cap and self._num_of[name] >= self.cap:
             return False
-        self._num_of[name] = number + 1
+        self._num_of[name] += 1
         return True
 
     def leave(self, name: str) -> None:
-        left = self._num_of[name] - 1
-        if left:
-            self._num_of[name] = left
-        else:
+        self._num_of[name] -= 1
+        if not self._num_of[name]:
             del self._num_of[name]

@@ -11,13 +11,14 @@ import secrets
 from typing import TYPE_CHECKING, Self
 
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contract.telemetry.tracing import Tracing, parent_of, set_current
 from gateway.http.errors import without_text
-from gateway.http.limits import header, plain_target
+from gateway.http.limits import plain_target
 from gateway.http.metrics import OTHER, GatewayMetrics
-from gateway.http.sse import MEDIA_TYPE
+from gateway.http.sse import STREAM_HEADER
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -27,8 +28,7 @@ _QUIET = ("/livez", "/readyz", "/metrics")  # polled every few seconds
 
 log = logging.getLogger("batchway.gateway")
 
-_STREAM = (b"content-type", MEDIA_TYPE.encode())
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestSpan:
@@ -45,10 +45,9 @@ class RequestSpan:
             return None
         from opentelemetry.trace import SpanKind
 
-        given = header(scope, b"traceparent") or b""
         method = scope["method"]
         attributes = {"http.request.method": method, "url.scheme": scope["scheme"]}
-        parent = parent_of(given.decode("latin-1"))
+        parent = parent_of(Headers(scope=scope).get("traceparent", ""))
         return cls(tracing.tracer.start_span(method, parent, SpanKind.SERVER, attributes))
 
     def note_status(self, status: int) -> None:
@@ -98,7 +97,7 @@ class RequestObserver:
             has_begun = True  # not earlier: if the server refuses this head, another may be sent
             route = getattr(scope.get("route"), "path", OTHER)
             self._metrics.note_request(route, scope["method"], message["status"])
-            if _STREAM in headers:
+            if STREAM_HEADER in headers:
                 is_stream = True
                 self._metrics.note_stream(1)
             if span is not None:
@@ -123,7 +122,7 @@ class RequestObserver:
 
 def _request_id(scope: Scope) -> bytes:
     """The caller's request id if it is fit for a log, else a new one."""
-    given = header(scope, b"x-request-id")
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given
+    given = Headers(scope=scope).get("x-request-id", "")
+    if _REQUEST_ID.fullmatch(given):
+        return given.encode()
     return f"req-{secrets.token_hex(16)}".encode()

@@ -29,6 +29,7 @@ COMMENT = b": waiting\n"
 # one, but fail on a comment.
 EMPTY_LINE = b"\n"
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
+STREAM_HEADER = (b"content-type", MEDIA_TYPE.encode())
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 T = TypeVar("T")

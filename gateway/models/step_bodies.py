@@ -25,7 +25,9 @@ _MAX_BODY_CHARS = 4 * 1024 * 1024
 def render(step: Step, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the step's body. `values`: the caller's body under the name INPUT, and the answers of
     earlier steps under their names. Raises Refused."""
-    body = _mapped(step.body, f"step {step.name}: body", lambda text: _render(text, values))
+    body = _mapped(
+        step.body, f"step {step.name}: body", lambda text: _plain(_compiled(text)(values))
+    )
     assert isinstance(body, dict)
     return body
 
@@ -62,10 +64,6 @@ def _mapped(value: object, place: str, change: Callable[[str], object]) -> objec
         raise Refused(f"{place}: {exc.message}") from exc
     except Exception as exc:  # for example of a filter with a wrong argument; it may quote a value
         raise Refused(f"{place}: the template failed: {type(exc).__name__}") from exc
-
-
-def _render(text: str, values: Mapping[str, Any]) -> object:
-    return _plain(_compiled(text)(values))
 
 
 def _plain(value: object) -> object:
@@ -105,16 +103,13 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
 _ENVIRONMENT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 
 
-def prepare(_: Any) -> Callable[[Any], str]:
-    def answer(request: Any) -> str:
-        step = msgspec.convert(request["step"], Step)
-        body = json.dumps(render(step, request["values"]), ensure_ascii=False)
-        if len(body) > _MAX_BODY_CHARS:
-            raise Refused(f"step {step.name}: body: it has over {_MAX_BODY_CHARS} characters")
-        return body
-
-    return answer
+def _answered(request: Any) -> str:
+    step = msgspec.convert(request["step"], Step)
+    body = json.dumps(render(step, request["values"]), ensure_ascii=False)
+    if len(body) > _MAX_BODY_CHARS:
+        raise Refused(f"step {step.name}: body: it has over {_MAX_BODY_CHARS} characters")
+    return body
 
 
 if __name__ == "__main__":
-    serve(prepare)
+    serve(lambda _: _answered)

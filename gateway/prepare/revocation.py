@@ -15,7 +15,6 @@ from gateway.http import sse
 from gateway.http.errors import ApiError
 from gateway.redis.key_ring import REMEMBERED_S, KeyRing
 
-_STREAM = (b"content-type", sse.MEDIA_TYPE.encode())
 _KEY = "key_in_redis"
 
 
@@ -89,7 +88,7 @@ class _Call:
             return
         if message["type"] == "http.response.start":
             self._has_begun = True
-            self._is_stream = _STREAM in message["headers"]
+            self._is_stream = sse.STREAM_HEADER in message["headers"]
         else:
             self._is_complete = not message.get("more_body", False)
         await self._send(message)

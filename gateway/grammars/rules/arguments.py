@@ -12,6 +12,7 @@ from typing import Any
 
 from contract.output_formats import GEMMA_QUOTE
 from gateway.grammars.rules.lark import ANY_TEXT, Lark, either, json_rule, quoted
+from gateway.grammars.schemas.refusals import Path, SchemaRefused
 
 Schema = Mapping[str, Any]
 
@@ -67,18 +68,8 @@ OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"
 OF_TEXTS = frozenset({"type", "minLength", "maxLength"})
 OF_CHOICES = frozenset({"type", "enum", "const"})
 
-Path = tuple[str, ...]
-
 _STRING_TYPES = ("string", "true")
 _OTHER_TYPES = ("number", "integer", "boolean", "null", "array", "object", "false")
-
-
-class ArgumentsRefused(Exception):
-    """The syntax cannot express what a strict schema demands. `path` leads to the part."""
-
-    def __init__(self, message: str, path: Path) -> None:
-        super().__init__(message)
-        self.path = path
 
 
 class Arguments:
@@ -101,11 +92,11 @@ class Arguments:
         return not names and schema.get("additionalProperties") is not False
 
     def check(self, schema: Schema, known: frozenset[str], path: Path) -> None:
-        """Raises ArgumentsRefused for a keyword of a strict function that nothing enforces."""
+        """Raises SchemaRefused for a keyword of a strict function that nothing enforces."""
         for keyword in schema if self.is_strict else ():
             if keyword not in known | _ANNOTATIONS and not keyword.startswith("x-"):
                 message = f"{keyword} cannot be forced in the format of the model's calls"
-                raise ArgumentsRefused(message, (*path, keyword))
+                raise SchemaRefused(message, (*path, keyword))
 
     def properties(self, schema: Schema) -> list[tuple[str, Any, bool]]:
         """Returns the name and schema of each property, and whether it is required; then the

@@ -9,13 +9,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
-from gateway.grammars.rules.arguments import (
-    ArgumentsRefused,
-    GemmaArguments,
-    PythonArguments,
-    TagArguments,
-)
+from gateway.grammars.rules.arguments import GemmaArguments, PythonArguments, TagArguments
 from gateway.grammars.rules.lark import ANY_TEXT, Lark, either, json_rule, maybe, quoted
+from gateway.grammars.schemas.refusals import SchemaRefused
 
 
 class Reasoning(TypedDict):
@@ -108,7 +104,7 @@ class ToolCalls(TypedDict):
 
 
 def tool_rules(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
-    """Returns a rule for the output: calls, text, or both. Raises ArgumentsRefused."""
+    """Returns a rule for the output: calls, text, or both. Raises SchemaRefused."""
     rules = _CallRules(lark, calls)
     if calls["is_forced"]:
         return frame.around(call=rules.calls())
@@ -181,9 +177,9 @@ class _CallRules:
         rule = f"call_{number}"
         try:
             arguments = self._arguments(rule, schema, is_strict)
-        except ArgumentsRefused as refusal:
+        except SchemaRefused as refusal:
             path = (f"{number}.function.parameters", *refusal.path)
-            raise ArgumentsRefused(str(refusal), path) from None
+            raise SchemaRefused(str(refusal), path) from None
         match self._format["syntax"]:
             case "object":
                 body = self._object(name, arguments)

@@ -196,15 +196,12 @@ class FlowWorker:
 
     async def _handle_messages(self) -> None:
         while True:
-            self._handle_control((await self._control.get()).split())
-
-    def _handle_control(self, words: list[str]) -> None:
-        match words:
-            case ["ended", job_id, _]:
-                self._drop(job_id)
-            case ["moved", job_id, lane, left_ms] if job_id in self._held:
-                run, _ = self._held[job_id]
-                self._start_task(run.move(lane, int(left_ms) / 1000))
+            match (await self._control.get()).split():
+                case ["ended", job_id, _]:
+                    self._drop(job_id)
+                case ["moved", job_id, lane, left_ms] if job_id in self._held:
+                    run, _ = self._held[job_id]
+                    self._start_task(run.move(lane, int(left_ms) / 1000))
 
     async def _leave(self) -> None:
         """Gives its jobs back, including those of a claim whose reply was lost. If Redis does not
