@@ -147,13 +147,17 @@ class Embedding(Shown):
     embedding: list[float] | str = Field(description="base64: float32, little-endian")
 
 
-class Embeddings(Shown):
+class Vectors(Shown):
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[Embedding]
+    data: list[Any]
     usage: PromptUsage
+
+
+class Embeddings(Vectors):
+    data: list[Embedding]
 
 
 class RankedText(Shown):
@@ -179,13 +183,8 @@ class Score(Shown):
     score: float
 
 
-class Scores(Shown):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class Scores(Vectors):
     data: list[Score]
-    usage: PromptUsage
 
 
 class Class(Shown):
@@ -195,13 +194,8 @@ class Class(Shown):
     num_classes: int
 
 
-class Classes(Shown):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class Classes(Vectors):
     data: list[Class]
-    usage: PromptUsage
 
 
 class InputDetails(BaseModel):

@@ -264,11 +264,10 @@ def job_object(
 
 
 def _mark(mark: JobMark) -> MarkObject:
-    begun_s, ended_s = mark.begun_ms / 1000, mark.ended_ms / 1000
     return MarkObject(
         kind=mark.kind,
-        started_at=begun_s,
-        ended_at=ended_s,
+        started_at=mark.begun_ms / 1000,
+        ended_at=mark.ended_ms / 1000,
         times=mark.num,
         tokens=mark.num_tokens,
     )

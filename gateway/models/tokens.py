@@ -61,7 +61,9 @@ def least_tokens(tokenizer: Any, text: str, most: int) -> int:
     """Returns a lower bound of the text's number of tokens. Stops counting above `most`."""
     num_tokens = 0
     for start, piece in _pieces(text):
-        num_tokens += _num_inner(tokenizer, piece, start > 0, start + len(piece) < len(text))
+        # Not `encode_batch_fast`, which gives no places in the text.
+        [found] = tokenizer.encode_batch([piece], add_special_tokens=False)
+        num_tokens += _inner(found, len(piece), start > 0, start + len(piece) < len(text))
         if num_tokens > most:
             break
     return num_tokens
@@ -94,12 +96,6 @@ def part_with(
 def _pieces(text: str) -> Iterator[tuple[int, str]]:
     for start in range(0, len(text), PIECE_CHARS):
         yield start, text[start : start + PIECE_CHARS]
-
-
-def _num_inner(tokenizer: Any, piece: str, cut_before: bool, cut_behind: bool) -> int:
-    # Not `encode_batch_fast`, which gives no places in the text.
-    [found] = tokenizer.encode_batch([piece], add_special_tokens=False)
-    return _inner(found, len(piece), cut_before, cut_behind)
 
 
 def _inner(found: Any, num_chars: int, cut_before: bool, cut_behind: bool) -> int:

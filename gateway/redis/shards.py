@@ -70,18 +70,15 @@ class Breaker:
             raise
         except BrokerUnavailable as exc:
             self._open_until_s, self._reason = self._clock_s() + self._open_s, str(exc)
-            self._note_absence(exc)
+            if self._away_since_s is None:
+                self._away_since_s = self._clock_s()
+                log.warning("no answer from Redis: %s", exc)
             raise
         else:
             self._note_answer()
         finally:
             if is_probe:
                 self._is_probing = False
-
-    def _note_absence(self, exc: BrokerUnavailable) -> None:
-        if self._away_since_s is None:
-            self._away_since_s = self._clock_s()
-            log.warning("no answer from Redis: %s", exc)
 
     def _note_answer(self) -> None:
         self._open_until_s = None

@@ -7,7 +7,8 @@ from itertools import combinations
 from typing import Any
 
 _MAX_DEPTH = 8  # of schemas within one another that are compared
-_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_TYPE_OF = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+_TYPES = frozenset({"null", "object", *_TYPE_OF.values()})
 
 Follow = Callable[[Any], Any]
 
@@ -79,18 +80,7 @@ def _types(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def _type(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
+    return "null" if value is None else _TYPE_OF.get(type(value), "object")
 
 
 def _values(schema: dict[str, Any]) -> set[str] | None:

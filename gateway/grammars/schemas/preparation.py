@@ -337,16 +337,9 @@ def _is_number(value: Any, may_be_bool: bool = False) -> bool:
 
 def _are_exact(value: Any) -> bool:
     """Whether llguidance writes the numbers of a constant unchanged."""
-    match value:
-        case bool():
-            return True
-        case int() | float():
-            return numbers.is_exact(value)
-        case list():
-            return all(map(_are_exact, value))
-        case dict():
-            return all(map(_are_exact, value.values()))
-    return True
+    if isinstance(value, list | dict):
+        return all(map(_are_exact, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bool) or not isinstance(value, int | float) or numbers.is_exact(value)
 
 
 def _with_unevaluated(schema: Schema) -> Schema:
