@@ -47,8 +47,6 @@ CSRF_HEADER = "x-csrf-token"
 _READING = frozenset(("GET", "HEAD"))
 ALL_TENANTS = "*"
 
-_NO_KEY = ""
-
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
 _PREFILL_LANE, _DEFAULT_LANE = "scoring", "standard"
 Prompts = tuple[tuple[int, ...], ...]
@@ -161,7 +159,7 @@ async def identify(request: Request, key: str) -> Caller:
         watch_key(request, given)
         return Caller(terms, name_of(given))
     if not settings.wants_key and not await ring.has_some():
-        return Caller(EVERYTHING, _NO_KEY)
+        return Caller(EVERYTHING, key_name="")
     raise ApiError(
         401,
         "invalid_api_key",

@@ -16,7 +16,6 @@ from contract.flows import (
     INPUT,
     MAX_CALLS,
     Cascade,
-    Condition,
     Ensemble,
     FlowCall,
     Pipeline,
@@ -30,9 +29,14 @@ from contract.model_cards import ModelCard
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
 from gateway.models.step_templates import TemplateFault
 from gateway.models.tokens import ModelTokenizer
-from gateway.prepare.admission import Admission, Terms, admit, tokenised
+from gateway.prepare.admission import Admission, Terms, admit
 from gateway.prepare.conditions import Facts, choose_target, load_detector, needs_label
-from gateway.prepare.generation import COMPLETION_TOKENS, count_prompts, prepare_generation
+from gateway.prepare.generation import (
+    COMPLETION_TOKENS,
+    count_given,
+    count_prompts,
+    prepare_generation,
+)
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.vector_bodies import InputBody, RerankBody, ScoreBody
@@ -199,10 +203,11 @@ def draw_of(job_id: str, route: str) -> float:
 
 async def facts_of(broker: Broker, route: Route, body: CallBody, terms: Terms) -> Facts:
     """What the rules of a route may ask about a call. Tokens are counted only if a rule asks."""
-    if any(rule.when.languages for rule in route.rules):
+    conditions = [rule.when for rule in route.rules]
+    if any(w.languages for w in conditions):
         await _load_languages()
     num_tokens = 0
-    if any(_counts_tokens(rule.when) for rule in route.rules):
+    if any(w.min_prompt_tokens > 0 or w.max_prompt_tokens is not None for w in conditions):
         cards = await broker.known.models()
         card = cards.get(route.rules[0].to[0].model)
         if card is not None:
@@ -231,22 +236,11 @@ async def _load_languages() -> None:
         raise ApiError(503, "languages_missing", message) from None
 
 
-def _counts_tokens(when: Condition) -> bool:
-    return when.min_prompt_tokens > 0 or when.max_prompt_tokens is not None
-
-
 async def _count_tokens(tokenizer: ModelTokenizer, card: ModelCard, body: CallBody) -> int:
     """Counts the tokens of all prompts; for vectors, without the model's instructions."""
     if isinstance(body, ChatBody | CompletionBody):
         return await count_prompts(tokenizer, card, body)
-    given = _inputs(body)
-    return await tokenised(
-        lambda: sum(
-            tokenizer.count(each, adds_special_tokens=True) if isinstance(each, str) else len(each)
-            for each in given
-        ),
-        sum(len(each) for each in given if isinstance(each, str)),
-    )
+    return await count_given(tokenizer, _inputs(body))
 
 
 def _inputs(body: CallBody) -> Sequence[str | tuple[int, ...]]:

@@ -30,13 +30,15 @@ class Facts:
     @cached_property
     def language(self) -> str:
         """The text's ISO 639-1 code, if its language has one. A guess if the text is short."""
-        return _detect(self.text[:MAX_LANGUAGE_CHARS])
+        code: str = _detector().classify(self.text[:MAX_LANGUAGE_CHARS])[0]
+        return _MACRO_LANGUAGES.get(code, code)
 
 
 def choose_target(route: Route, facts: Facts, draw: float) -> str:
     """Returns the model for a call. `draw`: random, from 0 up to but not including 1."""
     for rule in route.rules:
-        if _holds(rule.when, facts) and _label_holds(rule.when, facts):
+        labels = rule.when.labels
+        if _holds(rule.when, facts) and (not labels or facts.label in labels):
             return _draw(rule.to, draw)
     return _draw(route.otherwise, draw)
 
@@ -71,18 +73,15 @@ def check_languages(codes: Iterable[str]) -> None:
 
 def _holds(when: Condition, facts: Facts) -> bool:
     """Whether a condition holds, apart from the label. Cheap questions come first."""
+    text = facts.text[:MAX_TEXT_CHARS]
     return (
         when.min_prompt_tokens <= facts.num_prompt_tokens
         and (when.max_prompt_tokens is None or facts.num_prompt_tokens <= when.max_prompt_tokens)
         and (not when.tenants or facts.tenant in when.tenants)
         and all(facts.metadata.get(key) == value for key, value in when.metadata.items())
-        and (not when.pattern or _found(when.pattern, facts.text))
+        and (not when.pattern or _pattern(when.pattern).isinstance_python(text))
         and (not when.languages or facts.language in when.languages)
     )
-
-
-def _label_holds(when: Condition, facts: Facts) -> bool:
-    return not when.labels or facts.label in when.labels
 
 
 def _draw(targets: Sequence[Target], draw: float) -> str:
@@ -94,20 +93,11 @@ def _draw(targets: Sequence[Target], draw: float) -> str:
     return targets[-1].model  # rounding
 
 
-def _found(pattern: str, text: str) -> bool:
-    return _pattern(pattern).isinstance_python(text[:MAX_TEXT_CHARS])
-
-
 @lru_cache(maxsize=256)
 def _pattern(pattern: str) -> SchemaValidator:
     """Compiles a pattern with Rust's regular expressions (through pydantic). Their time is linear
     in the text, so no caller's text can stop the gateway."""
     return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
-
-
-def _detect(text: str) -> str:
-    code: str = _detector().classify(text)[0]
-    return _MACRO_LANGUAGES.get(code, code)
 
 
 @cache

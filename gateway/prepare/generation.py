@@ -280,9 +280,19 @@ async def prompts_of(
 async def count_prompts(tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody) -> int:
     """Counts the tokens of all prompts, even too long ones; approximate if they are long."""
     given, cut = await _given(tokenizer, card, body)
+    return await count_given(tokenizer, given, cut, adds=not isinstance(body, ChatBody))
+
+
+async def count_given(
+    tokenizer: ModelTokenizer,
+    given: Sequence[str | tuple[int, ...]],
+    cut: Cut | None = None,
+    *,
+    adds: bool = True,
+) -> int:
+    """Counts the tokens of texts and token ids; `adds`: with the special ones of texts."""
 
     def count() -> int:
-        adds = not isinstance(body, ChatBody)
         numbers = (
             tokenizer.count(each, adds_special_tokens=adds) if isinstance(each, str) else len(each)
             for each in given
