@@ -73,8 +73,11 @@ async def _readiness(gateway: Gateway, asked: str = "") -> Response:
         models = dict.fromkeys([*served, *known.declared])
         num_workers = {name: await known.num_live_workers(name) for name in models}
         failures = await known.failures()
-    except (BrokerUnavailable, CommandDenied) as exc:
-        return _not_ready("redis", _reason(exc))
+    except CommandDenied:
+        reason = "Redis denies this gateway a command that it needs: its log says which"
+        return _not_ready("redis", reason)
+    except BrokerUnavailable as exc:
+        return _not_ready("redis", str(exc))
     if asked:
         if (failure := failures.get(asked)) is not None:
             return _not_ready("workers", failure.reason)
@@ -84,13 +87,6 @@ async def _readiness(gateway: Gateway, asked: str = "") -> Response:
     if not any(num_workers.values()):
         return _not_ready("workers" if models else "models")
     return json_response({"status": "ready", "workers": num_workers})
-
-
-def _reason(exc: BrokerUnavailable | CommandDenied) -> str:
-    """What is wrong with Redis. The log says which command it denied."""
-    if isinstance(exc, CommandDenied):
-        return "Redis denies this gateway a command that it needs: its log says which"
-    return str(exc)
 
 
 def _not_ready(missing: str, reason: str | None = None) -> Response:

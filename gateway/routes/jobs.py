@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 from contract.api_keys import Scope
-from contract.function_types import JobView, Quote, Submission, Wanted
+from contract.function_types import Quote, Submission, Wanted
 from contract.jobs import PUBLIC_STATUSES, Endpoint, Job, JobStatus
 from gateway.files import ANSWER_BYTES
 from gateway.follow.answer_models import EndpointPath, Page
@@ -132,7 +132,8 @@ async def get_job(
     shown = found.model_dump() | {"result": None, "result_url": None, "cost": cost}
     shown["callback"] = callback_object(await gateway.broker.callback_state(job_id, tenant))
     if tenant == caller.tenant:
-        shown["result_url"] = await _result_url(gateway, view)
+        ttl_s = gateway.settings.result_url_s
+        shown["result_url"] = await asyncio.to_thread(gateway.broker.payloads.url, view, ttl_s)
     if tenant == caller.tenant and has_result(view):
         shown["result"] = await ended_answer(gateway, view)
     answer, most = sse.json_response(shown), request.scope["state"].get(ANSWER_BYTES, math.inf)
@@ -178,12 +179,6 @@ async def cancel_job(
         raise _already_terminal(status)
     view, _ = await broker.read(job_id, tenant)
     return job_object(view)
-
-
-async def _result_url(gateway: Gateway, view: JobView) -> str | None:
-    """A temporary URL of a result in the object store, which needs no key."""
-    ttl_s = gateway.settings.result_url_s
-    return await asyncio.to_thread(gateway.broker.payloads.url, view, ttl_s)
 
 
 @router.patch("/v1/jobs/{job_id}", responses=answers(404, 409, 415))

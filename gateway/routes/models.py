@@ -134,13 +134,11 @@ def _unpublished(name: str, failure: ModelFailure | None) -> Model:
     return _shown(card, failure).model_copy(update={"endpoints": []})
 
 
-def _failure(failure: ModelFailure) -> ModelFailed:
-    return ModelFailed(
-        reason=failure.reason, since=failure.since_s, retry_in_s=failure.retry_in_s or None
-    )
-
-
 def _shown(card: ModelCard, failure: ModelFailure | None) -> Model:
+    failed = None
+    if failure is not None:
+        retry_in_s = failure.retry_in_s or None
+        failed = ModelFailed(reason=failure.reason, since=failure.since_s, retry_in_s=retry_in_s)
     return Model(
         id=card.name,
         created=card.created_s,
@@ -152,7 +150,7 @@ def _shown(card: ModelCard, failure: ModelFailure | None) -> Model:
         tool_call_parser=card.tool_call_parser or None,
         pooling=None if (can := card.pooling) is None else _pooling(can),
         flow=None if card.flow is None else _KINDS[type(card.flow.definition)],
-        failed=None if failure is None else _failure(failure),
+        failed=failed,
     )
 
 

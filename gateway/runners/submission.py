@@ -20,13 +20,9 @@ async def check_first_calls(gateway: Gateway, job: Job, submission: Submission) 
     """Raises JobRefused if no member with which a flow begins accepts the call at present, and
     ApiError if none can answer it. A job that exists is not refused."""
     refused = (await quote_first_calls(gateway, job, submission)).refusal
-    if refused is not None and not await _is_known(gateway, job, submission):
-        raise refused
-
-
-async def _is_known(gateway: Gateway, job: Job, submission: Submission) -> bool:
     key = submission.idempotency_key
-    return bool(key) and await gateway.broker.knows_key(job.tenant, key)
+    if refused is not None and not (key and await gateway.broker.knows_key(job.tenant, key)):
+        raise refused
 
 
 async def quote_first_calls(gateway: Gateway, job: Job, submission: Submission) -> Quote:

@@ -52,13 +52,8 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def definitions(self) -> dict[str, Definition]:
         """The definitions by kind."""
-        kinds: dict[str, Definition | None] = {
-            "route": self.route,
-            "cascade": self.cascade,
-            "ensemble": self.ensemble,
-            "pipeline": self.pipeline,
-        }
-        return {kind: found for kind, found in kinds.items() if found is not None}
+        fields = msgspec.structs.asdict(self)
+        return {kind: found for kind, found in fields.items() if kind != "name" and found}
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -248,20 +248,17 @@ def _classifying(parent: Job, route: Route) -> Call:
     return Call(0, route.classifier, Endpoint.CLASSIFY, body)
 
 
-def _facts(parent: Job, label: str | None) -> Facts:
+def chosen_call(parent: Job, route: Route, label: str | None) -> Call:
+    """The call of the target. `label`: the classifier's; None if it could not read the text."""
     assert parent.flow is not None
-    return Facts(
+    facts = Facts(
         num_prompt_tokens=parent.num_prompt_tokens,
         text=text_of(parsed_body(parent)),
         tenant=parent.tenant,
         metadata=parent.flow.metadata,
         label=label,
     )
-
-
-def chosen_call(parent: Job, route: Route, label: str | None) -> Call:
-    """The call of the target. `label`: the classifier's; None if it could not read the text."""
-    target = choose_target(route, _facts(parent, label), draw_of(parent.id, parent.model))
+    target = choose_target(route, facts, draw_of(parent.id, parent.model))
     return _call(parent, 1, target)
 
 

@@ -186,7 +186,10 @@ class Run:
             if view.is_terminal:
                 raise NotHeld(view.status)
             for entry in entries:
-                self._note(entry.event, known)
+                if isinstance(entry.event, Members):
+                    known.update({run.job_id: run for run in entry.event.runs})
+                elif isinstance(entry.event, Tokens):
+                    self._note_shown(entry.event)
                 self._number = entry.number
             if len(entries) < _PAGE_EVENTS:
                 self._calls.lane = view.lane
@@ -194,12 +197,6 @@ class Run:
                     self._calls.deadline_s += (view.deadline_ms - self._deadline_ms) / 1000
                 self._deadline_ms = view.deadline_ms
                 return known
-
-    def _note(self, event: LogEvent, known: dict[str, MemberRun]) -> None:
-        if isinstance(event, Members):
-            known.update({run.job_id: run for run in event.runs})
-        elif isinstance(event, Tokens):
-            self._note_shown(event)
 
     def _note_shown(self, event: Tokens) -> None:
         for delta in event.deltas:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import msgspec
@@ -212,18 +213,11 @@ class FlowService:
 
 def _members_first(definitions: Mapping[str, Definition]) -> list[str]:
     """Orders the flows' names so that a flow comes after those that it calls."""
-    found: dict[str, None] = {}
-
-    def add(name: str) -> None:
-        for _, model in members(definitions[name]):
-            if model in definitions and model not in found:
-                add(model)
-        found[name] = None
-
-    for name in definitions:
-        if name not in found:
-            add(name)
-    return list(found)
+    called = {
+        name: [model for _, model in members(definition) if model in definitions]
+        for name, definition in definitions.items()
+    }
+    return list(TopologicalSorter(called).static_order())
 
 
 def _stamp(path: Path) -> object:
