@@ -8,6 +8,7 @@ Over 300 lines: one short method for each of theirs.
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from msgspec.structs import replace
@@ -28,24 +29,43 @@ from contract.operations import (
     OperationState,
     Step,
 )
-from contract.outbox import DeadLetter, DoneVerdict, OutboxRecord, Outcome, Taken
+from contract.outbox import DeadLetter, DoneVerdict, Outbox, OutboxRecord, Outcome, Taken
 from contract.pauses import Line, Pause, PausedBy, Pauses
-from contract.shards import S, Shards
+from contract.shards import S, Shard, Shards
 
 log = logging.getLogger("batchway.partitions")
 
 T = TypeVar("T")
+Row = TypeVar("Row", StoredFile, Batch)
+P = TypeVar("P", Files, Batches, Operations, Pauses, Outbox)
 
 
-class SpreadFiles(Generic[S]):
-    """Files. A tenant's quota counts what all partitions hold."""
+class _Spread(Generic[S, P]):
+    """The calls of one kind, over all partitions."""
+
+    _part_of: Callable[[Shard], P]  # the calls of one partition
 
     def __init__(self, shards: Shards[S]) -> None:
         self._shards = shards
+        self._turn = 0
 
-    async def _ask(self, file_id: str, ask: Callable[[Files], Awaitable[T]]) -> T:
-        shard = await self._shards.of(file_id)
-        return await shard.call(lambda: ask(shard.files))
+    async def _ask(self, object_id: str, ask: Callable[[P], Awaitable[T]]) -> T:
+        """Asks the partition that the id names."""
+        shard = await self._shards.of(object_id)
+        return await shard.call(lambda: ask(self._part_of(shard)))
+
+    async def _in_turn(self) -> list[S]:
+        """All partitions; each time another one is first."""
+        shards = await self._shards.all()
+        self._turn += 1
+        first = self._turn % len(shards)
+        return shards[first:] + shards[:first]
+
+
+class SpreadFiles(_Spread[S, Files]):
+    """Files. A tenant's quota counts what all partitions hold."""
+
+    _part_of = attrgetter("files")
 
     async def begin(self, file_id: str) -> None:
         await self._ask(file_id, lambda files: files.begin(file_id))
@@ -88,7 +108,7 @@ class SpreadFiles(Generic[S]):
             page = await shard.call(partial(shard.files.page, tenant, **terms))
             files += page or []
         files.sort(key=lambda file: (file.created_ms, file.id), reverse=not is_oldest_first)
-        return _behind(files, after, max_files, lambda file: file.id)
+        return _behind(files, after, max_files)
 
     async def drop(self, file_id: str, tenant: str = "") -> bool:
         return await self._ask(file_id, lambda files: files.drop(file_id, tenant))
@@ -103,16 +123,10 @@ class SpreadFiles(Generic[S]):
         await self._ask(object_id, lambda files: files.deleted(object_id))
 
 
-class SpreadBatches(Generic[S]):
+class SpreadBatches(_Spread[S, Batches]):
     """Batches. A batch stays where it was made; its jobs run where its tenant lives."""
 
-    def __init__(self, shards: Shards[S]) -> None:
-        self._shards = shards
-        self._turn = 0
-
-    async def _ask(self, batch_id: str, ask: Callable[[Batches], Awaitable[T]]) -> T:
-        shard = await self._shards.of(batch_id)
-        return await shard.call(lambda: ask(shard.batches))
+    _part_of = attrgetter("batches")
 
     async def add(self, batch_id: str, asked: NewBatch, **terms: Any) -> None:
         await self._ask(batch_id, lambda batches: batches.add(batch_id, asked, **terms))
@@ -132,7 +146,7 @@ class SpreadBatches(Generic[S]):
             page = await shard.call(partial(shard.batches.page, tenant, **terms))
             found += page or []
         found.sort(key=lambda batch: (batch.created_ms, batch.id), reverse=True)
-        return _behind(found, after, max_batches, lambda batch: batch.id)
+        return _behind(found, after, max_batches)
 
     async def cancel(self, batch_id: str, tenant: str) -> BatchStatus | None:
         return await self._ask(batch_id, lambda batches: batches.cancel(batch_id, tenant))
@@ -141,11 +155,9 @@ class SpreadBatches(Generic[S]):
         self, token: str, *, lease_s: float, in_progress: bool, max_batches: int, max_more: int = 0
     ) -> list[str]:
         """Leases batches of all partitions; each time another one is asked first."""
-        shards, taken = await self._shards.all(), list[str]()
-        self._turn += 1
+        taken = list[str]()
         terms: dict[str, Any] = {"lease_s": lease_s, "in_progress": in_progress}
-        for place in range(len(shards)):
-            shard = shards[(self._turn + place) % len(shards)]
+        for shard in await self._in_turn():
             room = max(0, max_batches - len(taken))
             more = max_more if len(taken) < max_batches + max_more else 0
             taken += await shard.call(
@@ -179,16 +191,11 @@ class SpreadBatches(Generic[S]):
         return states
 
 
-class SpreadOperations(Generic[S]):
+class SpreadOperations(_Spread[S, Operations]):
     """Operations. One has a part in each partition with jobs that it may mean, under the same
     digits; it is known by the id of partition 0."""
 
-    def __init__(self, shards: Shards[S]) -> None:
-        self._shards = shards
-
-    async def _ask(self, operation_id: str, ask: Callable[[Operations], Awaitable[T]]) -> T:
-        shard = await self._shards.of(operation_id)
-        return await shard.call(lambda: ask(shard.operations))
+    _part_of = attrgetter("operations")
 
     async def add(
         self,
@@ -259,11 +266,8 @@ class SpreadOperations(Generic[S]):
         )
 
 
-class SpreadPauses(Generic[S]):
+class SpreadPauses(_Spread[S, Pauses]):
     """Pauses, which hold in every partition."""
-
-    def __init__(self, shards: Shards[S]) -> None:
-        self._shards = shards
 
     async def _all(self, ask: Callable[[Pauses], Awaitable[T]]) -> list[T]:
         shards = await self._shards.all()
@@ -279,20 +283,16 @@ class SpreadPauses(Generic[S]):
         return await self._shards.first.call(self._shards.first.pauses.all)
 
 
-class SpreadOutbox(Generic[S]):
+class SpreadOutbox(_Spread[S, Outbox]):
     """The messages of callbacks."""
 
-    def __init__(self, shards: Shards[S]) -> None:
-        self._shards = shards
-        self._turn = 0
+    _part_of = attrgetter("outbox")
 
     async def take(self, *, lease_s: float, max_messages: int, max_per_target: int) -> list[Taken]:
         """Leases due messages of all partitions that answer; each time another is asked first."""
-        shards, taken = await self._shards.all(), list[Taken]()
-        self._turn += 1
+        shards, taken = await self._in_turn(), list[Taken]()
         terms: dict[str, Any] = {"lease_s": lease_s, "max_per_target": max_per_target}
-        for place in range(len(shards)):
-            shard = shards[(self._turn + place) % len(shards)]
+        for shard in shards:
             if room := max_messages - len(taken):
                 take = partial(shard.outbox.take, max_messages=room, **terms)
                 try:
@@ -304,19 +304,16 @@ class SpreadOutbox(Generic[S]):
         return taken
 
     async def start(self, taken: Taken, *, lease_s: float) -> OutboxRecord | None:
-        shard = await self._shards.of(taken.job_id)
-        return await shard.call(partial(shard.outbox.start, taken, lease_s=lease_s))
+        return await self._ask(taken.job_id, lambda outbox: outbox.start(taken, lease_s=lease_s))
 
     async def renew(self, taken: Taken, *, lease_s: float) -> bool:
-        shard = await self._shards.of(taken.job_id)
-        return await shard.call(partial(shard.outbox.renew, taken, lease_s=lease_s))
+        return await self._ask(taken.job_id, lambda outbox: outbox.renew(taken, lease_s=lease_s))
 
     async def done(
         self, taken: Taken, outcome: Outcome, *, delay_s: float = 0.0, note: str = ""
     ) -> DoneVerdict:
-        shard = await self._shards.of(taken.job_id)
-        done = partial(shard.outbox.done, taken, outcome, delay_s=delay_s, note=note)
-        return await shard.call(done)
+        terms: dict[str, Any] = {"delay_s": delay_s, "note": note}
+        return await self._ask(taken.job_id, lambda outbox: outbox.done(taken, outcome, **terms))
 
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
@@ -330,8 +327,7 @@ class SpreadOutbox(Generic[S]):
         self, tenant: str, *, job_id: str = "", limit: int = 100, before_ms: int | None = None
     ) -> list[DeadLetter]:
         if job_id:
-            shard = await self._shards.of(job_id)
-            return await shard.call(lambda: shard.outbox.dead(tenant, job_id=job_id))
+            return await self._ask(job_id, lambda outbox: outbox.dead(tenant, job_id=job_id))
         found = list[DeadLetter]()
         for shard in await self._shards.places(tenant):
             found += await shard.call(
@@ -340,17 +336,14 @@ class SpreadOutbox(Generic[S]):
         return sorted(found, key=lambda letter: letter.died_ms, reverse=True)[:limit]
 
     async def replay(self, job_id: str, tenant: str) -> OutboxState | None:
-        shard = await self._shards.of(job_id)
-        return await shard.call(lambda: shard.outbox.replay(job_id, tenant))
+        return await self._ask(job_id, lambda outbox: outbox.replay(job_id, tenant))
 
 
-def _behind(
-    rows: Sequence[T], after: str, most: int, id_of: Callable[[T], str]
-) -> Sequence[T] | None:
+def _behind(rows: Sequence[Row], after: str, most: int) -> Sequence[Row] | None:
     """The rows behind one with this id; None where there is none."""
     if not after:
         return rows[:most]
-    place = next((place for place, row in enumerate(rows) if id_of(row) == after), None)
+    place = next((place for place, row in enumerate(rows) if row.id == after), None)
     return None if place is None else rows[place + 1 : place + 1 + most]
 
 
