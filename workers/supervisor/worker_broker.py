@@ -312,37 +312,32 @@ class AllPartitions(WorkerBroker):
     # --- calls about jobs
 
     async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
-        part = self.part(partition_of(job_id))
-        own = super().read_log
-        return await (own if part is self else part.read_log)(job_id, tenant)
+        return await WorkerBroker.read_log(self.part(partition_of(job_id)), job_id, tenant)
 
     async def append(self, items: Sequence[Append]) -> Verdicts:
-        return await self._spread(items, super().append, lambda part: part.append)
+        return await self._spread(items, WorkerBroker.append)
 
     async def release(self, items: Sequence[Release]) -> Verdicts:
-        return await self._spread(items, super().release, lambda part: part.release)
+        return await self._spread(items, WorkerBroker.release)
 
     async def blame(self, items: Sequence[Blame]) -> Verdicts:
-        return await self._spread(items, super().blame, lambda part: part.blame)
+        return await self._spread(items, WorkerBroker.blame)
 
     async def _spread(
         self,
         items: Sequence[Item],
-        own: Callable[[Sequence[Item]], Awaitable[Verdicts]],
-        call_of: Callable[[WorkerBroker], Callable[[Sequence[Item]], Awaitable[Verdicts]]],
+        call: Callable[[WorkerBroker, Sequence[Item]], Awaitable[Verdicts]],
     ) -> Verdicts:
         """One call for each partition that has jobs in it. Raises BrokerUnavailable if one does not
         answer, after the others did: the calls may be repeated."""
         if not self._others:
-            return await own(items)
+            return await call(self, items)
         groups = dict[int, list[int]]()
         for place, item in enumerate(items):
             groups.setdefault(partition_of(item.job_id), []).append(place)
 
         async def ask(number: int, places: list[int]) -> Verdicts:
-            part = self.part(number)
-            call = own if part is self else call_of(part)
-            return await call([items[place] for place in places])
+            return await call(self.part(number), [items[place] for place in places])
 
         replies = await _all(ask(number, places) for number, places in groups.items())
         found = dict[int, tuple[Verdict | JobStatus, int]]()
@@ -392,8 +387,7 @@ class AllPartitions(WorkerBroker):
         own = [pair for pair in held if partition_of(pair[0]) == part.partition]
         if self._others:
             capacity = self._capacity(part.partition, capacity, len(held) - len(own))
-        call = super().heartbeat if part is self else part.heartbeat
-        return await call(own, info, state, capacity, counted)
+        return await WorkerBroker.heartbeat(part, own, info, state, capacity, counted)
 
     def _capacity(self, number: int, whole: WorkerCapacity, num_other: int) -> WorkerCapacity:
         """What jobs of a partition may count on: its part of the rate, and the places that jobs of
@@ -434,7 +428,6 @@ class AllPartitions(WorkerBroker):
         return await call(self.part(number).homes)
 
     async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
-        own = super().listen
         tasks = dict[int, asyncio.Task[None]]()
         try:
             while True:
@@ -442,8 +435,8 @@ class AllPartitions(WorkerBroker):
                 numbers = {part.partition for part in self.parts()}
                 for number in numbers - tasks.keys():
                     heard = _Wake(wake, lambda number=number: self.on_wake(number))  # type: ignore[misc]
-                    listen = own if number == self.partition else self.part(number).listen
-                    tasks[number] = asyncio.create_task(listen(heard, control))
+                    listening = WorkerBroker.listen(self.part(number), heard, control)
+                    tasks[number] = asyncio.create_task(listening)
                 await end_tasks(*(tasks.pop(number) for number in tasks.keys() - numbers))
                 await self._changed.wait()
         finally:
