@@ -28,6 +28,7 @@ from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingP
 from gateway.prepare.admission import bound_of
 from gateway.settings import GatewaySettings
 from infra.aws.pool_service import EVERY_S, PoolService, PoolWatch
+from infra.aws.workforce import OtherScaler
 from infra.planning.outcome import Outcome
 from infra.planning.queue import VirtualQueue, done
 from infra.planning.traces import Arrival, prompt_of
@@ -69,37 +70,19 @@ class _Call:
     first_s: float | None = None
 
 
-@dataclass(slots=True)
-class _Workforce:
-    """The workers, as the pool's service sees them."""
+class _Workforce(OtherScaler):
+    """The workers, as the pool's service sees them. It keeps all that have work."""
 
     drains: ClassVar[bool] = True
-    simulation: "Simulation"
-    num: int
 
-    def num_desired(self) -> int:
-        return self.num
+    def __init__(self, simulation: "Simulation", num: int) -> None:
+        super().__init__(num)
+        self._simulation = simulation
 
     def resize(self, num: int) -> None:
-        for _ in range(num - self.num):
-            self.simulation.start_worker()
-        self.num = num
-
-    def keep(self, incarnations: Iterable[str]) -> list[str]:
-        """All are kept that have work."""
-        return list(incarnations)
-
-    def version(self) -> str:
-        return ""
-
-    def outdated(self, incarnations: Iterable[str]) -> set[str]:
-        return set()
-
-    def min_healthy_share(self) -> float:
-        return 1.0
-
-    def failed(self) -> list[Any]:
-        return []
+        for _ in range(num - self.num_desired()):
+            self._simulation.start_worker()
+        super().resize(num)
 
 
 class Simulation:
