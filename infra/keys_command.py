@@ -11,6 +11,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from contract.api_keys import (
     DEFAULT_SCOPES,
     MIN_RETENTION_S,
@@ -141,17 +143,7 @@ async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | Non
 
 
 async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
-    terms = KeyTerms(
-        tenant=options.tenant,
-        scopes=tuple(map(Scope, options.scopes)),
-        lanes=options.lanes,
-        requests_per_minute=options.requests_per_minute,
-        tokens_per_minute=options.tokens_per_minute,
-        concurrent_tokens=options.concurrent_tokens,
-        lane_share=options.lane_share,
-        weight=options.weight,
-        retention_s=options.retention_s,
-    )
+    terms = msgspec.convert(vars(options), KeyTerms)
     key, prefix = await api_keys.create(terms, lifetime_s=_lifetime_s(options))
     await _show_new(api_keys, options, key, prefix)
 
