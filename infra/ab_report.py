@@ -9,7 +9,7 @@ observations", 1989). Intervals are of the percentiles 2.5 and 97.5.
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,11 +24,7 @@ _MAX_BLOCKS = 100
 _BLOCK_JOBS = 10  # the fewest in a block
 _TAIL_JOBS = 5  # beyond a percentile, in each arm, for it to be judged
 _QUANTILES = (("p50", 0.5), ("p99", 0.99))
-_LATENCIES: Mapping[str, Callable[[AbJob], float | None]] = {
-    "ttft_s": lambda job: job.ttft_s,
-    "itl_s": lambda job: job.itl_s,
-    "e2e_s": lambda job: job.e2e_s,
-}
+_LATENCIES = ("ttft_s", "itl_s", "e2e_s")  # of an AbJob
 _HIGHER_IS_BETTER = ("output_tokens_per_s", "goodput")
 METRICS = (
     *_HIGHER_IS_BETTER,
@@ -72,9 +68,9 @@ class _Arm:
             self.good[block] += terms.is_good(job)
             if job.status is JobStatus.SUCCEEDED:
                 self.tokens[block] += job.num_output_tokens
-                for name, latency in _LATENCIES.items():
-                    if (value := latency(job)) is not None:
-                        latencies[name].append((value, block))
+                for name, values in latencies.items():
+                    if (value := getattr(job, name)) is not None:
+                        values.append((value, block))
         self._sorted = {name: sorted(pairs) for name, pairs in latencies.items()}
 
     def estimate(self, times: Sequence[int], durations_s: Sequence[float]) -> Estimates:

@@ -35,7 +35,6 @@ from contract.shards import Shard
 from contract.spread import SpreadOutbox
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
 from contract.vector_answers import VectorAnswer, num_vector_bytes
-from workers.callbacks import deliverer as envelope
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
 from workers.callbacks.retries import (
     MAX_PROGRESS_FAILURES,
@@ -278,7 +277,7 @@ class Deliverer:
         return await self._aws.send(callback, record.kind.event_type, body, headers)
 
     async def _body(self, record: OutboxRecord, callback: Callback) -> bytes:
-        thin = envelope.encode(record, public_url=self._settings.public_url)
+        thin = encode(record, public_url=self._settings.public_url)
         if not callback.is_full or not record.kind.is_end:
             return thin
         output = None
@@ -286,10 +285,10 @@ class Deliverer:
             output = await self._output(record)
         if output is None:
             return thin
-        full = envelope.encode(record, public_url=self._settings.public_url, output=output)
+        full = encode(record, public_url=self._settings.public_url, output=output)
         return full if len(full) <= MAX_BYTES else thin
 
-    async def _output(self, record: OutboxRecord) -> envelope.Output | None:
+    async def _output(self, record: OutboxRecord) -> Output | None:
         """The job's texts, response or vectors; None if they are not stored as a whole, or are too
         long. Raises PayloadError."""
         found = await self._log(record)
@@ -300,7 +299,7 @@ class Deliverer:
         if job.pooling is not None:
             return await self._vectors(view, entries)
         if job.endpoint is not Endpoint.RESPONSES:
-            return envelope.choices_of(job, entries)
+            return choices_of(job, entries)
         if job.params.logprobs is not None:
             return None  # the texts of its tokens are known to gateways alone
         request = job.response
@@ -308,14 +307,14 @@ class Deliverer:
             if self._store is None:
                 return None
             request = await asyncio.to_thread(self._store.get, job.stored_response)
-        return envelope.response_of(view, request, entries)
+        return response_of(view, request, entries)
 
-    async def _vectors(self, view: JobView, entries: Sequence[LogEntry]) -> envelope.Output | None:
+    async def _vectors(self, view: JobView, entries: Sequence[LogEntry]) -> Output | None:
         if view.status is not JobStatus.SUCCEEDED or num_vector_bytes(entries) > MAX_BYTES:
             return None
         card = await self._catalogue.model(view.job.model)
         labels = () if card is None or card.pooling is None else card.pooling.labels
-        return envelope.answer_of(view, entries, labels)
+        return answer_of(view, entries, labels)
 
     async def _log(self, record: OutboxRecord) -> tuple[JobView, Sequence[LogEntry]] | None:
         """The job with its log; None if that is not stored as a whole. Raises PayloadError."""
