@@ -14,6 +14,7 @@ from transformers import (
 
 from workers.engine.interface import ModelRefused
 from workers.model.files import DEFAULT_REVISION as DEFAULT_REVISION
+from workers.model.files import Files
 from workers.model.place import check_place
 from workers.model.rope import of_each_layer, scaled_length
 
@@ -22,7 +23,6 @@ _JSON_FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.json", "model.safetensors.index.json"),
 )
-_MAX_JSON_BYTES = 64 * 2**20
 # Minimum sizes, by transformers' names. Without attention there are no heads.
 _LEAST_SIZES = {
     "vocab_size": 1,
@@ -91,20 +91,12 @@ def parse_config(model_path: str, revision: str = DEFAULT_REVISION) -> Pretraine
 
 def _check_files(model_path: str) -> None:
     """Refuses a local folder with a file that is not a JSON object of limited size and depth."""
-    for path in map(Path(model_path).expanduser().joinpath, _JSON_FILES):
-        if not path.is_file():
-            continue
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelRefused(f"{path.name} of {model_path} is over {_MAX_JSON_BYTES} bytes long")
-        try:
-            value = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as exc:  # UnicodeDecodeError is a ValueError
-            reason = "nests too deeply" if isinstance(exc, RecursionError) else "is damaged"
-            raise ModelRefused(
-                f"{path.name} of {model_path} cannot be read as JSON: it {reason}"
-            ) from exc
-        if not isinstance(value, dict):
-            raise ModelRefused(f"{path.name} of {model_path} is no JSON object")
+    if not Path(model_path).expanduser().is_dir():
+        return
+    files = Files(model_path, DEFAULT_REVISION)
+    for name in _JSON_FILES:
+        if files.find(name) is not None and not isinstance(files.read_json(name), dict):
+            raise ModelRefused(f"{name} of {model_path} is no JSON object")
 
 
 def _check_sizes(model_path: str, config: PretrainedConfig) -> None:

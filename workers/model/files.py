@@ -67,8 +67,11 @@ class Files:
             raise ModelRefused(f"{name} of {self.model_path} is over {_MAX_JSON_BYTES} bytes long")
         try:
             return json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as exc:
-            raise ModelRefused(f"{name} of {self.model_path} cannot be read as JSON") from exc
+        except (ValueError, RecursionError) as exc:  # UnicodeDecodeError is a ValueError
+            reason = "nests too deeply" if isinstance(exc, RecursionError) else "is damaged"
+            raise ModelRefused(
+                f"{name} of {self.model_path} cannot be read as JSON: it {reason}"
+            ) from exc
 
     def read_object(self, name: str) -> dict[str, Any]:
         """As `read_json`, for a JSON object; empty without the file. Raises ModelRefused."""
