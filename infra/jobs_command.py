@@ -70,12 +70,8 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
     opts.add_options(parser, {"limit": Option("the most jobs to list", opts.COUNT, 20)})
 
 
-def run_tenant_jobs(options: argparse.Namespace, redis_url: str) -> None:
-    """Runs one action. Raises JobRefusal, BrokerUnavailable."""
-    asyncio.run(_run_on_job(options, redis_url))
-
-
 async def _run_on_job(options: argparse.Namespace, redis_url: str) -> None:
+    """Runs one action. Raises JobRefusal, BrokerUnavailable."""
     actions: dict[str, Callable[[Functions, argparse.Namespace], Awaitable[None]]]
     actions = {"show": _show_job, "cancel": _cancel, "delete": _delete}
     async with OpenShards(redis_url, options.namespace) as shards:
@@ -296,7 +292,7 @@ def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
         elif options.kind == "calibration":
             _run_calibration(options, redis_url)
         else:
-            run_tenant_jobs(options, redis_url)
+            asyncio.run(_run_on_job(options, redis_url))
     except (JobRefused, JobRefusal) as exc:
         print(f"batchway jobs: {exc}", file=sys.stderr)
         return EXIT_REFUSED

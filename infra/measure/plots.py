@@ -31,7 +31,7 @@ def draw_runs(runs: Sequence[LoadRun], summaries: Sequence[dict[str, Any]], path
     parts: Any = figure.subfigures(3, 1)
     _draw_curves(parts[0].subplots(1, 3), summaries)
     _draw_distributions(parts[1].subplots(1, 3), runs)
-    shown = _timelines(len(runs))
+    shown = sorted({0, (len(runs) - 1) // 2, len(runs) - 1})  # first, middle and last
     timelines = parts[2].subplots(1, len(shown), squeeze=False)[0]
     for axes, index in zip(timelines, shown, strict=True):
         _draw_timeline(axes, runs[index], runs[index].load.name)
@@ -59,11 +59,6 @@ def logarithmic(axes: Any, which: Literal["x", "y"]) -> None:
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(NullFormatter())
-
-
-def _timelines(num_runs: int) -> list[int]:
-    """The indices of at most three runs: the first, the middle and the last."""
-    return sorted({0, (num_runs - 1) // 2, num_runs - 1})
 
 
 def _draw_curves(panels: Any, summaries: Sequence[dict[str, Any]]) -> None:

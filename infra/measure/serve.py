@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     except (BadWorkload, ServerRefuses) as exc:
         print(f"batchway bench serve: {exc}", file=sys.stderr)
         return 1
-    slo = Slo(_seconds(options.slo_ttft_ms), _seconds(options.slo_itl_ms))
+    slo = Slo(*(ms and ms / 1000 for ms in (options.slo_ttft_ms, options.slo_itl_ms)))
     summaries = [summarise_load(run, slo) for run in runs]
     result = {"base_url": options.base_url, "model": model, "seed": options.seed, "runs": summaries}
     write(result, load_tables(summaries), options.json)
@@ -166,10 +166,6 @@ def _progress(load: Load) -> Callable[[Call], None]:
         show(num_done, len(load.workload.requests))
 
     return note
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,18 +175,12 @@ def groups_of(jobs: Seq[Recorded], real: Seq[Answer], simulated: Seq[Answer]) ->
     for name, test in tests.items():
         part = [(seen, other) for job, seen, other in rows if test(job, seen)]
         if len(part) >= _FEW:
-            groups.append(Group(name, len(part), _pair(part, _ttft_s), _pair(part, _e2e_s)))
+            ttft_s = _pair(part, lambda answer: answer.first_s - answer.arrival_s)
+            e2e_s = _pair(part, lambda answer: answer.ended_s - answer.arrival_s)
+            groups.append(Group(name, len(part), ttft_s, e2e_s))
     return tuple(groups)
 
 
 def _pair(part: Seq[tuple[Answer, Answer]], time: Callable[[Answer], float]) -> tuple[float, float]:
     seen, simulated = (statistics.median(map(time, column)) for column in zip(*part, strict=True))
     return max(seen, 1e-6), simulated
-
-
-def _ttft_s(answer: Answer) -> float:
-    return answer.first_s - answer.arrival_s
-
-
-def _e2e_s(answer: Answer) -> float:
-    return answer.ended_s - answer.arrival_s

@@ -308,16 +308,9 @@ def _alternatives(server: Server, work: Workload) -> tuple[tuple[str, Precision,
                 continue
             sizes = _sizes(server.sizes.shape, precision, server.engine)
             other = Server(sizes, device, server.engine, server.memory_share)
-            if rate := _rate(other, work):
-                found.append((name, precision, rate))
+            if (batch := other.largest_batch(work.length) // 2) >= 1:
+                found.append((name, precision, other.steady_rate(work, batch)))
     return tuple(sorted(found, key=lambda each: -each[2]))
-
-
-def _rate(server: Server, work: Workload) -> float:
-    batch = server.largest_batch(work.length) // 2
-    if batch < 1:
-        return 0.0
-    return server.steady_rate(work, batch)
 
 
 def batching_yaml(plan: Plan) -> str:

@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import msgspec
 
@@ -168,14 +168,10 @@ def _read(path: Path) -> Iterator[tuple[int, Arrival]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with _open(path) as file:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
     except (OSError, EOFError, UnicodeDecodeError) as exc:
         raise BadWorkload(f"{path} cannot be read: {exc}") from exc
-
-
-def _open(path: Path) -> TextIO:
-    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
 
 def _of_row(path: Path, number: int, row: dict[str, str]) -> Arrival:

@@ -164,7 +164,7 @@ def sample(
     """logits (num_rows, vocab_size), any float type; row i belongs to sequence i."""
     if not sequences:
         return []
-    if masks is None and all(map(_is_plain, sequences)):
+    if masks is None and not any(draws(s) or asks_for_change(s) for s in sequences):
         token_ids = find_likeliest(logits)
     else:
         scores = adjust_logits(logits, sequences, masks)
@@ -206,11 +206,6 @@ def draws(sequence: Sequence) -> bool:
 def limits(params: SamplingParams) -> bool:
     """Whether only some of the tokens may be drawn."""
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _is_plain(sequence: Sequence) -> bool:
-    """Whether only the highest logit matters."""
-    return not draws(sequence) and not asks_for_change(sequence)
 
 
 def _draw(scores: Tensor, sequences: Seq[Sequence], num_outputs: Seq[int]) -> Tensor:
