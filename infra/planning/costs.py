@@ -20,7 +20,6 @@ class Costs(Protocol):
 
     def step_s(self, chunks: Seq[Chunk | Padding]) -> float:
         """Seconds from a step's begin to the begin of the next one."""
-        ...
 
 
 class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -185,12 +185,10 @@ class Model(Protocol):
     def shares_blocks(self) -> bool:
         """Whether blocks hold KV that any sequence can use, so that prefixes can be shared and
         blocks copied. False for models with a state per sequence, whose blocks are only counted."""
-        ...
 
     @property
     def runs_ahead(self) -> bool:
         """Whether it starts a stream's next step by itself, which needs the next token's block."""
-        ...
 
     @property
     def max_model_len(self) -> int: ...
@@ -227,7 +225,6 @@ class Model(Protocol):
         A RowFailed in a row's place costs that row's job; an exception means that the device or the
         KV can no longer be trusted, and ends the process.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

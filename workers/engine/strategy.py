@@ -43,17 +43,14 @@ class Strategy(Protocol):
     @property
     def is_padded(self) -> bool:
         """Whether its batches are computed as rectangles: see `batches`."""
-        ...
 
     def next_batch(self, lobby: Lobby) -> list[Sequence]:
         """The sequences of `lobby.waiting` to admit together now; empty if all must wait. Called
         again until it returns none. Must not return none for ever while `lobby.batches` is empty.
         """
-        ...
 
     def wake_s(self, lobby: Lobby) -> float | None:
         """When `next_batch` will admit more without arrivals or ends."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,12 @@ class DecoderKernels(Protocol):
 
     def can_turn(self, num_heads: int, kv_heads: int, dim: int) -> bool:
         """Whether `rotate_and_keep` and the attention support heads of these sizes."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x (…, dim), weight (dim,) -> x / rms(x) * weight."""
-        ...
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
         """gate_up (T, 2 * dim) -> silu(gate) * up (T, dim)."""
-        ...
 
     def rotate_and_keep(
         self,
@@ -41,7 +38,6 @@ class DecoderKernels(Protocol):
         and values (num_slots, kv_heads, dim); norms: RMSNorm weights (dim,) of each query and key
         head, and eps.
         """
-        ...
 
     def likeliest(self, logits: Tensor) -> Tensor: ...
 

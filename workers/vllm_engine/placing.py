@@ -45,20 +45,16 @@ class Host(Protocol):
     def start(self, sequence: Sequence, priority: int) -> None:
         """Continues a sequence after its known tokens. The host serves the smallest priority
         first where its KV cache is short. Raises RequestRefused."""
-        ...
 
     def abort(self, sequences: Seq[Sequence]) -> None:
         """Ends requests, before the next step; those that have ended are ignored."""
-        ...
 
     def step(self) -> list[HostOutput]:
         """Waits for the next step of the requests; there is at least one. Yields nothing for those
         that were aborted."""
-        ...
 
     def count(self, report: StepReport) -> None:
         """Adds the counts of the steps since the last call."""
-        ...
 
 
 class PlacingEngine(JobEngine):

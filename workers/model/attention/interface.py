@@ -65,7 +65,6 @@ class AttentionStep(Protocol):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """The attention's output (T, num_heads, v_dim)."""
-        ...
 
 
 # Created for each chunk; creating a frozen dataclass takes seven times as long.
@@ -89,7 +88,6 @@ class PreparedAttention(Protocol):
         """query (T, num_heads, k_dim), keys (num_slots, kv_heads, k_dim),
         values (num_slots, kv_heads, v_dim) -> (T, num_heads, v_dim).
         """
-        ...
 
 
 class AttentionBackend(Protocol):
