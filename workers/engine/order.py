@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heapreplace
+from operator import itemgetter
 
 from workers.engine.lanes import Lanes
 from workers.engine.sequence import Account, Sequence
@@ -181,7 +182,7 @@ class WaitingQueue:
             rank, place, sequence = heads[0]
             yield rank, sequence
             queue = self._queues.get(sequence.account, [])
-            index = bisect_right(queue, place, key=_place_of)
+            index = bisect_right(queue, place, key=itemgetter(0))
             if index < len(queue):
                 heapreplace(heads, self._ranked(level, *queue[index]))
             else:
@@ -195,11 +196,7 @@ class WaitingQueue:
 
 
 def _index(queue: list[tuple[_Place, Sequence]], place: _Place) -> int:
-    return bisect_left(queue, place, key=_place_of)
-
-
-def _place_of(entry: tuple[_Place, Sequence]) -> _Place:
-    return entry[0]
+    return bisect_left(queue, place, key=itemgetter(0))
 
 
 class Order:
@@ -223,7 +220,7 @@ class Order:
         self._running: list[tuple[Rank, Sequence]] = [
             ((level(s), False, s.num_pending > 1, key(s), s.arrival, 0), s) for s in running
         ]
-        self._running.sort(key=_rank_of)
+        self._running.sort(key=itemgetter(0))
 
     def walk(self, lane: str | None = None, until: float = math.inf) -> Iterator[Sequence]:
         """Yields the sequences of a lane, or of all lanes, below a level. The caller may admit a
@@ -253,9 +250,5 @@ class Order:
         """Moves what was admitted on an earlier walk to the running sequences."""
         if self._admitted:
             self._running += self._admitted
-            self._running.sort(key=_rank_of)
+            self._running.sort(key=itemgetter(0))
             self._admitted = []
-
-
-def _rank_of(entry: tuple[Rank, Sequence]) -> Rank:
-    return entry[0]
