@@ -36,16 +36,12 @@ def load_decoder(
     revision: str = DEFAULT_REVISION,
 ) -> nn.Module:
     """The frozen decoder, with our attention if the family supports it. Raises ModelRefused."""
-    register_attention()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    arguments = {"config": config, "dtype": dtype, "revision": revision, **_placement(device)}
+    arguments = {"config": config, "dtype": dtype, "revision": revision}
     try:
-        decoder = _read(path, arguments | {"attn_implementation": ATTENTION_NAME})
+        return _read(path, device, arguments | {"attn_implementation": ATTENTION_NAME})
     except _OwnAttentionTable:
         forget_attention(config)
-        decoder = _read(path, arguments)
-    frozen: nn.Module = decoder.to(device).eval().requires_grad_(False)
-    return frozen
+        return _read(path, device, arguments)
 
 
 def load_pooling_model(
@@ -58,11 +54,8 @@ def load_pooling_model(
 ) -> Any:
     """A frozen prefill-only model (a PreTrainedModel) with transformers' attention, which
     `share_attention` exchanges for ours. Raises ModelRefused."""
-    register_attention()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    arguments = {"config": config, "dtype": dtype, "revision": revision, **_placement(device)}
-    model = _read(path, arguments, auto_class, unused=_UNUSED_LAYERS)
-    return model.to(device).eval().requires_grad_(False)
+    arguments = {"config": config, "dtype": dtype, "revision": revision}
+    return _read(path, device, arguments, auto_class, unused=_UNUSED_LAYERS)
 
 
 def share_attention(model: Any) -> bool:
@@ -88,17 +81,21 @@ def _placement(device: torch.device) -> dict[str, Any]:
 
 def _read(
     path: str,
+    device: torch.device,
     arguments: Mapping[str, Any],
     auto_class: Any = AutoModelForCausalLM,
     unused: tuple[str, ...] = (),
-) -> Any:
-    """Reads weights. `unused`: beginnings of names of weights that the checkpoint need not have."""
+) -> nn.Module:
+    """A frozen model. `unused`: beginnings of names of weights that checkpoints need not have."""
+    register_attention()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = auto_class.from_pretrained(
             path,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **_placement(device),
             **arguments,
         )
     except SafetensorError as exc:
@@ -107,9 +104,10 @@ def _read(
         if exc.args == (ATTENTION_NAME,):
             raise _OwnAttentionTable from exc
         raise ModelRefused(f"{path} cannot be loaded: {first_line(exc)}") from exc
-    decoder, info = loaded
+    model, info = loaded
     _check_weights(path, info, unused, architecture_of(arguments["config"]))
-    return decoder
+    frozen: nn.Module = model.to(device).eval().requires_grad_(False)
+    return frozen
 
 
 def _check_weights(
