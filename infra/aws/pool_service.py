@@ -103,22 +103,19 @@ class PoolWatch:
 
     async def _queued_tokens(self, lane: str, pauses: Sequence[Line]) -> int:
         """What waits in a lane for workers: not what is paused."""
-        places = await self._places()
-        return sum([await self._queued_in(*place, lane, pauses) for place in places])
-
-    async def _queued_in(
-        self, client: redis.asyncio.Redis, keys: Keys, lane: str, pauses: Sequence[Line]
-    ) -> int:
         own = [line for line in pauses if line.model in ("", self.model)]
         tenants = {line.tenant for line in own if line.lane in ("", lane)}
         if "" in tenants:
             return 0
-        key = keys.of("counters", self.model, lane)
-        tokens = int(await client.hget(key, "queued_tokens") or 0)
-        for tenant in tenants:
-            key = keys.of("line", self.model, lane, tenant)
-            tokens -= int(await client.hget(key, "tokens") or 0)
-        return max(0, tokens)
+        num_tokens = 0
+        for client, keys in await self._places():
+            key = keys.of("counters", self.model, lane)
+            waiting = int(await client.hget(key, "queued_tokens") or 0)
+            for tenant in tenants:
+                key = keys.of("line", self.model, lane, tenant)
+                waiting -= int(await client.hget(key, "tokens") or 0)
+            num_tokens += max(0, waiting)
+        return num_tokens
 
     async def look(self) -> PoolState:
         since_ms = await now_ms(self.client) - int(WORKER_TTL_S * 1000)
