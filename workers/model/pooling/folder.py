@@ -4,6 +4,7 @@ lists the steps, and plain `*ForSequenceClassification` folders. Loads no weight
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from workers.engine.interface import ModelRefused
@@ -199,7 +200,7 @@ class _SavedModules:
         return name, str(module.get("path", ""))
 
     def _steps(self, name: str, path: str) -> list[Step]:
-        settings = self._files.read_object(_join(path, "config.json"))
+        settings = self._files.read_object(str(PurePosixPath(path, "config.json")))
         match name:
             case "Pooling":
                 return [self._pool(settings)]
@@ -286,7 +287,3 @@ def _activation(files: Files, name: Any) -> Activation:
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and 0 < value < 2**31 else None
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name
