@@ -22,10 +22,11 @@ from typing import Any
 import httpx
 
 from bench.processes import Server, below, part_of, processor_s, running_batchway
+from bench.tables import markdown_table
 from contract.telemetry.metrics_reader import MetricsSamples
 from infra.measure.load import Caller, Load, run_load
 from infra.measure.workloads import WorkloadRequest, arriving, draw_arrivals, log_uniform_workload
-from infra.tables import markdown_table, percentile, write
+from infra.tables import percentile, write
 
 _MODEL = "m"
 _ENDPOINT = "/v1/completions"

@@ -49,10 +49,11 @@ from bench.processes import (
     running_batchway,
     running_server,
 )
+from bench.tables import markdown_table
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from infra.tables import markdown_table, write
+from infra.tables import write
 
 SIGNER = f"whsec_{base64.b64encode(bytes(range(24))).decode()}"
 _MB = 10**6

@@ -34,10 +34,11 @@ from transformers import BertConfig, BertForSequenceClassification
 from bench.hostile_calls import ATTACKS, CHAT, RERANKER, chat, slow_schema, structured
 from bench.models import save_tokenizer
 from bench.processes import child_peaks, forget_peak, memory_bytes, pid_of, running_batchway
+from bench.tables import markdown_table
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from infra.tables import markdown_table, percentile, write
+from infra.tables import percentile, write
 
 BATCHES = "three batches of slow schemas"
 _BATCH_LINES = 300

@@ -14,6 +14,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from bench.tables import markdown_table
 from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Claimed, Submission
@@ -23,7 +24,6 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from contract.partitions import Home, Homes, PartitionMap, home_of, open_partitions
 from infra.embedded_redis import EmbeddedRedis
-from infra.tables import markdown_table
 
 NUM_JOBS = 2_000  # of each run
 NUM_APPENDS = 500  # of steps, each with as many jobs as a worker runs

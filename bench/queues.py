@@ -25,8 +25,8 @@ from pathlib import Path
 import redis
 
 from bench.processes import ROOT
+from bench.tables import markdown_table
 from infra.embedded_redis import EmbeddedRedis
-from infra.tables import markdown_table
 
 _PYTHON_PACKAGES = ("saq==0.26.4", "rq==3.0.0", "redis==8.1.0", "typing_extensions==4.16.0")
 _NODE_PACKAGES = ("bullmq@6.7.0", "ioredis@6.0.0")

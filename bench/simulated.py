@@ -22,11 +22,11 @@ from typing import Any
 
 from bench.models import make_model
 from bench.processes import ROOT, running_batchway
+from bench.tables import markdown_table
 from infra.measure.workloads import draw_arrivals
 from infra.planning.calibration import compared, fleet_with, outcome_of, simulate
 from infra.planning.costs import fit_costs
 from infra.planning.traces import Recorded, read_arrivals, read_recording
-from infra.tables import markdown_table
 from workers.ipc.messages import EngineOptions, StrategyOptions
 
 _STRATEGIES = {

@@ -33,12 +33,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Formats a table for documents; the first row is the heading."""
-    head, *lines = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *lines])
-
-
 def date(seconds: float | None) -> str:
     """Formats a Unix time to the minute, in UTC."""
     if seconds is None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.tables import markdown_table
+from bench.tables import markdown_table
 
 NO_GPU = 2  # an exit status
 Figures = Mapping[str, Any]  # of a stage

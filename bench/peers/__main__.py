@@ -14,8 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from bench.models import SIZES, make_model
-from infra.measure.workloads import log_uniform_workload, write_workload
+from infra.measure.workloads import log_uniform_workload
 from infra.tables import write
 from workers.model.machine import available_cores
 
@@ -102,7 +104,7 @@ def _prepare(size: str, folder: Path) -> None:
     if not (folder / size / "config.json").exists():
         make_model(size, folder / size)
     workload = log_uniform_workload(_NUM_REQUESTS, SIZES[size]["vocab_size"])
-    write_workload(workload, folder / f"{size}.json")
+    (folder / f"{size}.json").write_bytes(msgspec.json.encode(workload))
 
 
 def measure(name: str, python: Path, column: Column, options: argparse.Namespace) -> dict[str, Any]:

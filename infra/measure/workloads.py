@@ -73,10 +73,6 @@ def draw_request(
     return WorkloadRequest(ids, max_tokens, arrival_s)
 
 
-def write_workload(workload: Workload, path: Path) -> None:
-    path.write_bytes(msgspec.json.encode(workload))
-
-
 def log_uniform_workload(
     num_requests: int,
     vocab_size: int,

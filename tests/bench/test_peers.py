@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.peers.__main__ import ADAPTERS, OURS, Column, main, measure, summarise, tables
 from bench.peers.adapters import record
-from infra.measure.workloads import Workload, WorkloadRequest, write_workload
+from infra.measure.workloads import Workload, WorkloadRequest
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -24,7 +25,7 @@ def test_an_adapter_and_our_engine_yield_equal_tokens(tmp_path: Path) -> None:
     """In float32, as many as each request asks for. Their records have the same fields."""
     save_tiny_model("llama", tmp_path / "S")
     requests = [WorkloadRequest(tuple(range(4, 4 + n)), 3 + n) for n in (2, 5, 9)]
-    write_workload(Workload(tuple(requests)), tmp_path / "S.json")
+    (tmp_path / "S.json").write_bytes(msgspec.json.encode(Workload(tuple(requests))))
     column, python = Column("S", "float32"), Path(sys.executable)
 
     ours = measure(OURS, python, column, options(tmp_path))

@@ -22,11 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.simulated import write_trace
+from bench.tables import markdown_table
 from infra.planning.calibration import compared, fleet_with, outcome_of, simulate
 from infra.planning.costs import fit_costs
 from infra.planning.simulation import Fault, FaultKind
 from infra.planning.traces import Recorded, RecordedFleet, read_arrivals, read_recording
-from infra.tables import markdown_table
 from tests.chaos.fleet import Fleet, FleetOptions
 from tests.chaos.seats import NAMESPACE, WorkerSeat
 from tests.fakes import HashModelOptions

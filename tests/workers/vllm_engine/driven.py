@@ -6,9 +6,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bench.models import SIZES
 from contract.jobs import SamplingParams
-from infra.measure.workloads import log_uniform_workload, write_workload
+from infra.measure.workloads import log_uniform_workload
 from tests.vllm_environment import vllm_python
 from workers.ipc.channel import EngineClient
 from workers.ipc.messages import (
@@ -51,7 +53,7 @@ WORKLOAD = log_uniform_workload(64, SIZES["S"]["vocab_size"])
 def tokens_of_vllm_alone(python: Path, model: Path, folder: Path) -> list[list[int]]:
     """The token ids that vLLM without batchway generates for each request of WORKLOAD."""
     given, found = folder / "workload.json", folder / "outputs.json"
-    write_workload(WORKLOAD, given)
+    given.write_bytes(msgspec.json.encode(WORKLOAD))
     alone = subprocess.run(
         [str(python), "-c", ALONE, str(model), str(given), str(found)],
         capture_output=True,
