@@ -20,9 +20,8 @@ from infra.measure.workloads import (
     BadWorkload,
     Workload,
     arriving,
+    chosen_workload,
     draw_arrivals,
-    log_uniform_workload,
-    read_workload,
 )
 from infra.tables import progress_line, spread, table, write
 from workers import configuration
@@ -74,16 +73,8 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> int:
 
 def make_workload(options: argparse.Namespace, vocab_size: int) -> Workload:
     """Returns the workload. Raises BadWorkload. Ignores a file's arrival times: loads are drawn."""
-    if options.workload is not None:
-        workload = read_workload(options.workload)
-        return arriving(workload, [0.0] * len(workload.requests))
-    return log_uniform_workload(
-        options.requests,
-        vocab_size,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        seed=options.seed,
-    )
+    workload = chosen_workload(options, vocab_size, options.seed)
+    return arriving(workload, [0.0] * len(workload.requests))
 
 
 def _base_options(options: argparse.Namespace) -> EngineOptions:

@@ -28,10 +28,10 @@ from infra.measure.workloads import (
     BadWorkload,
     Workload,
     arriving,
+    chosen_workload,
     draw_arrivals,
     log_uniform_workload,
     read_trace,
-    read_workload,
 )
 from infra.tables import progress_line, spread, table, write
 
@@ -100,17 +100,9 @@ def make_loads(options: argparse.Namespace) -> list[Load]:
 
 
 def _workload(options: argparse.Namespace, seed: str) -> Workload:
-    if options.workload is not None:
-        return read_workload(options.workload)
-    if options.trace is not None:
+    if options.workload is None and options.trace is not None:
         return read_trace(options.trace, options.vocab_size, seed)
-    return log_uniform_workload(
-        options.requests,
-        options.vocab_size,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        seed=seed,
-    )
+    return chosen_workload(options, options.vocab_size, seed)
 
 
 async def _measure(options: argparse.Namespace, loads: list[Load]) -> tuple[str, list[LoadRun]]:

@@ -4,6 +4,7 @@ A file is JSON: {"requests": [{"prompt_token_ids": […], "max_tokens": N, "arri
 requests are greedy and ignore the end token, so each output has N tokens.
 """
 
+import argparse
 import csv
 import math
 import random
@@ -92,6 +93,19 @@ def log_uniform_workload(
         num_prompt, num_output = length(*prompt_tokens), length(*output_tokens)
         requests.append(draw_request(generator, vocab_size, num_prompt, num_output))
     return Workload(tuple(requests))
+
+
+def chosen_workload(options: argparse.Namespace, vocab_size: int, seed: int | str) -> Workload:
+    """Reads the file that the options name, or draws requests as they say. Raises BadWorkload."""
+    if options.workload is not None:
+        return read_workload(options.workload)
+    return log_uniform_workload(
+        options.requests,
+        vocab_size,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        seed=seed,
+    )
 
 
 def arriving(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
