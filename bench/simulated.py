@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def main() -> int:
                 real = outcome_of(jobs)
                 num_refused = int(rate * options.seconds) - len(jobs)
                 real.num_arrivals += num_refused
-                real.refusals = {"any": num_refused} if num_refused else {}
+                real.refusals = Counter({"any": num_refused})
                 found = compared(real, simulated)
                 found["refused"] = tuple(
                     each.as_dict()["refused_share"] for each in (real, simulated)

@@ -1,6 +1,7 @@
 """What callers and the fleet saw of a simulation or of a recording, as figures."""
 
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -88,11 +89,11 @@ class Outcome:
     goal: Goal = Goal()
     answers: "list[Answer] | None" = None  # each of them, if wanted
     calls: dict[tuple[str, str], Calls] = field(default_factory=dict)
-    num_good: dict[tuple[str, str], int] = field(default_factory=dict)
-    states: dict[str, int] = field(default_factory=dict)
-    refusals: dict[str, int] = field(default_factory=dict)  # by reason
+    num_good: Counter[tuple[str, str]] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)  # by reason
     retry_after_s: "array[float]" = field(default_factory=lambda: array("f"))
-    seconds: dict[int, Second] = field(default_factory=dict)
+    seconds: defaultdict[int, Second] = field(default_factory=lambda: defaultdict(Second))
     num_arrivals: int = 0
     num_resumes: int = 0
     num_recomputed_tokens: int = 0  # of prompts and outputs, for jobs that had output before
@@ -108,21 +109,18 @@ class Outcome:
         self.calls.setdefault(key, Calls()).note(arrival_s, first_s, ended_s, num)
         itl_s = (ended_s - first_s) / max(1, num - 1)
         is_good = self.goal.missed(first_s - arrival_s, itl_s) is None
-        self.num_good[key] = self.num_good.get(key, 0) + is_good
+        self.num_good[key] += is_good
 
     def ended(self, state: str) -> None:
-        self.states[str(state)] = self.states.get(str(state), 0) + 1
+        self.states[str(state)] += 1
 
     def refused(self, reason: str, retry_after_s: float | None) -> None:
-        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        self.refusals[reason] += 1
         if retry_after_s is not None:
             self.retry_after_s.append(retry_after_s)
 
     def second(self, at_s: float) -> Second:
-        found = self.seconds.get(int(at_s))
-        if found is None:
-            found = self.seconds[int(at_s)] = Second()
-        return found
+        return self.seconds[int(at_s)]
 
     def all_calls(self) -> Calls:
         whole = Calls()
@@ -137,6 +135,8 @@ class Outcome:
         parts = {
             f"{lane} {tenant}": self._part(lane, tenant) for lane, tenant in sorted(self.calls)
         }
+        busy_s = sum(second.busy_s for second in self.seconds.values())
+        sequence_s = sum(second.sequence_s for second in self.seconds.values())
         cost = None if price is None else price * self.gpu_s / 3600
         per_million = cost and 1e6 * cost / max(1, whole.num_tokens)
         return {
@@ -153,8 +153,8 @@ class Outcome:
             "resumes": self.num_resumes,
             "recomputed_tokens": self.num_recomputed_tokens,
             "gpu_hours": self.gpu_s / 3600,
-            "gpu_used": sum(s.busy_s for s in self.seconds.values()) / max(self.gpu_s, 1e-9),
-            "batch_size": self._mean_batch(),
+            "gpu_used": busy_s / max(self.gpu_s, 1e-9),
+            "batch_size": sequence_s / max(busy_s, 1e-9),
             "cost": cost,
             "cost_per_million_tokens": per_million,
         }
@@ -169,7 +169,3 @@ class Outcome:
             "good_share": self.num_good[lane, tenant] / max(1, num),
             **calls.spread(),
         }
-
-    def _mean_batch(self) -> float:
-        busy_s = sum(second.busy_s for second in self.seconds.values())
-        return sum(second.sequence_s for second in self.seconds.values()) / max(busy_s, 1e-9)
