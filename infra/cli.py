@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn").setLevel("WARNING")  # its startup messages repeat ours
     commands = {"up": _up, "gateway": _gateway, "worker": _worker}
     commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
-    commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": _profile}
+    commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": run_profile}
     commands |= {"compare": _compare, "cascade": _cascade, "plan": run_plan}
     commands |= {"simulate": run_simulate, "record": partial(_with_redis, run_record)}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
@@ -324,11 +324,6 @@ def _cascade(options: argparse.Namespace) -> int:
     check_extra("gateway")  # it reads models.yaml
     check_extra("bench")
     return run_command("cascade", options)
-
-
-def _profile(options: argparse.Namespace) -> int:
-    check_extra("worker")
-    return run_profile(options)
 
 
 def _with_redis(run: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:

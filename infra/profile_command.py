@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import options as opts
+from infra.preconditions import check_extra
 from infra.tables import table, write
 from workers.engine.interface import ModelRefused
 
@@ -37,6 +38,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(options: argparse.Namespace) -> int:
+    check_extra("worker")
     opts.choose_gpu(options)
     # Imported by name: the command line itself must not load torch.
     profiling: Any = importlib.import_module("workers.profiling")
