@@ -18,7 +18,6 @@ from workers.ipc.messages import EngineOptions
 from workers.model.ahead.runner import AheadRunner
 from workers.model.ahead.self_test import choose_steps
 from workers.model.attention.interface import CannotShareBatch
-from workers.model.backend import Backend
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
 from workers.model.device import (
     avoid_cudnn_attention,
@@ -204,21 +203,16 @@ def _runner(
     except CannotShareBatch as exc:
         reason = str(exc)  # drop the traceback: it holds a KV cache
     else:
-        return _paged(paged, backend, loaded, progress)
+        progress(
+            f"KV cache of {paged.num_blocks} blocks of {paged.block_size} tokens "
+            f"({paged.cache.num_bytes / 2**20:.0f} MiB); up to {paged.max_model_len} tokens a "
+            "sequence"
+        )
+        return choose_steps(paged, backend, loaded, progress)
     use_own_attention(loaded.decoder)
     runner = _sequential_runner(loaded)
     progress(f"served one sequence at a time: {reason}; {runner.continues}")
     return runner
-
-
-def _paged(
-    paged: ModelRunner, backend: Backend, loaded: Loaded, progress: Callable[[str], None]
-) -> ModelRunner | AheadRunner:
-    progress(
-        f"KV cache of {paged.num_blocks} blocks of {paged.block_size} tokens "
-        f"({paged.cache.num_bytes / 2**20:.0f} MiB); up to {paged.max_model_len} tokens a sequence"
-    )
-    return choose_steps(paged, backend, loaded, progress)
 
 
 def _sequential_runner(loaded: Loaded) -> SequentialRunner:
