@@ -7,14 +7,12 @@ token per step until the batch ends. A preempted sequence stays in its batch."""
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from workers.engine.interface import Chunk, Padding
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import Batch, Lobby, Strategies, Strategy
 
 
-@dataclass(slots=True)
 class PaddingDebt:
     """Pad tokens that are due; they come first in a step's budget.
 
@@ -22,10 +20,8 @@ class PaddingDebt:
     carried over to the next.
     """
 
-    _due: deque[Padding]
-
     def __init__(self) -> None:
-        self._due = deque()
+        self._due = deque[Padding]()
 
     def owe_prompts(self, batch: Batch) -> None:
         """Pads a new batch's rows to the longest prompt."""
