@@ -4,7 +4,6 @@ They are those of infra/redis_roles.py, with the namespace `default`; a test com
 """
 
 import re
-import sys
 import textwrap
 from pathlib import Path
 
@@ -27,10 +26,5 @@ def with_rights(template: str) -> str:
     return _USER.sub(user, template)
 
 
-def main() -> int:
-    TEMPLATE.write_text(with_rights(TEMPLATE.read_text()))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    TEMPLATE.write_text(with_rights(TEMPLATE.read_text()))
