@@ -384,9 +384,8 @@ async def serve(
         first = shards.first
         lanes = tuple(policy.wait_targets_s)
         watch = PoolWatch(first.client, first.keys, given.model_name, lanes, shards)
-        functions = first.functions
         emit = emitter_of(given)
-        await PoolService(policy, watch, functions, workforce, emit=emit).run()
+        await PoolService(policy, watch, first.functions, workforce, emit=emit).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
