@@ -10,6 +10,7 @@ from contract.codec import decode_card, decode_tokenizer, encode, encode_tokeniz
 from contract.connection import broker_errors, now_ms, repeated
 from contract.errors import WireError, wire_errors
 from contract.keys import Keys
+from contract.library import Partition
 from contract.model_cards import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
 from contract.starts import Starts
 
@@ -19,12 +20,11 @@ WORKER_TTL_S = 15.0  # a worker is live until this long after its last heartbeat
 MAX_CARD_BYTES = 64 * 1024
 
 
-class Catalogue:
+class Catalogue(Partition):
     """The models of one partition. Every method raises BrokerUnavailable."""
 
     def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
-        self._client = client
-        self._keys = keys
+        super().__init__(client, keys)
         self.starts = Starts(client, keys)
         self.unreadable: frozenset[str] = frozenset()  # models that `models` last left out
         self._has_list = True
