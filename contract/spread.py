@@ -18,7 +18,7 @@ from contract.callbacks import OutboxState
 from contract.errors import BrokerUnavailable
 from contract.events import LogEntry
 from contract.files import Files, StoredFile, Upload
-from contract.function_types import JobView, TenantLimits, Wanted
+from contract.function_types import JobView, Wanted
 from contract.ids import in_partition
 from contract.operations import (
     MAX_LISTED,
@@ -198,16 +198,9 @@ class SpreadOperations(_Spread[S, Operations]):
     _part_of = attrgetter("operations")
 
     async def add(
-        self,
-        operation_id: str,
-        kind: OperationKind,
-        wanted: Wanted,
-        *,
-        owner: str,
-        tenant: str,
-        limits: TenantLimits,
+        self, operation_id: str, kind: OperationKind, wanted: Wanted, *, tenant: str, **terms: Any
     ) -> None:
-        terms: dict[str, Any] = {"owner": owner, "tenant": tenant, "limits": limits}
+        terms["tenant"] = tenant
         added = list[Callable[[], Awaitable[object]]]()
         for shard in await self._shards.places(tenant):
             part_id = in_partition(operation_id, shard.number)

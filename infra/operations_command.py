@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from contract.batches import LeaseLost
 from contract.connection import now_ms
-from contract.function_types import TenantLimits, Wanted
+from contract.function_types import Wanted
 from contract.jobs import PUBLIC_STATUSES
 from contract.operations import (
     Operation,
@@ -104,8 +104,7 @@ async def run_operation(
     operations, operation_id = SpreadOperations(shards), new_operation_id()
     owner, tenant = (DEFAULT_TENANT, "") if is_all else (options.tenant, options.tenant)
     try:
-        limits = TenantLimits()
-        await operations.add(operation_id, kind, wanted, owner=owner, tenant=tenant, limits=limits)
+        await operations.add(operation_id, kind, wanted, owner=owner, tenant=tenant)
     except OperationsFull as exc:
         raise UsageError(str(exc)) from exc
     if kind is OperationKind.REPLAY:
