@@ -1,5 +1,8 @@
 """A cache that is bounded in bytes, and in what one owner may take of them."""
 
+import sys
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,3 +63,26 @@ def test_a_key_that_is_no_text_is_a_key() -> None:
     cache.drop("\ud800")
     cache.drop("\ud801")
     assert (cache.get("\ud800"), cache.num_bytes) == (None, 0)
+
+
+def test_keeping_takes_no_longer_among_many_entries() -> None:
+    """As many lines of code run."""
+
+    def num_lines(num_entries: int) -> int:
+        cache: ByteCache[int] = ByteCache(num_entries * 1024)
+        for number in range(num_entries):
+            cache.keep(str(number), number, 0, str(number % 2))
+        lines = 0
+
+        def count(frame: Any, event: str, _: Any) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        cache.keep("x", 1, 0, "0")
+        sys.settrace(before)
+        return lines
+
+    assert num_lines(10) == num_lines(5_000) > 10
