@@ -47,7 +47,7 @@ from contract.function_types import (
 from contract.functions import UNKNOWN_MS, refusal
 from contract.ids import in_partition, partition_of
 from contract.job_lists import JobLists
-from contract.jobs import Job, JobStatus, StoredPrompt
+from contract.jobs import Job, JobStatus, ObjectRef, StoredPrompt
 from contract.outbox import CallbackState, callback_state
 from contract.partitions import Home, Moved
 from contract.payloads import open_store
@@ -102,7 +102,7 @@ class Payloads:
     def __init__(self, setting: str, min_bytes: int) -> None:
         self.store: ObjectStore | None = open_store(setting)
         self._min_bytes = min_bytes
-        self._logs: ByteCache[list[LogEntry]] = ByteCache(_MAX_KEPT_BYTES)
+        self._logs: ByteCache[tuple[ObjectRef, list[LogEntry]]] = ByteCache(_MAX_KEPT_BYTES)
 
     async def outsourced(self, job: Job) -> Job:
         """Moves a job's long parts to the store. Returns the job as Redis will contain it."""
@@ -138,17 +138,19 @@ class Payloads:
     ) -> list[LogEntry]:
         """Returns a page of a stored log. The End is not in the store but in Redis."""
         assert view.result is not None
-        if (kept := self._logs.get(str(view.result))) is None:
+        ref, kept = self._logs.get(view.job.id) or (None, [])
+        if ref != view.result:
             data = await asyncio.to_thread(self._known().get, view.result)
             kept = await asyncio.to_thread(decode_log, data)
             num_bytes = int(_DECODED * len(data))
-            self._logs.keep(str(view.result), kept, num_bytes, view.job.tenant)
+            self._logs.keep(view.job.id, (view.result, kept), num_bytes, view.job.tenant)
         return [*kept[after : after + max_events], *entries][:max_events]
 
     async def discard(self, job_id: str) -> bool:
         """Deletes a job's objects. Returns False if that must be repeated later."""
         if self.store is None:
             return False
+        self._logs.drop(job_id)
         with contextlib.suppress(PayloadError):
             await asyncio.to_thread(self.store.delete_job, job_id)
             return True

@@ -3,17 +3,23 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 import pytest
 from msgspec.structs import replace
 
+from contract.events import ChoiceDelta, LogEntry, Tokens
 from contract.jobs import ObjectRef
 from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
+from contract.payloads.encoding import encode_result
 from contract.payloads.s3 import S3Store
 from contract.payloads.store import PayloadLost, PayloadUnavailable, prompt_key, result_key
+from gateway.redis.broker import Payloads
+from tests.contract.some_calls import make_job
 from tests.payloads.bucket import CREDENTIALS
 
 JOB = "job-0-" + "0" * 32
@@ -179,3 +185,22 @@ def test_an_s3_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPat
 def test_a_malformed_setting_is_an_error(setting: str) -> None:
     with pytest.raises(ValueError, match="store is"):
         open_store(setting)
+
+
+@pytest.mark.anyio
+async def test_a_deleted_result_is_no_longer_in_memory(tmp_path: Path) -> None:
+    """Nor that of an earlier attempt, once another one is the job's."""
+    payloads, store = Payloads(str(tmp_path), 1), open_store(str(tmp_path))
+    assert store is not None
+    job = make_job("t")
+
+    async def page(epoch: int) -> list[LogEntry]:
+        log = [LogEntry(2, "1-1", Tokens((ChoiceDelta(0, 0, (epoch,), "word"),)))]
+        ref = store.put(result_key(job.id, epoch), encode_result(job, log))
+        view: Any = SimpleNamespace(result=ref, job=job)
+        return await payloads.joined(view, 0, 10, [])
+
+    assert await page(1) != await page(2)
+    assert payloads._logs.num_bytes > 0
+    await payloads.discard(job.id)
+    assert payloads._logs.num_bytes == 0
