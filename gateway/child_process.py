@@ -24,7 +24,6 @@ from gateway.turns import Busy, Turns, current_owner, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
 _PIECE_BYTES = 256 * 1024  # of a request; between them other tasks run
-_LONG_S = 0.05  # after which a process gives way, and another is started for others
 _NICENESS = 10
 _MAX_IDLE, _MAX_GIVEN_WAY = 2, 1
 _NUM_TRIES = 2  # of a request that ends its process
@@ -44,6 +43,7 @@ class ChildLimits(msgspec.Struct, frozen=True):
     cpu_s: int = 2
     wall_s: float = 8.0
     turn_s: float = 10.0  # for requests without an owner to wait for earlier ones
+    long_s: float = 0.05  # of a request; then its process gives way, and others are started
 
 
 class ChildFailed(Exception):
@@ -119,7 +119,7 @@ class ChildPool:
                 await idle.pop().end()
 
     async def _answer(self, child: "_Child", raw: bytes) -> str:
-        timer = asyncio.get_running_loop().call_later(_LONG_S, self._let_wait, child)
+        timer = asyncio.get_running_loop().call_later(self._limits.long_s, self._let_wait, child)
         try:
             kind, text = await self._ask(child, raw)
         except BaseException:

@@ -5,6 +5,7 @@ checks after that, so no body holds the event loop. `connections.RequestGuard` l
 """
 
 import asyncio
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -152,8 +153,10 @@ class JsonBodies:
     """Parses JSON bodies: light ones at once, others after a process has checked them, one at a
     time for each owner."""
 
-    def __init__(self, limits: ChildLimits | None = None) -> None:
-        self._checks = ChildPool("gateway.http.strict_json", {}, limits or ChildLimits())
+    def __init__(self) -> None:
+        # The processes have a low priority from the start, so none has to give way.
+        limits = ChildLimits(long_s=math.inf)
+        self._checks = ChildPool("gateway.http.strict_json", {}, limits)
         self._turns = Turns(_NUM_CHECKS, 1)
 
     async def parse(self, raw: bytes) -> dict[str, Any]:

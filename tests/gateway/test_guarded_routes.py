@@ -254,6 +254,16 @@ async def test_a_body_has_a_bounded_number_of_values(
     assert await json_bodies.parse(b'{"a":[' + value * (most // 3) + b"1]}")
 
 
+async def test_one_process_checks_one_heavy_body_after_another(json_bodies: JsonBodies) -> None:
+    """It takes long for each, and its start took longer."""
+    raw = b'{"a":[' + b"1," * (MAX_VALUES // 2) + b"1]}"
+    pids = []
+    for _ in range(4):
+        await json_bodies.parse(raw)
+        pids.append(json_bodies._checks.pid)
+    assert pids == [pids[0]] * 4 != [None] * 4
+
+
 async def test_each_owner_has_one_heavy_body_checked_at_a_time(
     json_bodies: JsonBodies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ LOOPS = (
     "{% for a in input.d %}{% for b in input.d %}{% for c in input.d %}{% if a == 1 %}x{% endif %}"
     "{% endfor %}{% endfor %}{% endfor %}"
 )
-LIMITS = ChildLimits(cpu_s=1, wall_s=60.0)  # the machine may be busy
+LIMITS = ChildLimits(cpu_s=1, wall_s=60.0, long_s=60.0)  # the machine may be busy
 VALUES: dict[str, Any] = {"input": {"d": ["what a long text"] * 2_048, "big": 2**70, "x": "é😀"}}
 
 
@@ -107,7 +107,6 @@ def models_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The flows, and one with loops over a caller's documents. The gateway waits as long as a busy
     machine needs, and its processes do not give way."""
     monkeypatch.setattr("gateway.models.step_templates.ChildLimits", lambda: LIMITS)
-    monkeypatch.setattr("gateway.child_process._LONG_S", 60.0)
     pipe = next(model for model in FLOWS["models"] if model["name"] == "pipe")
     text = json.dumps({"models": [pipe, _slow(pipe)]})
     path = tmp_path / "models.yaml"
