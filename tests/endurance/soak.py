@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import redis
 import redis.asyncio
@@ -41,6 +42,7 @@ from tests.endurance.footprint import Footprint, Tolerance, compare, take
 from tests.endurance.load import NUM_CALLERS, Load
 from tests.endurance.series import Sample, draw, sample_of, trends
 from tests.fakes import HashModelOptions
+from tests.fleet import until
 from tests.hash_engine import HASH_MODEL_FILE
 from tests.infra.stack import MODEL, Stack, running_fleet
 from tests.oracle.audit import Audit
@@ -130,9 +132,22 @@ async def run_soak(
         async with Receiver(BEHAVIOURS) as receiver:
             with stack_of_fleet as stack:
                 url = await asyncio.to_thread(lambda: stack.url)
+                await _until_flows_are_known(url)
                 load = Load(url, seed, _API_KEY, await _limited_key(server.url), receiver.url(""))
                 soak = _Soak(server, stack, load, say)
                 return await soak.run(load_s, tolerance or Tolerance())
+
+
+async def _until_flows_are_known(url: str) -> None:
+    """The gateway publishes them once it knows their members."""
+    headers = {"authorization": f"Bearer {_API_KEY}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers) as http:
+
+        async def are_known() -> bool:
+            models = (await http.get("/v1/models")).json()["data"]
+            return {model["id"] for model in models} >= FLOWS.keys()
+
+        await until(are_known)
 
 
 def _fleet(folder: Path) -> Path:
