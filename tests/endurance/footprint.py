@@ -28,8 +28,8 @@ _KIND_BY_COMMAND = {
 _REPLACED = re.compile(r"runpy.* (gateway\.\S+)")
 _MAX_WAITING = _MAX_IDLE + _MAX_GIVEN_WAY
 _MIB = 2**20
-# Keys of a model that may exist while nothing runs: idle lanes, what lanes are owed, and what tenants'
-# outputs have told of their lengths, for a week.
+# Keys of a model that may exist while nothing runs: idle lanes, what lanes are owed, and for a week
+# what each tenant's outputs have told of their lengths.
 _COMES_AND_GOES = re.compile(r":0}:(idle|owed|lengths):")
 
 
