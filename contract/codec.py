@@ -46,9 +46,10 @@ def decode_entry(number: int, hash_: bytes, raw: bytes) -> LogEntry:
         return LogEntry(number=number, hash=hash_.decode(), event=_event_decoder.decode(raw))
 
 
-def decode_hint(raw: bytes) -> LogEntry:
-    """Decodes a message of an events channel, `<number> <hash> <event>`. Raises WireError."""
-    with wire_errors("hint"):
+def decode_logged(raw: bytes) -> LogEntry:
+    """Decodes `<number> <hash> <event>`, as in a log and in the messages of its channel. Raises
+    WireError."""
+    with wire_errors("log event"):
         number, hash_, event = raw.split(b" ", 2)
         return decode_entry(int(number), hash_, event)
 

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from contract.codec import (
     WIRE_VERSION,
-    decode_entry,
     decode_job,
+    decode_logged,
     decode_metadata,
     decode_ref,
     encode,
@@ -337,8 +337,7 @@ class Functions(Partition):
             return None
         with wire_errors("log"):
             _, flat, entries, place = reply
-            log_entries = [decode_entry(number, h, raw) for number, h, raw in entries]
-            return _view(flat, place), log_entries
+            return _view(flat, place), [decode_logged(raw) for raw in entries]
 
     async def list_jobs(
         self,

@@ -61,7 +61,7 @@ local VIEW_FIELDS = {
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
-  'callback_every', 'created', 'choices', 'fixed', 'grown', 'token_bytes',
+  'callback_every', 'created', 'choices', 'fixed', 'grown', 'token_bytes', 'log_bytes',
 }
 local JOB_FIELDS = {
   'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
@@ -69,7 +69,7 @@ local JOB_FIELDS = {
   'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
   'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
   'part', 'arm', 'fixed', 'passing', 'batch_price', 'runs', 'grown', 'steered',
-  'token_bytes',
+  'token_bytes', 'log_bytes',
 }
 
 local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
@@ -144,22 +144,14 @@ local function view(tag, id)
   return record
 end
 
--- Appends one event to a job's log and publishes it; returns the log's new hash. The caller must store
--- the hash and the next event's number. `number` may be text.
+-- Appends one event to a job's log and publishes it; returns the log's new hash and the bytes that it
+-- grew by. The caller must store both and the next event's number. `number` may be text.
 local function write_event(tag, id, number, hash, event)
   hash = string.sub(server().sha1hex(hash .. event), 1, 8)
   local call, message = redis.call, number .. ' ' .. hash .. ' ' .. event
   call('XADD', tag .. ':log:' .. id, number, 's', message)
   call('PUBLISH', tag .. ':ev:' .. id, message)
-  return hash
-end
-
--- The events of a log's entry: {{number, hash, event}, …}.
-local function events_of(entry)
-  local field, value = entry[2][1], entry[2][2]
-  if field == 'c' then return cmsgpack.unpack(value) end
-  local number, hash, start = string.match(value, '^(%d+) (%x+) ()')
-  return {{tonumber(number), hash, string.sub(value, start)}}
+  return hash, memory.of_event(message)
 end
 
 -- What the reply of `claim` says of a job.
@@ -214,34 +206,6 @@ local function dequeue(tag, job)
   if job.state == 'queued' then ledger.count_queued(tag, job, -1) else ledger.count_running(tag, job, -1) end
 end
 
--- Packs a finished log into few entries: field `c` holds {{number, hash, event}, …}, and the entry's id
--- is the last number. One entry per event takes three times the memory.
-local PACK = 64
-
--- Returns the bytes of the log's events.
-local function compact(tag, job)
-  local key, bytes = tag .. ':log:' .. job.id, 0
-  local entries, events = redis.call('XRANGE', key, '-', '+'), {}
-  local is_whole = true
-  for i, entry in ipairs(entries) do
-    bytes = bytes + memory.of_event(entry[2][2] or '')
-    local is_readable, found = pcall(events_of, entry)
-    is_whole = is_whole and is_readable
-    events[i] = is_readable and found[1]
-  end
-  if job.next <= 4 or not is_whole then return bytes end
-  redis.call('DEL', key)
-  local pack = {}
-  for i, event in ipairs(events) do
-    table.insert(pack, event)
-    if #pack == PACK or i == #entries then
-      redis.call('XADD', key, event[1], 'c', cmsgpack.pack(pack))
-      pack = {}
-    end
-  end
-  return bytes
-end
-
 -- A job's entry in `kept`: what `sweep` needs to forget it after its record has expired.
 local function kept_entry(job)
   return job.id .. ' ' .. (job.has_objects and '1' or '0') .. ' ' .. job.tenant
@@ -268,16 +232,16 @@ end
 local function terminal(tag, job, status, code, message, now, result)
   local own_prompt_tokens = job.prompt_tokens
   job.prompt_tokens = job.all_prompt_tokens or own_prompt_tokens
-  job.hash = write_event(tag, job.id, job.next, job.hash,
+  local bytes
+  job.hash, bytes = write_event(tag, job.id, job.next, job.hash,
     cmsgpack.pack({'end', status, code, message, job.prompt_tokens, job.tokens}))
   job.next = job.next + 1
-  local log_bytes = 0  -- of one event: in the record's bytes
+  local log_bytes = job.log_bytes + bytes
   if result and result ~= '' then
     redis.call('XTRIM', tag .. ':log:' .. job.id, 'MINID', (job.next - 1) .. '-0')
     redis.call('HSET', job.key, 'result', result, 'has_objects', '1')
     job.has_objects = true
-  else
-    log_bytes = compact(tag, job)
+    log_bytes = 0  -- of one event: in the record's bytes
   end
   ledger.hold(tag, job, job.fixed + log_bytes + #message)
   if job.passing == '1' then

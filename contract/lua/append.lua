@@ -43,11 +43,13 @@ local function progress(tag, job, event, num_tokens, now, gains_by_lane, continu
   ledger.grow(tag, job, now)
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + ledger.done(job) - done_before
-  job.hash = write_event(tag, job.id, job.next, job.hash, event)
-  job.next = job.next + 1
-  local changed = {'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash', job.hash}
+  local bytes
+  job.hash, bytes = write_event(tag, job.id, job.next, job.hash, event)
+  job.next, job.log_bytes = job.next + 1, job.log_bytes + bytes
+  local changed = {'state', 'streaming', 'tokens', job.tokens, 'next', job.next, 'hash', job.hash,
+    'log_bytes', job.log_bytes}
   if is_first then
-    changed[9], changed[10] = 'first_token', now
+    changed[11], changed[12] = 'first_token', now
     totals.first_output(tag, job, now)
   end
   redis.call('HSET', job.key, unpack(changed))
@@ -96,16 +98,17 @@ end
 -- Appends output of a job that continues within its cost, without its record: the new packed progress,
 -- or nil where append_one must handle the item.
 local function append_running(tag, now, packed, id, epoch, number, event, num_tokens, gains_by_lane)
-  local known_epoch, next_number, tokens, hash, deadline, max_tokens, remaining, model_lane =
+  local known_epoch, next_number, tokens, log_bytes, hash, deadline, max_tokens, remaining, model_lane =
     running.unpack(packed)
   if epoch ~= known_epoch or tonumber(number) ~= next_number then return nil end
   tokens = tokens + num_tokens
   if now >= deadline or tokens > max_tokens or num_tokens > remaining then return nil end
-  hash = write_event(tag, id, number, hash, event)
+  local bytes
+  hash, bytes = write_event(tag, id, number, hash, event)
   local gains = gains_by_lane[model_lane] or gains_of(gains_by_lane, model_lane)
   gains.tokens = gains.tokens + num_tokens
   gains.done = gains.done + num_tokens
-  return running.pack(epoch, next_number + 1, tokens, hash, deadline, max_tokens,
+  return running.pack(epoch, next_number + 1, tokens, log_bytes + bytes, hash, deadline, max_tokens,
     remaining - num_tokens, model_lane)
 end
 

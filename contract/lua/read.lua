@@ -2,7 +2,7 @@
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most
 -- reply {'NOT_FOUND'} no such job of the tenant
---       {'OK', {field, value, …}, {{event number, hash, event}, …}, position}
+--       {'OK', {field, value, …}, {`<event number> <hash> <event>`, …}, position}
 --       position  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
 --              its tenant's queue, else {}; computed in constant time
 local function queue_position(tag, id, key)
@@ -26,12 +26,9 @@ local function read(keys, argv)
   if redis.call('HGET', key, 'tenant') ~= argv[2] then return {'NOT_FOUND'} end
   local entries = {}
   if tonumber(argv[4]) > 0 then
-    local after, max_events = tonumber(argv[3]), tonumber(argv[4])
-    local from = string.format('%d-0', after + 1)
-    for _, entry in ipairs(redis.call('XRANGE', tag .. ':log:' .. id, from, '+', 'COUNT', argv[4])) do
-      for _, event in ipairs(events_of(entry)) do
-        if event[1] > after and #entries < max_events then table.insert(entries, event) end
-      end
+    local from = string.format('%d-0', tonumber(argv[3]) + 1)
+    for i, entry in ipairs(redis.call('XRANGE', tag .. ':log:' .. id, from, '+', 'COUNT', argv[4])) do
+      entries[i] = entry[2][2]
     end
   end
   return {'OK', view(tag, id), entries, queue_position(tag, id, key)}

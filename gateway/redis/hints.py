@@ -16,7 +16,7 @@ import msgspec
 import redis.asyncio
 from redis.asyncio.client import PubSub
 
-from contract.codec import decode_hint
+from contract.codec import decode_logged
 from contract.connection import Listener, broker_errors, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
 from contract.events import End, LogEntry
@@ -254,7 +254,7 @@ class Hints:
         if mailboxes is None:
             return
         try:
-            entry = decode_hint(raw)
+            entry = decode_logged(raw)
         except WireError:
             for mailbox in mailboxes:
                 mailbox.mark_gap()

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import redis
 
-from contract.codec import decode_entry
+from contract.codec import decode_logged
 from contract.events import End, LogEntry, Members, Tokens
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
@@ -22,6 +22,7 @@ from tests.clock import clock_of
 from tests.oracle.audit_files import FilesAudit
 from tests.oracle.findings import Record, members, same
 from tests.oracle.reference import FIRST_HASH, MAX_RELEASES
+from tests.oracle.reference_memory import EVENT_BYTES, allocated
 
 TERMINAL = {status.value for status in TERMINAL_STATUSES}
 
@@ -144,8 +145,8 @@ class Audit:
                 owner, job_id = key.decode()[len(prefix) :], raw_id.decode()
                 assert job_id in jobs, f"run:{owner} {job_id}: there is no such record"
                 job = jobs[job_id]
-                epoch, number, tokens, hash_, deadline, max_tokens, to_do = struct.unpack_from(
-                    "<xddd8sddd", raw
+                epoch, number, tokens, log_bytes, hash_, deadline, max_tokens, to_do = (
+                    struct.unpack_from("<xdddd8sddd", raw)
                 )
                 left = job.number("cost") - job.number("prompt_tokens") - int(tokens)
                 found = {
@@ -154,14 +155,14 @@ class Audit:
                     "deadline": deadline,
                     "max_tokens": max_tokens,
                     "to_do": to_do,
-                    "place": raw[struct.calcsize("<xddd8sddd") :].decode(),
+                    "place": raw[struct.calcsize("<xdddd8sddd") :].decode(),
                 }
                 numbers = {name: job.number(name) for name in ("epoch", "deadline", "max_tokens")}
                 place = f"{job['lane']:8} {job['model']}\0"
                 wanted = {"owner": job["owner"], **numbers, "to_do": max(0, left), "place": place}
                 same("packed as on record", {f"run:{owner}": found}, {f"run:{owner}": wanted})
                 job |= {"next": str(int(number)), "tokens": str(int(tokens))}
-                job["hash"] = hash_.decode()
+                job |= {"hash": hash_.decode(), "log_bytes": str(int(log_bytes))}
 
     def _queue_entries(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """Jobs with a queue entry that no worker has, and jobs with a pending entry."""
@@ -181,7 +182,7 @@ class Audit:
         return waiting, pending
 
     def _log(self, job_id: str, tenant: str) -> list[LogEntry]:
-        """The log as callers read it, packed or not."""
+        """The log as callers read it."""
         try:
             reply: Any = self.client.fcall_ro(
                 "batchway_v1_read", 1, self.keys.tag, job_id, tenant, 0, 100_000
@@ -189,7 +190,11 @@ class Audit:
         except redis.ResponseError as exc:
             raise AssertionError(f"job:{job_id}: read fails: {exc}") from exc
         assert reply[0] == b"OK", f"job:{job_id}: read says {reply[0]!r}"
-        return [decode_entry(number, hash_, raw) for number, hash_, raw in reply[2]]
+        return [decode_logged(raw) for raw in reply[2]]
+
+    def _log_bytes(self, job_id: str) -> int:
+        sizes = [len(row.get(b"s", b"")) for _, row in self._rows[job_id]]
+        return sum(allocated(size + EVENT_BYTES) for size in sizes)
 
     # --- invariants ---------------------------------------------------------------------------
 
@@ -222,7 +227,13 @@ class Audit:
         return kind
 
     def _check_log(self, job_id: str, job: Record) -> None:
-        """I3, I4, I5 and the chain of hashes."""
+        """I3, I4, I5, the chain of hashes and the log's bytes."""
+        num_bytes = self._log_bytes(job_id)
+        if job["state"] not in TERMINAL:
+            counted = int(job.get("log_bytes", "0"))
+            assert counted == num_bytes, (
+                f"I16: {job.key} log_bytes: holds {counted}, the log {num_bytes}"
+            )
         if self._rows[job_id] and self._rows[job_id] == self._sound_rows.get(job_id):
             last = self.logs[job_id][-1].number
             assert last == job.number("next") - 1, f"I3: {job.key} next: the log ends at {last}"
@@ -303,6 +314,10 @@ class Audit:
             # The log of a running job may be longer than expected: it is measured at the end.
             is_at_rest = found_job is not None and not found_job["owner"]
             used = self._memory_used[raw_id.decode()] if is_at_rest else 0
+            if found_job is not None and found_job["state"] in TERMINAL:
+                exact = found_job.number("fixed") + len(found_job["message"].encode())
+                exact += 0 if found_job["result"] else self._log_bytes(raw_id.decode())
+                assert int(held_bytes) == exact, f"I16: {raw_id}: {held_bytes}, not {exact}"
             assert int(held_bytes) >= used, (
                 f"I16: what counts is what Redis allocates: {raw_id} {held_bytes}, takes {used}"
             )

@@ -701,9 +701,15 @@ MUTANTS = [
     ),
     Mutant("the hash forgets the past", "sha1hex(hash .. event)", "sha1hex(event)"),
     Mutant(
-        "compaction drops an event",
-        "if #pack == PACK or i == #entries then",
-        "if #pack == PACK or i == #entries - 1 then",
+        "a log's bytes are those of its last event",
+        "tokens, log_bytes + bytes, hash",
+        "tokens, bytes, hash",
+        seed=1,
+    ),
+    Mutant(
+        "a log that goes on elsewhere has no bytes yet",
+        "'log_bytes', job.log_bytes,\n      'hash'",
+        "'log_bytes', 0,\n      'hash'",
         seed=1,
     ),
     Mutant(

@@ -37,19 +37,19 @@ def need_of(job: Job, submission: Submission, num_output: int, *, is_cap: bool) 
     """`is_cap`: nothing is known of the output's length but its cap."""
     encoded, metadata, callback = encoded_parts(job, submission)
     num_sent = len(encoded) + len(metadata) + 2 * len(callback)
-    fixed = RECORD_BYTES + _allocated(num_sent + 8 * len(job.tenant + job.model + job.lane))
+    fixed = RECORD_BYTES + allocated(num_sent + 8 * len(job.tenant + job.model + job.lane))
     if submission.callback is not None:
         fixed += CALLBACK_BYTES
     guess = min(num_output, MAX_GUESS) if is_cap else num_output
-    token = TOKEN_BYTES + _allocated(logprob_bytes(job.params.logprobs))
+    token = TOKEN_BYTES + allocated(logprob_bytes(job.params.logprobs))
     scored = job.num_prompt_tokens * logprob_bytes(job.params.prompt_logprobs)
-    whole = fixed + token * guess + _allocated(submission.vector_bytes + scored)
+    whole = fixed + token * guess + allocated(submission.vector_bytes + scored)
     return Need(fixed, whole, token)
 
 
 def log_bytes(log: list[LogEntry]) -> int:
     return sum(
-        _allocated(len(f"{entry.number} {entry.hash} ") + len(encode(entry.event)) + EVENT_BYTES)
+        allocated(len(f"{entry.number} {entry.hash} ") + len(encode(entry.event)) + EVENT_BYTES)
         for entry in log
     )
 
@@ -73,5 +73,5 @@ def refusal(
     return ("tenant_memory", is_alone) if own_bytes + num_bytes > TIMES_FREE * free else None
 
 
-def _allocated(num_bytes: int) -> int:
+def allocated(num_bytes: int) -> int:
     return math.ceil(num_bytes * 1.25)

@@ -106,7 +106,7 @@ async def tidy(store: ObjectStore | None, broker: WorkerBroker) -> None:
 
 
 _RETRY_S = 0.1
-_MAX_ENDS = 8  # per call: Redis packs the log of each ended job, which delays other tokens
+_MAX_ENDS = 8  # per call: an end takes Redis as long as the tokens of eight jobs
 
 
 class Publisher:
