@@ -174,8 +174,8 @@ MUTANTS = [
     ),
     Mutant(
         "a job that leaves its worker loses its progress",
-        "redis.call('HSET', job.key, 'next', job.next, 'tokens', job.tokens, 'hash', job.hash)",
-        "redis.call('HSET', job.key, 'hash', job.hash)",
+        "'next', job.next, 'tokens', job.tokens, 'log_bytes', job.log_bytes,\n      'hash', job.hash)",
+        "'log_bytes', job.log_bytes, 'hash', job.hash)",
         seed=5,
     ),
     Mutant(
@@ -708,8 +708,8 @@ MUTANTS = [
     ),
     Mutant(
         "a log that goes on elsewhere has no bytes yet",
-        "'log_bytes', job.log_bytes,\n      'hash'",
-        "'log_bytes', 0,\n      'hash'",
+        "'tokens', job.tokens, 'log_bytes', job.log_bytes,",
+        "'tokens', job.tokens, 'log_bytes', 0,",
         seed=1,
     ),
     Mutant(
