@@ -12,7 +12,7 @@ import msgspec
 
 from contract.callbacks import Callback
 from contract.errors import JobRefused, RateLimits
-from contract.events import LogEvent
+from contract.events import LogEntry, LogEvent
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind, ObjectRef
 
 
@@ -273,6 +273,10 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_terminal(self) -> bool:
         return self.status in TERMINAL_STATUSES
+
+    def ends_with(self, page: Sequence[LogEntry]) -> bool:
+        """Whether a page of its log that was read with it is the last."""
+        return not page or page[-1].number >= self.next_number - 1
 
 
 class LaneSnapshot(msgspec.Struct, frozen=True):

@@ -328,7 +328,8 @@ class Functions(Partition):
     async def read(
         self, job_id: str, tenant: str, *, after: int = 0, max_events: int = 0
     ) -> tuple[JobView, list[LogEntry]] | None:
-        """Reads a job and its log after event `after`; None where the tenant has no such job.
+        """Reads a job and a page of its log, which follows event `after`; None where the tenant has
+        no such job. `JobView.ends_with` tells whether the page is the last.
 
         Raises WireError.
         """

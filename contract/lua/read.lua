@@ -1,10 +1,13 @@
 -- read: a job's record and its log after a given event, for its caller.
 -- KEYS  1 tag
--- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most
+-- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most, and about
+--       MAX_BYTES, at least one: a page ends the log where it holds the event before the record's `next`
 -- reply {'NOT_FOUND'} no such job of the tenant
 --       {'OK', {field, value, …}, {`<event number> <hash> <event>`, …}, position}
 --       position  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
 --              its tenant's queue, else {}; computed in constant time
+local MAX_BYTES = 2 ^ 19
+
 local function queue_position(tag, id, key)
   local job = load_job(tag, id)
   if job.state ~= 'queued' or not is_in_tenant_queue(job) then return {} end
@@ -20,18 +23,28 @@ local function queue_position(tag, id, key)
   return {ahead.jobs, ahead.tokens, wait}
 end
 
+-- Events of a log; twice as many at a time as before, as their sizes are not known.
+local function page(tag, id, after, max_events)
+  local entries, bytes, count, from = {}, 0, 1, string.format('%d-0', after + 1)
+  while #entries < max_events and bytes < MAX_BYTES do
+    count = math.min(count, max_events - #entries)
+    local found = redis.call('XRANGE', tag .. ':log:' .. id, from, '+', 'COUNT', count)
+    for _, entry in ipairs(found) do
+      table.insert(entries, entry[2][2])
+      bytes = bytes + #entry[2][2]
+    end
+    if #found < count then break end
+    from, count = '(' .. found[count][1], 2 * count
+  end
+  return entries
+end
+
 local function read(keys, argv)
   local tag, id = keys[1], argv[1]
   local key = tag .. ':job:' .. id
   if redis.call('HGET', key, 'tenant') ~= argv[2] then return {'NOT_FOUND'} end
-  local entries = {}
-  if tonumber(argv[4]) > 0 then
-    local from = string.format('%d-0', tonumber(argv[3]) + 1)
-    for i, entry in ipairs(redis.call('XRANGE', tag .. ':log:' .. id, from, '+', 'COUNT', argv[4])) do
-      entries[i] = entry[2][2]
-    end
-  end
-  return {'OK', view(tag, id), entries, queue_position(tag, id, key)}
+  return {'OK', view(tag, id), page(tag, id, tonumber(argv[3]), tonumber(argv[4])),
+    queue_position(tag, id, key)}
 end
 
 register('read', read, 'no-writes')

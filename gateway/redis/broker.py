@@ -611,7 +611,7 @@ class Broker:
         if not cursor.agrees_with(view, entries):
             cursor.reset()
             return view, [Reset()], False
-        return view, cursor.next_of(entries), len(entries) < PAGE_EVENTS
+        return view, cursor.next_of(entries), view.ends_with(entries)
 
     async def sweep(self) -> None:
         """Ends jobs past their deadlines and leases, at most once a second; ignores failures."""

@@ -32,16 +32,18 @@ OTHER = "another one " * 4
 SCORES = tuple(TokenLogprob(i, -float(i)) for i in range(1, 6))  # of positions 1 to 5
 
 
-def hold(*logged: Prompt | Tokens, n: int = 1, num_prompts: int = 1) -> HeldJob:
-    """A held job that requests log probabilities of its prompts of six tokens, with a log."""
+def hold(
+    *logged: Prompt | Tokens, n: int = 1, num_prompts: int = 1, num_tokens: int = 6
+) -> HeldJob:
+    """A held job that requests log probabilities of its prompts, with a log."""
     job = Job(
         id="job",
         tenant="t",
         model="m",
         lane="standard",
         endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=tuple(range(6)) if num_prompts == 1 else (),
-        prompt_list=(tuple(range(6)),) * num_prompts if num_prompts > 1 else (),
+        prompt_ids=tuple(range(num_tokens)) if num_prompts == 1 else (),
+        prompt_list=(tuple(range(num_tokens)),) * num_prompts if num_prompts > 1 else (),
         params=SamplingParams(max_tokens=4, seed=1, n=n, prompt_logprobs=0),
         created_s=0,
     )
@@ -49,6 +51,21 @@ def hold(*logged: Prompt | Tokens, n: int = 1, num_prompts: int = 1) -> HeldJob:
     held = HeldJob(claimed, Tokenizer.from_str(hash_tokenizer().tokenizer_json))
     held.replay([LogEntry(k, "", event) for k, event in enumerate(logged, 1)])
     return held
+
+
+def test_a_long_prompt_is_several_events() -> None:
+    """vLLM scores it at once; a resumed job goes on behind what is logged."""
+    held = hold(num_tokens=3000)
+    scores = tuple(TokenLogprob(i, -1.0) for i in range(1, 3000))
+    held.take_prompt(PromptLogprobs("job", 1, 1, scores))
+    events = []
+    while held.has_news:
+        event, _ = held.take_event()
+        assert isinstance(event, Prompt)
+        events.append(event)
+    assert [event.start for event in events] == [1, 1025, 2049]
+    assert sum((event.logprobs for event in events), ()) == scores
+    assert hold(*events[:2], num_tokens=3000)._scores[0].num_missing == 2999 - 2048
 
 
 def says(start: int, end: int) -> PromptLogprobs:

@@ -332,7 +332,7 @@ class Deliverer:
             if view.result is not None:
                 return None
             entries += page
-            if len(page) < _PAGE_EVENTS:
+            if view.ends_with(page):
                 break
             number = page[-1].number
         # A Redis that has lost writes since may have a shorter log, which the job will complete.

@@ -154,6 +154,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 MAX_VECTOR_BYTES = 2**20  # of one event: Redis runs one append at a time
+_MAX_SCORES = 1024  # of a prompt in one event: half a megabyte with twenty likeliest each
 
 
 @dataclass(slots=True)
@@ -240,9 +241,9 @@ class _Scores:
         self.num_missing -= len(event.logprobs)
 
     def take_event(self, prompt: int) -> Prompt:
-        event = Prompt(1 + self.num_logged, tuple(self.new), prompt)
-        self.num_logged += len(self.new)
-        self.new.clear()
+        event = Prompt(1 + self.num_logged, tuple(self.new[:_MAX_SCORES]), prompt)
+        self.num_logged += len(event.logprobs)
+        del self.new[:_MAX_SCORES]
         return event
 
 

@@ -146,8 +146,9 @@ class WorkerBroker:
             found = await self._functions.read(job_id, tenant, after=after, max_events=_READ_EVENTS)
             if found is None:
                 return []
-            entries += found[1]
-            if len(found[1]) < _READ_EVENTS:
+            view, page = found
+            entries += page
+            if view.ends_with(page):
                 return entries
 
     async def append(self, items: Sequence[Append]) -> Verdicts:

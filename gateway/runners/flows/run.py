@@ -191,7 +191,7 @@ class Run:
                 elif isinstance(entry.event, Tokens):
                     self._note_shown(entry.event)
                 self._number = entry.number
-            if len(entries) < _PAGE_EVENTS:
+            if view.ends_with(entries):
                 self._calls.lane = view.lane
                 if self._deadline_ms is not None:  # a message that it has moved may be lost
                     self._calls.deadline_s += (view.deadline_ms - self._deadline_ms) / 1000
