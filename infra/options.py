@@ -31,7 +31,7 @@ from infra.option_values import (
     redis_url,
     spot_notice,
 )
-from workers.ipc.messages import EngineOptions, StrategyName, StrategyOptions
+from workers.ipc.messages import DEFAULT_PLACES, EngineOptions, StrategyName, StrategyOptions
 from workers.model.nvidia import VISIBLE_VARIABLE as VISIBLE_VARIABLE
 from workers.settings import LANES, WorkerSettings
 
@@ -312,7 +312,7 @@ MODEL = {
     ),
     "max_model_len": Option("tokens of prompt and output together", COUNT, shown="the model's own"),
     "max_num_seqs": Option(
-        "sequences at a time", COUNT, shown=str(WORKER_DEFAULTS.engine.max_num_seqs)
+        "sequences at a time", COUNT, shown=f"{DEFAULT_PLACES}; on vLLM, vLLM's own"
     ),
     "max_num_batched_tokens": Option(
         "the token budget of a step", COUNT, shown="chosen for the device"

@@ -377,7 +377,7 @@ def take_profile(options: EngineOptions, load: Load, trace_dir: Path | None) -> 
         advice(findings, keys.device.type == "cuda"),
         tuple((step.step_s, step.features) for _, steps in found for step in steps),
         {
-            "max_num_seqs": options.max_num_seqs,
+            "max_num_seqs": options.num_places,
             "num_blocks": runner.num_blocks,
             "block_size": runner.block_size,
             "step_tokens": engine.limits.max_num_batched_tokens,

@@ -197,7 +197,7 @@ def engine_checks(machine: Machine) -> Iterator[tuple[str, Finding]]:
         max_model_len=1024 if machine.is_tiny else 4096,
     )
     if machine.is_cuda:
-        yield "CUDA graphs", graphs_of(model, options.max_num_seqs)
+        yield "CUDA graphs", graphs_of(model, options.num_places)
     num_requests, num_in, num_out = (2, 9, 4) if machine.is_tiny else (4, 512, 32)
     workload = log_uniform_workload(
         num_requests, shape.vocab_size, prompt_tokens=(num_in,) * 2, output_tokens=(num_out,) * 2

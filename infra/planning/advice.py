@@ -116,7 +116,7 @@ def advise(traits: Traits) -> Advice:
 def tried(fleet: Fleet, arrivals: Iterable[Arrival], traits: Traits) -> list[Tried]:
     """Simulates all strategies with the workload; batches are as large as calls are at a time."""
     requests, found = list(arrivals), []
-    size = max(2, min(fleet.options.max_num_seqs, math.ceil(traits.at_a_time)))
+    size = max(2, min(fleet.options.num_places, math.ceil(traits.at_a_time)))
     for name, strategy in each_strategy(size).items():
         options = msgspec.structs.replace(fleet.options, strategy=strategy)
         seen = simulate(replace(fleet, options=options), requests).as_dict()

@@ -19,17 +19,16 @@ from workers.ipc.messages import EngineOptions
 
 _WAIT_TARGETS_S = {"interactive": 5.0, "standard": 60.0, "batch": 900.0}
 _BLOCK_SIZE = 16
-_DEFAULT_SEQS = EngineOptions(model_path="").max_num_seqs
 
 
 def fleet_of(options: argparse.Namespace) -> Fleet:
     """Raises BadWorkload, ModelRefused, ConfigurationError."""
-    engine = EngineOptions(model_path="", max_num_seqs=options.max_num_seqs or _DEFAULT_SEQS)
+    engine = EngineOptions(model_path="", max_num_seqs=options.max_num_seqs)
     if options.batching is not None:
         engine = configuration.load(options.batching).apply(engine)
     if options.costs is not None:
         costs = read_costs(options.costs)
-        if engine.max_num_seqs == _DEFAULT_SEQS:  # neither the option nor the file says another
+        if engine.max_num_seqs is None:  # neither the option nor the file says another
             engine = msgspec.structs.replace(engine, max_num_seqs=costs.max_num_seqs)
         fleet = fleet_with(costs, engine, options.workers)
     elif options.model is None:

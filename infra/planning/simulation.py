@@ -354,7 +354,7 @@ class Simulation:
             worker.rooms = done(worker.claims.claim_while_room(start, over))
         else:  # a claim would find nothing
             worker.rooms = None
-            if len(worker.jobs) < self.fleet.options.max_num_seqs:
+            if len(worker.jobs) < self.fleet.options.num_places:
                 worker.link.speed.note_room()
         if worker.rooms is None or worker.rooms:
             self._hungry[worker.name] = worker

@@ -127,8 +127,7 @@ class Worker:
         )
         self.link.client = cast("EngineClient", _Link(self.engine.stop_job))
         self.link.ready = Ready(
-            fleet.max_model_len, _VOCABULARY, (), _NO_TOKENIZER,
-            fleet.num_blocks, fleet.block_size, options.max_num_seqs,
+            fleet.max_model_len, _VOCABULARY, (), _NO_TOKENIZER, fleet.num_blocks, fleet.block_size
         )  # fmt: skip
         self.stepping = None
 

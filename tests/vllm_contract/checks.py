@@ -9,12 +9,13 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
+import msgspec
 import numpy as np
 import torch
 import vllm.platforms
@@ -41,8 +42,9 @@ class _Hopper(CudaPlatformBase):  # type: ignore[misc]  # vLLM is not installed 
 vllm.platforms._current_platform = _Hopper()
 
 import vllm.v1.worker.cpu.shm  # noqa: E402  its stand-ins for pinned memory
-from vllm import LLMEngine  # noqa: E402
+from vllm import AsyncEngineArgs, LLMEngine  # noqa: E402
 from vllm.sampling_params import SamplingParams as VllmParams  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
 from vllm.v1.metrics.loggers import StatLoggerBase  # noqa: E402
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats  # noqa: E402
@@ -61,7 +63,7 @@ from workers.engine.masks import StepMasks  # noqa: E402
 from workers.model.sampler import sample  # noqa: E402
 from workers.vllm_engine import runner_v2_compat  # noqa: E402
 from workers.vllm_engine.hosted import Stats  # noqa: E402
-from workers.vllm_engine.load import engine_args  # noqa: E402
+from workers.vllm_engine.load import engine_args, engine_config  # noqa: E402
 from workers.vllm_engine.runner_v1_compat import SeededSampling  # noqa: E402
 from workers.vllm_engine.sampling import grammars_of, sampling_of  # noqa: E402
 
@@ -70,6 +72,13 @@ sampler.apply_top_k_top_p = lambda logits, k, p, **_: apply_top_k_top_p_pytorch(
 
 _NUM_SLOTS, _NUM_TOKENS, _PROMPT = 8, 20, [40, 41, 42, 41, 43]
 _CPU = torch.device("cpu")
+_OURS = {
+    "model_config.generation_config",
+    "model_config.max_logprobs",
+    "model_config.skip_tokenizer_init",
+    "scheduler_config.policy",
+}
+_SIZES = ("max_num_batched_tokens", "max_num_seqs", "stream_interval")
 _GRAMMAR = '{"grammars": [{"lark_grammar": "start: /[a-f]{4,30}/"}]}'
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -93,7 +102,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def main(model: str) -> None:
     """Runs each check; raises what fails."""
     options = EngineOptions(model_path=model, max_num_seqs=_NUM_SLOTS, prefix_caching=True)
-    config = engine_args(options).create_engine_config()
+    config = engine_config(engine_args(options))
     assert config.use_v2_model_runner, "on a GPU vLLM would take its old runner"
     assert not config.model_config.logits_processors
     sampling = sampling_of(config)
@@ -107,6 +116,7 @@ def main(model: str) -> None:
     validate = build_custom_logits_processors_params_validator([sampling.processor])
     _check_types()
     _check_calls(config)
+    _check_sizes(model)
     for number, (kind, params) in enumerate(KINDS.items()):
         _check_resume(kind, _Runner(config, sampling, validate), params, number)
     print(f"vLLM {vllm.__version__}: {len(KINDS)} kinds of jobs resume with the same tokens")
@@ -140,6 +150,39 @@ def _check_calls(config: Any) -> None:
         inspect.signature(method).bind(*args, **kwargs)
     stats = Stats(config)
     stats.record(scheduler_stats=SchedulerStats(), iteration_stats=IterationStats())
+
+
+def _check_sizes(model: str) -> None:
+    """What the operator does not give is as in `vllm serve`, on each node."""
+    served = AsyncEngineArgs(model=model).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    plain = EngineOptions(model_path=model)
+    sizes = {name: getattr(served.scheduler_config, name) for name in _SIZES}
+    assert sizes == {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "stream_interval": 1}
+    for is_headless in (False, True):
+        config = engine_config(engine_args(plain), headless=is_headless)
+        assert set(_differences(served, config)) == _OURS
+        assert config.scheduler_config.async_scheduling
+    for given, expected in (
+        ({"max_num_seqs": 256}, {"max_num_seqs": 256}),
+        ({"max_num_batched_tokens": 1000}, {"max_num_batched_tokens": 1000, "max_num_seqs": 1000}),
+        ({"max_num_seqs": 256, "engine_args": {"max-num-seqs": "99"}}, {"max_num_seqs": 99}),
+        ({"engine_args": {"stream_interval": "4"}}, {"stream_interval": 4}),
+    ):
+        options = msgspec.structs.replace(plain, **given)
+        found = engine_config(engine_args(options)).scheduler_config
+        assert {name: getattr(found, name) for name in _SIZES} == sizes | expected, given
+    forgetful = engine_config(engine_args(msgspec.structs.replace(plain, prefix_caching=False)))
+    assert not forgetful.cache_config.enable_prefix_caching
+
+
+def _differences(one: Any, other: Any) -> Iterator[str]:
+    """The fields of two configurations, and of their parts, that differ."""
+    for name, value in vars(one).items():
+        if name.endswith("_config") and hasattr(value, "__dict__"):
+            fields = vars(getattr(other, name))
+            yield from (f"{name}.{n}" for n, v in vars(value).items() if repr(v) != repr(fields[n]))
+        elif name != "instance_id" and repr(value) != repr(getattr(other, name)):
+            yield name
 
 
 class _Runner:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from workers.configuration import ConfigurationError, find, load, parse
-from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
+from workers.ipc.messages import DEFAULT_PLACES, EngineOptions, LaneOptions, StrategyOptions
 
 FULL = """\
 # Every key.
@@ -66,12 +66,13 @@ def test_every_key_reaches_its_option() -> None:
 
 
 def test_the_command_line_overrides_the_file() -> None:
-    """Options that differ from their defaults keep their values."""
+    """Options that differ from their defaults keep their values; so do places, whatever number
+    would be the default of an engine."""
     config = parse("max_num_seqs: 4\ntoken_budget: 100\n")
 
-    options = config.apply(EngineOptions(model_path="m", max_num_seqs=9))
-
-    assert (options.max_num_seqs, options.max_num_batched_tokens) == (9, 100)
+    for num_places in (9, DEFAULT_PLACES):
+        options = config.apply(EngineOptions(model_path="m", max_num_seqs=num_places))
+        assert (options.max_num_seqs, options.max_num_batched_tokens) == (num_places, 100)
 
 
 WRONG = [

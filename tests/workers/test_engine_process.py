@@ -156,7 +156,7 @@ def test_a_worker_reports_its_model_and_completes_jobs(start_engine: StartEngine
     assert isinstance(greeting[0], Loading)
     can = Capabilities(structured_output=True)
     assert greeting[-1] == Ready(
-        512, VOCAB_SIZE, (257,), hash_tokenizer(), 64, 16, 8, can, num_step_tokens=2048
+        512, VOCAB_SIZE, (257,), hash_tokenizer(), 64, 16, None, can, num_step_tokens=2048
     )
     for job, choice in ((one, 0), (one, 1), (two, 0)):
         token_ids, reason = expected_output(job.prompts[0], job.params, choice=choice)

@@ -12,6 +12,7 @@ from tests.fakes import HashModelOptions
 from tests.fleet import Caller, WorkerProcess, until
 from tests.workers.test_supervisor import assert_exact, caller
 from workers import configuration
+from workers.ipc.messages import DEFAULT_PLACES
 from workers.supervisor.supervisor import EXIT_LOAD_FAILED
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
@@ -76,6 +77,19 @@ async def test_a_lane_that_a_reload_adds_is_served(
     job = await caller.submit("in a new lane", lane="urgent", max_tokens=5)
 
     assert_exact(job, await caller.answer(job), SLOW)
+
+
+async def test_a_reload_changes_the_places_of_our_own_engine(
+    caller: Caller, worker: WorkerProcess, path: Path
+) -> None:
+    async def has_places(number: int) -> bool:
+        return [info["places"] for info in await caller.worker_info()] == [number]
+
+    await until(lambda: has_places(4))
+    change(path, worker, "max_num_seqs: 2\n")
+    await until(lambda: has_places(2))
+    change(path, worker, "token_budget: 100\n")
+    await until(lambda: has_places(DEFAULT_PLACES))
 
 
 async def test_a_worker_does_not_start_on_a_file_with_errors(

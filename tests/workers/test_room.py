@@ -64,6 +64,19 @@ def places(holding: Holding, now_s: float = 0.0) -> int:
     return 0 if room is None else room.max_jobs
 
 
+def test_the_engines_own_number_of_places_goes_before_that_of_the_options(holding: Holding) -> None:
+    """vLLM has its own default, and keeps it when batching.yaml is read again; batchway's own
+    engine follows the options. Before an engine is ready there are none."""
+    engine = holding.engine
+    for own, asked, expected in ((9, 2, 9), (9, None, 9), (None, 2, 2), (None, None, 256)):
+        engine.ready = msgspec.structs.replace(READY, max_num_seqs=own)
+        engine.options = EngineOptions(model_path="hash", max_num_seqs=asked)
+        assert places(holding) == min(expected, 64)  # of one claim
+        assert holding.capacity(0.0, {}).max_jobs == expected
+    engine.forget()
+    assert holding.capacity(0.0, {}).max_jobs == 0
+
+
 def test_a_job_in_its_last_step_leaves_its_place(holding: Holding) -> None:
     """It has one token left and ends with the current step: another job may be claimed before that,
     so that no step has an empty place."""

@@ -69,7 +69,7 @@ def limits_of(
     """The engine's limits. `num_step_tokens`: a step's token budget if the options name none."""
     return EngineLimits(
         max_num_batched_tokens=options.max_num_batched_tokens or num_step_tokens,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=options.num_places,
         vocab_size=vocab_size,
         kv_high_water=options.kv_high_water,
         prefill_share=options.prefill_share,
@@ -83,11 +83,11 @@ def limits_of(
 def strategies_of(options: EngineOptions) -> Strategies:
     """The default strategy, and those of lanes that name their own."""
     by_lane = {
-        lane.name: _strategy(lane.strategy, options.max_num_seqs)
+        lane.name: _strategy(lane.strategy, options.num_places)
         for lane in options.lanes
         if lane.strategy is not None
     }
-    return Strategies(_strategy(options.strategy, options.max_num_seqs), by_lane)
+    return Strategies(_strategy(options.strategy, options.num_places), by_lane)
 
 
 def _strategy(options: StrategyOptions, max_num_seqs: int) -> Strategy:
@@ -133,7 +133,6 @@ def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities
         tokenizer=loaded.tokenizer,
         num_blocks=model.num_blocks,
         block_size=model.block_size,
-        max_num_seqs=options.max_num_seqs,
         capabilities=can,
         generation=loaded.generation,
         pooling=loaded.pooling,

@@ -53,6 +53,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, tag="token", gc=Fal
 
 StrategyName = Literal["continuous", "static", "dynamic"]
 
+DEFAULT_PLACES = 256
 STATIC_WAIT_S = 1.0
 DYNAMIC_WINDOW_S = 0.02
 
@@ -96,7 +97,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_share: float | None = None  # of its device, for weights and KV; None: what is free
     block_size: int | None = None  # tokens of KV in a block
     max_model_len: int | None = None  # prompt + output, in tokens; at most the model's own
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None  # sequences at a time
     max_num_batched_tokens: int | None = None  # the token budget of a step
     kv_high_water: float = 0.8  # share of the KV blocks up to which new sequences are admitted
     prefill_share: float | None = None  # of the budget, for prompts while there are streams
@@ -118,6 +119,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     nodes: int = 1  # machines that share vLLM's ranks
     node_rank: int = 0
     master: str = ""  # HOST:PORT where node 0 waits for the others
+
+    @property
+    def num_places(self) -> int:
+        """`max_num_seqs` of batchway's own engine; vLLM has a default of its own."""
+        return self.max_num_seqs or DEFAULT_PLACES
 
 
 # --- supervisor to engine process -------------------------------------------------------------
@@ -186,7 +192,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     tokenizer: TokenizerFiles
     num_blocks: int
     block_size: int
-    max_num_seqs: int
+    max_num_seqs: int | None = None  # whatever Reconfigure says; None: that of the options
     capabilities: Capabilities = Capabilities()
     generation: GenerationDefaults = GenerationDefaults()
     pooling: PoolingCard | None = None  # of a prefill-only model

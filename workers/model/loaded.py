@@ -82,7 +82,7 @@ class Loaded:
     @property
     def most_blocks(self) -> int:
         """The number of blocks that all sequences together could fill."""
-        return self.options.max_num_seqs * -(-self.max_model_len // self.block_size)
+        return self.options.num_places * -(-self.max_model_len // self.block_size)
 
     def longest(self, num_blocks: int) -> int:
         """The longest sequence that fits the cache alone, in tokens. Raises ModelRefused."""

@@ -247,7 +247,7 @@ def _max_model_len(options: EngineOptions, config: PretrainedConfig) -> int:
 
 def _num_state_blocks(loaded: Loaded, shape: StateShape) -> int:
     """A block count that keeps the states of all sequences within the memory."""
-    max_num_seqs = loaded.options.max_num_seqs
+    max_num_seqs = loaded.options.num_places
     state_bytes = max_num_seqs * shape.sequence_bytes
     kv_bytes = loaded.kv_bytes(shape.token_bytes, state_bytes)
     num_bytes = kv_bytes - state_bytes

@@ -170,7 +170,7 @@ def _build_cache(loaded: Loaded, shapes: Mapping[nn.Module, LayerShape]) -> KVCa
 def _fill(runner: ModelRunner, loaded: Loaded, card: Card, progress: Callable[[str], None]) -> None:
     """Gives the cache what the largest step leaves of the card's memory."""
     num_tokens = loaded.options.max_num_batched_tokens or DEFAULT_STEP_TOKENS
-    num_rows = min(loaded.options.max_num_seqs, num_tokens)
+    num_rows = min(loaded.options.num_places, num_tokens)
     step_bytes = card.peak_bytes(lambda: warm_up(runner, num_tokens, num_rows))
     progress(f"a step of {num_tokens} tokens takes {step_bytes / 2**20:.0f} MiB")
     cache = runner.cache

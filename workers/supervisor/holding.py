@@ -146,6 +146,11 @@ class EngineLink:
     speed: Speed = field(default_factory=Speed)
     steps: StepClock = field(default_factory=StepClock)
 
+    @property
+    def num_places(self) -> int:
+        """Sequences that the engine runs at a time; 0 before it is ready."""
+        return (self.ready.max_num_seqs or self.options.num_places) if self.ready else 0
+
     def note_step(self, load: EngineLoad, now_s: float) -> bool:
         """Records a step that has ended, and that the next one begins. Returns whether a lane no
         longer waits in the engine, so that jobs of it may be claimed."""
@@ -259,7 +264,7 @@ class Holding:
         """The capacity that a heartbeat reports. `lanes`: name to minimum share."""
         speed = self.engine.speed
         speed.measure(now_s, self.num_drained, has_room=self.room(now_s) is not None)
-        return speed.capacity(self.max_tokens, self.engine.options.max_num_seqs, lanes)
+        return speed.capacity(self.max_tokens, self.engine.num_places, lanes)
 
     def rest_s(self, now_s: float, checked_s: float) -> float:
         """Seconds until the places that the current step frees must be claimed; infinite if it
@@ -274,7 +279,7 @@ class Holding:
         ready = self.engine.ready
         if ready is None or (self.jobs and self.engine.load.num_waiting > 0):
             return None
-        max_jobs = self.engine.options.max_num_seqs
+        max_jobs = self.engine.num_places
         if not self.jobs:
             # An idle worker claims a job of any size. The engine fails a job that can never fit,
             # which would otherwise wait for ever.
@@ -299,7 +304,7 @@ class Holding:
         held = [
             Held(j.lane, j.job.tenant, places[j.job.id], j.held_tokens) for j in self.jobs.values()
         ]
-        whole = LaneRoom(self.engine.options.max_num_seqs, self.max_tokens)
+        whole = LaneRoom(self.engine.num_places, self.max_tokens)
         rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)
         return {
             name: replace(lane, max_jobs=min(lane.max_jobs, _MAX_CLAIM))

@@ -211,7 +211,7 @@ class LeaseKeeper:
                 "gpu_share": self._gpu_use.share,
                 "step_tokens": ready.num_step_tokens if ready else 0,
                 "batching": self._engine.options.batching_version,
-                "places": self._engine.options.max_num_seqs,
+                "places": self._engine.num_places,
                 "version": _version(),
                 "step_s": round(load.step_s, 6),
                 "tokens_after_cancel": self._holding.tokens_after_cancel,

@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from contract.errors import ErrorCode
 from workers.engine.grammar import Grammars
-from workers.engine.interface import EngineLimits, Sample
+from workers.engine.interface import Sample
 from workers.engine.report import StepReport
 from workers.engine.sequence import RequestRefused, Sequence
 from workers.lanes import DEFAULT_LANES, Lane
@@ -75,7 +75,6 @@ class HostedEngine(PlacingEngine):
         self,
         llm: LLMEngine,
         stats: Stats,
-        limits: EngineLimits,
         eos_token_ids: frozenset[int],
         arguments_of: Callable[[Sequence], dict[str, Any]],
         lanes: Seq[Lane] = DEFAULT_LANES,
@@ -88,7 +87,8 @@ class HostedEngine(PlacingEngine):
         self.num_blocks: int = cache.num_gpu_blocks or 1
         self.block_size: int = cache.block_size
         host = VllmRequests(llm, stats, self.num_blocks, self.block_size, arguments_of)
-        super().__init__(host, limits, eos_token_ids, lanes, grammars, clock_s)
+        vocab_size = llm.model_config.get_vocab_size()
+        super().__init__(host, vocab_size, eos_token_ids, lanes, grammars, clock_s)
 
 
 class VllmRequests:

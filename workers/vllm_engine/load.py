@@ -12,14 +12,15 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 from vllm import EngineArgs, LLMEngine, envs
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from contract.jobs import ResumeKind, SamplingParams, resume_kind
 from contract.model_cards import Capabilities, GenerationDefaults
 from workers.engine.interface import ModelRefused
-from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions, Ready, Request
 from workers.ipc.nodes import address_of
 from workers.lanes import lanes_of
@@ -37,6 +38,7 @@ _NUM_TOKENS = 4
 _LOOK_S = 0.5
 _GRACE_S = 2.0  # for vLLM to say why its process has ended
 _MAX_MESSAGE = 500
+_SIZES = ("max_num_batched_tokens", "max_num_seqs", "stream_interval")
 
 
 def try_step(engine: HostedEngine, num_most: int, model_path: str) -> None:
@@ -113,7 +115,7 @@ def start_vllm(
         return stats[-1]
 
     try:
-        config = arguments.create_engine_config()
+        config = engine_config(arguments)
         sampling = sampling_of(config)
         if sampling.processor is not None:
             others = config.model_config.logits_processors or []
@@ -131,10 +133,9 @@ def start_vllm(
         generation = sampling_defaults(files, vocab_size)
     if not has_plugin:  # they would fail every job
         generation = replace(generation, min_p=None, suppress_tokens=())
-    limits = limits_of(options, vocab_size)
     grammars = grammars_of(config) if has_plugin else None
     engine = HostedEngine(
-        llm, stats[0], limits, frozenset(eos), sampling.arguments, lanes_of(options.lanes), grammars
+        llm, stats[0], frozenset(eos), sampling.arguments, lanes_of(options.lanes), grammars
     )
     try_step(engine, min(model.max_model_len, vocab_size), options.model_path)
     num_kv_tokens = engine.num_blocks * engine.block_size
@@ -146,16 +147,17 @@ def start_vllm(
         tokenizer=tokenizer,
         num_blocks=engine.num_blocks,
         block_size=engine.block_size,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_seqs=engine.limits.max_num_seqs,
         capabilities=Capabilities(
             structured_output=grammars is not None,
             resume=_resume(model) if has_plugin else "distribution",
         ),
         generation=generation,
+        num_step_tokens=engine.limits.max_num_batched_tokens,
         device=gpus[0].name if gpus else "",
         gpu_uuids=tuple(gpu.uuid for gpu in gpus),
     )
-    return engine, ready, config.scheduler_config.max_num_batched_tokens
+    return engine, ready, ready.num_step_tokens
 
 
 def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> MultiprocExecutor:
@@ -165,12 +167,23 @@ def start_ranks(options: EngineOptions, progress: Callable[[str], None]) -> Mult
     _give_way()
     progress(f"loading {options.model_path} into vLLM on node {options.node_rank}")
     try:
-        config = arguments.create_engine_config(headless=True)
+        config = engine_config(arguments, headless=True)
         ranks = MultiprocExecutor(config, monitor_workers=False)
     except (ValueError, RuntimeError) as exc:
         raise ModelRefused(f"vLLM does not load {options.model_path}: {line_of(exc)}") from exc
     progress(f"node {options.node_rank} has loaded its ranks")
     return ranks
+
+
+def engine_config(arguments: EngineArgs, *, headless: bool = False) -> VllmConfig:
+    """Returns the configuration that `vllm serve` would have, and logs the sizes of its steps.
+    Raises ValueError or RuntimeError for what vLLM refuses."""
+    given = [name for name in _SIZES if getattr(arguments, name) != getattr(EngineArgs, name)]
+    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
+    sizes = [getattr(config.scheduler_config, name) for name in _SIZES]
+    origins = ["given" if name in given else "vLLM's default" for name in _SIZES]
+    log.info("vLLM runs with %s", ", ".join(map("{}={} ({})".format, _SIZES, sizes, origins)))
+    return config
 
 
 def engine_args(options: EngineOptions) -> EngineArgs:
@@ -193,7 +206,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "block_size": options.block_size,
         "kv_cache_memory_bytes": options.kv_memory_bytes or default_kv_memory_bytes(),
-        "enable_prefix_caching": "true" if options.prefix_caching else "false",
+        "enable_prefix_caching": None if options.prefix_caching else "false",
         "scheduling_policy": "priority",
         "generation_config": "vllm",
         "skip_tokenizer_init": "true",

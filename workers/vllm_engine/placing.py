@@ -63,7 +63,7 @@ class PlacingEngine(JobEngine):
     def __init__(
         self,
         host: Host,
-        limits: EngineLimits,
+        vocab_size: int,
         eos_token_ids: frozenset[int],
         lanes: Seq[Lane] = DEFAULT_LANES,
         grammars: Grammars | None = None,
@@ -74,11 +74,9 @@ class PlacingEngine(JobEngine):
         self._hosted: dict[Sequence, None] = {}
         self._has_new = False  # since the last announcement
         places = BlockManager(host.num_places, host.max_model_len, can_share=False)
-        self._place_limits = EngineLimits(
-            host.num_step_tokens, host.num_places, limits.vocab_size, kv_high_water=1.0
-        )
+        limits = EngineLimits(host.num_step_tokens, host.num_places, vocab_size, kv_high_water=1.0)
         super().__init__(
-            Scheduler(places, self._place_limits, lanes),
+            Scheduler(places, limits, lanes),
             Constraints(grammars, host.max_model_len),
             limits,
             eos_token_ids,
@@ -91,8 +89,7 @@ class PlacingEngine(JobEngine):
         self, limits: EngineLimits, strategies: Strategies | None, lanes: Seq[Lane] = DEFAULT_LANES
     ) -> None:
         """Applies new lanes from the next step on; the host's own limits stay as they are."""
-        self._limits = limits
-        self._scheduler.reconfigure(self._place_limits, lanes)
+        self._scheduler.reconfigure(self._limits, lanes)
 
     def next_wake_s(self) -> float | None:
         """As `Engine.next_wake_s`."""

@@ -25,7 +25,7 @@ def options_of_auto(folder: Path) -> EngineOptions:
 
 
 async def test_settings_end_tokens_type_and_length_are_those_of_our_own_engine(
-    tmp_path: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With yarn beyond the configured positions, and everything left to `auto`. min_tokens bans
     each end token."""
@@ -61,6 +61,12 @@ async def test_settings_end_tokens_type_and_length_are_those_of_our_own_engine(
     )
     await engine.client.stop()
 
+    sizes = (
+        f"max_num_batched_tokens={ready.num_step_tokens} (vLLM's default), max_num_seqs=4 (given)"
+    )
+    assert f"{sizes}, stream_interval=1 (vLLM's default)" in capfd.readouterr().err
+    assert ready.max_num_seqs == 4
+    assert ready.num_step_tokens > 256
     assert ready.context_length == own.context_length == 256
     assert ready.eos_token_ids == own.eos_token_ids == (EOS_ID, 6, 20)
     assert ready.generation == own.generation

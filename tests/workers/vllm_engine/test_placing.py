@@ -49,10 +49,9 @@ class Placed:
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
-        limits = Sizes().limits
         ends = frozenset({EOS_ID})
         self.engine = PlacingEngine(
-            self.host, limits, ends, self.lanes, hash_grammars(), lambda: self.now_s
+            self.host, VOCAB_SIZE, ends, self.lanes, hash_grammars(), lambda: self.now_s
         )
 
     def add(self, *requests: Request) -> None:

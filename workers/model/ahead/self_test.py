@@ -387,7 +387,7 @@ def choose_steps(
         return paged
 
     def ahead(record: Record | None = None) -> AheadRunner:
-        max_num_seqs = loaded.options.max_num_seqs
+        max_num_seqs = loaded.options.num_places
         return AheadRunner(paged, backend.prepare_rows, max_num_seqs, loaded.device, record)
 
     try:
