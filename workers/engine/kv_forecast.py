@@ -3,7 +3,7 @@ blocks that the running sequences will need.
 
 After LightLLM's Past-Future scheduler (ASPLOS 2025)."""
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Collection
 from typing import NamedTuple
@@ -92,10 +92,11 @@ class _History:
 
 
 class Need(NamedTuple):
-    """Predicted further tokens of a sequence, and blocks of its known tokens."""
+    """Blocks of a sequence's known tokens, and how it is predicted to grow."""
 
-    num_more: int
+    num_more: int  # tokens
     num_blocks: int
+    num_spare: int  # slots that its known tokens leave in their last block
 
 
 class KVForecast:
@@ -112,17 +113,15 @@ class KVForecast:
         self._lengths = lengths
         self._running = set(running)
         self._entered: dict[Sequence, Need] = {}  # admitted in this step
-        num_blocks, num_following, size = 0, 0, blocks.block_size
+        num_blocks, num_full, size = 0, 0, blocks.block_size
         for sequence in running:
-            num_known = len(sequence.token_ids)
-            num_more = sequence.num_foreseen - num_known
-            if num_more <= 0:
-                num_more = self._foresee(sequence) - num_known
+            num_known, num_foreseen = len(sequence.token_ids), sequence.num_foreseen
+            if num_foreseen <= num_known:
+                num_foreseen = self._foresee(sequence)
             num_blocks += -(-num_known // size)
-            num_following += -(-num_more // size)
+            num_full += -(-num_foreseen // size)
         self._num_blocks = num_blocks
-        # An upper bound: all at their ends at once.
-        self._num_full = num_blocks + num_following
+        self._num_full = num_full  # an upper bound: all at their ends at once
         self._num_shared = blocks.num_shared  # shared blocks count once
 
     def _foresee(self, sequence: Sequence) -> int:
@@ -133,10 +132,12 @@ class KVForecast:
     def need(self, sequence: Sequence, num_held: int = 0) -> Need:
         """The need of a sequence that already has `num_held` blocks."""
         num_known = len(sequence.token_ids)
-        num_more = sequence.num_foreseen - num_known
-        if num_more <= 0:
-            num_more = self._foresee(sequence) - num_known
-        return Need(num_more, self._blocks.num_blocks_for(num_known) - num_held)
+        num_foreseen = sequence.num_foreseen
+        if num_foreseen <= num_known:
+            num_foreseen = self._foresee(sequence)
+        num_blocks = self._blocks.num_blocks_for(num_known)
+        num_spare = num_blocks * self._blocks.block_size - num_known
+        return Need(num_foreseen - num_known, num_blocks - num_held, num_spare)
 
     def add(self, sequence: Sequence, need: Need) -> None:
         """Adds a sequence that runs from here on."""
@@ -174,19 +175,22 @@ class KVForecast:
         """The maximum number of blocks over time, if yielding sequences stop growing and leave
         first.
 
-        When a sequence ends, all that last longer have grown by as much as it did, so the maximum
-        is reached at the end of one of them.
+        When a sequence ends, all that last longer have as many more tokens as it had, so the
+        maximum is reached at the end of one of them.
         """
         needs = [self._need_of(s) for s in self._running if s not in yielding]
         needs.append(new)
         needs.sort(reverse=True)
         num_peak = num_blocks = 0
-        for num_lasting, need in enumerate(needs, start=1):
+        spare: list[int] = []  # of those that last as long, sorted
+        for need in needs:
             num_blocks += need.num_blocks
-            num_grown = self._blocks.num_blocks_for(num_lasting * need.num_more)
+            insort(spare, need.num_spare)
+            num_each, num_left = divmod(need.num_more, self._blocks.block_size)
+            num_grown = num_each * len(spare) + bisect_left(spare, num_left)
             num_peak = max(num_peak, num_blocks + num_grown)
         return num_peak - self._num_shared
 
     def _num_full_of(self, need: Need) -> int:
         """The number of blocks at its predicted end."""
-        return need.num_blocks + self._blocks.num_blocks_for(need.num_more)
+        return need.num_blocks + self._blocks.num_blocks_for(need.num_more - need.num_spare)

@@ -44,12 +44,24 @@ def running_of(sequences: list[Sequence]) -> Running:
     return running
 
 
-def blocks_for(num_tokens: int) -> int:
-    return -(-num_tokens // _BLOCK_SIZE)
-
-
 def num_more(sequence: Sequence) -> int:
     return sequence.max_output - sequence.num_output
+
+
+def num_blocks_for(num_tokens: int, block_size: int = _BLOCK_SIZE) -> int:
+    return -(-num_tokens // block_size)
+
+
+def peak(growing: list[Sequence], block_size: int = _BLOCK_SIZE) -> int:
+    """The most blocks at any moment, if all get a token at each and end at their maximum."""
+    return max(
+        sum(
+            num_blocks_for(s.num_known + moment, block_size)
+            for s in growing
+            if num_more(s) >= moment
+        )
+        for moment in range(1 + max(map(num_more, growing)))
+    )
 
 
 def fits(
@@ -59,16 +71,11 @@ def fits(
     ends."""
     if len(running) == 1:
         return True
-    num_known = sum(blocks_for(s.num_known) for s in running)
-    most = num_known
-    for moment in range(1 + max(map(num_more, growing))):
-        lasting = [s for s in growing if num_more(s) >= moment]
-        known = sum(blocks_for(s.num_known) for s in lasting)
-        most = max(most, known + blocks_for(len(lasting) * moment))
+    num_known = sum(num_blocks_for(s.num_known) for s in running)
     return (
         len(running) <= limits.max_num_seqs
         and num_known <= int(limits.kv_high_water * num_blocks)
-        and most <= num_blocks
+        and max(num_known, peak(growing)) <= num_blocks
     )
 
 
@@ -92,7 +99,7 @@ def test_admission_preempts_as_few_sequences_as_possible(
     limits = EngineLimits(100, max_num_seqs, vocab_size=10, kv_high_water=high_water)
     running = [sequence_of(arrival, shape) for arrival, shape in enumerate(shapes)]
     candidate = sequence_of(len(running), asking)
-    num_blocks = 1 + num_spare + sum(blocks_for(s.num_known) for s in running)
+    num_blocks = 1 + num_spare + sum(num_blocks_for(s.num_known) for s in running)
     blocks, lanes = BlockManager(num_blocks, _BLOCK_SIZE), Lanes(DEFAULT_LANES, 100)
     for sequence in [*running, candidate]:
         lanes.arrive(sequence)

@@ -162,7 +162,7 @@ def test_expected_lengths_prevent_preemptions() -> None:
 
 def test_past_future_preempts_less_than_naive_and_fills_more_than_the_cap() -> None:
     """150 jobs of about 8 tokens with a cap of 30, in 30 blocks of 4: preemptions and occupancy
-    are 36 and 74% by known tokens, 9 and 68% as predicted, 0 and 27% by the caps.
+    are 36 and 74% by known tokens, 9 and 69% as predicted, 0 and 27% by the caps.
     """
     naive, naive_use = preemptions_of(RecentLengths(num_needed=10**9))
     predicted, predicted_use = preemptions_of(RecentLengths())
