@@ -174,11 +174,11 @@ class Append(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """A job returned to its lane: `drain` does not count the attempt, `error` does."""
+    """A job returned to its lane (`drain` does not count the attempt), or kept and offered."""
 
     job_id: str
     epoch: int
-    kind: Literal["drain", "error"]
+    kind: Literal["drain", "error", "offer"]
     code: str = ""
     message: str = ""
 

@@ -40,7 +40,7 @@ _JOB_KEYS = (
     "leases lengths line orphaned log out outbox own paused poison q quarantine run runid stored "
     "tenant totals weights"
 )
-_FLEET_KEYS = "pool worker workers models model tokenizer"
+_FLEET_KEYS = "offers pool worker workers models model tokenizer"
 _FILE_KEYS = "batch batch_parts batches batches_fed batches_open file file_bytes files objects_due"
 _API_KEYS = "api_keys api_key key_pepper"
 

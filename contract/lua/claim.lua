@@ -4,8 +4,9 @@
 -- not fit, at most MAX_PASSED times.
 -- A suspect job runs alone: at most one worker in four gets the turn to run one. It claims nothing else
 -- until it is idle, and then that job alone. What is paused (_pauses.lua) stays where it waits.
+-- Where nothing else can be claimed, a worker takes what others offer (release.lua).
 -- KEYS  1 tag
--- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most
+-- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most, also of an offered job
 --       6 '1' where the worker is idle
 --       7 version of its configuration, then ` candidate` where that is the candidate (_ab.lua)
 --       8… lanes, most urgent first: name, then `<minimum share of the claimed tokens>` or
@@ -112,7 +113,8 @@ local function next_below_share(tag, model, lane, skipped, searched, paused)
   end))
 end
 
--- The job to claim next, and its lane; adds the jobs that it passes over to `skipped`.
+-- The job to claim next, and its lane; nil and a lane where the next job waits for more room. Adds the jobs
+-- that it passes over to `skipped`.
 local function choose(tag, model, lanes, num_filled, skipped, searched, paused)
   for _, lane in ipairs(lanes) do
     local deficit = 0
@@ -123,7 +125,7 @@ local function choose(tag, model, lanes, num_filled, skipped, searched, paused)
       local passed = {}
       local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, passed, searched,
         paused)
-      if is_blocked then return nil end
+      if is_blocked then return nil, lane.name end
       if found and found.cost <= deficit then
         for _, id in ipairs(passed) do table.insert(skipped, id) end
         return found, lane.name
@@ -138,6 +140,26 @@ local function choose(tag, model, lanes, num_filled, skipped, searched, paused)
     elseif lane.slots == 0 and lane.fair then
       local found = next_below_share(tag, model, lane, skipped, searched, paused)
       if found then return found, lane.name end
+    end
+  end
+end
+
+-- As `choose`, for a job that another worker offers. A job of an A/B stays with its arm.
+local function take_offer(tag, model, lanes, argv, num_filled, now)
+  for _, lane in ipairs(lanes) do
+    local offers = lane.slots > num_filled and lane_key(tag, 'offers', model, lane.name)
+    for _, offer in ipairs(offers and redis.call('ZRANGE', offers, now, '+inf', 'BYSCORE') or {}) do
+      local job = load_job(tag, string.match(offer, '^%S+'))
+      local choices = math.max(1, job and job.choices or 1)
+      if job and offer == string.format('%s %d %d', job.id, job.epoch, job.next) and job.owner ~= ''
+        and job.owner ~= argv[1] and job.lane == lane.name and (job.arm or '') == ''
+        and job.cost / choices <= math.min(argv[5], lane.room) then
+        redis.call('PUBLISH', tag .. ':ctl:' .. job.owner, 'ended ' .. job.id .. ' taken')
+        redis.call('HSET', job.key, 'attempt', job.attempt - 1)
+        requeue(tag, job)
+        return {key = tag .. ':' .. job.stream, entry = job.entry, id = job.id, cost = job.cost,
+          choices = choices}, lane.name
+      end
     end
   end
 end
@@ -170,10 +192,13 @@ local function claim(keys, argv)
   end
   if paused then keep_up(tag, model, lanes, paused) end
   local claimed, num_filled, searched = {}, 0, nil
-  while has_waiting(tag, model, lanes) do
-    local skipped = {}
-    searched = searched or ab.searched(tag, model, is_candidate ~= '', now)
-    local found, lane = choose(tag, model, lanes, num_filled, skipped, searched, paused)
+  while true do
+    local skipped, found, lane = {}, nil, nil
+    if has_waiting(tag, model, lanes) then
+      searched = searched or ab.searched(tag, model, is_candidate ~= '', now)
+      found, lane = choose(tag, model, lanes, num_filled, skipped, searched, paused)
+    end
+    if not lane then found, lane = take_offer(tag, model, lanes, argv, num_filled, now) end
     if not found then break end
     local job = claim_job(tag, found, incarnation, lease_ms, now, config)
     if job then

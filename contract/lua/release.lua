@@ -1,11 +1,13 @@
--- release: returns a worker's running jobs to the front of their lanes.
+-- release: returns a worker's running jobs to the front of their lanes, or offers them: `offers:<model>:<lane>`
+-- has `<id> <epoch> <next event>`, and until when (ms) the claim of another worker may take the job.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  then 5 for each job:
---       id, epoch, 'drain' (the attempt does not count) | 'error' (it does), error code, message
+--       id, epoch, 'drain' (the attempt does not count) | 'error' (it does) | 'offer' (it waits in the engine,
+--       and the worker keeps it until it is taken), error code, message
 -- reply one verdict for each job, in order:
 --       {'OK'} queued again   {'failed'} no attempt is left, or it was released too often
 --       {'FENCED'}, {'GONE'}, {status} as for append
-local MAX_RELEASES = 32
+local MAX_RELEASES, OFFER_MS = 32, 2500
 
 local function release_one(tag, now, incarnation, id, epoch, kind, code, message)
   local job = load_job(tag, id)
@@ -15,7 +17,13 @@ local function release_one(tag, now, incarnation, id, epoch, kind, code, message
     terminal(tag, job, 'expired', '', '', now)
     return {'expired'}
   end
-  if kind == 'drain' then
+  if kind == 'offer' then
+    local offers = lane_key(tag, 'offers', job.model, job.lane)
+    redis.call('ZREMRANGEBYSCORE', offers, '-inf', now)
+    redis.call('ZADD', offers, now + OFFER_MS, string.format('%s %d %d', id, job.epoch, job.next))
+    redis.call('PEXPIRE', offers, 3600 * 1000)
+    return {'OK'}
+  elseif kind == 'drain' then
     if job.releases >= MAX_RELEASES then
       terminal(tag, job, 'failed', 'retries', 'released by workers too often', now)
       return {'failed'}

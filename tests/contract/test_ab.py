@@ -119,6 +119,17 @@ async def test_a_returned_job_may_go_to_either_arm(functions: Functions) -> None
     assert len(await claim(functions, CONTROL)) == 20
 
 
+async def test_a_job_that_waits_in_an_engine_stays_with_its_arm(functions: Functions) -> None:
+    """Also if a worker of either arm has room."""
+    await start(functions)
+    await submit(functions, 20)
+    claimed = await claim(functions, CANDIDATE)
+    await functions.release(CANDIDATE, [Release(*job, "offer") for job in claimed])
+    await claim(functions, CONTROL)
+    assert await claim(functions, CONTROL) == []
+    assert await functions.heartbeat(CANDIDATE, "m", claimed, lease_s=LEASE_S, info="{}") == []
+
+
 async def test_a_job_that_changes_its_lane_keeps_its_arm(functions: Functions) -> None:
     """It waits in the other lane for workers of the same arm."""
     await start(functions)

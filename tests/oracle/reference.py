@@ -74,6 +74,7 @@ from tests.oracle.reference_promises import Promises
 
 FIRST_HASH = "00000000"
 MAX_RELEASES = 32
+OFFER_MS = 2500
 MAX_RUNS_BYTES = 1024
 SUSPECT = "suspect"
 BACK = "back"
@@ -182,6 +183,7 @@ class Reference:
         self.lengths: dict[tuple[str, str, str], Lengths] = {}
         self.calibrations: dict[tuple[str, str], list[tuple[int, int]]] = {}  # predicted, actual
         self.totals: dict[str, Counter[str]] = defaultdict(Counter)  # by model; without buckets
+        self._offers: dict[tuple[str, str], dict[tuple[str, int, int], int]] = {}  # until ms
         self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self.paused: dict[Line, int] = {}  # since ms
@@ -440,7 +442,9 @@ class Reference:
                 for lane, room in rooms.items()
                 if num_filled < room.max_jobs
             }
-            found = self._choose(model, shares, left, places, skipped)
+            found, is_blocked = self._choose(model, shares, left, places, skipped)
+            if found is None and not is_blocked:
+                found = self._take_offer(model, lanes, left, max_tokens, incarnation)
             if found is None:
                 break
             taken = self._take(found, incarnation, lease_ms)
@@ -622,6 +626,12 @@ class Reference:
             return refusal or Verdict.GONE
         if self._expires(record):
             return JobStatus.EXPIRED
+        if item.kind == "offer":
+            offers = self._offers_in(record.job.model, record.lane)
+            for late in [offer for offer, until_ms in offers.items() if until_ms <= self.now_ms]:
+                del offers[late]
+            offers[_offer_of(record)] = self.now_ms + OFFER_MS
+            return Verdict.OK
         if item.kind == "drain":
             if record.releases >= MAX_RELEASES:
                 self._end(
@@ -816,9 +826,9 @@ class Reference:
         rooms: Mapping[str, LaneRoom],
         places: Mapping[str, Places],
         skipped: list[Record],
-    ) -> Record | None:
+    ) -> tuple[Record | None, bool]:
         """The next job to hand out: from a lane whose deficit covers its cost, otherwise in the
-        order of lanes."""
+        order of lanes; True if no job may go before one that waits."""
         for lane, share in [(lane, share) for lane, share in shares if lane in rooms]:
             deficit = self._shares_in(model).deficit.get(lane, 0.0) if share > 0 else 0.0
             if deficit > 0 and rooms[lane].max_owed > 0:
@@ -826,19 +836,47 @@ class Reference:
                 num_tokens = rooms[lane].max_tokens
                 found, is_blocked = self._next_in_lane(model, lane, num_tokens, passed)
                 if is_blocked:
-                    return None
+                    return None, True
                 if found is not None and found.cost <= deficit:
                     skipped += passed
-                    return found
+                    return found, False
         for lane, _ in shares:
             if lane in rooms:
                 found, is_blocked = self._next_in_lane(model, lane, rooms[lane].max_tokens, skipped)
                 if found is not None or is_blocked:
-                    return found
+                    return found, is_blocked
             elif lane in places:
                 found = self._next_below_share(model, lane, places[lane], skipped)
                 if found is not None:
-                    return found
+                    return found, False
+        return None, False
+
+    def _offers_in(self, model: str, lane: str) -> dict[tuple[str, int, int], int]:
+        return self._offers.setdefault((model, lane), {})
+
+    def _take_offer(
+        self,
+        model: str,
+        lanes: Sequence[str],
+        rooms: Mapping[str, LaneRoom],
+        max_tokens: int,
+        incarnation: str,
+    ) -> Record | None:
+        """The first job that another worker offers and that fits; it waits in its lane again."""
+        for lane in [lane for lane in lanes if lane in rooms]:
+            most = min(max_tokens, rooms[lane].max_tokens)
+            offers = [
+                (ms, o) for o, ms in self._offers_in(model, lane).items() if ms >= self.now_ms
+            ]
+            for _, offer in sorted(offers):
+                record = self.records.get(offer[0])
+                if record is None or record.lane != lane or offer != _offer_of(record):
+                    continue  # it has moved, or gone on
+                is_held = record.state in _RUNNING and record.owner != incarnation
+                if is_held and record.cost / record.job.num_places <= most:
+                    record.attempt -= 1
+                    self._give_back(record, BACK)
+                    return record
         return None
 
     def _next_below_share(
@@ -1069,6 +1107,10 @@ class Reference:
                 record.lease_ms = max(record.lease_ms, grace_ms)
             if record.attended_until_ms is not None:
                 record.attended_until_ms = max(record.attended_until_ms, grace_ms)
+
+
+def _offer_of(record: Record) -> tuple[str, int, int]:
+    return record.job.id, record.epoch, record.next_number
 
 
 def _fence(record: Record | None, incarnation: str, epoch: int) -> Verdict | JobStatus | None:

@@ -217,7 +217,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def drain(self, worker: str) -> None:
         self.world.drain(worker)
 
-    @rule(data=st.data(), worker=workers, kind=st.sampled_from(["drain", "error"]))
+    @rule(data=st.data(), worker=workers, kind=st.sampled_from(["drain", "error", "offer"]))
     def release(self, data: st.DataObject, worker: str, kind: str) -> None:
         self.world.release(worker, self._job(data), kind)
 

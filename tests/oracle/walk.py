@@ -99,6 +99,8 @@ class Walk:
         )
         self._weighing = random.Random(seed)  # its own, so that weights change no other step
         self._weights = (0.5, 1.0, 4.0) if seed % 2 else (1.0,)
+        self._offering = random.Random(seed)
+        self._offers = seed % 4 == 3
         self._entering = random.Random(seed)
         self._marking = random.Random(seed)
         self._batch_price = (1.0, 0.5, 0.3)[seed // 6 % 3]
@@ -108,6 +110,8 @@ class Walk:
     def step(self) -> None:
         if self._pauses and self._pausing.random() < 0.05:
             self._pause()
+        if self._offers and self._offering.random() < 0.1:
+            self._offer()
         [name] = self._rng.choices(list(self._stage), list(self._stage.values()))
         getattr(self, f"_{name}")()
 
@@ -346,6 +350,32 @@ class Walk:
     def _release(self) -> None:
         worker, job_id = self._held()
         self._world.release(worker, job_id, self._rng.choice(["drain", "error"]))
+
+    def _offer(self) -> None:
+        """A worker offers jobs, and another may have room for some; before, one of them may go on,
+        move, be given back or blamed, or time pass."""
+        rng, world = self._offering, self._world
+        worker = rng.choice(WORKERS)
+        held = sorted(world.beliefs[worker])
+        offered = rng.sample(held, min(len(held), 3))
+        for job_id in offered:
+            world.release(worker, job_id, "offer")
+        event = rng.choice(["", "", "append", "move", "drain", "blame", "time"])
+        if offered and event == "append":
+            world.append(worker, offered[0], 1, "", shift=0, loses_reply=False)
+        elif offered and event == "move":
+            world.reprioritise(offered[0], rng.choice(TENANTS), rng.choice(LANES))
+        elif offered and event == "drain":
+            world.release(worker, offered[0], "drain")
+        elif offered and event == "blame":
+            world.blame(worker, offered[0], 2)
+        elif event == "time":
+            world.pass_time(rng.choice([1, 2.5, 3]))
+        room = rng.choice([(1, 8), (2, 30), (8, 1000)])
+        rooms = {lane: LaneRoom(room[0], rng.choice([8, 1000])) for lane in LANES}
+        if rng.random() < 0.5:
+            del rooms[rng.choice(LANES)]
+        world.claim(rng.choice(WORKERS), *room, is_idle=False, loses_reply=False, rooms=rooms)
 
     def _drain(self) -> None:
         self._world.drain(self._rng.choice(WORKERS))

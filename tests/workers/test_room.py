@@ -283,6 +283,38 @@ def test_a_claim_for_a_full_lane_lists_each_tenant_s_places(holding: Holding) ->
     assert "standard" not in holding.rooms(TERMS, 0.0)
 
 
+def test_whole_jobs_that_wait_for_a_second_are_offered(holding: Holding) -> None:
+    """Not those of which a choice runs, of a lane in which none waits, that run alone or that have
+    ended. One that was given back n times before waits 2ⁿ seconds."""
+    engine = holding.engine
+    jobs = {
+        name: start(holding, name, n=2, lane=lane)
+        for name, lane in (
+            *(("waits", "batch"), ("runs", "batch"), ("urgent", "interactive")),
+            *(("alone", "batch"), ("ended", "batch"), ("returned", "batch")),
+        )
+    }
+    jobs["alone"].is_alone, jobs["returned"].num_returns = True, 2
+    for choice in range(2):
+        jobs["ended"].take(TokenOut("ended", 1, choice, 0, 97, FinishReason.LENGTH))
+    engine.load = EngineLoad(1, 5, 0, 0, 0.0, waiting_lanes=("batch",))
+    engine.running = frozenset(["runs"])
+
+    def offered() -> list[str]:
+        return [offer.job_id for offer in holding.offers() if offer.kind == "offer"]
+
+    assert [offered() for _ in range(5)] == [[], *[["waits"]] * 3, ["waits", "returned"]]
+    engine.running = frozenset(["waits"])
+    assert offered() == ["returned"]
+    engine.running = frozenset()
+    assert offered() == ["runs", "returned"]
+    assert offered() == ["waits", "runs", "returned"]
+    engine.options = msgspec.structs.replace(
+        engine.options, strategy=StrategyOptions(name="static")
+    )
+    assert offered() == []  # it gathers them for its next batch
+
+
 def test_tokens_of_displaceable_jobs_count_as_room(holding: Holding) -> None:
     """One long batch job holds all tokens: an urgent job may have those beyond batch's share."""
     whole = holding.max_tokens

@@ -57,12 +57,7 @@ class Engine(JobEngine):
             strategies = Strategies(strategies)
         self._batches = Batches(strategies, limits.max_num_seqs)
         self._is_idle = False  # all that runs waits for masks
-        scheduler = Scheduler(
-            self._blocks,
-            limits,
-            lanes,
-            self._lengths,
-        )
+        scheduler = Scheduler(self._blocks, limits, lanes, self._lengths)
         # A model with a state for each sequence would compute a late row's from its start again.
         constraints = Constraints(grammars, model.max_model_len, skips_late=model.shares_blocks)
         super().__init__(

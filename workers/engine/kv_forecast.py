@@ -115,29 +115,24 @@ class KVForecast:
         self._entered: dict[Sequence, Need] = {}  # admitted in this step
         num_blocks, num_full, size = 0, 0, blocks.block_size
         for sequence in running:
-            num_known, num_foreseen = len(sequence.token_ids), sequence.num_foreseen
-            if num_foreseen <= num_known:
-                num_foreseen = self._foresee(sequence)
-            num_blocks += -(-num_known // size)
-            num_full += -(-num_foreseen // size)
+            num_blocks += -(-len(sequence.token_ids) // size)
+            num_full += -(-self._foresee(sequence) // size)
         self._num_blocks = num_blocks
         self._num_full = num_full  # an upper bound: all at their ends at once
         self._num_shared = blocks.num_shared  # shared blocks count once
 
     def _foresee(self, sequence: Sequence) -> int:
-        """Predicts again, as the sequence reached its earlier prediction."""
-        sequence.num_foreseen = sequence.num_prompt + self._lengths.predict(sequence)
+        """Its total tokens; predicts them again if it has reached its earlier prediction."""
+        if sequence.num_foreseen <= len(sequence.token_ids):
+            sequence.num_foreseen = sequence.num_prompt + self._lengths.predict(sequence)
         return sequence.num_foreseen
 
     def need(self, sequence: Sequence, num_held: int = 0) -> Need:
         """The need of a sequence that already has `num_held` blocks."""
         num_known = len(sequence.token_ids)
-        num_foreseen = sequence.num_foreseen
-        if num_foreseen <= num_known:
-            num_foreseen = self._foresee(sequence)
         num_blocks = self._blocks.num_blocks_for(num_known)
         num_spare = num_blocks * self._blocks.block_size - num_known
-        return Need(num_foreseen - num_known, num_blocks - num_held, num_spare)
+        return Need(self._foresee(sequence) - num_known, num_blocks - num_held, num_spare)
 
     def add(self, sequence: Sequence, need: Need) -> None:
         """Adds a sequence that runs from here on."""

@@ -46,10 +46,7 @@ class Scheduler:
         self._lanes = Lanes(lanes, limits.max_num_batched_tokens)
         self._running = Running()
         self._below_share_now: Collection[Account] = ()
-        self._below_share_at = (
-            0,
-            0,
-        )  # change counters of running and waiting sequences at that time
+        self._below_share_at = 0, 0  # change counters of running and waiting sequences then
         self._was_refused = False  # whether the last step lacked room for a sequence
         self._held: set[Sequence] = set()  # running, but late for their next step
         self._uncounted = NOTHING  # chunks of the last step, for the cost model

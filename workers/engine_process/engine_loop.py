@@ -105,10 +105,9 @@ class EngineLoop:
 
         def announce(chunks: Seq[Chunk]) -> None:
             computing.extend(dict.fromkeys(chunk.sequence.job_id for chunk in chunks))
-            has_gained = not self._computed.issuperset(computing)
-            self._computed = frozenset(computing)
-            if has_gained:
+            if self._computed != set(computing):
                 self._channel.send([Running(tuple(computing))])
+            self._computed = frozenset(computing)
 
         try:
             return self._engine.step(announce)

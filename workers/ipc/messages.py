@@ -203,7 +203,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
-    """The jobs of the next step, sent if it has a job that the last step did not have. If the
+    """The jobs of the next step, sent if they are others than those of the last one. If the
     process dies, the supervisor knows which jobs it was computing."""
 
     job_ids: tuple[str, ...]

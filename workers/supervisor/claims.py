@@ -160,10 +160,12 @@ class Claims:
         """Claims once in a partition and starts the jobs, after `note`. Returns the places that
         they fill."""
         holding, engine, started_s = self._holding, self._holding.engine, self._clock_s()
+        assert engine.ready is not None, "without an engine there is no room"
         try:
             claimed = await part.claim(
                 lanes={name: lane.min_share for name, lane in self._terms.items()},
                 rooms=rooms,
+                free_tokens=engine.load.num_free_blocks * engine.ready.block_size,
                 is_idle=not holding.jobs,
                 config_version=engine.options.batching_version,
             )
@@ -196,7 +198,8 @@ class Turns:
     ) -> dict[str, LaneRoom]:
         claims = self._claims
         by_number = {part.partition: part for part in parts}
-        await asyncio.gather(*(self._look(part) for part in parts))
+        due = [part for part in parts if claims.is_look_due(part.partition)]
+        await asyncio.gather(*(self._look(part) for part in due))
         for number in claims.suspects(by_number):
             if (rooms := claims.rooms()) and not is_over():
                 await self._claim(by_number[number], rooms)
@@ -207,6 +210,9 @@ class Turns:
             turn = claims.rotation.choose(rooms, shares, self._missed)
             if turn is None:
                 claims.note_room()
+                for looked in due:  # other workers may offer jobs there
+                    if rooms := claims.rooms():
+                        await self._claim(looked, rooms)
                 return rooms
             part = by_number.get(turn.line[0])
             if part is None:
@@ -244,10 +250,8 @@ class Turns:
             return 0
 
     async def _look(self, part: WorkerBroker) -> None:
-        """Reads what waits in a partition, if that may have changed."""
+        """Reads what waits in a partition."""
         claims = self._claims
-        if not claims.is_look_due(part.partition):
-            return
         try:
             await claims.recover(part, self._start)
             claims.note_look(part.partition, *await part.waiting(list(claims.shares)))

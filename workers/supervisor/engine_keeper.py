@@ -180,6 +180,7 @@ class EngineKeeper:
                 self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
                 self._formats = OutputFormats(message.tokenizer, self.tokenizer)
                 self._engine.ready = message
+                self._engine.load = EngineLoad(num_free_blocks=message.num_blocks)
                 self._engine.speed.begin(message.tokens_per_s)
                 self._engine.load_s = time.monotonic() - self._started_s
                 self._engine.changed.set()

@@ -274,6 +274,8 @@ class HeldJob:
         self.job = claimed.job
         self.lane = claimed.job.lane  # its caller may change it
         self.epoch = claimed.epoch
+        self.num_returns = claimed.epoch - claimed.attempt  # without a failure
+        self.num_looks = 0  # one after another, that found nothing of it running
         self.next_number = claimed.next_number
         self.is_alone = claimed.is_alone
         self.was_stored = False  # storing its result was begun

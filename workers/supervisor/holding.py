@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from cachetools import LRUCache
 from msgspec.structs import replace
 
-from contract.function_types import LaneRoom, WorkerCapacity
+from contract.function_types import LaneRoom, Release, WorkerCapacity
 from contract.jobs import JobStatus
 from contract.telemetry.tracing import Tracing
 from workers.ipc.channel import EngineClient
@@ -272,6 +272,18 @@ class Holding:
         claim_deadline_s = self.engine.steps.claim_deadline_s
         has_ending = any(job.num_continuing < job.num_open for job in self.jobs.values())
         return claim_deadline_s - now_s if has_ending and checked_s < claim_deadline_s else math.inf
+
+    def offers(self) -> list[Release]:
+        """Offers whole jobs that wait in the engine, as at the last look. Called once a second. One
+        that was returned before waits longer: a worker only estimates its room."""
+        engine, jobs = self.engine, list(self.jobs.values())
+        lanes = engine.load.waiting_lanes if self._displaces else ()
+        for job in jobs:
+            can_leave = job.lane in lanes and not (job.is_alone or job.is_complete)
+            is_waiting = can_leave and job.job.id not in engine.running
+            job.num_looks = job.num_looks + 1 if is_waiting else 0
+        waiting = [job for job in jobs if job.num_looks > 2 ** min(5, job.num_returns)]
+        return [Release(job.job.id, job.epoch, "offer") for job in waiting[:_MAX_CLAIM]]
 
     def room(self, now_s: float) -> LaneRoom | None:
         """What this worker could start at present; None if it should not claim. After the claim

@@ -162,6 +162,8 @@ class LeaseKeeper:
         while True:
             try:
                 await self._broker.sweep()
+                if offers := self._holding.offers():
+                    await self._broker.release(offers)
             except BrokerFull:
                 await asyncio.sleep(SWEEP_PAUSE_S)
                 continue

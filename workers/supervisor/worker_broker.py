@@ -100,11 +100,12 @@ class WorkerBroker:
         *,
         lanes: Mapping[str, float],
         rooms: Mapping[str, LaneRoom],
+        free_tokens: int,
         is_idle: bool,
         config_version: str,
     ) -> list[Claimed]:
-        """Claims from these lanes (name to minimum share) as far as there is room. `is_idle`: the
-        worker holds no job."""
+        """Claims from these lanes (name to minimum share) as far as there is room, then what other
+        workers offer, if it has up to `free_tokens`. `is_idle`: the worker holds no job."""
         arm = "" if self._settings.candidate_path is None else " candidate"
         sent_s = self._clock()
         claimed = await self._functions.claim(
@@ -114,7 +115,7 @@ class WorkerBroker:
             min_shares=lanes,
             lease_s=self._settings.lease_s,
             max_jobs=0,
-            max_tokens=0,
+            max_tokens=free_tokens,
             rooms=rooms,
             is_idle=is_idle,
             config_version=config_version + arm,

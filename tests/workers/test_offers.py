@@ -1,0 +1,178 @@
+"""Jobs that wait in the engine of a full worker go on at one that has room."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis.asyncio
+
+from contract.events import Tokens
+from contract.function_types import Claimed, Release
+from contract.functions import Functions
+from contract.jobs import Job, new_job_id
+from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
+from tests.contract.some_calls import LEASE_S, make_job, make_submission
+from tests.fakes import HashModelOptions, expected_output
+from tests.fleet import Caller, fleet, until
+from tests.hash_worker import hash_worker_settings
+from tests.workers.test_room import READY
+from tests.workers.test_supervisor import assert_exact
+from workers.ipc.messages import EngineLoad, EngineOptions
+from workers.supervisor.claims import Claims
+from workers.supervisor.holding import EngineLink, Holding
+from workers.supervisor.worker_broker import AllPartitions
+
+pytestmark = pytest.mark.anyio
+
+NUM_PLACES = 4
+MODEL = HashModelOptions(num_blocks=1024, max_model_len=2048, step_s=0.02, eos_rate=0.0)
+BATCHING = f"max_num_seqs: {NUM_PLACES}\n"
+LANES = """lanes:
+  interactive: {priority: 0}
+  batch: {priority: 2, minimum_share: 0}
+"""
+
+
+@pytest.fixture
+def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Caller:
+    return Caller(functions, redis_client, keys)
+
+
+@pytest.fixture
+def batching(tmp_path: Path) -> str:
+    path = tmp_path / "batching.yaml"
+    path.write_text(BATCHING + LANES)
+    return str(path)
+
+
+async def displaced(caller: Caller, num_jobs: int) -> tuple[list[Job], list[Job]]:
+    """Batch jobs that run, and then as many long urgent ones in their places."""
+    jobs: dict[str, list[Job]] = {"batch": [], "interactive": []}
+    for lane, num_tokens in (("batch", 200), ("interactive", 1900)):
+        for number in range(num_jobs):
+            prompt = f"{lane} {number}"
+            jobs[lane].append(await caller.submit(prompt, lane=lane, max_tokens=num_tokens))
+        for job in jobs[lane]:
+            await caller.has_output(job)
+    return jobs["batch"], jobs["interactive"]
+
+
+async def num_runs(caller: Caller, jobs: list[Job]) -> list[int]:
+    return [len((await caller.view(job)).runs) for job in jobs]
+
+
+async def offers_of(caller: Caller) -> dict[bytes, float]:
+    key = caller.keys.of("offers", "m", "batch")
+    rows: Any = await caller.client.zrange(key, 0, -1, withscores=True)
+    return dict(rows)
+
+
+@pytest.mark.e2e
+async def test_displaced_jobs_go_on_at_a_worker_that_comes_up(
+    caller: Caller, redis_server: EmbeddedRedis, batching: str
+) -> None:
+    """No token is lost or repeated, no attempt counted, and the urgent jobs stay where they are."""
+    settings = {"batching_path": batching}
+    async with fleet(redis_server.url, 1, MODEL, **settings):
+        waiting, urgent = await displaced(caller, NUM_PLACES)
+        async with fleet(redis_server.url, 1, MODEL, **settings):
+            for job in waiting:
+                assert_exact(job, await caller.answer(job), MODEL)
+                view = await caller.view(job)
+                first, second = [run.worker for run in view.runs]
+                assert (first != second, view.attempt) == (True, 1)
+            assert await num_runs(caller, urgent) == [1] * NUM_PLACES
+            for job in urgent:
+                tokens = [e.event for e in await caller.entries(job) if isinstance(e.event, Tokens)]
+                found = [token_id for event in tokens for token_id in event.deltas[0].token_ids]
+                expected, _ = expected_output(
+                    job.prompt_ids, job.params, max_model_len=2048, eos_rate=0.0
+                )
+                assert found == expected[: len(found)]
+                await caller.functions.cancel(job.id, caller.tenant)
+
+
+@pytest.mark.e2e
+async def test_jobs_that_lack_kv_blocks_go_on_at_a_worker_that_comes_up(
+    caller: Caller, redis_server: EmbeddedRedis
+) -> None:
+    """There are places for all, and blocks for one."""
+    model = HashModelOptions(num_blocks=16, step_s=0.02, eos_rate=0.0)
+    async with fleet(redis_server.url, 1, model):
+        jobs = [await caller.submit("runs", max_tokens=220, expected_tokens=220)]
+        await caller.has_output(jobs[0])
+        jobs.append(await caller.submit("waits", max_tokens=220, expected_tokens=220))
+
+        async def is_claimed() -> bool:
+            return await num_runs(caller, jobs) == [1, 1]
+
+        await until(is_claimed)
+        async with fleet(redis_server.url, 1, model):
+            assert_exact(jobs[1], await caller.answer(jobs[1]), model)
+            assert await num_runs(caller, jobs) == [1, 2]
+            assert_exact(jobs[0], await caller.answer(jobs[0]), model)
+
+
+@pytest.mark.e2e
+async def test_no_job_leaves_where_no_other_worker_has_room(
+    caller: Caller, redis_server: EmbeddedRedis, batching: str
+) -> None:
+    """All are offered, several times, and none is taken. Once there is room, all end."""
+    num_jobs = 2 * NUM_PLACES
+    async with fleet(redis_server.url, 2, MODEL, batching_path=batching):
+        await caller.num_workers(2)
+        waiting, urgent = await displaced(caller, num_jobs)
+        first: dict[bytes, float] = {}
+
+        async def offered_again() -> bool:
+            nonlocal first
+            offers = await offers_of(caller)
+            if len(offers) == num_jobs and not first:
+                first = offers
+            return bool(first) and all(
+                offers.get(o, 0.0) > until_ms for o, until_ms in first.items()
+            )
+
+        await until(offered_again)
+        assert await num_runs(caller, waiting + urgent) == [1] * (2 * num_jobs)
+        for job in urgent:
+            await caller.functions.cancel(job.id, caller.tenant)
+        for job in waiting:
+            assert_exact(job, await caller.answer(job), MODEL)
+
+
+@pytest.fixture
+def holding() -> Holding:
+    """The held jobs of a worker whose engine is ready and idle."""
+    link = EngineLink(EngineOptions(model_path="hash", max_num_seqs=NUM_PLACES), ready=READY)
+    link.load = EngineLoad(num_free_blocks=READY.num_blocks)
+    return Holding(link)
+
+
+async def test_a_worker_of_several_partitions_takes_offers_from_each(
+    functions: Functions,
+    redis_client: redis.asyncio.Redis,
+    redis_server: EmbeddedRedis,
+    holding: Holding,
+) -> None:
+    """Where nothing waits, it claims when it looks."""
+    settings = hash_worker_settings(redis_server.url)
+    broker, offered, taken = AllPartitions(settings, "w1"), list[str](), list[str]()
+    for partition in (0, 1):
+        part = Functions(redis_client, Keys("test", partition))
+        job = msgspec.structs.replace(make_job(), id=new_job_id(partition))
+        await part.submit(job, make_submission())
+        limits = {"lease_s": LEASE_S, "max_jobs": 1, "max_tokens": 100}
+        await part.claim("w2", "m", ["standard"], **limits)  # type: ignore[arg-type]
+        await part.release("w2", [Release(job.id, 1, "offer")])
+        offered.append(job.id)
+        broker.part(partition)
+
+    async def start(claimed: list[Claimed]) -> None:
+        taken.extend(job.job.id for job in claimed)
+
+    await Claims(settings, broker, holding).claim_while_room(start, lambda: False)
+    await broker.aclose()
+    assert sorted(taken) == sorted(offered)
