@@ -20,6 +20,7 @@
 --                ms to its deadline, 1 where it must run alone, cost, job (msgpack)}
 local ANY = 2 ^ 53
 local MAX_DEFICIT = 2 ^ 20  -- tokens
+local MAX_OFFERS = 64  -- looked at for a job
 
 -- Whether this worker has or gets the turn to run a suspect; a turn is `<worker> <until ms>`.
 local function has_turn(tag, model, incarnation, lease_ms, now, paused)
@@ -147,12 +148,16 @@ end
 -- As `choose`, for a job that another worker offers. A job of an A/B stays with its arm.
 local function take_offer(tag, model, lanes, argv, num_filled, now)
   for _, lane in ipairs(lanes) do
-    local offers = lane.slots > num_filled and lane_key(tag, 'offers', model, lane.name)
-    for _, offer in ipairs(offers and redis.call('ZRANGE', offers, now, '+inf', 'BYSCORE') or {}) do
+    local offers = lane_key(tag, 'offers', model, lane.name)
+    local found = lane.slots > num_filled
+      and redis.call('ZRANGE', offers, now, '+inf', 'BYSCORE', 'LIMIT', 0, MAX_OFFERS) or {}
+    for _, offer in ipairs(found) do
       local job = load_job(tag, string.match(offer, '^%S+'))
       local choices = math.max(1, job and job.choices or 1)
-      if job and offer == string.format('%s %d %d', job.id, job.epoch, job.next) and job.owner ~= ''
-        and job.owner ~= argv[1] and job.lane == lane.name and (job.arm or '') == ''
+      if not job or offer ~= string.format('%s %d %d', job.id, job.epoch, job.next) or job.owner == ''
+        or job.lane ~= lane.name then
+        redis.call('ZREM', offers, offer)  -- it has been taken, or has gone on
+      elseif job.owner ~= argv[1] and (job.arm or '') == ''
         and job.cost / choices <= math.min(argv[5], lane.room) then
         redis.call('PUBLISH', tag .. ':ctl:' .. job.owner, 'ended ' .. job.id .. ' taken')
         redis.call('HSET', job.key, 'attempt', job.attempt - 1)

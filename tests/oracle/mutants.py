@@ -290,8 +290,8 @@ MUTANTS = [
     ),
     Mutant(
         "a drain counts as an attempt",
-        "'attempt', job.attempt - 1",
-        "'attempt', job.attempt",
+        "job.releases + 1, 'attempt', job.attempt - 1",
+        "job.releases + 1, 'attempt', job.attempt",
         seed=1,
     ),
     Mutant(
@@ -782,26 +782,26 @@ MUTANTS = [
     ),
     Mutant(
         "a worker takes what it offers itself",
-        "and job.owner ~= argv[1] and job.lane",
-        "and job.lane",
+        "elseif job.owner ~= argv[1] and (job.arm",
+        "elseif (job.arm",
         seed=7,
     ),
     Mutant(
         "who has left its worker is taken by its old offer",
-        "job.epoch, job.next) and job.owner ~= ''",
-        "job.epoch, job.next)",
+        "job.epoch, job.next) or job.owner == ''\n        or",
+        "job.epoch, job.next) or",
         seed=27,
     ),
     Mutant(
         "a job is taken although it goes on since its offer",
-        "if job and offer == string.format('%s %d %d', job.id, job.epoch, job.next) and",
-        "if job and",
+        "if not job or offer ~= string.format('%s %d %d', job.id, job.epoch, job.next) or",
+        "if not job or",
         seed=3,
     ),
     Mutant(
         "an offer holds for ever",
-        "redis.call('ZRANGE', offers, now, '+inf', 'BYSCORE')",
-        "redis.call('ZRANGE', offers, 0, -1)",
+        "redis.call('ZRANGE', offers, now, '+inf',",
+        "redis.call('ZRANGE', offers, 0, '+inf',",
         seed=15,
     ),
     Mutant(
@@ -824,14 +824,14 @@ MUTANTS = [
     ),
     Mutant(
         "a worker without a free slot takes a job",
-        "lane.slots > num_filled and lane_key(tag, 'offers'",
-        "lane_key(tag, 'offers'",
+        "local found = lane.slots > num_filled\n      and redis",
+        "local found = redis",
         seed=7,
     ),
     Mutant(
         "an offer stays in the lane from which its job was moved",
-        "and job.lane == lane.name and (job.arm",
-        "and (job.arm",
+        "\n        or job.lane ~= lane.name then",
+        " then",
         seed=27,
     ),
 ]
