@@ -307,4 +307,4 @@ CLUSTER_KINDS = (
     *FAILOVERS,
     *CHANGES,
 )
-VLLM_KINDS = tuple(kind for kind in KINDS if kind != REDIS_FAILOVER)
+VLLM_KINDS = tuple(kind for kind in KINDS if kind == ENGINE_CORE or kind not in _ONLY_BY_NAME)

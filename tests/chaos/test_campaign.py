@@ -4,7 +4,7 @@ import pytest
 
 from tests.chaos.campaign import BATCH_CALLERS, FEW_CALLERS, CampaignOptions, run_campaign
 from tests.chaos.clients import Streamer
-from tests.chaos.faults import ENGINE_CORE, REDIS_FAILOVER
+from tests.chaos.faults import CHANGES, ENGINE_CORE, FAILOVERS, REDIS_FAILOVER, VLLM_KINDS
 from tests.chaos.fleet import FleetOptions
 from tests.chaos.ledger import Kind
 from tests.chaos.mistakes import Mistake
@@ -20,6 +20,12 @@ def assert_clean(report: Report) -> None:
     assert report.is_clean, report.as_table()
     assert report.ledger.stories_by_job
     assert report.ledger.num_tokens > 0
+
+
+def test_no_fault_needs_a_fleet_of_another_kind() -> None:
+    """As drawn by default: vLLM has an engine core, and no cluster."""
+    assert ENGINE_CORE in VLLM_KINDS
+    assert not {REDIS_FAILOVER, *FAILOVERS, *CHANGES} & set(VLLM_KINDS)
 
 
 @pytest.mark.timeout(600)
