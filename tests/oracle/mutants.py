@@ -551,6 +551,7 @@ MUTANTS = [
         "a caller's estimate is its limit",
         "math.ceil(estimate * choices), expected)",
         "expected > 0 and expected or math.ceil(estimate * choices))",
+        seed=109,
     ),
     Mutant(
         "a caller's estimate raises nothing",

@@ -100,7 +100,7 @@ class WorkerBroker:
         *,
         lanes: Mapping[str, float],
         rooms: Mapping[str, LaneRoom],
-        free_tokens: int,
+        free_tokens: int = 0,
         is_idle: bool,
         config_version: str,
     ) -> list[Claimed]:
