@@ -22,6 +22,8 @@ from workers.engine.step_plan import UNLIMITED
 from workers.engine.strategy import Strategies
 from workers.lanes import DEFAULT_LANES, Lane
 
+_STALLED_STEPS = 256  # without output; a prompt takes fewer
+
 
 @dataclass(frozen=True, slots=True)
 class HostOutput:
@@ -71,7 +73,9 @@ class PlacingEngine(JobEngine):
     ) -> None:
         """Without `grammars`, constrained jobs are refused."""
         self._host = host
-        self._hosted: dict[Sequence, None] = {}
+        self._hosted: dict[Sequence, int] = {}  # each with the step of its last output
+        self._stalled: set[Sequence] = set()  # of them, those that the host keeps waiting
+        self._num_steps = 0
         self._has_new = False  # since the last announcement
         places = BlockManager(host.num_places, host.max_model_len, can_share=False)
         limits = EngineLimits(host.num_step_tokens, host.num_places, vocab_size, kv_high_water=1.0)
@@ -106,8 +110,10 @@ class PlacingEngine(JobEngine):
         num_displaced = self._hand_out_places(start_s, report)
         if self._hosted:
             if self._has_new and announce is not None:
-                announce([Chunk(sequence, 0, 1, samples=True) for sequence in self._hosted])
+                computed = [sequence for sequence in self._hosted if sequence not in self._stalled]
+                announce([Chunk(sequence, 0, 1, samples=True) for sequence in computed])
             self._has_new = False
+            self._num_steps += 1
             outputs = self._host.step()
             report.num_recomputed_tokens = self._account(outputs)
             for output in outputs:
@@ -130,7 +136,7 @@ class PlacingEngine(JobEngine):
             except RequestRefused as refusal:
                 self._fail(sequence, refusal.message, report, refusal.code)
                 continue
-            self._hosted[sequence] = None
+            self._hosted[sequence] = self._num_steps
             self._has_new = True
         return len(plan.preempted)
 
@@ -152,6 +158,7 @@ class PlacingEngine(JobEngine):
         sequence = output.sequence
         if sequence not in self._hosted:
             return  # another choice of its job has failed in this step
+        self._hosted[sequence] = self._num_steps
         if output.prompt_samples:
             report.add_scores(sequence, PromptLogprobs(1, output.prompt_samples))
         for sample in output.samples:
@@ -168,10 +175,16 @@ class PlacingEngine(JobEngine):
 
     def _count_waiting(self, report: StepReport) -> None:
         """Adds what waits here. What waits in the host, for KV blocks or its turn, is among those
-        that have got no token there."""
+        that have got no token there, or none for long."""
         lanes = set(self._scheduler.waiting_lanes)
+        stalled = set[Sequence]()
         if report.num_waiting:
-            lanes |= {sequence.lane for sequence in self._hosted if sequence.num_computed == 0}
+            since = self._num_steps - _STALLED_STEPS
+            stalled = {sequence for sequence, last in self._hosted.items() if last < since}
+            fresh = {sequence for sequence in self._hosted if sequence.num_computed == 0}
+            lanes |= {sequence.lane for sequence in fresh | stalled}
+        self._has_new |= stalled != self._stalled
+        self._stalled = stalled
         report.num_waiting += self._scheduler.num_waiting
         report.waiting_lanes = tuple(sorted(lanes))
 

@@ -353,6 +353,24 @@ def test_what_the_host_keeps_waiting_counts_as_waiting() -> None:
     assert (report.num_waiting, report.waiting_lanes) == (1, ("standard",))
 
 
+def test_what_the_host_keeps_waiting_for_long_is_not_among_what_it_computes() -> None:
+    """So other workers are offered it. It is again once it gets its next token."""
+
+    class Short(HashHost):
+        def count(self, report: StepReport) -> None:
+            super().count(report)
+            report.num_waiting = sum(1 for s in self.requests if s.num_output == 0)
+
+    host = Short(4, num_step_tokens=1, max_model_len=1024, eos_rate=0.0)
+    placed = Placed(host)
+    placed.add(job("first", range(1), lane="standard", max_tokens=300))
+    placed.add(job("second", range(3), lane="batch", max_tokens=9))
+    announced = []
+    while placed.engine.next_wake_s() is not None:
+        placed.engine.step(lambda chunks: announced.append({c.sequence.job_id for c in chunks}))
+    assert announced == [{"first", "second"}, {"first"}, {"second"}]
+
+
 @pytest.mark.parametrize("lane", ["interactive", "batch"])
 def test_an_engine_of_idle_places_displaces_none(lane: str) -> None:
     placed = Placed(host_of(4))
