@@ -63,8 +63,8 @@ async def num_runs(caller: Caller, jobs: list[Job]) -> list[int]:
     return [len((await caller.view(job)).runs) for job in jobs]
 
 
-async def offers_of(caller: Caller) -> dict[bytes, float]:
-    key = caller.keys.of("offers", "m", "batch")
+async def offers_of(caller: Caller, lane: str) -> dict[bytes, float]:
+    key = caller.keys.of("offers", "m", lane)
     rows: Any = await caller.client.zrange(key, 0, -1, withscores=True)
     return dict(rows)
 
@@ -95,24 +95,26 @@ async def test_displaced_jobs_go_on_at_a_worker_that_comes_up(
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("expected_tokens", [0, 300])
 async def test_jobs_that_lack_kv_blocks_go_on_at_a_worker_that_comes_up(
-    caller: Caller, redis_server: EmbeddedRedis
+    caller: Caller, redis_server: EmbeddedRedis, expected_tokens: int
 ) -> None:
-    """There are places for all, and blocks for one."""
-    model = HashModelOptions(num_blocks=16, step_s=0.02, eos_rate=0.0)
+    """There are places for both. Two of unknown length run, until one is preempted."""
+    model = HashModelOptions(num_blocks=32, step_s=0.04, eos_rate=0.0)
+    params = {"max_tokens": 300, "expected_tokens": expected_tokens}
     async with fleet(redis_server.url, 1, model):
-        jobs = [await caller.submit("runs", max_tokens=220, expected_tokens=220)]
+        jobs = [await caller.submit("a" * 180, **params)]
         await caller.has_output(jobs[0])
-        jobs.append(await caller.submit("waits", max_tokens=220, expected_tokens=220))
+        jobs.append(await caller.submit("b" * 180, **params))
 
-        async def is_claimed() -> bool:
-            return await num_runs(caller, jobs) == [1, 1]
+        async def is_offered() -> bool:
+            return bool(await offers_of(caller, "standard"))
 
-        await until(is_claimed)
+        await until(is_offered)
         async with fleet(redis_server.url, 1, model):
-            assert_exact(jobs[1], await caller.answer(jobs[1]), model)
+            for job in jobs:
+                assert_exact(job, await caller.answer(job), model)
             assert await num_runs(caller, jobs) == [1, 2]
-            assert_exact(jobs[0], await caller.answer(jobs[0]), model)
 
 
 @pytest.mark.e2e
@@ -128,7 +130,7 @@ async def test_no_job_leaves_where_no_other_worker_has_room(
 
         async def offered_again() -> bool:
             nonlocal first
-            offers = await offers_of(caller)
+            offers = await offers_of(caller, "batch")
             if len(offers) == num_jobs and not first:
                 first = offers
             return bool(first) and all(
@@ -157,14 +159,14 @@ async def test_a_worker_of_several_partitions_takes_offers_from_each(
     redis_server: EmbeddedRedis,
     holding: Holding,
 ) -> None:
-    """Where nothing waits, it claims when it looks."""
+    """Where nothing waits, it claims when it looks; nothing for which it lacks KV blocks."""
     settings = hash_worker_settings(redis_server.url)
     broker, offered, taken = AllPartitions(settings, "w1"), list[str](), list[str]()
-    for partition in (0, 1):
+    for partition, num_prompt in ((0, 3), (1, 3), (1, READY.num_blocks * READY.block_size)):
         part = Functions(redis_client, Keys("test", partition))
-        job = msgspec.structs.replace(make_job(), id=new_job_id(partition))
+        job = msgspec.structs.replace(make_job(num_prompt=num_prompt), id=new_job_id(partition))
         await part.submit(job, make_submission())
-        limits = {"lease_s": LEASE_S, "max_jobs": 1, "max_tokens": 100}
+        limits = {"lease_s": LEASE_S, "max_jobs": 1, "max_tokens": 10_000}
         await part.claim("w2", "m", ["standard"], **limits)  # type: ignore[arg-type]
         await part.release("w2", [Release(job.id, 1, "offer")])
         offered.append(job.id)
@@ -175,4 +177,4 @@ async def test_a_worker_of_several_partitions_takes_offers_from_each(
 
     await Claims(settings, broker, holding).claim_while_room(start, lambda: False)
     await broker.aclose()
-    assert sorted(taken) == sorted(offered)
+    assert sorted(taken) == sorted(offered[:2])
