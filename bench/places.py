@@ -21,8 +21,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from inspect import signature
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.processes import UP_IS_READY, processor_s, running_server
 from bench.tables import markdown_table
@@ -46,7 +47,7 @@ from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 STEP_S = 0.014
 NUM_PLACES = 256
-_CONTEXT = 4096
+_CONTEXT, _BLOCK = 4096, 16
 _LINE = Line("m", "standard")
 _SERVED = ("--engine-module=places", "--model=hash", "--served-model-name=m")
 
@@ -101,6 +102,7 @@ class TimedHost:
 
     def count(self, report: StepReport) -> None:
         report.num_running = report.num_step_seqs = len(self._requests)
+        report.num_free_blocks = (NUM_PLACES - len(self._requests)) * _CONTEXT // _BLOCK
 
     def _output(self, sequence: Sequence) -> HostOutput:
         num_output = sequence.num_output + 1
@@ -116,9 +118,11 @@ def start_host(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[JobEngine, Ready, int]:
     limits = EngineLimits(TimedHost.num_step_tokens, NUM_PLACES, VOCAB_SIZE)
-    engine = PlacingEngine(TimedHost(), limits, frozenset({EOS_ID}), lanes_of(options.lanes))
-    num_blocks = TimedHost.num_kv_tokens // 16
-    ready = Ready(_CONTEXT, VOCAB_SIZE, (EOS_ID,), hash_tokenizer(), num_blocks, 16, NUM_PLACES)
+    takes_size = "vocab_size" in signature(PlacingEngine).parameters  # not in a checkout before
+    size: Any = VOCAB_SIZE if takes_size else limits
+    engine = PlacingEngine(TimedHost(), size, frozenset({EOS_ID}), lanes_of(options.lanes))
+    num_blocks = TimedHost.num_kv_tokens // _BLOCK
+    ready = Ready(_CONTEXT, VOCAB_SIZE, (EOS_ID,), hash_tokenizer(), num_blocks, _BLOCK, NUM_PLACES)
     return engine, ready, limits.max_num_batched_tokens
 
 

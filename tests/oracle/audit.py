@@ -230,10 +230,8 @@ class Audit:
         """I3, I4, I5, the chain of hashes and the log's bytes."""
         num_bytes = self._log_bytes(job_id)
         if job["state"] not in TERMINAL:
-            counted = int(job.get("log_bytes", "0"))
-            assert counted == num_bytes, (
-                f"I16: {job.key} log_bytes: holds {counted}, the log {num_bytes}"
-            )
+            noted = int(job.get("log_bytes", "0"))
+            assert noted == num_bytes, f"I16: {job.key} log_bytes: {noted}, the log has {num_bytes}"
         if self._rows[job_id] and self._rows[job_id] == self._sound_rows.get(job_id):
             last = self.logs[job_id][-1].number
             assert last == job.number("next") - 1, f"I3: {job.key} next: the log ends at {last}"

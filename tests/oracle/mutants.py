@@ -174,8 +174,8 @@ MUTANTS = [
     ),
     Mutant(
         "a job that leaves its worker loses its progress",
-        "'next', job.next, 'tokens', job.tokens, 'log_bytes', job.log_bytes,\n      'hash', job.hash)",
-        "'log_bytes', job.log_bytes, 'hash', job.hash)",
+        "'HSET', job.key, 'next', job.next, 'tokens', job.tokens, 'log_bytes',",
+        "'HSET', job.key, 'log_bytes',",
         seed=5,
     ),
     Mutant(

@@ -39,7 +39,9 @@ async def test_a_long_log_is_read_whole(
     [claimed] = await functions.claim(
         "w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=1000
     )
-    events = [Tokens((ChoiceDelta(0, k, (65 + k % 26,), num_bytes * "x"),)) for k in range(num_events)]
+    events = [
+        Tokens((ChoiceDelta(0, k, (65 + k % 26,), num_bytes * "x"),)) for k in range(num_events)
+    ]
     for number, event in enumerate(events, start=1):
         await functions.append("w1", [Append(job.id, claimed.epoch, number, event, 1)], lease_s=10)
     reader = WorkerBroker(hash_worker_settings(redis_server.url), "w2")

@@ -101,7 +101,7 @@ async def test_jobs_that_lack_kv_blocks_go_on_at_a_worker_that_comes_up(
 ) -> None:
     """There are places for both. Two of unknown length run, until one is preempted."""
     model = HashModelOptions(num_blocks=32, step_s=0.04, eos_rate=0.0)
-    params = {"max_tokens": 300, "expected_tokens": expected_tokens}
+    params: dict[str, Any] = {"max_tokens": 300, "expected_tokens": expected_tokens}
     async with fleet(redis_server.url, 1, model):
         jobs = [await caller.submit("a" * 180, **params)]
         await caller.has_output(jobs[0])
