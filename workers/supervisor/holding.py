@@ -125,7 +125,7 @@ class StepClock:
 # Most outputs end before their cap, and the engine can preempt. So a worker claims up to twice the
 # tokens that its KV cache holds, counting each job up to its cap.
 _OVERCOMMIT = 2
-_MAX_CLAIM = 64  # jobs per call
+MAX_CLAIM = 64  # jobs per call
 _MAX_EPOCHS = 10_000  # remembered at most
 _MAX_CANCELLED = 1024  # remembered at most
 _IDLE = EngineLoad()
@@ -295,7 +295,7 @@ class Holding:
         if not self.jobs:
             # An idle worker claims a job of any size. The engine fails a job that can never fit,
             # which would otherwise wait for ever.
-            return LaneRoom(min(max_jobs, _MAX_CLAIM), 2**53)
+            return LaneRoom(min(max_jobs, MAX_CLAIM), 2**53)
         if any(job.is_alone for job in self.jobs.values()):
             return None
         max_jobs -= sum(self._places(now_s).values())
@@ -303,7 +303,7 @@ class Holding:
         max_tokens = self.max_tokens - held_tokens
         if max_jobs <= 0 or max_tokens <= 0:
             return None
-        return LaneRoom(min(max_jobs, _MAX_CLAIM), max_tokens)
+        return LaneRoom(min(max_jobs, MAX_CLAIM), max_tokens)
 
     def rooms(self, terms: Mapping[str, Lane], now_s: float) -> dict[str, LaneRoom]:
         """Returns `room` for each lane; lanes without room are missing."""
@@ -319,7 +319,7 @@ class Holding:
         whole = LaneRoom(self.engine.num_places, self.max_tokens)
         rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)
         return {
-            name: replace(lane, max_jobs=min(lane.max_jobs, _MAX_CLAIM))
+            name: replace(lane, max_jobs=min(lane.max_jobs, MAX_CLAIM))
             for name, lane in rooms.items()
         }
 
