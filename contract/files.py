@@ -20,7 +20,7 @@ from contract.ids import new_id
 from contract.library import Partition
 
 UPLOAD_S = 3_600.0  # until a content without a record is deleted
-_LIST_PAGE = 500  # records per read
+_LIST_PAGE = 200  # records per read
 _UPLOAD_PURPOSE = "upload:"
 
 

@@ -15,6 +15,8 @@ from contract.errors import JobRefused, RateLimits
 from contract.events import LogEntry, LogEvent
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind, ObjectRef
 
+MAX_CLAIM = 6  # jobs of one call, which Redis runs in a millisecond or two
+
 
 class Verdict(StrEnum):
     """The reply for one job in a worker's call; for an ended job the reply is its status."""

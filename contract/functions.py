@@ -11,6 +11,7 @@ import logging
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, cast, get_args
 
 import msgspec
@@ -63,13 +64,16 @@ from contract.function_types import (
     WorkerState,
 )
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind
-from contract.library import Partition
+from contract.library import Partition, Word
 from contract.partitions import Moved
 
 log = logging.getLogger("batchway.redis")
 
 MAX_LOOKS = 500  # records that one call of `list` reads
-_Word = str | bytes | int | float  # of a command
+# Of one call, which Redis runs in a millisecond or two: jobs whose records it changes or only looks
+# at, events, bytes of events; and of a list jobs shown, records read.
+_PAGE_VIEWS, _PAGE_LOOKS = 40, 150
+_PAGE_CHANGES, _PAGE_HELD, _PAGE_EVENTS, _PAGE_BYTES = 8, 100, 64, 65_536
 BOOT_GRACE_S = 10.0  # for leases and attendance after a restart of Redis
 IDEMPOTENCY_TTL_S = 24 * 3600
 # Bytes that a finished job takes in Redis beside its arguments, as measured.
@@ -185,7 +189,7 @@ class Functions(Partition):
         Not repeated when the reply is lost; `mine` returns the jobs of a lost reply. Jobs with
         unreadable records fail as poison.
         """
-        args: list[_Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
+        args: list[Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
         args += [int(is_idle), config_version]
         for lane in lanes:
             args += [lane, _lane_argument(lane, min_shares or {}, rooms)]
@@ -222,13 +226,19 @@ class Functions(Partition):
 
         `lease_s`: the leases' new duration; 0 leaves them unchanged.
         """
-        ids = [item.job_id for item in items]
-        packed = _append_items(items)
-        reply = await self._call("append", incarnation, int(lease_s * 1000), packed, *ids)
-        verdicts: list[tuple[Verdict | JobStatus, int]]
-        verdicts = [(Verdict.OK, item.number + 1) for item in items]
-        for place, *part in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
-            verdicts[place - 1] = _verdict(part)
+        packed = [_append_item(item) for item in items]
+        verdicts: list[tuple[Verdict | JobStatus, int]] = []
+        while (first := len(verdicts)) < len(items):
+            sums = accumulate(map(len, packed[first : first + _PAGE_EVENTS]))
+            last = first + max(1, sum(num_bytes <= _PAGE_BYTES for num_bytes in sums))
+            verdicts += [(Verdict.OK, item.number + 1) for item in items[first:last]]
+            ids, page = [item.job_id for item in items[first:last]], b"".join(packed[first:last])
+            reply = await self._call("append", incarnation, int(lease_s * 1000), page, *ids)
+            for place, *part in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+                if part[0] == b"LATER":
+                    del verdicts[first + place - 1 :]
+                else:
+                    verdicts[first + place - 1] = _verdict(part)
         return verdicts
 
     async def heartbeat(
@@ -248,9 +258,10 @@ class Functions(Partition):
 
         `counted`: the worker's totals since its start, by field.
         """
-        pairs = [part for pair in held for part in pair]
-        reply = await self._call(
+        reply = await self._in_pages(
             "heartbeat",
+            _PAGE_HELD,
+            held or [()],
             incarnation,
             model,
             int(lease_s * 1000),
@@ -262,7 +273,6 @@ class Functions(Partition):
             capacity.max_jobs,
             capacity.lanes_with_shares,
             msgspec.msgpack.encode(counted) if counted else b"",
-            *pairs,
         )
         return [job_id.decode(errors="replace") for job_id in reply]
 
@@ -281,24 +291,22 @@ class Functions(Partition):
         self, incarnation: str, items: Sequence[Release]
     ) -> list[tuple[Verdict | JobStatus, int]]:
         """Returns jobs to their lanes, and a verdict for each."""
-        args: list[str | int] = []
-        for item in items:
-            args += [item.job_id, item.epoch, item.kind, item.code, item.message]
-        return [_verdict(part) for part in await self._call("release", incarnation, *args)]
+        rows = [(i.job_id, i.epoch, i.kind, i.code, i.message) for i in items]
+        reply = await self._in_pages("release", _PAGE_CHANGES, rows, incarnation)
+        return [_verdict(part) for part in reply]
 
     async def blame(
         self, incarnation: str, items: Sequence[Blame], *, max_crashes: int
     ) -> list[tuple[Verdict | JobStatus, int]]:
         """Reports jobs in whose step the engine process died; they run alone or fail as poison."""
-        args: list[str | int] = []
-        for item in items:
-            args += [item.job_id, item.epoch, item.about]
-        reply = await self._call("blame", incarnation, max_crashes, *args)
+        rows = [(item.job_id, item.epoch, item.about) for item in items]
+        reply = await self._in_pages("blame", _PAGE_CHANGES, rows, incarnation, max_crashes)
         return [_verdict(part) for part in reply]
 
     async def attend(self, job_ids: Sequence[str]) -> int:
         """Reports that callers wait for these jobs. Returns how many need attendance."""
-        return int(await self._call("attend", *job_ids))
+        pages = [job_ids[n : n + _PAGE_HELD] for n in range(0, len(job_ids), _PAGE_HELD)]
+        return sum([int(await self._call("attend", *page)) for page in pages])
 
     async def reprioritise(
         self, job_id: str, tenant: str, *, lane: str = "", deadline_s: float | None = None
@@ -352,19 +360,21 @@ class Functions(Partition):
         """A tenant's jobs (without a tenant: all) after the job `after`, youngest first; None where
         that job is not in the list. Reads at most `max_looks` records; omits unreadable ones.
         """
-        reply = await self._call(
-            "list", tenant, after, max_jobs, max_looks, encode(wanted), reads=True
-        )
-        if reply == [b"NOT_FOUND"]:
-            return None
-        _, position, records = reply
-        views = []
-        for flat in records:
-            try:
-                views.append(_view(flat))
-            except WireError as exc:
-                log.error("a job is omitted from a list: %s", exc)
-        return JobPage(tuple(views), position.decode(errors="replace"))
+        views, packed = list[JobView](), encode(wanted)
+        while True:
+            bounds = min(max_jobs - len(views), _PAGE_VIEWS), min(max_looks, _PAGE_LOOKS)
+            reply = await self._call("list", tenant, after, *bounds, packed, reads=True)
+            if reply == [b"NOT_FOUND"]:
+                return None
+            _, position, records = reply
+            for flat in records:
+                try:
+                    views.append(_view(flat))
+                except WireError as exc:
+                    log.error("a job is omitted from a list: %s", exc)
+            after, max_looks = position.decode(errors="replace"), max_looks - _PAGE_LOOKS
+            if not after or max_looks <= 0 or len(views) >= max_jobs:
+                return JobPage(tuple(views), after)
 
     async def delete(self, job_id: str, tenant: str) -> JobStatus | bool:
         """Deletes an ended job and returns True. Returns False if the tenant has no such job, and
@@ -395,9 +405,18 @@ class Functions(Partition):
     async def watch(self, model: str, lanes: Sequence[str], max_jobs: int = 1000) -> Watched:
         """Returns up to `max_jobs` jobs that the model's workers hold, and up to 64 waiting tenants
         of each lane. Raises WireError."""
-        reply = await self._call("watch", model, max_jobs, *lanes, reads=True)
+        held = list[Any]()
+
+        async def part(*words: Word) -> list[Any]:
+            return cast("list[Any]", _texts(await self._call("watch", model, *words, reads=True)))
+
         with wire_errors("state of a model"):
-            held, waiting, callbacks = _texts(reply)
+            for first in range(0, max_jobs, _PAGE_HELD):
+                held += (page := (await part(_PAGE_HELD, first))[0])
+                if not page:
+                    break
+            waiting = [row for lane in lanes for row in (await part(0, 0, lane))[1]]
+            [_, _, callbacks] = await part(0, 0)
             return Watched(
                 tuple(WatchedJob(*row) for row in held),
                 tuple(
@@ -416,10 +435,15 @@ class Functions(Partition):
         found = {lane: float(raw) for lane, raw in zip(lanes, weights, strict=True)}
         return turn, {lane: weight for lane, weight in found.items() if weight}
 
-    async def sweep(self, max_jobs: int = 100) -> Swept:
-        """Applies what has become due; the first call after a restart of Redis extends leases
-        instead."""
-        return Swept(*await self._call("sweep", max_jobs, int(BOOT_GRACE_S * 1000)))
+    async def sweep(self, max_jobs: int = 400) -> Swept:
+        """Applies what has become due, to at most so many jobs."""
+        swept = [0, 0, 0, 0]
+        while room := min(_PAGE_CHANGES, max_jobs - sum(swept)):
+            reply = await self._call("sweep", room, int(BOOT_GRACE_S * 1000))
+            swept = [sum(pair) for pair in zip(swept, reply, strict=True)]
+            if sum(reply) < room:
+                break
+        return Swept(*swept)
 
 
 # --- arguments
@@ -505,16 +529,14 @@ def _part(job: Job) -> str:
     return "child" if job.parent else ""
 
 
-def _append_items(items: Sequence[Append]) -> bytes:
-    """Packs the events and ends of an append into one argument: an argument for each value would
-    cost more than the value."""
-    parts: list[bytes] = []
-    for item in items:
-        event = encode(item.event) if item.event is not None else b""
-        parts += (_HEAD.pack(item.epoch, item.num_tokens, len(event)), event, b"%d" % item.number)
-        end = _encode_end(item) if item.fin else _NO_END
-        parts.append(_encode_marks(item.marks) + end[1:] if item.marks else end)
-    return b"".join(parts)
+def _append_item(item: Append) -> bytes:
+    """Packs an event and an end; those of an append are one argument: an argument for each value
+    would cost more than the value."""
+    event = encode(item.event) if item.event is not None else b""
+    end = _encode_end(item) if item.fin else _NO_END
+    end = _encode_marks(item.marks) + end[1:] if item.marks else end
+    head = _HEAD.pack(item.epoch, item.num_tokens, len(event))
+    return b"".join((head, event, b"%d" % item.number, end))
 
 
 def _encode_marks(marks: Sequence[JobMark]) -> bytes:

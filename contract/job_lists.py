@@ -50,13 +50,11 @@ class JobLists:
         """The place of a job in the list."""
         number = partition_of(job_id)
         shard = next((each for each in self._shards if each.number == number), self._shards[0])
-        jobs, record = shard.keys.of("jobs", self._tenant), shard.keys.of("job", job_id)
+        jobs = shard.keys.of("jobs", self._tenant)
 
         async def created() -> Any:
-            with broker_errors(shard.client, "ZSCORE or HGET"):
-                if self._tenant:
-                    return await repeated(lambda: shard.client.zscore(jobs, job_id))
-                return await repeated(lambda: shard.client.hget(record, "created"))
+            with broker_errors(shard.client, "ZSCORE"):
+                return await repeated(lambda: shard.client.zscore(jobs, job_id))
 
         found = await shard.call(created)
         return None if found is None else f"{int(found)} {job_id}"

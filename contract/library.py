@@ -3,6 +3,8 @@ that Redis keeps jobs, as it is configured, and reads its memory limit."""
 
 import contextlib
 import logging
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from contract.keys import Keys
 log = logging.getLogger("batchway.redis")
 
 LIBRARY = "batchway_v1"
+Word = str | bytes | int | float  # of a command
 _SHARED = (  # in this order
     "shared",
     "pauses",
@@ -88,7 +91,7 @@ class Partition:
     async def _call(
         self,
         name: str,
-        *args: str | bytes | int | float,
+        *args: Word,
         reads: bool = False,
         is_repeated: bool = True,
     ) -> Any:
@@ -123,6 +126,16 @@ class Partition:
             raise WireError(
                 f"function {name}: a key holds {kind} than the functions write"
             ) from exc
+
+    async def _in_pages(
+        self, name: str, size: int, rows: Sequence[Sequence[Word]], *args: Word, reads: bool = False
+    ) -> list[Any]:
+        """The replies of a function, a list each, called for so many rows of arguments at a time:
+        while it runs, all other calls wait."""
+        pages = [chain(*rows[first : first + size]) for first in range(0, len(rows), size)]
+        return [
+            part for page in pages for part in await self._call(name, *args, *page, reads=reads)
+        ]
 
 
 def _flatten(reply: Any) -> list[Any]:

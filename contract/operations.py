@@ -21,7 +21,7 @@ from contract.library import Partition
 MAX_OPEN = 16  # operations of a tenant that have not ended
 MAX_LISTED = 100
 # Of one step, which Redis runs in a few milliseconds: records read, and jobs changed.
-MAX_LOOKS, MAX_STEP_JOBS = 500, 20
+MAX_LOOKS, MAX_STEP_JOBS = 150, 8
 
 
 class OperationKind(StrEnum):
@@ -58,13 +58,12 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Where an operation is after a step. `job_ids`, of one tenant: see operation_step.lua."""
+    """Where an operation is after a step. `job_ids`: see operation_step.lua."""
 
     state: OperationState
     matched: int
     done: int
     failed: int
-    tenant: str
     job_ids: tuple[str, ...]
     cursor: bytes
 
@@ -131,10 +130,9 @@ class Operations(Partition):
         reply = await self._call("operation_step", operation_id, token, *bounds, *report)
         if reply == [b"FENCED"]:
             raise LeaseLost(operation_id)
-        _, state, matched, done, failed, tenant, ids, cursor = reply
+        _, state, matched, done, failed, ids, cursor = reply
         job_ids = tuple(raw_id.decode(errors="replace") for raw_id in ids)
-        counts = matched, done, failed
-        return Step(OperationState(state.decode()), *counts, tenant.decode(), job_ids, cursor)
+        return Step(OperationState(state.decode()), matched, done, failed, job_ids, cursor)
 
     async def give_back(self, operation_id: str, token: str) -> None:
         """Ends the lease. Raises LeaseLost."""

@@ -211,7 +211,7 @@ class Homes(Partition):
     async def left(self, tenants: list[str]) -> list[list[Any]]:
         """What tenants have left here: reserved tokens, stored bytes, and what its ends have added
         to their meters."""
-        return list(await self._call("left", *tenants, reads=True))
+        return await self._in_pages("left", 100, [(name,) for name in tenants], reads=True)
 
     async def lower(self, tenant: str, other: int, left: list[Any]) -> list[int]:
         """What a tenant that lives here has left in another partition, by `left` there. Returns the

@@ -31,7 +31,7 @@ URL_VARIABLE = "BATCHWAY_PUBLIC_URL"
 ACTIONS = ("list", "show", "replay")
 EXIT_UNKNOWN = 1
 DRAIN_S = 20.0
-_MAX_LETTERS = 1000
+_MAX_LETTERS = 100
 _COLUMNS = ("job", "type", "attempts", "last_error", "died")
 _UNKNOWN = "no such callback"
 

@@ -25,9 +25,9 @@ _SUBSCRIBES = "subscribe unsubscribe"
 # Commands inside the functions that change jobs, all of them together.
 _JOB_COMMANDS = (
     "del exists get hdel hexists hget hgetall hincrby hkeys hmget hset hsetnx info persist pexpire "
-    "publish sadd scard set smembers srem time xack xadd xclaim xdel xgroup|create xinfo|groups "
-    "xlen xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore zrevrange zrevrank "
-    "zscore"
+    "publish sadd scard set smembers srem time unlink xack xadd xclaim xdel xgroup|create "
+    "xinfo|groups xlen xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore "
+    "zrevrange zrevrank zscore"
 )
 _READ_COMMANDS = (
     "exists get hget hgetall hmget scard smembers time xrange zcard zcount zrange zrangebyscore "
@@ -81,7 +81,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "gateway": RedisRole(
             purpose="batchway gateway, and the functions in front on AWS",
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS}",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange hlen srandmember",
             keeps=f"{_JOB_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} {_HOME_KEYS} dead idem memory "
             "object_store promised wanted worker",
             reads=f"clock pool workers models model tokenizer {_API_KEYS} deliveries",
@@ -100,7 +100,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             purpose="batchway gateway --models, which runs flows: a gateway, and a worker of them",
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS} claim mine "
             "append heartbeat release waiting",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange lpush ltrim "
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange hlen lpush ltrim "
             "srandmember zrangebyscore",
             keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} {_HOME_KEYS} "
             "calibration clock dead idem memory object_store owed promised told turn wanted",

@@ -11,7 +11,6 @@ local AB_TTL_MS = 7 * 24 * 3600 * 1000
 local MAX_AB_JOBS = 20000   -- kept for reports
 local DEFAULT = 'default'   -- the version of a worker without a file
 local MAX_VERSIONS = 8      -- of a model, that the totals count
-local ALL_TENANTS = 1024    -- of a lane, whose queues are searched: an arm may have no job in most
 local STREAM_ENDS = {control = '', candidate = ' candidate'}  -- a tenant's name has no space
 
 -- Stores what a live worker's heartbeat says: `info` (JSON) holds its version (`batching`) and, where it
@@ -73,17 +72,16 @@ function ab.stream_end(arm)
   return string.sub(arm or '', 1, 10) == 'candidate ' and STREAM_ENDS.candidate or ''
 end
 
--- The ends of the names of the streams from which a worker claims, and how many tenants of a lane it
--- searches.
+-- The ends of the names of the streams from which a worker claims.
 function ab.searched(tag, model, is_candidate, now)
   local candidate, candidate_until, control_until = unpack(redis.call('HMGET', tag .. ':ab:' .. model,
     'candidate', 'candidate_until', 'control_until'))
-  if not candidate then return {'', most = MAX_TENANTS} end
+  if not candidate then return {''} end
   local own, other = 'control', 'candidate'
   local other_until = candidate_until
   if is_candidate then own, other, other_until = 'candidate', 'control', control_until end
-  if (tonumber(other_until) or 0) > now then return {STREAM_ENDS[own], most = ALL_TENANTS} end
-  return {STREAM_ENDS[own], STREAM_ENDS[other], most = ALL_TENANTS}
+  if (tonumber(other_until) or 0) > now then return {STREAM_ENDS[own]} end
+  return {STREAM_ENDS[own], STREAM_ENDS[other]}
 end
 
 local function choices_of(job) return math.max(1, job.choices) end

@@ -27,6 +27,14 @@ function fairness.weight(tag, tenant)
   return readable_weight(redis.call('HGET', tag .. ':weights', tenant))
 end
 
+-- The weights by tenant, each of which is read once.
+function fairness.weights(tag)
+  return setmetatable({}, {__index = function(weights, tenant)
+    weights[tenant] = fairness.weight(tag, tenant)
+    return weights[tenant]
+  end})
+end
+
 -- Stores the tenant's weight; 1 is not stored.
 function fairness.set_weight(tag, tenant, weight)
   if weight == fairness.weight(tag, tenant) then return end
@@ -62,12 +70,12 @@ function fairness.activate(tag, model, lane, tenant)
     tenant)
 end
 
--- Moves the counter of a tenant whose waiting jobs are paused on to the clock: it saves no credit.
-function fairness.keep_up(tag, model, lane, tenant)
-  local active = lane_key(tag, 'active', model, lane)
-  local own = tonumber(redis.call('ZSCORE', active, tenant))
-  local now = redis.call('GET', lane_key(tag, 'clock', model, lane))
-  if own and now and own < tonumber(now) then redis.call('ZADD', active, now, tenant) end
+-- Moves the counters of tenants whose waiting jobs are paused, a set, on to the clock: they save no credit.
+function fairness.keep_up(tag, model, lane, tenants)
+  local active, now = lane_key(tag, 'active', model, lane), redis.call('GET', lane_key(tag, 'clock', model, lane))
+  for _, tenant in ipairs(now and redis.call('ZRANGE', active, '-inf', '(' .. now, 'BYSCORE') or {}) do
+    if tenants[tenant] then redis.call('ZADD', active, now, tenant) end
+  end
 end
 
 -- Called when the tenant has no waiting job in the lane; a counter above the clock is kept.
@@ -126,8 +134,8 @@ end
 
 -- A lane's slots and tokens at a worker, and each tenant's part of them. From the fifth word of a
 -- claim's lane argument on: slots, tokens, then tenant, slots, tokens for each tenant.
-function fairness.parse_slots(tag, words)
-  local fair = {slots = tonumber(words[5]), tokens = tonumber(words[6]), weight = 0, held = {}}
+function fairness.parse_slots(tag, words, weights)
+  local fair = {slots = tonumber(words[5]), tokens = tonumber(words[6]), weight = 0, held = {}, weights = weights}
   for i = 7, #words, 3 do
     fairness.add_held(tag, fair, words[i], tonumber(words[i + 1]), tonumber(words[i + 2]))
   end
@@ -138,7 +146,7 @@ end
 -- that hold slots and itself. 0 or less where one more slot exceeds that share.
 function fairness.tenant_room(tag, fair, tenant)
   local held = fair.held[tenant]
-  local slots, tokens, weight = 0, 0, fairness.weight(tag, tenant)
+  local slots, tokens, weight = 0, 0, fair.weights[tenant]
   local sum = fair.weight
   if held then slots, tokens = held.slots, held.tokens else sum = sum + weight end
   if slots + 1 > math.floor(fair.slots * weight / sum) then return 0 end
@@ -151,7 +159,7 @@ function fairness.add_held(tag, fair, tenant, choices, cost)
   if not held then
     held = {slots = 0, tokens = 0}
     fair.held[tenant] = held
-    fair.weight = fair.weight + fairness.weight(tag, tenant)
+    fair.weight = fair.weight + fair.weights[tenant]
   end
   held.slots, held.tokens = held.slots + choices, held.tokens + cost
 end

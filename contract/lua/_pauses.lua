@@ -7,20 +7,21 @@ local PAUSED_RETRY_MS = 30000  -- nobody knows how long a pause lasts
 
 local pauses = {}
 
--- The pauses of a model: {lanes, tenants, lines (`<lane> <tenant>`): sets; num_tenants}. nil where it
--- has none.
+-- The pauses of a model: {lanes, tenants: sets; lines: by lane a set of tenants; behind: by stream the last of
+-- the paused jobs in front, as far as the call has seen them}. nil where it has none.
 function pauses.find(tag, model)
   local found
   local known = redis.call('HGETALL', tag .. ':paused')
   for i = 1, #known, 2 do
     local of, lane, tenant = string.match(known[i], '^(%S+) (%S+) (.+)$')
     if of == '*' or of == model then
-      found = found or {lanes = {}, tenants = {}, lines = {}, num_tenants = 0}
+      found = found or {lanes = {}, tenants = {}, lines = {}, behind = {}}
       if tenant == '*' then
         found.lanes[lane] = true
       else
-        found.num_tenants = found.num_tenants + 1
-        if lane == '*' then found.tenants[tenant] = true else found.lines[lane .. ' ' .. tenant] = true end
+        local set = lane == '*' and found.tenants or found.lines[lane] or {}
+        if lane ~= '*' then found.lines[lane] = set end
+        set[tenant] = true
       end
     end
   end
@@ -30,16 +31,13 @@ end
 -- Whether a tenant's jobs in a lane are paused. `found`: see pauses.find.
 function pauses.hold(found, lane, tenant)
   return found and (found.lanes[lane] or found.lanes['*'] or found.tenants[tenant]
-    or found.lines[lane .. ' ' .. tenant]) or false
+    or found.lines[lane] and found.lines[lane][tenant]) or false
 end
 
 -- The tenants that are paused in a lane which is not, {tenant = true, …}.
 function pauses.tenants_in(found, lane)
   local tenants = {}
   for tenant in pairs(found.tenants) do tenants[tenant] = true end
-  for line in pairs(found.lines) do
-    local of, tenant = string.match(line, '^(%S+) (.+)$')
-    if of == lane then tenants[tenant] = true end
-  end
+  for tenant in pairs(found.lines[lane] or {}) do tenants[tenant] = true end
   return tenants
 end

@@ -6,6 +6,7 @@ local MAX_SKIPPED = 4  -- jobs of one stream that a search passes over
 local WINDOW = 16      -- entries that a search reads
 local FAIR_WINDOW = 64     -- entries that a search reads for tenants below their share
 local MAX_TENANTS = 8  -- of a lane, whose queues are searched, or read at once
+local ALL_TENANTS = 256  -- that are looked at: most may have no job for an arm (_ab.lua)
 
 -- The last delivered id of a queue stream; makes its consumer group where it is lost.
 local function last_delivered(key)
@@ -18,14 +19,15 @@ local function last_delivered(key)
 end
 
 -- Iterates over at most so many entries of a stream behind an id. Reads the first one by itself, because
--- it mostly fits.
+-- it mostly fits, then a few at a time.
 local function entries_behind(key, id, most)
-  local entries, i = redis.call('XRANGE', key, '(' .. id, '+', 'COUNT', 1), 0
+  local entries, i = {}, 0
   return function()
     i = i + 1
-    if i == 2 then
-      local rest = redis.call('XRANGE', key, '(' .. entries[1][1], '+', 'COUNT', most - 1)
-      for _, entry in ipairs(rest) do table.insert(entries, entry) end
+    if not entries[i] and i <= most then
+      local count = math.min(i == 1 and 1 or MAX_SKIPPED, most - i + 1)
+      local more = redis.call('XRANGE', key, '(' .. (i == 1 and id or entries[i - 1][1]), '+', 'COUNT', count)
+      for _, entry in ipairs(more) do table.insert(entries, entry) end
     end
     return entries[i]
   end
@@ -39,29 +41,33 @@ local function discard_entry(key, entry)
 end
 
 -- The first waiting job of a stream with room for one of its choices (the others can wait in the
--- engine): {key, entry, id, cost, choices, is_first}, or nil.
+-- engine): {key, entry, id, cost, choices, is_first}; nil; false: none waits there.
 -- Adds ids of jobs that do not fit to `skipped`. The second result is true where one of them was
 -- passed over MAX_PASSED times: no job may be claimed ahead of it.
 -- With `fair` (see fairness.parse_slots) the room is what is left of each tenant's share; the result
 -- names the tenant, and jobs of tenants without room are ignored. So are `paused` ones (pauses.find);
 -- where it met any, the search goes on behind its window.
 local function find_fit(tag, key, room, skipped, fair, paused)
-  if redis.call('EXISTS', key) == 0 then return nil end
-  local most, num_skipped, is_first = fair and FAIR_WINDOW or WINDOW, 0, true
-  local last = last_delivered(key)
+  if redis.call('EXISTS', key) == 0 then return false end
+  local most, num_skipped, is_front = fair and FAIR_WINDOW or WINDOW, 0, true
+  local behind = paused and paused.behind[key]
+  local last, is_first = behind or last_delivered(key), not behind
   repeat
     local num_read, num_paused = 0, 0
     for entry in entries_behind(key, last, most) do
       num_read, last = num_read + 1, entry[1]
-      local id, cost = entry[2][2], whole_number(entry[2][4])
-      local job = redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed', 'choices',
-        'tenant', 'lane')
+      local _, id, _, cost_text, _, lane, _, tenant = unpack(entry[2])
+      local cost, is_paused = whole_number(cost_text), pauses.hold(paused, lane or '', tenant or '')
+      local job = is_paused and {} or redis.call('HMGET', tag .. ':job:' .. id, 'state', 'entry', 'passed',
+        'choices', 'tenant')
       local choices = math.max(1, whole_number(job[4] or 1) or 1)
-      local is_here = cost and job[1] and job[2] == entry[1]
+      local is_here = is_paused or cost and job[1] and job[2] == entry[1]
       if fair then room = fairness.tenant_room(tag, fair, job[5] or '') end
+      is_front = is_front and is_paused
+      if is_front then paused.behind[key] = last end
       if not is_here then
         discard_entry(key, entry[1])
-      elseif job[1] == 'queued' and pauses.hold(paused, job[6] or '', job[5] or '') then
+      elseif is_paused then
         num_paused, is_first = num_paused + 1, false
       elseif job[1] == 'queued' and cost / choices <= room then
         return {key = key, entry = entry[1], id = id, cost = cost, choices = choices,
@@ -77,33 +83,36 @@ local function find_fit(tag, key, room, skipped, fair, paused)
       end
     end
   until num_paused == 0 or num_read < most
-  return nil
+  if num_skipped == 0 then return false end
 end
 
 -- What `find` returns for the first of a lane's tenants, by their counters, for which it returns
--- anything. `searched`: see ab.searched.
-local function first_of_tenants(tag, model, lane, searched, paused, find)
-  local active = lane_key(tag, 'active', model, lane)
-  local most = searched.most + (paused and paused.num_tenants or 0)
-  for first = 0, most - 1, MAX_TENANTS do
+-- anything; false: nothing of the tenant waits there.
+local function first_of_tenants(tag, model, lane, paused, find)
+  local active, first, num_looks, num_searched = lane_key(tag, 'active', model, lane), 0, 0, 0
+  repeat
     local tenants = redis.call('ZRANGE', active, first, first + MAX_TENANTS - 1)
     for _, tenant in ipairs(tenants) do
       if not pauses.hold(paused, lane, tenant) then
         local found, is_blocked = find(tenant)
         if found or is_blocked then return found, is_blocked end
+        num_looks, num_searched = num_looks + 1, num_searched + (found == nil and 1 or 0)
+        if num_looks == ALL_TENANTS or num_searched == MAX_TENANTS then return nil end
       end
     end
-    if #tenants < MAX_TENANTS then return nil end
-  end
+    first = first + MAX_TENANTS
+  until #tenants < MAX_TENANTS
 end
 
--- A tenant's next job that fits, as find_fit.
+-- A tenant's next job that fits, as find_fit. `searched`: see ab.searched.
 local function next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
-  local queue = lane_key(tag, 'q', model, lane) .. ':' .. tenant
+  local queue, nothing = lane_key(tag, 'q', model, lane) .. ':' .. tenant, false
   for _, stream_end in ipairs(searched) do
     local found, is_blocked = find_fit(tag, queue .. stream_end, room, skipped)
     if found or is_blocked then return found, is_blocked end
+    if found == nil then nothing = nil end
   end
+  return nothing
 end
 
 -- The next job of a lane that fits: returned jobs first, then tenants by their counters. As find_fit.
@@ -111,7 +120,7 @@ local function next_in_lane(tag, model, lane, room, skipped, searched, paused)
   local back = lane_key(tag, 'back', model, lane)
   local found, is_blocked = find_fit(tag, back, room, skipped, nil, paused)
   if found or is_blocked then return found, is_blocked end
-  return first_of_tenants(tag, model, lane, searched, paused, function(tenant)
+  return first_of_tenants(tag, model, lane, paused, function(tenant)
     return next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
   end)
 end

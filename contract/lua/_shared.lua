@@ -163,10 +163,11 @@ end
 
 -- Adds a job's entry to a queue stream.
 local function add_entry(key, job)
-  local entry = redis.call('XADD', key, 'NOMKSTREAM', '*', 'id', job.id, 'cost', job.cost)
+  local fields = {'*', 'id', job.id, 'cost', job.cost, 'lane', job.lane, 'tenant', job.tenant}
+  local entry = redis.call('XADD', key, 'NOMKSTREAM', unpack(fields))
   if entry then return entry end
   redis.call('XGROUP', 'CREATE', key, GROUP, '0', 'MKSTREAM')
-  return redis.call('XADD', key, '*', 'id', job.id, 'cost', job.cost)
+  return redis.call('XADD', key, unpack(fields))
 end
 
 -- The stream in which a tenant's jobs of a lane and an arm (_ab.lua) wait.
@@ -213,8 +214,8 @@ end
 
 -- Forgets a job that has ended; its objects in the object store become orphaned.
 local function forget(tag, id, tenant, has_objects, entry)
-  redis.call('DEL', tag .. ':job:' .. id, tag .. ':log:' .. id)
-  redis.call('ZREM', tag .. ':jobs:' .. tenant, id)
+  redis.call('UNLINK', tag .. ':job:' .. id, tag .. ':log:' .. id)  -- not here: a log may be long
+  for _, name in ipairs({tenant, ''}) do redis.call('ZREM', tag .. ':jobs:' .. name, id) end
   redis.call('ZREM', tag .. ':kept', entry)
   ledger.unstore(tag, id)
   if has_objects then redis.call('SADD', tag .. ':orphaned', id) end

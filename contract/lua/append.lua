@@ -1,7 +1,7 @@
 -- append: appends one step's output of all of a worker's jobs, ends finished jobs, renews leases.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 lease (ms; 0: leases stay as they are)  3 items, packed
---       4… job ids
+--       4… job ids, 1,000 at most
 -- items  for each job an ITEM: epoch, output tokens in the event, the event (msgpack, '': none), its
 --       number (as text), '' or 'succeeded' or 'failed'. The latter two are followed by an END: error
 --       code, error message, the object that holds the log before the end (msgpack ObjectRef, '': none),
@@ -16,13 +16,15 @@
 --       'FENCED', 0                another worker holds the job, or it waits
 --       'GONE', 0                  no such job
 --       status, 0                  the job has ended: succeeded, failed, cancelled, expired
+--       'LATER', 0                 MAX_SLOW jobs were handled by their records: this and all jobs behind it
+--                                  are to be appended by another call
 -- A worker calls it at every step. Progress, leases and counters of jobs that continue are read and
 -- written in one command for all jobs; packed arguments cost less than one argument per value. A job's
 -- first output, its end and refusals use the job's record (append_one).
 local ITEM = '<I4I4I4c0ss'
 local MARKED = '<I4c0s'
 local END = '<sI4c0I4c0I4'
-local MAX_ARGUMENTS = 1000  -- arguments of one command
+local MAX_SLOW = 8
 local FIRST_ID = 4  -- argument
 
 -- What one lane of a model gains in this call: output tokens, and computed tokens of the jobs' costs.
@@ -115,20 +117,13 @@ end
 -- Packed progress of the call's jobs by id; false for jobs without.
 local function load_running(tag, incarnation, argv)
   local running_jobs = {}
-  for first = FIRST_ID, #argv, MAX_ARGUMENTS do
-    local last = math.min(#argv, first + MAX_ARGUMENTS - 1)
-    local values = redis.call('HMGET', running.key(tag, incarnation), unpack(argv, first, last))
-    for i, value in ipairs(values) do running_jobs[argv[first + i - 1]] = value end
-  end
+  local values = redis.call('HMGET', running.key(tag, incarnation), unpack(argv, FIRST_ID))
+  for i, value in ipairs(values) do running_jobs[argv[FIRST_ID + i - 1]] = value end
   return running_jobs
 end
 
--- Runs a command once for each MAX_ARGUMENTS arguments.
 local function write(name, key, arguments)
-  for first = 1, #arguments, MAX_ARGUMENTS do
-    local last = math.min(#arguments, first + MAX_ARGUMENTS - 1)
-    redis.call(name, key, unpack(arguments, first, last))
-  end
+  if #arguments > 0 then redis.call(name, key, unpack(arguments)) end
 end
 
 local function renew(tag, lapses, ids)
@@ -151,7 +146,7 @@ end
 local function append(keys, argv)
   local tag, now = keys[1], now_ms()
   local incarnation, lease_ms = argv[1], tonumber(argv[2])
-  local exceptions, gains_by_lane, renewed = {}, {}, {}
+  local exceptions, gains_by_lane, renewed, num_slow = {}, {}, {}, 0
   local running_jobs, advanced, num_advanced = load_running(tag, incarnation, argv), {}, 0
   local packed_items, from, unpack_struct = argv[3], 1, struct.unpack
   for i = FIRST_ID, #argv do
@@ -172,7 +167,11 @@ local function append(keys, argv)
       advanced[num_advanced + 2] = packed
       num_advanced = num_advanced + 2
       renewed[#renewed + 1] = id
+    elseif num_slow == MAX_SLOW then
+      for _, word in ipairs({i - FIRST_ID + 1, 'LATER', 0}) do table.insert(exceptions, word) end
+      break
     else
+      num_slow = num_slow + 1
       write('HSET', running.key(tag, incarnation), advanced)
       advanced, num_advanced = {}, 0
       local item = {id = id, epoch = epoch, number = tonumber(number), event = event,

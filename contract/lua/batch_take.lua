@@ -1,10 +1,12 @@
 -- batch_take: leases unfinished batches that no feeder holds: of the tenant with the fewest that are
--- held first, then the oldest. `batches_fed` tells for an hour that there is a feeder.
+-- held first, then the oldest; where many are open, of MAX_LOOKS that follow each other, from a place that the
+-- token draws. `batches_fed` tells for an hour that there is a feeder.
 -- KEYS  1 tag
 -- ARGV  1 token of the lease  2 lease (ms)  3 '1': batches in progress; '0': those in other states
 --       4 batches at most  5 more of them at most, of tenants of which none is held
 -- reply list of batch ids; a repeated call has those of the call before
 local FED_MS = 3600000
+local MAX_LOOKS = 256
 
 local function in_turns(waiting, held)
   for age, batch in ipairs(waiting) do
@@ -30,9 +32,12 @@ local function batch_take(keys, argv)
     table.insert(taken, id)
   end
   if most + more == 0 then return taken end
-  for _, id in ipairs(redis.call('ZRANGE', tag .. ':batches_open', 0, -1)) do
-    local names = {'status', 'tenant', 'token', 'lease'}
-    local status, tenant, token, lease = unpack(redis.call('HMGET', tag .. ':batch:' .. id, unpack(names)))
+  local num_open, last = redis.call('ZCARD', tag .. ':batches_open'), MAX_LOOKS - 1
+  local drawn = tonumber(string.sub(server().sha1hex(argv[1]), 1, 8), 16)
+  if num_open > MAX_LOOKS then last = drawn % (num_open + MAX_LOOKS - 1) end
+  for _, id in ipairs(redis.call('ZRANGE', tag .. ':batches_open', math.max(0, last - MAX_LOOKS + 1), last)) do
+    local status, tenant, token, lease = unpack(redis.call('HMGET', tag .. ':batch:' .. id, 'status', 'tenant',
+      'token', 'lease'))
     if not status then
       redis.call('ZREM', tag .. ':batches_open', id)
     elseif (status == 'in_progress') == (argv[3] == '1') then

@@ -33,14 +33,10 @@ local function chart(keys, argv)
     if argv[i + 1] == '' and in_use(tag, argv[i]) then return {'IN_USE', argv[i]} end
   end
   if version == 0 then begin(tag) end
+  redis.call('HSET', key, 'version', version + 1, unpack(argv, 2))
   for i = 2, #argv, 2 do
-    if argv[i + 1] == '' then
-      redis.call('HDEL', key, argv[i])
-    else
-      redis.call('HSET', key, argv[i], argv[i + 1])
-    end
+    if argv[i + 1] == '' then redis.call('HDEL', key, argv[i]) end
   end
-  redis.call('HSET', key, 'version', version + 1)
   return {'OK', version + 1}
 end
 

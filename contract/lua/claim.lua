@@ -5,6 +5,7 @@
 -- A suspect job runs alone: at most one worker in four gets the turn to run one. It claims nothing else
 -- until it is idle, and then that job alone. What is paused (_pauses.lua) stays where it waits.
 -- Where nothing else can be claimed, a worker takes what others offer (release.lua).
+-- A call ends or assigns beyond the lanes' rooms at most MAX_BEYOND jobs, and then wakes workers to call again.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most, also of an offered job
 --       6 '1' where the worker is idle
@@ -21,6 +22,7 @@
 local ANY = 2 ^ 53
 local MAX_DEFICIT = 2 ^ 20  -- tokens
 local MAX_OFFERS = 64  -- looked at for a job
+local MAX_BEYOND = 4
 
 -- Whether this worker has or gets the turn to run a suspect; a turn is `<worker> <until ms>`.
 local function has_turn(tag, model, incarnation, lease_ms, now, paused)
@@ -40,23 +42,24 @@ end
 -- Claims a suspect for an idle worker with the turn: {job}, or {} where all have expired.
 local function claim_suspect(tag, model, incarnation, lease_ms, now, config, paused)
   local queue = tag .. ':q:' .. model .. ':suspect'
-  local found = find_fit(tag, queue, ANY, {}, nil, paused)
-  while found do
+  for _ = 1, MAX_BEYOND do
+    local found = find_fit(tag, queue, ANY, {}, nil, paused)
+    if not found then return {} end
     local job = claim_job(tag, found, incarnation, lease_ms, now, config)
     if job then
       redis.call('SADD', tag .. ':alone:' .. model, found.id)
       redis.call('DEL', tag .. ':turn:' .. model)
       return {job}
     end
-    found = find_fit(tag, queue, ANY, {}, nil, paused)
   end
+  redis.call('PUBLISH', tag .. ':wake:' .. model, '')
   return {}
 end
 
 -- The lanes of the call that are not paused:
 -- {name, share, slots, room, max_deficit_slots, num_taken, fair}, …
 local function lanes_of(tag, argv, paused)
-  local lanes = {}
+  local lanes, weights = {}, fairness.weights(tag)
   for i = 8, #argv, 2 do
     local words = {}
     for word in string.gmatch(argv[i + 1], '%S+') do table.insert(words, word) end
@@ -64,7 +67,7 @@ local function lanes_of(tag, argv, paused)
       table.insert(lanes, {
         name = argv[i], share = tonumber(words[1]), slots = tonumber(words[2] or argv[4]),
         room = tonumber(words[3] or argv[5]), max_deficit_slots = tonumber(words[4]) or ANY,
-        num_taken = 0, fair = words[5] and fairness.parse_slots(tag, words),
+        num_taken = 0, fair = words[5] and fairness.parse_slots(tag, words, weights),
       })
     end
   end
@@ -73,9 +76,7 @@ end
 
 local function keep_up(tag, model, lanes, paused)
   for _, lane in ipairs(lanes) do
-    for tenant in pairs(pauses.tenants_in(paused, lane.name)) do
-      fairness.keep_up(tag, model, lane.name, tenant)
-    end
+    fairness.keep_up(tag, model, lane.name, pauses.tenants_in(paused, lane.name))
   end
 end
 
@@ -100,17 +101,15 @@ local function next_below_share(tag, model, lane, skipped, searched, paused)
     for _, id in ipairs(passed) do table.insert(skipped, id) end
     return found
   end
-  return (first_of_tenants(tag, model, lane.name, searched, paused, function(tenant)
-    local room = fairness.tenant_room(tag, lane.fair, tenant)
-    if room > 0 then
-      local passed = {}
-      found = next_of_tenant(tag, model, lane.name, tenant, room, passed, searched)
-      if found then
-        for _, id in ipairs(passed) do table.insert(skipped, id) end
-        found.tenant = tenant
-        return found
-      end
+  return (first_of_tenants(tag, model, lane.name, paused, function(tenant)
+    local room, passed = fairness.tenant_room(tag, lane.fair, tenant), {}
+    if room <= 0 then return nil end
+    found = next_of_tenant(tag, model, lane.name, tenant, room, passed, searched)
+    if found then
+      for _, id in ipairs(passed) do table.insert(skipped, id) end
+      found.tenant = tenant
     end
+    return found
   end))
 end
 
@@ -196,7 +195,7 @@ local function claim(keys, argv)
       or {}
   end
   if paused then keep_up(tag, model, lanes, paused) end
-  local claimed, num_filled, searched = {}, 0, nil
+  local claimed, num_filled, num_beyond, searched = {}, 0, 0, nil
   while true do
     local skipped, found, lane = {}, nil, nil
     if has_waiting(tag, model, lanes) then
@@ -206,6 +205,7 @@ local function claim(keys, argv)
     if not lane then found, lane = take_offer(tag, model, lanes, argv, num_filled, now) end
     if not found then break end
     local job = claim_job(tag, found, incarnation, lease_ms, now, config)
+    if not job or found.tenant then num_beyond = num_beyond + 1 end
     if job then
       for _, served in ipairs(lanes) do
         served.room = served.room - found.cost
@@ -220,6 +220,10 @@ local function claim(keys, argv)
       for _, id in ipairs(skipped) do redis.call('HINCRBY', tag .. ':job:' .. id, 'passed', 1) end
       record_claim(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)
+    end
+    if num_beyond == MAX_BEYOND then
+      redis.call('PUBLISH', tag .. ':wake:' .. model, lane)
+      break
     end
   end
   return claimed

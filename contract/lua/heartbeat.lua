@@ -88,10 +88,11 @@ local function heartbeat(keys, argv)
   measure_pool(tag, model, now)
   local lost = {}
   for i = 12, #argv, 2 do
-    if fence(load_job(tag, argv[i]), incarnation, argv[i + 1]) then
-      table.insert(lost, argv[i])
-    else
+    local state, owner, epoch = unpack(redis.call('HMGET', tag .. ':job:' .. argv[i], 'state', 'owner', 'epoch'))
+    if OPEN[state] and owner == incarnation and tonumber(epoch) == tonumber(argv[i + 1]) then
       redis.call('ZADD', tag .. ':leases', now + lease_ms, argv[i])
+    else
+      table.insert(lost, argv[i])
     end
   end
   return lost

@@ -6,23 +6,6 @@
 -- reply {'NOT_FOUND'}      the job of argument 2 is not in the list
 --       {'OK', job id, {{field, value, …}, …}}  job to continue after ('': none), records; a place where
 --                                               argument 2 is one
-local MIN_EACH = 32  -- rows of each tenant that a list of all reads
-
--- As filters.rows, of all tenants. It ends where a tenant may have more rows than were read.
-local function rows_of_all(tag, cursor, most)
-  local tenants, rows, last = filters.tenants(tag), {}, nil
-  local each = math.max(MIN_EACH, math.ceil(most / math.max(1, #tenants)))
-  for _, tenant in ipairs(tenants) do
-    local own, is_more = filters.rows(tag .. ':jobs:' .. tenant, cursor, each)
-    for _, row in ipairs(own) do table.insert(rows, row) end
-    if is_more and (not last or filters.is_before(own[#own], last)) then last = own[#own] end
-  end
-  table.sort(rows, filters.is_before)
-  local is_more = last ~= nil or #rows >= most
-  while #rows > most or last and filters.is_before(last, rows[#rows]) do table.remove(rows) end
-  return rows, is_more
-end
-
 -- Where the list begins; false: the job of the argument is gone.
 local function start_of(tag, tenant, after, before)
   local start = before > 0 and {created = before, id = ''} or nil
@@ -32,8 +15,7 @@ local function start_of(tag, tenant, after, before)
     local place = {created = tonumber(time), id = id}
     return start and filters.is_before(place, start) and start or place
   end
-  local created = tenant ~= '' and redis.call('ZSCORE', tag .. ':jobs:' .. tenant, after)
-    or tenant == '' and redis.call('HGET', tag .. ':job:' .. after, 'created')
+  local created = redis.call('ZSCORE', tag .. ':jobs:' .. tenant, after)
   if not created then return false end
   local cursor = {created = tonumber(created), id = after}
   return start and filters.is_before(cursor, start) and start or cursor
@@ -49,12 +31,7 @@ local function list(keys, argv)
   local max_jobs, max_looks = tonumber(argv[3]), tonumber(argv[4])
   local cursor = start_of(tag, tenant, argv[2], filter.before)
   if cursor == false then return {'NOT_FOUND'} end
-  local rows, is_more
-  if tenant == '' then
-    rows, is_more = rows_of_all(tag, cursor, max_looks)
-  else
-    rows, is_more = filters.rows(tag .. ':jobs:' .. tenant, cursor, max_looks)
-  end
+  local rows, is_more = filters.rows(tag .. ':jobs:' .. tenant, cursor, max_looks)
   local found = {}
   local function place(row)
     return string.find(argv[2], ' ', 1, true) and string.format('%.0f %s', row.created, row.id) or row.id
@@ -62,7 +39,7 @@ local function list(keys, argv)
   for i, row in ipairs(rows) do
     if row.created <= filter.since then return {'OK', '', found} end
     if try(matches, tag .. ':job:' .. row.id, filter) then  -- not a record that cannot be read
-      if #found == max_jobs then return {'OK', place(rows[i - 1]), found} end
+      if #found == max_jobs then return {'OK', i > 1 and place(rows[i - 1]) or argv[2], found} end
       table.insert(found, view(tag, row.id))
     end
   end

@@ -24,7 +24,7 @@ local function operation_add(keys, argv)
   end
   redis.call('HSET', key, 'owner', owner, 'tenant', argv[3], 'kind', argv[4], 'wanted', argv[5],
     'terms', argv[6], 'state', 'running', 'matched', 0, 'done', 0, 'failed', 0, 'created', now,
-    'before', before, 'cursor', operations.first(tag, argv[3], before))
+    'cursor', cmsgpack.pack({before, ''}))
   redis.call('ZADD', tag .. ':operations:' .. owner, now, id)
   redis.call('ZREMRANGEBYSCORE', tag .. ':operations:' .. owner, '-inf', now - OPERATION_MS)
   redis.call('PEXPIRE', tag .. ':operations:' .. owner, OPERATION_MS)

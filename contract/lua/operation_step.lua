@@ -6,15 +6,14 @@
 --       5 jobs that match at most  6 after a handed out page its cursor ('': none)
 --       7 … then the operation's matched, done and failed jobs
 -- reply {'FENCED'}  another gateway's, or no such operation
---       {'OK', state, matched, done, failed, tenant, job ids, cursor}
---         job ids   of the tenant: of `cancel`, flows that were ended, whose calls go on; of `replay`,
+--       {'OK', state, matched, done, failed, job ids, cursor}
+--         job ids   of `cancel`, flows that were ended, whose calls go on: `<id> <tenant>`; of `replay`,
 --                   those to submit, with the cursor behind them
 --         state     running, completed, cancelled, expired
 local FIELDS = {
-  'state', 'token', 'lease', 'kind', 'tenant', 'wanted', 'before', 'created', 'cursor', 'matched', 'done',
-  'failed',
+  'state', 'token', 'lease', 'kind', 'tenant', 'wanted', 'created', 'cursor', 'matched', 'done', 'failed',
 }
-local NUMERIC = {'lease', 'before', 'created', 'matched', 'done', 'failed'}
+local NUMERIC = {'lease', 'created', 'matched', 'done', 'failed'}
 
 local function load_operation(key)
   local op = {key = key}
@@ -38,27 +37,27 @@ local function is_meant(tag, op, id, filter)
   return filters.match(filter, record, record[5])
 end
 
--- Does what the operation is for; returns 'failed', 'done', or 'flow': done, to a flow's job.
-local function act(tag, op, id, tenant, now)
+-- Does what the operation is for; returns 'failed' or 'done', and the tenant of a flow's job.
+local function act(tag, op, id, now)
   if op.kind == 'replay_callbacks' then
-    return outbox.replay(tag, id, tenant, now) == 'OK' and 'done' or 'failed'
+    return outbox.replay(tag, id, op.tenant, now) == 'OK' and 'done' or 'failed'
   end
   local job = load_job(tag, id)
   if not job then return 'failed' end
   terminate(tag, job, 'cancelled', now)
-  return is_flow(job) and 'flow' or 'done'
+  return 'done', is_flow(job) and job.tenant
 end
 
--- Works through rows of one tenant's list; returns ids for the gateway, and the cursor.
+-- Works through rows of the list; returns ids for the gateway, and the cursor.
 local function work(tag, op, max_looks, max_jobs, now)
-  local tenant, created, id = unpack(cmsgpack.unpack(op.cursor))
+  local created, id = unpack(cmsgpack.unpack(op.cursor))
   local is_jobs, filter = op.kind ~= 'replay_callbacks', filters.unpack(op.wanted)
-  local list = tag .. (is_jobs and ':jobs:' or ':dead:') .. tenant
+  local list = tag .. (is_jobs and ':jobs:' or ':dead:') .. op.tenant
   local rows, is_more = filters.rows(list, {created = created, id = id}, max_looks)
   local ids, num_matched = {}, 0
   for _, row in ipairs(rows) do
     if num_matched == max_jobs then
-      return ids, cmsgpack.pack({tenant, created, id}), tenant
+      return ids, cmsgpack.pack({created, id})
     end
     if is_jobs and row.created <= filter.since then
       is_more = false
@@ -70,15 +69,13 @@ local function work(tag, op, max_looks, max_jobs, now)
       if op.kind == 'replay' then
         table.insert(ids, id)
       else
-        local outcome = try(act, tag, op, id, tenant, now) or 'failed'
-        if outcome == 'flow' then table.insert(ids, id) end
-        local count = outcome == 'failed' and 'failed' or 'done'
+        local count, flows = unpack(try(function() return {act(tag, op, id, now)} end) or {'failed'})
+        if flows then table.insert(ids, id .. ' ' .. flows) end
         op.matched, op[count] = op.matched + 1, op[count] + 1
       end
     end
   end
-  if is_more then return ids, cmsgpack.pack({tenant, created, id}), tenant end
-  return ids, operations.behind(tag, tenant, op.tenant, op.before), tenant
+  return ids, is_more and cmsgpack.pack({created, id}) or AT_END
 end
 
 local function operation_step(keys, argv)
@@ -86,23 +83,23 @@ local function operation_step(keys, argv)
   local op = load_operation(tag .. ':operation:' .. id)
   if op.token ~= argv[2] or op.lease <= now then return {'FENCED'} end
   redis.call('HSET', op.key, 'lease', now + tonumber(argv[3]))
-  local ids, cursor, tenant = {}, '', ''
+  local ids, cursor = {}, ''
   if op.state == 'running' then
     if argv[6] ~= '' then
       op.cursor, op.matched = argv[6], tonumber(argv[7])
       op.done, op.failed = tonumber(argv[8]), tonumber(argv[9])
     end
-    if tonumber(argv[5]) > 0 and cmsgpack.unpack(op.cursor)[1] ~= '' then
-      ids, cursor, tenant = work(tag, op, tonumber(argv[4]), tonumber(argv[5]), now)
+    if tonumber(argv[5]) > 0 and op.cursor ~= AT_END then
+      ids, cursor = work(tag, op, tonumber(argv[4]), tonumber(argv[5]), now)
       if op.kind ~= 'replay' or #ids == 0 then op.cursor = cursor end
     end
     redis.call('HSET', op.key, 'cursor', op.cursor, 'matched', op.matched, 'done', op.done, 'failed',
       op.failed)
-    if cmsgpack.unpack(op.cursor)[1] == '' then op.state = 'completed' end
+    if op.cursor == AT_END then op.state = 'completed' end
     if op.state == 'running' and now - op.created > OPEN_MS then op.state = 'expired' end
     if op.state ~= 'running' then operations.finish(tag, id, op.state, now) end
   end
-  return {'OK', op.state, op.matched, op.done, op.failed, tenant, ids, cursor}
+  return {'OK', op.state, op.matched, op.done, op.failed, ids, cursor}
 end
 
 register('operation_step', operation_step, 'allow-oom')

@@ -2,15 +2,18 @@
 -- KEYS  1 tag
 -- ARGV  1 token of the lease  2 lease (ms)  3 only this operation ('': any)
 -- reply {operation id} or {}
+local MAX_LOOKS = 128
+
 local function operation_take(keys, argv)
   local tag, now = keys[1], now_ms()
   local open = tag .. ':operations_open'
-  for _, id in ipairs(redis.call('ZRANGE', open, 0, -1)) do
+  local ids = argv[3] ~= '' and {argv[3]} or redis.call('ZRANGE', open, 0, MAX_LOOKS - 1)
+  for _, id in ipairs(ids) do
     local key = tag .. ':operation:' .. id
     local state, lease = unpack(redis.call('HMGET', key, 'state', 'lease'))
     if not state then
       redis.call('ZREM', open, id)
-    elseif (argv[3] == '' or argv[3] == id) and (whole_number(lease or 0) or 0) <= now then
+    elseif state == 'running' and (whole_number(lease or 0) or 0) <= now then
       redis.call('HSET', key, 'token', argv[1], 'lease', now + tonumber(argv[2]))
       redis.call('ZADD', open, now, id)
       return {id}

@@ -5,8 +5,7 @@
 -- KEYS  1 tag
 -- ARGV  1 lease (ms)  2 messages at most: the relay's free places  3 messages in flight to one destination at most
 -- reply list of {job id, attempt}
-local MAX_TENANTS = 1000      -- checked in one call
-local MAX_DESTINATIONS = 100  -- of a tenant, checked for one message
+local MAX_TENANTS, MAX_DESTINATIONS = 256, 64  -- checked in one call
 
 -- Makes messages due again whose lease has lapsed.
 local function requeue_lapsed_attempts(tag, to, now)
@@ -37,11 +36,13 @@ local function take_one(tag, tenant, to, id, lease_ms, now)
   return {id, attempt}
 end
 
--- Takes one due message of a tenant; nil where it has none, or its destinations are full.
-local function take_of_tenant(tag, tenant, lease_ms, cap, now)
+-- Takes one due message of a tenant, of at most so many destinations; nil where it has none, or they are full.
+-- Returns also how many more may be checked.
+local function take_of_tenant(tag, tenant, lease_ms, cap, now, looks)
   local destinations = redis.call('ZRANGE', tag .. ':due:of:' .. tenant, '-inf', now, 'BYSCORE', 'LIMIT', 0,
-    MAX_DESTINATIONS)
+    looks)
   for _, to in ipairs(destinations) do
+    looks = looks - 1
     requeue_lapsed_attempts(tag, to, now)
     local found, id
     repeat
@@ -50,9 +51,9 @@ local function take_of_tenant(tag, tenant, lease_ms, cap, now)
       found = id and take_one(tag, tenant, to, id, lease_ms, now)
     until found or not id
     outbox.reschedule(tag, tenant, to, now, cap)
-    if found then return found end
+    if found then return found, looks end
   end
-  return nil
+  return nil, looks
 end
 
 -- Whether a tenant may have one more message in flight, with so many free places.
@@ -77,7 +78,7 @@ end
 local function outbox_take(keys, argv)
   local tag, now = keys[1], now_ms()
   local lease_ms, room, cap = tonumber(argv[1]), tonumber(argv[2]), tonumber(argv[3])
-  local taken, tenants, num_before = {}, {}, nil
+  local taken, tenants, looks, num_before = {}, {}, MAX_DESTINATIONS, nil
   for _, tenant in ipairs(redis.call('ZRANGE', tag .. ':outbox', '-inf', now, 'BYSCORE', 'LIMIT', 0,
     MAX_TENANTS)) do
     local is_tenant = redis.call('EXISTS', tag .. ':due:of:' .. tenant) == 1
@@ -86,8 +87,9 @@ local function outbox_take(keys, argv)
   repeat
     num_before = #taken
     for _, tenant in ipairs(tenants) do
+      if looks == 0 or #taken == room then return taken end
       if may_take(tag, tenant, room - #taken, now) then
-        table.insert(taken, take_of_tenant(tag, tenant, lease_ms, cap, now))
+        taken[#taken + 1], looks = take_of_tenant(tag, tenant, lease_ms, cap, now, looks)
       end
     end
   until #taken == num_before

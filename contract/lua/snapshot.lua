@@ -8,7 +8,7 @@
 --        {outcome of callback attempts, number, …},
 --        {{incarnation, ms since its heartbeat, its status (JSON), its state, ms for which it has been in
 --          it}, …} of workers that claim no jobs}
-local MAX_LINES = 64  -- tenants of a lane whose queues are read
+local MAX_LINES = 64  -- tenants whose queues are read, over all lanes
 
 local function first_created(tag, key)
   if redis.call('EXISTS', key) == 0 then return nil end
@@ -17,9 +17,9 @@ local function first_created(tag, key)
     and tonumber(redis.call('HGET', tag .. ':job:' .. first[2][2], 'created') or nil)
 end
 
-local function oldest_wait(tag, model, lane, now)
+local function oldest_wait(tag, model, lane, num_lanes, now)
   local oldest = first_created(tag, lane_key(tag, 'back', model, lane)) or now
-  local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane), 0, MAX_LINES - 1)
+  local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane), 0, math.ceil(MAX_LINES / num_lanes) - 1)
   for _, tenant in ipairs(tenants) do
     for _, stream_end in pairs(STREAM_ENDS) do
       local queue = lane_key(tag, 'q', model, lane) .. ':' .. tenant .. stream_end
@@ -51,7 +51,7 @@ local function snapshot(keys, argv)
     local counted = redis.call('HMGET', lane_key(tag, 'counters', model, argv[i]), 'queued_jobs',
       'queued_tokens', 'running_jobs', 'running_tokens')
     for j = 1, 4 do counted[j] = tonumber(counted[j] or 0) end
-    counted[5] = oldest_wait(tag, model, argv[i], now)
+    counted[5] = oldest_wait(tag, model, argv[i], #argv - 1, now)
     table.insert(lanes, counted)
   end
   local live = redis.call('ZRANGE', tag .. ':workers:' .. model, now - WORKER_TTL_MS, '+inf',

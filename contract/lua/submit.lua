@@ -77,7 +77,7 @@ local function accept(tag, job, terms, argv, found, now)
       'callback_started', terms.callback_started and 1 or 0,
       'callback_every', terms.callback_every)
   end
-  redis.call('ZADD', tag .. ':jobs:' .. job.tenant, now, job.id)
+  for _, name in ipairs({job.tenant, ''}) do redis.call('ZADD', tag .. ':jobs:' .. name, now, job.id) end
   redis.call('ZADD', tag .. ':deadlines', deadline, job.id)
   if terms.attendance_ms > 0 then
     redis.call('ZADD', tag .. ':attended', now + terms.attendance_ms, job.id)

@@ -1,24 +1,21 @@
 -- sweep: applies what has become due; any process may call it.
 -- Requeues jobs with lapsed leases (the second time as suspects), expires jobs after their deadline,
 -- cancels jobs without a caller, forgets jobs after their retention.
--- The first sweep after a restart of Redis only extends leases and attendance, which could not be
--- renewed while Redis was down.
+-- After a restart of Redis leases and attendance, which could not be renewed while it was down, lapse only
+-- after a grace, from the first sweep on.
 -- KEYS  1 tag
--- ARGV  1 jobs of each kind at most  2 grace after a restart (ms)
+-- ARGV  1 jobs at most  2 grace after a restart (ms)
 -- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten}
 
--- True after a restart of Redis: extends leases and attendance to the end of the grace.
-local function grant_restart_grace(tag, now, grace_ms)
+-- The time (ms) before which no lease and no attendance lapses.
+local function end_of_grace(tag, now, grace_ms)
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
-  local before = redis.call('GET', tag .. ':runid')
-  if before == run_id then return false end
-  redis.call('SET', tag .. ':runid', run_id)
-  if not before then return false end
-  for _, set in ipairs({':leases', ':attended'}) do
-    local late = redis.call('ZRANGE', tag .. set, '-inf', now + grace_ms, 'BYSCORE')
-    for _, id in ipairs(late) do redis.call('ZADD', tag .. set, now + grace_ms, id) end
+  local before, until_ms = string.match(redis.call('GET', tag .. ':runid') or '', '^(%S+) (%d+)$')
+  if before ~= run_id then
+    until_ms = before and now + grace_ms or now
+    redis.call('SET', tag .. ':runid', string.format('%s %d', run_id, until_ms))
   end
-  return true
+  return tonumber(until_ms)
 end
 
 local function due(tag, set, now, limit)
@@ -77,13 +74,14 @@ local function forget_due(tag, now, limit)
 end
 
 local function sweep(keys, argv)
-  local tag, now, limit = keys[1], now_ms(), argv[1]
-  if grant_restart_grace(tag, now, tonumber(argv[2])) then return {0, 0, 0, 0} end
-  local expired = end_due(tag, ':deadlines', 'expired', now, limit)
-  local unattended = end_due(tag, ':attended', 'cancelled', now, limit)
-  local lapsed = requeue_lapsed(tag, now, limit)
-  local forgotten = forget_due(tag, now, limit)
-  return {lapsed, expired, unattended, forgotten}
+  local tag, now, room = keys[1], now_ms(), tonumber(argv[1])
+  local is_grace = now < end_of_grace(tag, now, tonumber(argv[2]))
+  local expired = end_due(tag, ':deadlines', 'expired', now, room)
+  room = room - expired
+  local unattended = end_due(tag, ':attended', 'cancelled', now, is_grace and 0 or room)
+  room = room - unattended
+  local lapsed = requeue_lapsed(tag, now, is_grace and 0 or room)
+  return {lapsed, expired, unattended, forget_due(tag, now, room - lapsed)}
 end
 
 register('sweep', sweep, 'allow-oom')

@@ -114,9 +114,9 @@ class _Run:
 
     async def _end_calls(self, step: Step) -> None:
         """Cancels the calls of ended flows, whose own gateway may have died."""
-        for job_id in step.job_ids:
+        for job_id, tenant in map(str.split, step.job_ids):
             with contextlib.suppress(UnknownJob, RecordUnreadable):
-                view, _ = await self._gateway.broker.read(job_id, step.tenant)
+                view, _ = await self._gateway.broker.read(job_id, tenant)
                 await cancel_whole(self._gateway.broker, view.job)
 
     # --- replays ------------------------------------------------------------------------------

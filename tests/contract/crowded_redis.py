@@ -268,7 +268,7 @@ class CrowdedRedis:
 
     async def fill(self, num_long: int, num_ended: int) -> None:
         await self._run_jobs(num_long, num_ended)
-        await self._report_workers()
+        await self.report_workers()
         await self.submit_many(700, BIG, "standard")
         await self.submit_many(3_000, callback=self.callback(1))
         attended = await self.submit_many(6_300, attendance_s=FOREVER_S)
@@ -280,7 +280,7 @@ class CrowdedRedis:
         for n, tenant in enumerate(TENANTS[156:]):
             await self.pauses.pause(Line(lane=LANES[n % 4], tenant=tenant), "tenant")
 
-    async def _report_workers(self) -> None:
+    async def report_workers(self) -> None:
         """All live, one with the candidate of two configurations; two others are draining."""
         for worker in WORKERS:
             share = {"candidate_share": 0.3} if worker == CANDIDATE else {}

@@ -13,7 +13,7 @@ import pytest
 
 from contract.batches import BatchStatus, Part
 from contract.errors import BrokerFull, JobRefused
-from contract.function_types import Blame, FairRoom, JobMark, LaneRoom, Release, Wanted
+from contract.function_types import MAX_CLAIM, Blame, FairRoom, JobMark, LaneRoom, Release, Wanted
 from contract.jobs import Job, JobStatus
 from contract.library import library_source  # before tests set a clock in it
 from contract.operations import OperationKind
@@ -36,7 +36,6 @@ from tests.contract.crowded_redis import (
     CrowdedRedis,
     at_once,
 )
-from workers.supervisor.holding import MAX_CLAIM
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
@@ -651,6 +650,7 @@ async def cost_ms(crowd: CrowdedRedis, case: Case) -> float:
     """The median of the cases' calls, less a PING; where a call takes several of Redis, the
     longest counts."""
     found = []
+    await crowd.report_workers()
     async for call in case.calls(crowd):
         crowd.meter.spent.clear()
         crowd.meter.is_on = True

@@ -45,6 +45,7 @@ from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
 from contract.operations import OperationKind, Operations, new_operation_id
+from contract.pauses import Line, Pauses
 from contract.starts import ANY_LANE, Starts
 from infra.aws.pool_service import PoolWatch
 from infra.embedded_redis import EmbeddedRedis
@@ -516,6 +517,17 @@ def test_rules_of_single_keys_match_those_keys(server: EmbeddedRedis) -> None:
                 if family in f"{role.keeps} {role.reads}".split():
                     verdict = run_command(admin, "ACL DRYRUN", role_name, "EXISTS", singles[name])
                     assert b"key" not in (verdict or b""), (role_name, name)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["gateway", "flows"])
+async def test_gateways_may_pause_for_a_tenant(server: EmbeddedRedis, name: str) -> None:
+    """Which counts the pauses that there are."""
+    client = connect(role_url(server.url, name), Keys("test"))
+    pauses, line = Pauses(client, Keys("test")), Line(lane="standard", tenant="t")
+    assert (await pauses.pause(line, "tenant")).by == "tenant"
+    assert await pauses.resume(line, "tenant")
+    await client.aclose()
 
 
 @pytest.mark.anyio

@@ -281,16 +281,20 @@ class Audit:
         self._sound_rows[job_id] = self._rows[job_id]
 
     def _check_lists(self, jobs: dict[str, Record], by_records: Contents) -> None:
-        """I15: every record is in its tenant's list and in no other; an unfinished one has a
-        deadline, an ended one an expiry."""
+        """I15: every record is in its tenant's list, in that of all and in no other; an unfinished
+        one has a deadline, an ended one an expiry."""
         prefix = self.keys.of("jobs", "")
         found = {
             key.decode()[len(prefix) :]: self._scores(key) for key in self.client.keys(f"{prefix}*")
         }
+        wanted_lists = _of(by_records, "jobs:")
+        of_all = {job_id: at for own in wanted_lists.values() for job_id, at in own.items()}
+        if of_all:
+            wanted_lists = {**wanted_lists, "jobs:": of_all}
         same(
             "I15: the lists of jobs",
             {f"jobs:{tenant}": listed for tenant, listed in found.items()},
-            _of(by_records, "jobs:"),
+            wanted_lists,
         )
         for name, what in (
             ("deadlines", "a deadline for each open job"),
@@ -329,7 +333,7 @@ class Audit:
             raw: Any = self.client.hgetall(self.keys.of("stored", name))
             there = {key.decode(): int(value) for key, value in raw.items()}
             same("I16: bytes in Redis", {name: there}, {name: dict(wanted)})
-        listed_ids = sorted(job_id for listed in found.values() for job_id in listed)
+        listed_ids = sorted(found.get("", {}))
         assert sorted(raw.decode() for raw in stored) == listed_ids, "I11: bytes stored of each job"
 
     def _scores(self, key: str | bytes) -> dict[str, int]:

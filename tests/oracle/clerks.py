@@ -185,10 +185,11 @@ def _counts(step: Step) -> tuple[int, int, int]:
 
 
 def _place(cursor: bytes) -> Place:
-    tenant, created_ms, last_id = msgspec.msgpack.decode(cursor)
-    return tenant, int(created_ms), last_id
+    if cursor in (b"", b"end"):
+        return None
+    created_ms, last_id = msgspec.msgpack.decode(cursor)
+    return int(created_ms), last_id
 
 
 def _answer(step: Step) -> Answer:
-    place = _place(step.cursor) if step.cursor else None
-    return step.state, _counts(step), step.tenant, step.job_ids, place
+    return step.state, _counts(step), step.job_ids, bool(step.cursor), _place(step.cursor)

@@ -61,8 +61,8 @@ MUTANTS = [
     ),
     Mutant(
         "a search passes over the second job",
-        "for _, entry in ipairs(rest) do table.insert(entries, entry) end",
-        "for i = 2, #rest do table.insert(entries, rest[i]) end",
+        "for _, entry in ipairs(more) do table.insert(entries, entry) end",
+        "for j = i == 2 and 2 or 1, #more do table.insert(entries, more[j]) end",
         seed=1,
     ),
     Mutant(
@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant("a job that ends never goes", "  redis.call('PEXPIRE', job.key, job.ttl_ms)\n", ""),
     Mutant(
         "a job that is forgotten stays in its list",
-        "  redis.call('ZREM', tag .. ':jobs:' .. tenant, id)\n",
-        "",
+        "for _, name in ipairs({tenant, ''}) do redis.call('ZREM'",
+        "for _, name in ipairs({''}) do redis.call('ZREM'",
     ),
     Mutant(
         "what lies in the object store is forgotten with its job",
@@ -244,15 +244,14 @@ MUTANTS = [
     ),
     Mutant(
         "a list skips the job after its page",
-        "return {'OK', place(rows[i - 1]), found}",
-        "return {'OK', place(row), found}",
+        "return {'OK', i > 1 and place(rows[i - 1])",
+        "return {'OK', i > 1 and place(row)",
         seed=2,
     ),
     Mutant(
-        "a list of all tenants leaves out those before its page",
-        "while #rows > most or last",
-        "while #rows > most - 1 or last",
-        seed=4,
+        "a job is not in the list of all tenants",
+        "for _, name in ipairs({job.tenant, ''}) do redis.call('ZADD'",
+        "for _, name in ipairs({job.tenant}) do redis.call('ZADD'",
     ),
     Mutant(
         "a tenant's pause does not hold it",
@@ -262,7 +261,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a paused tenant gave back is claimed",
-        "pauses.hold(paused, job[6] or '', job[5] or '')",
+        "pauses.hold(paused, lane or '', tenant or '')",
         "false",
         seed=27,
     ),
@@ -441,7 +440,12 @@ MUTANTS = [
     ),
     Mutant("no lane has a deficit", "if deficit > 0 then", "if false then", seed=1),
     Mutant("a lane takes places that are kept", "if lane.slots > num_filled then", "if true then"),
-    Mutant("nobody gets a place of another tenant", "if room > 0 then", "if false then", seed=1),
+    Mutant(
+        "nobody gets a place of another tenant",
+        "if room <= 0 then return",
+        "if true then return",
+        seed=1,
+    ),
     Mutant(
         "a tenant takes more than its share",
         "if slots + 1 > math.floor(fair.slots * weight / sum) then return 0 end",
@@ -674,8 +678,8 @@ MUTANTS = [
     ),
     Mutant(
         "no grace after a restart",
-        "  if not before then return false end\n",
-        "  if true then return false end\n",
+        "until_ms = before and now + grace_ms or now",
+        "until_ms = now",
         seed=8,
     ),
     Mutant(

@@ -10,8 +10,8 @@ _TEXTS = [
     ),
     (
         "a cursor skips the job that found no room in a step",
-        "== max_jobs then\n      return ids, cmsgpack.pack({tenant, created, id})",
-        "== max_jobs then\n      return ids, cmsgpack.pack({tenant, row.created, row.id})",
+        "== max_jobs then\n      return ids, cmsgpack.pack({created, id})",
+        "== max_jobs then\n      return ids, cmsgpack.pack({row.created, row.id})",
     ),
     (
         "progress counts twice",
@@ -20,8 +20,8 @@ _TEXTS = [
     ),
     (
         "an operation is lost with its gateway",
-        "elseif (argv[3] == '' or argv[3] == id) and (whole_number(lease or 0) or 0) <= now then",
-        "elseif (argv[3] == '' or argv[3] == id) and not lease then",
+        "elseif state == 'running' and (whole_number(lease or 0) or 0) <= now then",
+        "elseif state == 'running' and not lease then",
     ),
     (
         "a page is lost with the gateway that was to submit it",
@@ -30,13 +30,13 @@ _TEXTS = [
     ),
     (
         "two gateways hold an operation",
-        "elseif (argv[3] == '' or argv[3] == id) and (whole_number(lease or 0) or 0) <= now then",
-        "elseif argv[3] == '' or argv[3] == id then",
+        "elseif state == 'running' and (whole_number(lease or 0) or 0) <= now then",
+        "elseif state == 'running' then",
     ),
     (
         "a gateway gets another operation than it asked for",
-        "elseif (argv[3] == '' or argv[3] == id) and",
-        "elseif",
+        "argv[3] ~= '' and {argv[3]} or redis.call(",
+        "redis.call(",
     ),
     (
         "the same operation is always worked on first",
@@ -76,14 +76,14 @@ _TEXTS = [
         "  local before = now  --",
     ),
     (
-        "only the first of all tenants is worked through",
-        "return cmsgpack.pack({of ~= '' and '' or next_tenant(tag, tenant), before, ''})",
-        "return cmsgpack.pack({'', before, ''})",
+        "an operation that has ended is taken again",
+        "elseif state == 'running' and (whole",
+        "elseif (whole",
     ),
     (
-        "one tenant's operation goes on to the next tenant",
-        "return cmsgpack.pack({of ~= '' and '' or next_tenant(tag, tenant), before, ''})",
-        "return cmsgpack.pack({next_tenant(tag, tenant), before, ''})",
+        "an operation of all tenants ends after its first step",
+        "return ids, is_more and cmsgpack.pack({created, id}) or AT_END",
+        "return ids, is_more and op.tenant ~= '' and cmsgpack.pack({created, id}) or AT_END",
     ),
     (
         "filters are not looked at",
@@ -97,8 +97,8 @@ _TEXTS = [
     ),
     (
         "letters are read in the list of jobs",
-        "tag .. (is_jobs and ':jobs:' or ':dead:') .. tenant",
-        "tag .. ':jobs:' .. tenant",
+        "tag .. (is_jobs and ':jobs:' or ':dead:') .. op.tenant",
+        "tag .. ':jobs:' .. op.tenant",
     ),
     (
         "an operation that is added again begins anew",

@@ -75,6 +75,7 @@ from tests.oracle.reference_promises import Promises
 FIRST_HASH = "00000000"
 MAX_RELEASES = 32
 OFFER_MS = 2500
+MAX_BEYOND = 4  # jobs that a claim ends, or assigns beyond its rooms
 MAX_RUNS_BYTES = 1024
 SUSPECT = "suspect"
 BACK = "back"
@@ -187,6 +188,7 @@ class Reference:
         self._left: dict[tuple[str, str, str], tuple[int, int]] = {}  # line → jobs, tokens
         self._turns: dict[str, tuple[str, int]] = {}  # model → (incarnation, until ms)
         self.paused: dict[Line, int] = {}  # since ms
+        self._grace_ms = 0  # until then nothing lapses
         self.is_restarted = False
         self.memory_room = math.inf
         self.wakes: list[tuple[str, str]] = []  # (model, lane) of each hint published to workers
@@ -429,9 +431,9 @@ class Reference:
             for lane, room in rooms.items()
             if room.fair is not None and room.max_jobs == 0
         }
-        num_tokens = num_filled = 0
+        num_tokens = num_filled = num_beyond = 0
         num_taken: Counter[str] = Counter()
-        while True:
+        while num_beyond < MAX_BEYOND:
             skipped: list[Record] = []
             left = {
                 lane: LaneRoom(
@@ -447,7 +449,11 @@ class Reference:
                 found = self._take_offer(model, lanes, left, max_tokens, incarnation)
             if found is None:
                 break
+            lane = found.lane
             taken = self._take(found, incarnation, lease_ms)
+            num_beyond += taken is None or lane in places
+            if num_beyond == MAX_BEYOND:
+                self.wakes.append((model, lane))
             if taken is None:
                 continue
             claimed.append(taken)
@@ -532,11 +538,11 @@ class Reference:
     ) -> list[tuple[Verdict | JobStatus, int]]:
         return [(self._blame(incarnation, item, max_crashes), 0) for item in items]
 
-    def sweep(self, max_jobs: int = 100) -> Swept:
+    def sweep(self, max_jobs: int = 400) -> Swept:
         if self.is_restarted:
             self.is_restarted = False
-            self._grant_grace()
-            return Swept(0, 0, 0, 0)
+            self._grace_ms = self.now_ms + int(BOOT_GRACE_S * 1000)
+        is_grace = self.now_ms < self._grace_ms
         open_records = [r for r in self.records.values() if not r.is_terminal]
         expired = [r for r in open_records if r.deadline_ms <= self.now_ms]
         for record in sorted(expired, key=lambda r: (r.deadline_ms, r.job.id)):
@@ -545,12 +551,14 @@ class Reference:
             r
             for r in open_records
             if not r.is_terminal
+            and not is_grace
             and r.attended_until_ms is not None
             and r.attended_until_ms <= self.now_ms
         ]
         for record in sorted(unattended, key=lambda r: (r.attended_until_ms, r.job.id)):
             self._end(record, JobStatus.CANCELLED)
-        lapsed = [r for r in open_records if r.lease_ms is not None and r.lease_ms <= self.now_ms]
+        leased = [r for r in open_records if r.lease_ms is not None and not is_grace]
+        lapsed = [r for r in leased if r.lease_ms <= self.now_ms]  # type: ignore[operator]
         for record in sorted(lapsed, key=lambda r: (r.lease_ms, r.job.id)):
             record.lapses += 1
             self._give_back(record, BACK if record.lapses == 1 else SUSPECT)
@@ -560,7 +568,7 @@ class Reference:
         return Swept(len(lapsed), len(expired), len(unattended), len(forgotten))
 
     def restart(self) -> None:
-        """Redis has been restarted: the next sweep grants a grace period."""
+        """Redis has been restarted: the next sweep begins a grace period."""
         self.is_restarted = True
 
     # --- transitions --------------------------------------------------------------------------
@@ -959,11 +967,14 @@ class Reference:
         return holder == incarnation
 
     def _claim_suspect(self, model: str, incarnation: str, lease_ms: int) -> list[Claimed]:
-        while queue := self._waiting((model, "", SUSPECT)):
+        for _ in range(MAX_BEYOND):
+            if not (queue := self._waiting((model, "", SUSPECT))):
+                return []
             taken = self._take(queue[0], incarnation, lease_ms)
             if taken is not None:
                 del self._turns[model]
                 return [taken]
+        self.wakes.append((model, ""))
         return []
 
     # --- admission ----------------------------------------------------------------------------
@@ -1099,14 +1110,6 @@ class Reference:
     def _owned(self, job_id: str, tenant: str) -> Record | None:
         record = self.records.get(job_id)
         return record if record is not None and record.job.tenant == tenant else None
-
-    def _grant_grace(self) -> None:
-        grace_ms = self.now_ms + int(BOOT_GRACE_S * 1000)
-        for record in self.records.values():
-            if record.lease_ms is not None:
-                record.lease_ms = max(record.lease_ms, grace_ms)
-            if record.attended_until_ms is not None:
-                record.attended_until_ms = max(record.attended_until_ms, grace_ms)
 
 
 def _offer_of(record: Record) -> tuple[str, int, int]:

@@ -1,5 +1,5 @@
 """Operations on many jobs in Python, like reference.py for the other functions. A place is that of
-a cursor: tenant, time, id. Calls of flows and flows are not known here."""
+a cursor: time, id; None: at the end. Calls of flows and flows are not known here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ OPEN_MS = 86_400_000
 LISTED_MS = 8 * OPEN_MS
 MAX_OPEN = 3  # few, so that walks reach it
 
-Place = tuple[str, int, str]
+Place = tuple[int, str] | None
 Counts = tuple[int, int, int]  # matched, done, failed
-Answer = tuple[OperationState, Counts, str, tuple[str, ...], Place | None]
+Answer = tuple[OperationState, Counts, tuple[str, ...], bool, Place]
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class OperationsReference:
         before_ms = now_ms + 1
         if kind is not OperationKind.REPLAY_CALLBACKS and wanted.created_before_ms:
             before_ms = min(before_ms, wanted.created_before_ms)
-        place = tenant or self._next_tenant(""), before_ms, ""
+        place = before_ms, ""
         there = frozenset(self._jobs.records)
         self.entries[operation_id] = OperationEntry(
             owner, tenant, kind, wanted, now_ms, before_ms, now_ms, place, there
@@ -93,21 +93,20 @@ class OperationsReference:
         if entry is None or entry.token != token or entry.lease_ms <= now_ms:
             raise LeaseLost(operation_id)
         entry.lease_ms = now_ms + int(lease_s * 1000)
-        tenant, ids = "", tuple[str, ...]()
-        place: Place | None = None
+        ids, place, has_worked = tuple[str, ...](), None, False
         if entry.state is OperationState.RUNNING:
             if reported is not None:
                 entry.place, entry.counts = reported
-            if max_jobs and entry.place[0]:
-                tenant = entry.place[0]
+            if max_jobs and entry.place is not None:
+                has_worked = True
                 ids, place = self._work(entry, max_looks, max_jobs)
                 if not ids:
                     entry.place = place
-            if not entry.place[0]:
+            if entry.place is None:
                 self._finish(entry, OperationState.COMPLETED)
             elif now_ms - entry.created_ms > OPEN_MS:
                 self._finish(entry, OperationState.EXPIRED)
-        return entry.state, entry.counts, tenant, ids, place
+        return entry.state, entry.counts, ids, has_worked, place
 
     def stop(self, operation_id: str) -> OperationState | None:
         entry = self.entries.get(operation_id)
@@ -145,22 +144,19 @@ class OperationsReference:
     def _finish(self, entry: OperationEntry, state: OperationState) -> None:
         entry.state, entry.finished_ms = state, self._jobs.now_ms
 
-    def _next_tenant(self, after: str) -> str:
-        tenants = {record.job.tenant for record in self._jobs.records.values()}
-        return min((tenant for tenant in tenants if tenant > after), default="")
-
     def _work(
         self, entry: OperationEntry, max_looks: int, max_jobs: int
     ) -> tuple[tuple[str, ...], Place]:
         """Returns the ids for the gateway, and the place behind them."""
-        tenant, created_ms, last_id = entry.place
+        assert entry.place is not None
+        created_ms, last_id = entry.place
         is_jobs = entry.kind is not OperationKind.REPLAY_CALLBACKS
         looked, is_more = self._looked(entry, max_looks)
         ids: list[str] = []
         num_matched = 0
         for row_ms, row_id in looked:
             if num_matched == max_jobs:
-                return tuple(ids), (tenant, created_ms, last_id)
+                return tuple(ids), (created_ms, last_id)
             if is_jobs and row_ms <= entry.wanted.created_after_ms:
                 is_more = False
                 break
@@ -174,16 +170,14 @@ class OperationsReference:
                 self._act(entry, row_id)
                 matched, done, failed = entry.counts
                 entry.counts = matched + 1, done + 1, failed
-        if is_more:
-            return tuple(ids), (tenant, created_ms, last_id)
-        following = "" if entry.tenant else self._next_tenant(tenant)
-        return tuple(ids), (following, entry.before_ms, "")
+        return tuple(ids), (created_ms, last_id) if is_more else None
 
     def _looked(self, entry: OperationEntry, max_looks: int) -> tuple[list[tuple[int, str]], bool]:
-        """The next rows of the tenant's list, and whether there may be more: as many are read, also
+        """The next rows of the list, and whether there may be more: as many are read, also
         of the place's own time."""
-        tenant, created_ms, last_id = entry.place
-        rows = sorted(self._listed(entry.kind, tenant), reverse=True)
+        assert entry.place is not None
+        created_ms, last_id = entry.place
+        rows = sorted(self._listed(entry.kind, entry.tenant), reverse=True)
         if (created_ms, last_id) in rows:
             first = rows.index((created_ms, last_id)) + 1
         else:
@@ -202,7 +196,7 @@ class OperationsReference:
             dead = self._jobs.outbox.dead(tenant)
             return [(self._jobs.outbox.entries[i].died_ms, i) for i in dead]
         records = self._jobs.records.items()
-        return [(r.created_ms, i) for i, r in records if r.job.tenant == tenant]
+        return [(r.created_ms, i) for i, r in records if tenant in ("", r.job.tenant)]
 
     def _is_meant(self, entry: OperationEntry, job_id: str) -> bool:
         if entry.kind is OperationKind.REPLAY_CALLBACKS:

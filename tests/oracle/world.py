@@ -373,7 +373,7 @@ class World:
     def restart(self) -> None:
         """As if Redis had been restarted: the next sweep sees another run id."""
         if self.client.exists(self.keys.of("runid")):
-            self.client.set(self.keys.of("runid"), "another")
+            self.client.set(self.keys.of("runid"), "another 0")
             self.reference.restart()
 
     def fill_memory(self, room: int | None) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from cachetools import LRUCache
 from msgspec.structs import replace
 
-from contract.function_types import LaneRoom, Release, WorkerCapacity
+from contract.function_types import MAX_CLAIM, LaneRoom, Release, WorkerCapacity
 from contract.jobs import JobStatus
 from contract.telemetry.tracing import Tracing
 from workers.ipc.channel import EngineClient
@@ -125,7 +125,6 @@ class StepClock:
 # Most outputs end before their cap, and the engine can preempt. So a worker claims up to twice the
 # tokens that its KV cache holds, counting each job up to its cap.
 _OVERCOMMIT = 2
-MAX_CLAIM = 64  # jobs per call
 _MAX_EPOCHS = 10_000  # remembered at most
 _MAX_CANCELLED = 1024  # remembered at most
 _IDLE = EngineLoad()
@@ -283,7 +282,7 @@ class Holding:
             is_waiting = can_leave and job.job.id not in engine.running
             job.num_looks = job.num_looks + 1 if is_waiting else 0
         waiting = [job for job in jobs if job.num_looks > 2 ** min(5, job.num_returns)]
-        return [Release(job.job.id, job.epoch, "offer") for job in waiting[:_MAX_CLAIM]]
+        return [Release(job.job.id, job.epoch, "offer") for job in waiting[:MAX_CLAIM]]
 
     def room(self, now_s: float) -> LaneRoom | None:
         """What this worker could start at present; None if it should not claim. After the claim

@@ -12,7 +12,7 @@ import redis.asyncio
 from contract.connection import end_tasks
 from contract.consumer import MAX_CONTROL, keep_leases, listen
 from contract.errors import BatchwayError, BrokerUnavailable
-from contract.function_types import Claimed, Release, WorkerCapacity
+from contract.function_types import MAX_CLAIM, Claimed, Release, WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
 from gateway.runners.flows.run import Publisher, Run
@@ -72,9 +72,10 @@ class FlowWorker:
 
     async def aclose(self) -> None:
         """Gives back the jobs that it holds."""
+        held = {job_id: run.claimed.epoch for job_id, (run, _) in self._held.items()}
         runs = [task for _, task in self._held.values()]
         await end_tasks(*self._duties, *runs, *self._ending)
-        await self._leave()
+        await self._leave(held)
 
     def drain(self) -> None:
         """Takes no more jobs."""
@@ -114,7 +115,7 @@ class FlowWorker:
             self.model,
             self.lanes,
             lease_s=self._lease_s,
-            max_jobs=_MAX_JOBS - len(self._held),
+            max_jobs=min(MAX_CLAIM, _MAX_JOBS - len(self._held)),
             max_tokens=_MAX_TOKENS,
             is_idle=True,
         )
@@ -203,12 +204,13 @@ class FlowWorker:
                     run, _ = self._held[job_id]
                     self._start_task(run.move(lane, int(left_ms) / 1000))
 
-    async def _leave(self) -> None:
-        """Gives its jobs back, including those of a claim whose reply was lost. If Redis does not
+    async def _leave(self, held: dict[str, int]) -> None:
+        """Gives its jobs (id to epoch) back, including those of a claim whose reply was lost. If Redis does not
         answer, their leases lapse."""
         try:
-            found = await self._functions.mine(self.incarnation, (), lease_s=self._lease_s)
-            items = [Release(each.job.id, each.epoch, "drain") for each in found]
+            found = await self._functions.mine(self.incarnation, [*held], lease_s=self._lease_s)
+            held |= {each.job.id: each.epoch for each in found}
+            items = [Release(job_id, epoch, "drain") for job_id, epoch in held.items()]
             if items:
                 await self._functions.release(self.incarnation, items)
             await self._functions.leave(self.incarnation, self.model)
