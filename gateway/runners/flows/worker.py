@@ -205,8 +205,8 @@ class FlowWorker:
                     self._start_task(run.move(lane, int(left_ms) / 1000))
 
     async def _leave(self, held: dict[str, int]) -> None:
-        """Gives its jobs (id to epoch) back, including those of a claim whose reply was lost. If Redis does not
-        answer, their leases lapse."""
+        """Gives its jobs (id to epoch) back, including those of a claim whose reply was lost. If
+        Redis does not answer, their leases lapse."""
         try:
             found = await self._functions.mine(self.incarnation, [*held], lease_s=self._lease_s)
             held |= {each.job.id: each.epoch for each in found}
