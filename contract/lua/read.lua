@@ -6,7 +6,7 @@
 --       {'OK', {field, value, …}, {`<event number> <hash> <event>`, …}, position}
 --       position  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
 --              its tenant's queue, else {}; computed in constant time
-local MAX_BYTES = 2 ^ 19
+local MAX_BYTES = 2 ^ 17
 
 local function queue_position(tag, id, key)
   local job = load_job(tag, id)
