@@ -66,7 +66,7 @@ VARIANTS = {
     "ignore_eos": Variant(),
     "stated lengths": Variant(states_length=True),
     "n = 2": Variant(n=2),
-    "HTTP": Variant(num_streams=64, num_tokens=150, is_http=True),
+    "HTTP": Variant(num_streams=64, is_http=True),
 }
 
 

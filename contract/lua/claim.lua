@@ -158,7 +158,7 @@ local function take_offer(tag, model, lanes, argv, num_filled, now)
         redis.call('ZREM', offers, offer)  -- it has been taken, or has gone on
       elseif job.owner ~= argv[1] and (job.arm or '') == ''
         and job.cost / choices <= math.min(argv[5], lane.room) then
-        redis.call('PUBLISH', tag .. ':ctl:' .. job.owner, 'ended ' .. job.id .. ' taken')
+        redis.call('PUBLISH', tag .. ':ctl:' .. job.owner, 'taken ' .. job.id .. ' ' .. job.epoch)
         redis.call('HSET', job.key, 'attempt', job.attempt - 1)
         requeue(tag, job)
         return {key = tag .. ':' .. job.stream, entry = job.entry, id = job.id, cost = job.cost,

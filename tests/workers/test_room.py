@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from contract.function_types import Claimed, FairRoom, LaneRoom
+from contract.function_types import MAX_CLAIM, Claimed, FairRoom, LaneRoom
 from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
 from workers.ipc.messages import (
@@ -71,7 +71,7 @@ def test_the_engines_own_number_of_places_goes_before_that_of_the_options(holdin
     for own, asked, expected in ((9, 2, 9), (9, None, 9), (None, 2, 2), (None, None, 256)):
         engine.ready = msgspec.structs.replace(READY, max_num_seqs=own)
         engine.options = EngineOptions(model_path="hash", max_num_seqs=asked)
-        assert places(holding) == min(expected, 64)  # of one claim
+        assert places(holding) == min(expected, MAX_CLAIM)  # of one claim
         assert holding.capacity(0.0, {}).max_jobs == expected
     engine.forget()
     assert holding.capacity(0.0, {}).max_jobs == 0

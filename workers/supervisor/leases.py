@@ -180,6 +180,9 @@ class LeaseKeeper:
             match (await self._control.get()).split():
                 case ["ended", job_id, status] if job_id in self._holding.jobs:
                     self._holding.end(self._holding.jobs[job_id], status)
+                case ["taken", job_id, number] if number.isdecimal():  # by another worker
+                    if (held := self._holding.get(job_id, int(number))) is not None:
+                        self._holding.drop(held, "taken")
                 case ["moved", job_id, lane, deadline_ms] if (
                     job_id in self._holding.jobs and _MS.fullmatch(deadline_ms)
                 ):
