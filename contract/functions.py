@@ -72,8 +72,8 @@ log = logging.getLogger("batchway.redis")
 MAX_LOOKS = 500  # records that one call of `list` reads
 # Of one call, which Redis runs in a millisecond or two: jobs whose records it changes or only looks
 # at, events, bytes of events; and of a list jobs shown, records read.
-_PAGE_VIEWS, _PAGE_LOOKS = 40, 150
-_PAGE_CHANGES, _PAGE_HELD, _PAGE_EVENTS, _PAGE_BYTES = 8, 100, 64, 65_536
+_PAGE_VIEWS, _PAGE_LOOKS = 25, 125
+_PAGE_CHANGES, _PAGE_HELD, _PAGE_EVENTS, _PAGE_BYTES = 6, 64, 64, 65_536
 BOOT_GRACE_S = 10.0  # for leases and attendance after a restart of Redis
 IDEMPOTENCY_TTL_S = 24 * 3600
 # Bytes that a finished job takes in Redis beside its arguments, as measured.

@@ -24,14 +24,14 @@ _SUBSCRIBES = "subscribe unsubscribe"
 
 # Commands inside the functions that change jobs, all of them together.
 _JOB_COMMANDS = (
-    "del exists get hdel hexists hget hgetall hincrby hkeys hmget hset hsetnx info persist pexpire "
-    "publish sadd scard set smembers srem time unlink xack xadd xclaim xdel xgroup|create "
+    "del exists get hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx info persist "
+    "pexpire publish sadd scard set smembers srem time unlink xack xadd xclaim xdel xgroup|create "
     "xinfo|groups xlen xrange xtrim zadd zcard zcount zincrby zrange zrem zremrangebyscore "
     "zrevrange zrevrank zscore"
 )
 _READ_COMMANDS = (
-    "exists get hget hgetall hmget scard smembers time xrange zcard zcount zrange zrangebyscore "
-    "zrevrange zrevrank zscore"
+    "exists get hget hgetall hlen hmget scard smembers time xrange zcard zcount zrange "
+    "zrangebyscore zrevrange zrevrank zscore"
 )
 
 # Key families: what follows the tag in contract/keys.py.
@@ -81,7 +81,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "gateway": RedisRole(
             purpose="batchway gateway, and the functions in front on AWS",
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS}",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange hlen srandmember",
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
             keeps=f"{_JOB_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} {_HOME_KEYS} dead idem memory "
             "object_store promised wanted worker",
             reads=f"clock pool workers models model tokenizer {_API_KEYS} deliveries",
@@ -100,7 +100,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             purpose="batchway gateway --models, which runs flows: a gateway, and a worker of them",
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS} claim mine "
             "append heartbeat release waiting",
-            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange hlen lpush ltrim "
+            commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange lpush ltrim "
             "srandmember zrangebyscore",
             keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} {_HOME_KEYS} "
             "calibration clock dead idem memory object_store owed promised told turn wanted",
@@ -111,9 +111,10 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             purpose="batchway callbacks: the relay, and RQ with keys of its own",
             functions="outbox_take outbox_start outbox_done read",
             commands=f"{_CONNECTION} blmove blpop brpop del exists expire get getrange hdel "
-            "hexists hget hgetall hincrby hincrbyfloat hmget hset hsetnx info llen lmove lpop lpos "
-            "lrange lrem persist pexpire rpush sadd scard set smembers srem time ttl xadd "
-            "xlen xrange xtrim zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore zscore",
+            "hexists hget hgetall hincrby hincrbyfloat hlen hmget hset hsetnx info llen lmove "
+            "lpop lpos lrange lrem persist pexpire rpush sadd scard set smembers srem time ttl "
+            "xadd xlen xrange xtrim zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore "
+            "zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
             reads="clock active counters job line log model partitions paused pool run tenant "
             "weights workers",
@@ -141,7 +142,7 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
         "operator": RedisRole(
             purpose="batchway keys, jobs, drain, check, callbacks list and replay",
             functions=f"{_GATEWAY_FUNCTIONS} {_OPERATION_FUNCTIONS} drain",
-            commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange hlen hscan lrange",
+            commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange hscan lrange",
             keeps=f"{_JOB_KEYS} {_OPERATION_KEYS} {_HOME_KEYS} dead idem memory promised worker "
             f"{_API_KEYS}",
             reads=f"batches_open clock calibration {_FLEET_KEYS.replace('worker ', '')} deliveries",

@@ -27,11 +27,16 @@ function fairness.weight(tag, tenant)
   return readable_weight(redis.call('HGET', tag .. ':weights', tenant))
 end
 
--- The weights by tenant, each of which is read once.
+-- The weights by tenant: few are read at once, as a short hash is searched from its beginning; of many each
+-- when it is needed.
 function fairness.weights(tag)
-  return setmetatable({}, {__index = function(weights, tenant)
-    weights[tenant] = fairness.weight(tag, tenant)
-    return weights[tenant]
+  local key, known = tag .. ':weights', {}
+  local is_short = redis.call('HLEN', key) <= 2 * MAX_WEIGHED
+  local flat = is_short and redis.call('HGETALL', key) or {}
+  for i = 1, #flat, 2 do known[flat[i]] = readable_weight(flat[i + 1]) end
+  return setmetatable(known, {__index = function(_, tenant)
+    known[tenant] = is_short and 1 or fairness.weight(tag, tenant)
+    return known[tenant]
   end})
 end
 
@@ -54,9 +59,9 @@ function fairness.weight_of_others(tag, model, lane, tenant, paused)
   local names = redis.call('ZRANGE', active, 0, MAX_WEIGHED - 1)
   if #names == 0 then return 0 end
   local sum = #names < MAX_WEIGHED and 0 or redis.call('ZCARD', active) - MAX_WEIGHED
-  local weights = redis.call('HMGET', tag .. ':weights', unpack(names))
-  for i, name in ipairs(names) do
-    if name ~= tenant and not pauses.hold(paused, lane, name) then sum = sum + readable_weight(weights[i]) end
+  local weights = fairness.weights(tag)
+  for _, name in ipairs(names) do
+    if name ~= tenant and not pauses.hold(paused, lane, name) then sum = sum + weights[name] end
   end
   return sum
 end

@@ -18,7 +18,7 @@ local EVENT_BYTES = 40      -- of a log's entry, beside the event
 local TOKEN_BYTES = 100     -- of a log, for each expected token, beside its log probabilities
 local MAX_GUESS = 512       -- tokens that are expected where nothing is known
 local PASSING_MS = 15000    -- after its end a synchronous call's result may be forgotten for others
-local MAX_FORGOTTEN = 8     -- results that one submit forgets
+local MAX_FORGOTTEN = 4     -- results that one submit forgets
 -- How long a reading is used, and for how many jobs. INFO takes a quarter of the time of a submit.
 local READ_MS = 1000
 local TRUSTED_JOBS = 16

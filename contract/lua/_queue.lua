@@ -25,7 +25,7 @@ local function entries_behind(key, id, most)
   return function()
     i = i + 1
     if not entries[i] and i <= most then
-      local count = math.min(i == 1 and 1 or MAX_SKIPPED, most - i + 1)
+      local count = math.min(i == 1 and 1 or MAX_SKIPPED - 1, most - i + 1)
       local more = redis.call('XRANGE', key, '(' .. (i == 1 and id or entries[i - 1][1]), '+', 'COUNT', count)
       for _, entry in ipairs(more) do table.insert(entries, entry) end
     end

@@ -65,14 +65,15 @@ end
 function totals.merge(tag, model, incarnation, counted)
   local key = tag .. ':told:' .. incarnation
   local raw = redis.call('GET', key)
-  local reported = raw and cmsgpack.unpack(raw) or {}
+  local reported, gains = raw and cmsgpack.unpack(raw) or {}, {}
   for field, value in pairs(counted) do
     local gained = value - (reported[field] or 0)
     if gained > 0 then
-      totals.add(tag, model, field, gained)
+      gains[#gains + 1], gains[#gains + 2] = field, gained
       reported[field] = value
     end
   end
+  if #gains > 0 then add_to(tag .. ':totals:' .. model, gains) end
   redis.call('SET', key, cmsgpack.pack(reported), 'PX', REPORTED_TTL_MS)
   redis.call('PEXPIRE', tag .. ':totals:' .. model, TOTALS_TTL_MS)
 end

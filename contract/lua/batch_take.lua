@@ -1,6 +1,6 @@
 -- batch_take: leases unfinished batches that no feeder holds: of the tenant with the fewest that are
--- held first, then the oldest; where many are open, of MAX_LOOKS that follow each other, from a place that the
--- token draws. `batches_fed` tells for an hour that there is a feeder.
+-- held first, then the oldest. Of many open ones it looks at MAX_LOOKS in a row, which the token draws.
+-- `batches_fed` tells for an hour that there is a feeder.
 -- KEYS  1 tag
 -- ARGV  1 token of the lease  2 lease (ms)  3 '1': batches in progress; '0': those in other states
 --       4 batches at most  5 more of them at most, of tenants of which none is held

@@ -8,11 +8,14 @@
 --       {'IN_USE', number}   it is the home of a tenant, or the only partition
 -- The first map makes all tenants that have jobs residents of partition 0.
 local function begin(tag)
-  redis.call('HSET', tag .. ':residents', '', '1')
+  local fields, most = {'', '1'}, 1000
   for _, tenant in ipairs(filters.tenants(tag)) do
     if redis.call('HSETNX', tag .. ':homes', tenant, '1 in 0') == 1 then
-      redis.call('HSET', tag .. ':residents', tenant, '1 in')
+      fields[#fields + 1], fields[#fields + 2] = tenant, '1 in'
     end
+  end
+  for i = 1, #fields, most do
+    redis.call('HSET', tag .. ':residents', unpack(fields, i, math.min(#fields, i + most - 1)))
   end
 end
 

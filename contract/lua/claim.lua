@@ -22,7 +22,7 @@
 local ANY = 2 ^ 53
 local MAX_DEFICIT = 2 ^ 20  -- tokens
 local MAX_OFFERS = 64  -- looked at for a job
-local MAX_BEYOND = 4
+local MAX_BEYOND = 3
 
 -- Whether this worker has or gets the turn to run a suspect; a turn is `<worker> <until ms>`.
 local function has_turn(tag, model, incarnation, lease_ms, now, paused)
@@ -72,12 +72,6 @@ local function lanes_of(tag, argv, paused)
     end
   end
   return lanes
-end
-
-local function keep_up(tag, model, lanes, paused)
-  for _, lane in ipairs(lanes) do
-    fairness.keep_up(tag, model, lane.name, pauses.tenants_in(paused, lane.name))
-  end
 end
 
 -- Whether a job may wait in one of the lanes: one command in place of two for each lane. The last
@@ -194,7 +188,9 @@ local function claim(keys, argv)
     return argv[6] == '1' and claim_suspect(tag, model, incarnation, lease_ms, now, config, paused)
       or {}
   end
-  if paused then keep_up(tag, model, lanes, paused) end
+  for _, lane in ipairs(paused and lanes or {}) do
+    fairness.keep_up(tag, model, lane.name, pauses.tenants_in(paused, lane.name))
+  end
   local claimed, num_filled, num_beyond, searched = {}, 0, 0, nil
   while true do
     local skipped, found, lane = {}, nil, nil

@@ -8,7 +8,7 @@
 --        {outcome of callback attempts, number, …},
 --        {{incarnation, ms since its heartbeat, its status (JSON), its state, ms for which it has been in
 --          it}, …} of workers that claim no jobs}
-local MAX_LINES = 64  -- tenants whose queues are read, over all lanes
+local MAX_LINES = 40  -- tenants whose queues are read, over all lanes
 
 local function first_created(tag, key)
   if redis.call('EXISTS', key) == 0 then return nil end

@@ -1,8 +1,7 @@
 -- sweep: applies what has become due; any process may call it.
 -- Requeues jobs with lapsed leases (the second time as suspects), expires jobs after their deadline,
 -- cancels jobs without a caller, forgets jobs after their retention.
--- After a restart of Redis leases and attendance, which could not be renewed while it was down, lapse only
--- after a grace, from the first sweep on.
+-- After a restart of Redis leases and attendance lapse only after a grace, as nobody could renew them before.
 -- KEYS  1 tag
 -- ARGV  1 jobs at most  2 grace after a restart (ms)
 -- reply {leases lapsed, jobs expired, jobs unattended, jobs forgotten}

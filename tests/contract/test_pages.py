@@ -155,7 +155,7 @@ async def test_a_claim_that_ends_expired_jobs_wakes_workers_to_go_on(
         claimed = await claim(functions)
         if not claimed:
             assert (await hints.get_message(timeout=5))["data"] == b"standard"
-    assert ([each.job.id for each in claimed], num_calls) == ([live], 3)
+    assert ([each.job.id for each in claimed], num_calls) == ([live], 4)
     assert await hints.get_message(timeout=0) is None
     await hints.aclose()  # type: ignore[no-untyped-call]
 
@@ -168,7 +168,8 @@ async def test_suspects_that_have_expired_hide_no_other(
     blamed = [Blame(each.job.id, each.epoch, "{}") for each in (*jobs, last)]
     await functions.blame("w1", blamed, max_crashes=2)
     await pass_time(redis_client, keys, 6)
-    assert await claim(functions, is_idle=True) == []
+    for _ in range(2):
+        assert await claim(functions, is_idle=True) == []
     [alone] = await claim(functions, is_idle=True)
     assert (alone.job.id, alone.is_alone) == (last.job.id, True)
 
@@ -198,7 +199,7 @@ async def test_a_full_worker_gets_the_jobs_of_tenants_below_their_share_in_parts
     claimed = await functions.claim(
         "w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=0, max_tokens=0, rooms=rooms
     )
-    assert len(claimed) == 4
+    assert len(claimed) == 3
 
 
 async def test_every_open_batch_is_taken_however_many_there_are(

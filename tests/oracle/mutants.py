@@ -267,8 +267,8 @@ MUTANTS = [
     ),
     Mutant(
         "a paused tenant saves credit",
-        "if paused then keep_up(",
-        "if false then keep_up(",
+        "ipairs(paused and lanes or {})",
+        "ipairs({})",
         seed=367,
     ),
     Mutant(
@@ -406,7 +406,7 @@ MUTANTS = [
         seed=1,
     ),
     Mutant(
-        "as much of each weight goes before", "sum + readable_weight(weights[i])", "sum + 1", seed=1
+        "as much of each weight goes before", "sum + weights[name]", "sum + 1", seed=1
     ),
     Mutant(
         "what was given back gets no place of another tenant",

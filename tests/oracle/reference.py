@@ -75,7 +75,7 @@ from tests.oracle.reference_promises import Promises
 FIRST_HASH = "00000000"
 MAX_RELEASES = 32
 OFFER_MS = 2500
-MAX_BEYOND = 4  # jobs that a claim ends, or assigns beyond its rooms
+MAX_BEYOND = 3  # jobs that a claim ends, or assigns beyond its rooms
 MAX_RUNS_BYTES = 1024
 SUSPECT = "suspect"
 BACK = "back"
