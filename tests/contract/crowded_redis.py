@@ -2,6 +2,7 @@
 calls, and the processor time that its main thread takes for each function."""
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections import defaultdict
@@ -255,16 +256,16 @@ class CrowdedRedis:
         writer.write(f"SUBSCRIBE {channels}\r\n".encode())
 
         async def read() -> None:
-            while await reader.read(2**20):
-                pass
-            writer.close()
+            with contextlib.closing(writer):
+                while await reader.read(2**20):
+                    pass
 
         self._following = asyncio.create_task(read())
 
     async def aclose(self) -> None:
-        await self.client.aclose()
         if self._following is not None:
             await end_tasks(self._following)
+        await self.client.aclose()
 
     async def fill(self, num_long: int, num_ended: int) -> None:
         await self._run_jobs(num_long, num_ended)

@@ -658,9 +658,10 @@ async def opened(server: EmbeddedRedis) -> CrowdedRedis:
     return crowd
 
 
-async def cost_ms(crowd: CrowdedRedis, case: Case) -> float:
-    """The median of the case's calls, less that of a PING; where a call takes several of Redis,
-    that of the longest."""
+async def cost_ms(crowd: CrowdedRedis, case: Case) -> tuple[float, float]:
+    """The median and the least of the case's calls, less the median of a PING; where a call takes
+    several of Redis, those of the longest. The calls of a case do the same: what one takes beyond
+    the least, other programs have added, which share caches and cores."""
     crowd.meter.is_on = True
     crowd.meter.spent.clear()
     for _ in range(20):
@@ -674,35 +675,36 @@ async def cost_ms(crowd: CrowdedRedis, case: Case) -> float:
         crowd.meter.is_on = False
         parts.append(crowd.meter.spent[case.function])
     by_part = zip_longest(*parts)
-    longest_ns = max(median(ns for ns in part if ns is not None) for part in by_part)
-    return (longest_ns - ping_ns) / 1e6
+    found = [[ns for ns in part if ns is not None] for part in by_part]
+    longest = max(found, key=median)
+    return (median(longest) - ping_ns) / 1e6, (min(longest) - ping_ns) / 1e6
 
 
 async def test_no_function_takes_redis_long(capsys: pytest.CaptureFixture[str]) -> None:
     functions = {path.stem for path in LUA.glob("[a-z]*.lua")}
     assert functions == {each.function for each in CASES}
 
-    rows = list[tuple[Case, float, float]]()
+    rows = list[tuple[Case, float, float, float]]()
     with EmbeddedRedis() as empty_server, EmbeddedRedis(max_memory_bytes=8 * 2**30) as server:
         empty, crowd = await opened(empty_server), await opened(server)
         await crowd.fill(num_long=40, num_ended=8)
         for each in CASES:
             await crowd.report_workers()
-            submit_ms = await cost_ms(empty, SUBMIT)  # at the same time: other programs run, too
-            rows.append((each, await cost_ms(crowd, each), submit_ms))
+            submit_ms, _ = await cost_ms(empty, SUBMIT)  # at the same time: other programs run, too
+            rows.append((each, *await cost_ms(crowd, each), submit_ms))
         await empty.aclose()
         await crowd.aclose()
 
     lines = [
-        f"{case.function:16}{case.what:64}{ms:9.3f}{ms / submit_ms:8.1f}"
-        for case, ms, submit_ms in rows
+        f"{case.function:16}{case.what:64}{ms:9.3f}{least_ms:9.3f}{ms / submit_ms:8.1f}"
+        for case, ms, least_ms, submit_ms in rows
     ]
     with capsys.disabled():
-        submit_ms = median(row[2] for row in rows)
-        print(f"\nms, times submit of an empty Redis ({submit_ms:.3f} ms):", *lines, sep="\n")
+        submit_ms = median(row[3] for row in rows)
+        print(f"\nms, least, times submit of an empty Redis ({submit_ms:.3f} ms)", *lines, sep="\n")
     over = [
         line
-        for line, (_, ms, submit_ms) in zip(lines, rows, strict=True)
-        if ms > max(MAX_MS, MAX_TIMES * submit_ms)
+        for line, (_, _, least_ms, submit_ms) in zip(lines, rows, strict=True)
+        if least_ms > max(MAX_MS, MAX_TIMES * submit_ms)
     ]
     assert over == []
