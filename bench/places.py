@@ -118,8 +118,7 @@ def start_host(
     options: EngineOptions, progress: Callable[[str], None]
 ) -> tuple[JobEngine, Ready, int]:
     limits = EngineLimits(TimedHost.num_step_tokens, NUM_PLACES, VOCAB_SIZE)
-    takes_size = "vocab_size" in signature(PlacingEngine).parameters  # not in a checkout before
-    size: Any = VOCAB_SIZE if takes_size else limits
+    size: Any = VOCAB_SIZE if "vocab_size" in signature(PlacingEngine).parameters else limits
     engine = PlacingEngine(TimedHost(), size, frozenset({EOS_ID}), lanes_of(options.lanes))
     num_blocks = TimedHost.num_kv_tokens // _BLOCK
     ready = Ready(_CONTEXT, VOCAB_SIZE, (EOS_ID,), hash_tokenizer(), num_blocks, _BLOCK, NUM_PLACES)

@@ -15,7 +15,7 @@ from contract.errors import JobRefused, RateLimits
 from contract.events import LogEntry, LogEvent
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind, ObjectRef
 
-MAX_CLAIM = 8  # jobs of one call, which Redis runs in a millisecond or two
+MAX_CLAIM = 5  # jobs of one call, which Redis runs in a millisecond or two
 
 
 class Verdict(StrEnum):

@@ -9,10 +9,8 @@
 -- restore the content.
 local function server() return redis end  -- `redis` is another table while the library is loaded
 local redis = {register_function = redis.register_function}
-local num_commands = 0  -- of all calls
 
 function redis.call(name, ...)
-  num_commands = num_commands + 1
   local reply = server().pcall(name, ...)
   if type(reply) ~= 'table' or not reply.err then return reply end
   local key, field = ...

@@ -5,8 +5,7 @@
 -- A suspect job runs alone: at most one worker in four gets the turn to run one. It claims nothing else
 -- until it is idle, and then that job alone. What is paused (_pauses.lua) stays where it waits.
 -- Where nothing else can be claimed, a worker takes what others offer (release.lua).
--- A call ends or assigns beyond the lanes' rooms at most MAX_BEYOND jobs, and assigns none after MAX_COMMANDS;
--- it then wakes workers to call again.
+-- A call ends or assigns beyond the lanes' rooms at most MAX_BEYOND jobs, and then wakes workers to call again.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most, also of an offered job
 --       6 '1' where the worker is idle
@@ -24,7 +23,6 @@ local ANY = 2 ^ 53
 local MAX_DEFICIT = 2 ^ 20  -- tokens
 local MAX_OFFERS = 64  -- looked at for a job
 local MAX_BEYOND = 3
-local MAX_COMMANDS = 200
 
 -- Whether this worker has or gets the turn to run a suspect; a turn is `<worker> <until ms>`.
 local function has_turn(tag, model, incarnation, lease_ms, now, paused)
@@ -194,7 +192,6 @@ local function claim(keys, argv)
     fairness.keep_up(tag, model, lane.name, pauses.tenants_in(paused, lane.name))
   end
   local claimed, num_filled, num_beyond, searched = {}, 0, 0, nil
-  local last_command = num_commands + MAX_COMMANDS
   while true do
     local skipped, found, lane = {}, nil, nil
     if has_waiting(tag, model, lanes) then
@@ -220,7 +217,7 @@ local function claim(keys, argv)
       record_claim(tag, model, lanes, lane, found.cost, now)
       table.insert(claimed, job)
     end
-    if num_beyond == MAX_BEYOND or num_commands > last_command then
+    if num_beyond == MAX_BEYOND then
       redis.call('PUBLISH', tag .. ':wake:' .. model, lane)
       break
     end

@@ -1,7 +1,8 @@
 -- read: a job's record and its log after a given event, for its caller.
 -- KEYS  1 tag
 -- ARGV  1 job id  2 tenant  3 after this event number (0: from the start)  4 events at most, and about
---       MAX_BYTES, at least one: a page ends the log where it holds the event before the record's `next`
+--       MAX_BYTES, but two, the first of which a reader may have: a page ends the log where it holds the
+--       event before the record's `next`
 -- reply {'NOT_FOUND'} no such job of the tenant
 --       {'OK', {field, value, …}, {`<event number> <hash> <event>`, …}, position}
 --       position  {jobs ahead, tokens ahead, ms until it starts (-1: unknown)} of a job that waits in
@@ -25,7 +26,7 @@ end
 
 -- Events of a log; twice as many at a time as before, as their sizes are not known.
 local function page(tag, id, after, max_events)
-  local entries, bytes, count, from = {}, 0, 1, string.format('%d-0', after + 1)
+  local entries, bytes, count, from = {}, 0, 2, string.format('%d-0', after + 1)
   while #entries < max_events and bytes < MAX_BYTES do
     count = math.min(count, max_events - #entries)
     local found = redis.call('XRANGE', tag .. ':log:' .. id, from, '+', 'COUNT', count)

@@ -67,7 +67,8 @@ async def test_a_record_without_a_required_field_is_removed(
     await redis_client.set(keys.of("job", retyped.id), "x")
     sound = make_job()
     await functions.submit(sound, make_submission())
-    [claimed] = await claim(functions)
+    calls = [await claim(functions) for _ in range(4)]  # each meets a few
+    [claimed] = chain(*calls)
     assert claimed.job.id == sound.id
     await pass_time(redis_client, keys, 100)
     await functions.sweep()
