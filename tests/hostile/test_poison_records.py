@@ -1,5 +1,7 @@
 """Unreadable job records, and records that cannot be run: each fails its own job."""
 
+from itertools import chain
+
 import msgspec
 import pytest
 import redis.asyncio
