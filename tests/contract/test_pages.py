@@ -231,11 +231,11 @@ async def test_an_operation_is_found_behind_many_that_are_held(
     for n, each in enumerate(ids):
         names = {"owner": f"t{n}", "tenant": f"t{n}"}
         await operations.add(each, OperationKind.CANCEL, Wanted(), **names)  # type: ignore[arg-type]
-    assert await operations.take("a", lease_s=LEASE_S, only=ids[-1]) == ids[-1]
-    assert await operations.take("b", lease_s=LEASE_S, only=ids[-1]) is None
+    assert await operations.take("a", lease_s=600.0, only=ids[-1]) == ids[-1]
+    assert await operations.take("b", lease_s=600.0, only=ids[-1]) is None
     await operations.stop(ids[3])
-    assert await operations.take("b", lease_s=LEASE_S, only=ids[3]) is None
-    taken = [await operations.take("b", lease_s=LEASE_S) for _ in range(139)]
+    assert await operations.take("b", lease_s=600.0, only=ids[3]) is None
+    taken = [await operations.take("b", lease_s=600.0) for _ in range(139)]
     assert sorted(filter(None, taken)) == sorted({*ids} - {ids[3], ids[-1]})
 
 
