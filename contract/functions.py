@@ -174,12 +174,13 @@ class Functions(Partition):
         max_jobs: int,
         max_tokens: int,
         is_idle: bool = False,
+        only_offers: bool = False,
         config_version: str = "",
         min_shares: Mapping[str, float] | None = None,
         rooms: Mapping[str, LaneRoom] | None = None,
     ) -> list[Claimed]:
         """Claims waiting jobs, up to `max_jobs` and `max_tokens` in all, or up to the room of each
-        lane in `rooms`, where a lane without an entry has none.
+        lane in `rooms`, where a lane without an entry has none; then what other workers offer.
 
         Lanes are in order of urgency; a lane with waiting jobs and a minimum share gets at least
         that share of the claimed tokens. An idle worker may get a suspect job, which must run
@@ -190,7 +191,7 @@ class Functions(Partition):
         unreadable records fail as poison.
         """
         args: list[Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
-        args += [int(is_idle), config_version]
+        args += [2 if only_offers else int(is_idle), config_version]
         for lane in lanes:
             args += [lane, _lane_argument(lane, min_shares or {}, rooms)]
         reply = await self._call("claim", *args, is_repeated=False)

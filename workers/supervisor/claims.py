@@ -156,6 +156,8 @@ class Claims:
         rooms: dict[str, LaneRoom],
         start: Callable[[list[Claimed]], Awaitable[None]],
         note: Callable[[list[Claimed]], None] = lambda _: None,
+        *,
+        only_offers: bool = False,
     ) -> int:
         """Claims once in a partition and starts the jobs, after `note`. Returns the places that
         they fill."""
@@ -167,6 +169,7 @@ class Claims:
                 rooms=rooms,
                 free_tokens=engine.load.num_free_blocks * engine.ready.block_size,
                 is_idle=not holding.jobs,
+                only_offers=only_offers,
                 config_version=engine.options.batching_version,
             )
             note(claimed)
@@ -212,7 +215,7 @@ class Turns:
                 claims.note_room()
                 for looked in due:  # other workers may offer jobs there
                     if rooms := claims.rooms():
-                        await self._claim(looked, rooms)
+                        await self._claim(looked, rooms, only_offers=True)
                 return rooms
             part = by_number.get(turn.line[0])
             if part is None:
@@ -239,10 +242,12 @@ class Turns:
         part: WorkerBroker,
         rooms: dict[str, LaneRoom],
         note: Callable[[list[Claimed]], None] = lambda _: None,
+        *,
+        only_offers: bool = False,
     ) -> int:
         """Returns the places filled: 0 also if the partition does not answer."""
         try:
-            return await self._claims.claim(part, rooms, self._start, note)
+            return await self._claims.claim(part, rooms, self._start, note, only_offers=only_offers)
         except BrokerUnavailable as exc:
             log.info("partition %d does not answer: %s", part.partition, exc)
             self._claims.rotation.forget(part.partition)

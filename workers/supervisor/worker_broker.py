@@ -102,6 +102,7 @@ class WorkerBroker:
         rooms: Mapping[str, LaneRoom],
         free_tokens: int = 0,
         is_idle: bool,
+        only_offers: bool = False,
         config_version: str,
     ) -> list[Claimed]:
         """Claims from these lanes (name to minimum share) as far as there is room, then what other
@@ -118,6 +119,7 @@ class WorkerBroker:
             max_tokens=free_tokens,
             rooms=rooms,
             is_idle=is_idle,
+            only_offers=only_offers,
             config_version=config_version + arm,
         )
         if is_idle:
