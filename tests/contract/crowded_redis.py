@@ -35,6 +35,7 @@ from contract.outbox import Outbox, Taken
 from contract.partitions import Homes
 from contract.pauses import Line, Pauses
 from infra.embedded_redis import EmbeddedRedis
+from workers.callbacks.service import MAX_TAKEN
 
 TENANTS = tuple(f"tenant-{n:03}" for n in range(256))
 BIG = TENANTS[0]  # has most of everything
@@ -330,7 +331,7 @@ class CrowdedRedis:
         await self.functions.cancel(job.id, tenant)
 
     async def taken(self) -> list[Taken]:
-        return await self.outbox.take(lease_s=LEASE_S, max_messages=32, max_per_target=8)
+        return await self.outbox.take(lease_s=LEASE_S, max_messages=MAX_TAKEN, max_per_target=8)
 
     async def _keep_files(self) -> None:
         names = [BIG] * 600 + [*TENANTS]

@@ -408,7 +408,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
 # --- callbacks
 
 
-@case("outbox_take", "32 messages of 256 tenants")
+@case("outbox_take", "messages of 256 tenants")
 async def _(crowd: CrowdedRedis) -> Calls:
     for _ in range(4):
         yield crowd.taken()

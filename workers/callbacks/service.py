@@ -31,6 +31,7 @@ log = logging.getLogger("batchway.callbacks")
 EXIT_DENIED = 3
 
 _PAUSE_S = 1.0  # while Redis is unreachable
+MAX_TAKEN = 16  # messages of one call, which Redis runs in a millisecond or two
 _OWN_THREADS = 4  # of the relay, beside one of each attempt: for its name, its object or AWS
 
 
@@ -142,13 +143,14 @@ class CallbackService:
         """Returns whether more may be due."""
         num_waiting = await asyncio.to_thread(self._attempts.num_waiting)
         room = self._settings.max_concurrent - self._num_running - num_waiting
-        if room <= 0:
-            return True
-        taken = await self._outbox.take(
-            lease_s=self._settings.lease_s,
-            max_messages=room,
-            max_per_target=self._settings.max_per_target,
-        )
-        if taken:
-            await asyncio.to_thread(self._attempts.put, taken)
-        return bool(taken)
+        taken: list[Taken] | None = None
+        while room > 0 and taken != []:
+            taken = await self._outbox.take(
+                lease_s=self._settings.lease_s,
+                max_messages=min(room, MAX_TAKEN),
+                max_per_target=self._settings.max_per_target,
+            )
+            if taken:
+                await asyncio.to_thread(self._attempts.put, taken)
+            room -= len(taken)
+        return taken != []
