@@ -1,22 +1,27 @@
 """What all routes share."""
 
+import time
 from typing import Annotated
 
 import msgspec
 from fastapi import Depends, Request
 from msgspec import field
+from msgspec.structs import replace
 
+from contract.errors import BatchwayError
+from contract.function_types import Submission, Submitted
 from contract.jobs import Job
+from contract.telemetry.tracing import traced
 from gateway.grammars.compiler import GrammarCompiler
 from gateway.http.bodies import JsonBodies
-from gateway.http.errors import Draining
+from gateway.http.errors import Draining, to_api_error
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.sse import StreamDrain
 from gateway.models.step_templates import StepTemplates
 from gateway.models.tokens import ModelTokenizer
 from gateway.redis.broker import Broker
 from gateway.settings import GatewaySettings
-from gateway.turns import NUM_UPLOADS, UPLOADS_EACH, Turns
+from gateway.turns import NUM_UPLOADS, UPLOADS_EACH, Turns, end_place
 
 
 class Gateway(msgspec.Struct, frozen=True):
@@ -31,6 +36,24 @@ class Gateway(msgspec.Struct, frozen=True):
     turns: Turns = field(default_factory=Turns)  # of work before the queue
     bodies: JsonBodies = field(default_factory=JsonBodies)
     uploads: Turns = field(default_factory=lambda: Turns(NUM_UPLOADS, UPLOADS_EACH))
+
+    async def submit(
+        self, job: Job, submission: Submission, *, is_derived: bool = False
+    ) -> Submitted:
+        """Queues a job and counts the outcome; the reply has the id under which it is kept.
+        `is_derived`: others may submit the same job. Raises the errors of Broker.submit."""
+        job = traced(job, time.time_ns())
+        if (callback := submission.callback) is not None and job.trace is not None:
+            callback = replace(callback, traceparent=job.trace.traceparent)
+            submission = replace(submission, callback=callback)
+        try:
+            submitted = await self.broker.submit(job, submission, is_derived=is_derived)
+        except BatchwayError as exc:
+            self.metrics.note_refusal(job, to_api_error(exc).code)
+            raise
+        self.metrics.note_acceptance(job, is_new=submitted.is_new)
+        await end_place()
+        return submitted
 
     async def whole(self, job: Job) -> Job:
         """The job with its prompt, if its response needs it. Raises PayloadError."""

@@ -7,10 +7,7 @@ Over 300 lines: all that follows a log is read side by side.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Annotated, Any
-
-import msgspec
-from fastapi import Depends, Header, Query
+from typing import Any
 
 from contract.errors import BatchwayError
 from contract.events import End, LogEntry, Members
@@ -27,7 +24,7 @@ from contract.vector_answers import VectorAnswer
 from gateway.follow.answers import Answer, Chunks, response_logprobs
 from gateway.follow.job_objects import events_url, job_object, place, worker_wait_fields
 from gateway.follow.stored_responses import ended_response, record_of_job, replay
-from gateway.follow.sync_call import Patience, SyncCall
+from gateway.follow.sync_call import START, LogPosition, SyncCall, TimeLimit
 from gateway.http import sse
 from gateway.http.errors import NO_RETRY, ApiError, Draining, failure_of, to_call_error
 from gateway.redis.broker import Broker
@@ -37,42 +34,6 @@ from gateway.state import Gateway
 log = logging.getLogger("batchway.gateway")
 
 _RESET = sse.message({"from": 0}, event="stream_reset")
-
-
-class LogPosition(msgspec.Struct, frozen=True):
-    """The number of the last event that a client has, and the log's hash at that event if known."""
-
-    number: int = 0
-    hash: str | None = None
-
-    @property
-    def sse_id(self) -> str:
-        return f"{self.number}.{self.hash}" if self.hash else str(self.number)
-
-
-START = LogPosition()
-
-
-_PATTERN = r"^([0-9]{1,9}(\.[0-9a-f]{8})?)?$"
-
-
-async def asked_position(
-    last_event_id: Annotated[
-        str,
-        Header(
-            alias="Last-Event-ID", pattern=_PATTERN, description="go on with a stream after this"
-        ),
-    ] = "",
-    starting_after: Annotated[
-        str, Query(pattern=_PATTERN, description="the same as Last-Event-ID, which wins")
-    ] = "",
-) -> LogPosition:
-    """The position in the request. Raises ApiError if it is malformed."""
-    number, _, hash_ = (last_event_id or starting_after).partition(".")
-    return LogPosition(int(number), hash_ or None) if number else START
-
-
-AskedPosition = Annotated[LogPosition, Depends(asked_position)]
 
 
 async def follow(
@@ -139,7 +100,7 @@ async def whole_answer(call: SyncCall) -> dict[str, Any]:
                 answer.add(item)
             case Reset():
                 answer.reset()
-        if call.patience.is_over(has_sent=False):
+        if call.time_limit.is_over(has_sent=False):
             raise await call.hand_over()
     raise AssertionError("unreachable")
 
@@ -182,17 +143,16 @@ async def call_stream(
     includes_usage: bool,
     repeats_usage: bool,
     has_ids: bool,
-    position: LogPosition = START,
-    starts_over: bool = False,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a synchronous call, from a position on.
+    """The events of a synchronous call, from its position on.
 
     Raises BatchwayError and AnsweredOtherwise before the first event; later errors are events.
     `has_ids`: events have ids, because the caller may resume. A caller that gave a position gets a
     `stream_reset` event if the job starts over; for others, a replaced log is an error.
     """
-    gateway, job = call.gateway, call.job
+    gateway, job, position = call.gateway, call.job, call.position
     may_reset = position is not START
+    starts_over = may_reset and call.submitted_s is not None
     if may_reset:
         gateway.metrics.note_resumed()
     if starts_over:
@@ -204,7 +164,7 @@ async def call_stream(
         await _prime(gateway, chunks, job, position.number)
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
     has_sent, last_id = starts_over, position.sse_id
-    may_begin_early = not call.patience.is_wished
+    may_begin_early = call.time_limit.wait_s is None
     try:
         async for item in follow(gateway, job, position, call=call):
             match item:
@@ -229,7 +189,7 @@ async def call_stream(
                 case Idle() if heartbeat.is_due() and (has_sent or may_begin_early):
                     yield sse.COMMENT if has_ids else sse.EMPTY_LINE
                     has_sent = True
-            if call.patience.is_over(has_sent=has_sent):
+            if call.time_limit.is_over(has_sent=has_sent):
                 if not has_sent:
                     raise await call.hand_over()
                 await call.detach()
@@ -256,9 +216,9 @@ def _became_job(job: Job, last_id: str) -> bytes:
 
 
 async def job_stream(
-    gateway: Gateway, view: JobView, position: LogPosition, patience: Patience
+    gateway: Gateway, view: JobView, position: LogPosition, time_limit: TimeLimit
 ) -> AsyncGenerator[bytes, None]:
-    """The events of `GET /v1/jobs/{id}/events`, from a position on. `patience`: the platform's."""
+    """The events of `GET /v1/jobs/{id}/events`, from a position on, within the platform's limit."""
     job = await gateway.whole(view.job)
     tokenizer = await gateway.tokenizer_for(job)
     chunks: Chunks | ResponseEvents = Chunks(job, tokenizer)
@@ -301,7 +261,7 @@ async def job_stream(
                         heartbeat.touch()
                     elif heartbeat.is_due():
                         yield sse.COMMENT
-            if patience.is_over(has_sent=True):
+            if time_limit.is_over(has_sent=True):
                 raise Draining
     except Draining:
         yield sse.message({"id": job.id, "last_event_id": last_id}, event="reconnect")
@@ -372,7 +332,7 @@ async def whole_response(call: SyncCall, record: ResponseRecord) -> dict[str, An
                 events.of(item)
             case Reset():
                 events.reset()
-        if call.patience.is_over(has_sent=False):
+        if call.time_limit.is_over(has_sent=False):
             await _outlive(call, record)
             return events.response("in_progress")
     raise AssertionError("unreachable")
@@ -384,10 +344,10 @@ async def response_stream(
     record: ResponseRecord,
     *,
     after: int,
-    patience: Patience,
+    time_limit: TimeLimit,
     call: SyncCall | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """The events with sequence numbers over `after`. `patience`: the platform may limit the time.
+    """The events with sequence numbers over `after`. `time_limit`: the platform may limit the time.
     `call`: the call that waits for them."""
     events = ResponseEvents(job, record, response_logprobs(await gateway.tokenizer_for(job)))
     heartbeat = sse.Heartbeat(gateway.settings.heartbeat_s)
@@ -411,7 +371,7 @@ async def response_stream(
                     events.begin()
             if heartbeat.is_due():
                 yield sse.EMPTY_LINE
-            if patience.is_over(has_sent=True):
+            if time_limit.is_over(has_sent=True):
                 if call is not None:
                     await _outlive(call, record)
                 raise _time_is_up(job, events.num_events)

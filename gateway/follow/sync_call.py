@@ -4,18 +4,21 @@
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
-from fastapi import Request
+from fastapi import Depends, Header, Query, Request
 
 from contract.errors import BatchwayError
 from contract.events import Members
+from contract.function_types import Submitted
 from contract.jobs import Job
 from gateway.follow.job_objects import accepted_object, accepted_response
-from gateway.follow.members import MODELS_HEADER, KnownMembers, cancel_whole
-from gateway.http.errors import to_call_error
+from gateway.follow.members import MODELS_HEADER, KnownMembers, cancel_whole, chosen_header
+from gateway.http.errors import rate_headers, to_call_error
 from gateway.http.sse import AnsweredOtherwise
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
@@ -24,31 +27,102 @@ TIME_LEFT = "time_left_s"  # key in the request's state: seconds until the platf
 
 log = logging.getLogger("batchway.gateway")
 
+_WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 
-class Patience(msgspec.Struct, frozen=True):
-    """The time (`time.monotonic`) until which a call may last; `inf`: unlimited."""
 
-    result_by_s: float = math.inf  # by the client's wish; does not end a stream that has begun
-    answer_by_s: float = math.inf  # by the platform, which ends the request then
+class TimeLimit(msgspec.Struct, frozen=True):
+    """How long a caller waits, by its `Prefer` header and by the platform; `inf`: without limit."""
+
+    is_async: bool = False  # the caller accepts a job
+    wait_s: int | None = None  # seconds, after which it wants the job
+    result_by_s: float = math.inf  # `time.monotonic`, by `wait_s`; ends no stream that has begun
+    answer_by_s: float = math.inf  # `time.monotonic`, when the platform ends the request
 
     @classmethod
     def of(
-        cls, request: Request, settings: GatewaySettings, wait_s: float | None = None
-    ) -> "Patience":
-        """Computes the time limit. `wait_s`: the client's wish; a call's deadline limits it."""
+        cls,
+        request: Request,
+        settings: GatewaySettings,
+        *,
+        is_async: bool = False,
+        wait_s: int | None = None,
+    ) -> "TimeLimit":
+        """Computes the times. A call's deadline limits `wait_s`."""
         now_s, platform_s = time.monotonic(), request.scope["state"].get(TIME_LEFT, math.inf)
         result_s = math.inf if wait_s is None else min(wait_s, settings.sync_deadline_s)
-        return cls(now_s + result_s, now_s + min(settings.sync_limit_s or math.inf, platform_s))
+        answer_s = min(settings.sync_limit_s or math.inf, platform_s)
+        return cls(is_async, wait_s, now_s + result_s, now_s + answer_s)
+
+    @property
+    def may_become_job(self) -> bool:
+        return self.is_async or self.wait_s is not None
+
+    @property
+    def wants_job(self) -> bool:
+        """Whether the response is 202 without waiting."""
+        return self.is_async and self.wait_s is None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The `Preference-Applied` header; wishes other than about waiting are ignored."""
+        parts = ["respond-async"] if self.is_async else []
+        parts += [] if self.wait_s is None else [f"wait={self.wait_s}"]
+        return {"preference-applied": ", ".join(parts)} if parts else {}
 
     def is_over(self, *, has_sent: bool) -> bool:
         """Whether the call must become a job now."""
         now_s = time.monotonic()
         return now_s >= self.answer_by_s or (now_s >= self.result_by_s and not has_sent)
 
+
+async def time_limit_of(
+    request: Request,
+    prefer: Annotated[
+        list[str] | None,
+        Header(description="`respond-async`: 202 at once; `wait=20`: 202 after 20 s"),
+    ] = None,
+) -> TimeLimit:
+    words = ",".join(prefer or ()).lower().split(",")
+    parts = [word.partition(";")[0].strip() for word in words]
+    waits = [match for part in parts if (match := _WAIT.fullmatch(part))]
+    settings: GatewaySettings = request.app.state.settings
+    wait_s = int(waits[0][1]) if waits else None
+    return TimeLimit.of(request, settings, is_async="respond-async" in parts, wait_s=wait_s)
+
+
+class LogPosition(msgspec.Struct, frozen=True):
+    """The number of the last event that a client has, and the log's hash at that event if known."""
+
+    number: int = 0
+    hash: str | None = None
+
     @property
-    def is_wished(self) -> bool:
-        """Whether the response must not begin before the result or the end of the wait."""
-        return self.result_by_s < math.inf
+    def sse_id(self) -> str:
+        return f"{self.number}.{self.hash}" if self.hash else str(self.number)
+
+
+START = LogPosition()
+_PATTERN = r"^([0-9]{1,9}(\.[0-9a-f]{8})?)?$"
+
+
+async def asked_position(
+    last_event_id: Annotated[
+        str,
+        Header(
+            alias="Last-Event-ID", pattern=_PATTERN, description="go on with a stream after this"
+        ),
+    ] = "",
+    starting_after: Annotated[
+        str, Query(pattern=_PATTERN, description="the same as Last-Event-ID, which wins")
+    ] = "",
+) -> LogPosition:
+    """The position in the request. Raises ApiError if it is malformed."""
+    number, _, hash_ = (last_event_id or starting_after).partition(".")
+    return LogPosition(int(number), hash_ or None) if number else START
+
+
+AskedTimeLimit = Annotated[TimeLimit, Depends(time_limit_of)]
+AskedPosition = Annotated[LogPosition, Depends(asked_position)]
 
 
 class ServerTiming:
@@ -70,32 +144,49 @@ class ServerTiming:
 
 
 class SyncCall:
-    """One call. `submitted_s`: when its job was submitted (monotonic); None if it existed before.
-    `may_return`: the caller sent an Idempotency-Key and may come back. `job_retention_s`: how long
-    the output is kept if the call becomes a job."""
+    """One call: how long its caller waits, from which position on it wants the answer, and, once it
+    is queued, its job."""
+
+    job: Job
+    submitted_s: float | None = None  # when its job was (monotonic); None: it existed before
 
     def __init__(
         self,
+        request: Request,
         gateway: Gateway,
-        job: Job,
-        patience: Patience,
-        timing: ServerTiming,
+        time_limit: TimeLimit,
         *,
-        job_retention_s: float,
-        submitted_s: float | None,
-        may_return: bool,
-        headers: dict[str, str],
+        position: LogPosition = START,
+        key: str = "",
     ) -> None:
+        """`key`: the Idempotency-Key."""
+        self.request = request
         self.gateway = gateway
-        self.job = job
-        self.patience = patience
-        self.timing = timing
-        self.submitted_s = submitted_s
-        self._broker = gateway.broker
-        self._job_retention_s = job_retention_s
-        self._goes_on = may_return
-        self.headers = headers  # of the answer
+        self.time_limit = time_limit
+        self.position = position
+        self.key = key
+        self.timing = ServerTiming()
+        self.headers = dict(time_limit.headers)  # of the answer
         self._members = KnownMembers()
+        self._goes_on = False
+        self._job_retention_s = 0.0
+
+    def note_queued(
+        self,
+        job: Job,
+        submitted: Submitted,
+        *,
+        submitted_s: float,
+        may_return: bool,
+        job_retention_s: float,
+    ) -> None:
+        """The job of the call. `may_return`: its caller may come back with the key.
+        `job_retention_s`: how long the output is kept if the call becomes a job."""
+        self.job = job
+        self.submitted_s = submitted_s if submitted.is_new else None
+        self._goes_on = may_return
+        self._job_retention_s = job_retention_s
+        self.headers |= {"x-job-id": job.id} | rate_headers(submitted.rates) | chosen_header(job)
 
     @contextlib.contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -115,7 +206,7 @@ class SyncCall:
 
     async def detach(self) -> None:
         """Turns the call into a job, which needs no caller. Raises BatchwayError."""
-        await self._broker.detach(
+        await self.gateway.broker.detach(
             self.job.id,
             self.job.tenant,
             deadline_s=self.gateway.settings.job_deadline_s,
@@ -128,8 +219,8 @@ class SyncCall:
         """Turns the call into a job. Returns the exception that answers 202, before any output was
         sent."""
         await self.detach()
-        view, _ = await self._broker.read(self.job.id, self.job.tenant)
-        wait = await self._broker.worker_wait(view.job, view.status)
+        view, _ = await self.gateway.broker.read(self.job.id, self.job.tenant)
+        wait = await self.gateway.broker.worker_wait(view.job, view.status)
         return AnsweredOtherwise(accepted_response(accepted_object(view, wait), self.headers))
 
     async def on_gone(self) -> None:
@@ -137,7 +228,7 @@ class SyncCall:
         if self._goes_on:
             return
         try:
-            status = await cancel_whole(self._broker, self.job)
+            status = await cancel_whole(self.gateway.broker, self.job)
         except BatchwayError as exc:
             log.warning(
                 "caller gone, not cancelled (%s) job_id=%s", type(exc).__name__, self.job.id

@@ -1,16 +1,16 @@
-"""What all calls share on their way to a job: the caller and what its API key permits, their terms,
-the checks of model and lane, and the submission.
+"""What all calls share on their way to a job: the caller and what its API key permits, the job
+without its prompt, the checks of model and lane, and the bounds.
 
 A call that the model cannot run is rejected with 400 and the parameter's name.
 
-Over 300 lines: who calls and on what terms is read together.
+Over 300 lines: who asks, what it may, and what bounds its job is read together.
 """
 
 import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
@@ -19,7 +19,6 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from fastapi.security import HTTPAuthorizationCredentials as Authorization
 
 from contract.api_keys import KeyTerms, Scope, is_tenant
-from contract.callbacks import Callback
 from contract.endpoints import VECTOR_ENDPOINTS
 from contract.errors import BatchwayError
 from contract.function_types import Submission, TenantLimits
@@ -33,6 +32,7 @@ from gateway.http.errors import (
 )
 from gateway.http.limits import ConcurrencyCap
 from gateway.prepare.job_bodies import CallBody
+from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.revocation import watch_key
 from gateway.prepare.unsupported import CallFields
 from gateway.redis.broker import Broker
@@ -52,6 +52,7 @@ _PREFILL_LANE, _DEFAULT_LANE = "scoring", "standard"
 Prompts = tuple[tuple[int, ...], ...]
 _SMALL_CHARS = 4_096  # up to this length, tokenising takes less time than starting a thread
 
+_NO_PARAMS = SamplingParams(max_tokens=0, seed=0)  # of a job without a prompt
 _TURNS = Turns()  # of work that belongs to no gateway
 
 T = TypeVar("T")
@@ -91,6 +92,37 @@ class Caller(msgspec.Struct, frozen=True):
             tokens_per_min=terms.tokens_per_minute,
             concurrent_tokens=terms.concurrent_tokens,
             lane_share=terms.lane_share,
+        )
+
+    def job(
+        self, endpoint: Endpoint, body: CallBody | ResponseBody, lane: str = "", job_id: str = ""
+    ) -> Job:
+        """The caller's job, which has no prompt yet; the lane is by default that of the body's
+        service tier. Raises ApiError (403) if the key does not permit the lane."""
+        lane = lane or _lane_of(endpoint, body)
+        self.check_lane(lane)
+        return Job(
+            id=job_id or new_job_id(),
+            tenant=self.tenant,
+            model=body.model,
+            lane=lane,
+            endpoint=endpoint,
+            prompt_ids=(),
+            params=_NO_PARAMS,
+            created_s=int(time.time()),
+            weight=self.terms.weight,
+        )
+
+    def submission(self, *, deadline_s: float, retention_s: float, **terms: Any) -> Submission:
+        """The terms of the caller's job, before `admit` sets the bounds. `terms`: fields of
+        Submission."""
+        return Submission(
+            max_output_tokens=0,
+            deadline_s=deadline_s,
+            retention_s=retention_s,
+            limits=self.limits,
+            is_counted=self.is_counted,
+            **terms,
         )
 
     def job_retention_s(self, settings: GatewaySettings) -> float:
@@ -249,79 +281,6 @@ Admin = Annotated[Caller, Security(caller_of, scopes=[Scope.ADMIN])]
 MetricsReader = Annotated[Caller, Security(caller_of, scopes=[Scope.METRICS])]
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """The conditions of a job that are not in its body."""
-
-    caller: Caller
-    deadline_s: float
-    retention_s: float
-    job_id: str = msgspec.field(default_factory=new_job_id)
-    attendance_s: float = 0.0  # cancelled after so long without a caller; 0: never
-    needs_worker: bool = False  # rejected if no worker is live
-    lane: str | None = None  # None: by the body's service_tier
-    idempotency_key: str = ""
-    body_hash: str = ""
-    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
-    callback: Callback | None = None
-
-
-class Admission(msgspec.Struct, frozen=True):
-    """A call that its model can answer, in a lane that its caller may use."""
-
-    gateway: Gateway
-    endpoint: Endpoint
-    card: ModelCard
-    lane: str
-    terms: Terms
-
-    def job(self, prompts: Prompts, params: SamplingParams) -> Job:
-        is_list = len(prompts) > 1
-        return Job(
-            id=self.terms.job_id,
-            tenant=self.terms.caller.tenant,
-            model=self.card.name,
-            lane=self.lane,
-            endpoint=self.endpoint,
-            prompt_ids=() if is_list else prompts[0],
-            prompt_list=prompts if is_list else (),
-            params=params,
-            created_s=int(time.time()),
-            weight=self.terms.caller.terms.weight,
-            resume=self.card.capabilities.resume,
-        )
-
-    async def submission(self, *, max_output_tokens: int, vector_bytes: int = 0) -> Submission:
-        """Returns the terms for Redis. `max_output_tokens` is that of all prompts."""
-        terms, settings = self.terms, self.gateway.settings
-        memory_bytes = await self.gateway.broker.known.max_memory_bytes()
-        bound_tokens, bound_s = bound_of(settings, self.lane, memory_bytes)
-        max_stored_bytes, max_tenant_stored_bytes = stored_bounds(settings, memory_bytes)
-        return Submission(
-            max_output_tokens=max_output_tokens,
-            deadline_s=terms.deadline_s,
-            retention_s=terms.retention_s,
-            lane_bound_tokens=bound_tokens,
-            lane_bound_s=bound_s,
-            limits=terms.caller.limits,
-            batch_price=settings.batch_price,
-            max_stored_bytes=max_stored_bytes,
-            max_tenant_stored_bytes=max_tenant_stored_bytes,
-            needs_worker=terms.needs_worker,
-            cold_start_s=settings.cold_start_s,
-            idempotency_key=terms.idempotency_key,
-            body_hash=terms.body_hash,
-            attendance_s=terms.attendance_s,
-            metadata=terms.metadata,
-            callback=terms.callback,
-            vector_bytes=vector_bytes,
-            is_counted=terms.caller.is_counted,
-            # A response is read again; so may be an answer whose caller has a key to return with.
-            is_passing=terms.needs_worker
-            and not terms.idempotency_key
-            and self.endpoint is not Endpoint.RESPONSES,
-        )
-
-
 def default_wait_s(lane: str, sync_deadline_s: float) -> float:
     """The default limit of the predicted wait in seconds; 0 for `batch`, where nobody waits for a
     response. In other lanes callers wait at most until a call's deadline."""
@@ -364,18 +323,43 @@ def stored_bounds(settings: GatewaySettings, memory_bytes: int) -> tuple[int, in
     return whole, int(TENANT_SHARE * whole) if own is None else own
 
 
-async def admit(gateway: Gateway, endpoint: Endpoint, body: CallBody, terms: Terms) -> Admission:
-    """Checks the caller's right to the lane, the model, its endpoints and its lanes. Raises
-    ApiError, JobRefused."""
-    lane = terms.lane or _lane_of(endpoint, body)
-    terms.caller.check_lane(lane)
-    known = gateway.broker.known
-    card = (await known.models()).get(body.model)
+async def admit(gateway: Gateway, job: Job, submission: Submission) -> tuple[ModelCard, Submission]:
+    """Returns the card of the job's model, which answers such calls in its lane, and the submission
+    with the bounds of the lane. Raises ApiError, JobRefused."""
+    known, settings = gateway.broker.known, gateway.settings
+    card = (await known.models()).get(job.model)
     if card is None:
-        raise await why_unknown(gateway.broker, body.model)
-    check_endpoint(card, endpoint)
-    check_lane(card, lane)
-    return Admission(gateway, endpoint, card, lane, terms)
+        raise await why_unknown(gateway.broker, job.model)
+    check_endpoint(card, job.endpoint)
+    check_lane(card, job.lane)
+    memory_bytes = await known.max_memory_bytes()
+    bound_tokens, bound_s = bound_of(settings, job.lane, memory_bytes)
+    max_stored_bytes, max_tenant_stored_bytes = stored_bounds(settings, memory_bytes)
+    return card, msgspec.structs.replace(
+        submission,
+        lane_bound_tokens=bound_tokens,
+        lane_bound_s=bound_s,
+        batch_price=settings.batch_price,
+        max_stored_bytes=max_stored_bytes,
+        max_tenant_stored_bytes=max_tenant_stored_bytes,
+        cold_start_s=settings.cold_start_s,
+        # A response is read again; so may be an answer whose caller has a key to return with.
+        is_passing=submission.needs_worker
+        and not submission.idempotency_key
+        and job.endpoint is not Endpoint.RESPONSES,
+    )
+
+
+def with_prompts(job: Job, card: ModelCard, prompts: Prompts, **fields: Any) -> Job:
+    """The job with its prompts and other fields."""
+    is_list = len(prompts) > 1
+    return msgspec.structs.replace(
+        job,
+        prompt_ids=() if is_list else prompts[0],
+        prompt_list=prompts if is_list else (),
+        resume=card.capabilities.resume,
+        **fields,
+    )
 
 
 async def why_unknown(broker: Broker, model: str) -> BatchwayError:
@@ -392,7 +376,7 @@ async def why_unknown(broker: Broker, model: str) -> BatchwayError:
     return no_such_model(model, {*await known.models(), *known.declared})
 
 
-def _lane_of(endpoint: Endpoint, body: CallBody) -> str:
+def _lane_of(endpoint: Endpoint, body: CallBody | ResponseBody) -> str:
     """The lane of a call that does not name one."""
     default = _PREFILL_LANE if endpoint in VECTOR_ENDPOINTS else _DEFAULT_LANE
     return _LANE_OF_TIER.get(body.service_tier or "", default)

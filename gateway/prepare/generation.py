@@ -23,7 +23,7 @@ from gateway.http.errors import (
     invalid_value,
 )
 from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong
-from gateway.prepare.admission import Admission, Prompts, check_ids, tokenised
+from gateway.prepare.admission import Prompts, check_ids, tokenised, with_prompts
 from gateway.prepare.past_calls import Rendered, one_call_each
 from gateway.prepare.schemas import (
     MAX_CHOICES,
@@ -34,6 +34,7 @@ from gateway.prepare.schemas import (
     no_room,
 )
 from gateway.settings import GatewaySettings
+from gateway.state import Gateway
 
 BUDGET = "thinking_token_budget"
 
@@ -147,23 +148,27 @@ def _bad_bias(message: str) -> ApiError:
     return invalid_value("logit_bias", message)
 
 
-async def prepare_generation(admission: Admission, body: GenerationBody) -> tuple[Job, Submission]:
-    """Returns the job and its submission. Raises ApiError."""
-    card = admission.card
+async def prepare_generation(
+    gateway: Gateway, card: ModelCard, body: GenerationBody, job: Job, submission: Submission
+) -> tuple[Job, Submission]:
+    """Returns the job with its prompts and parameters, and its submission. Raises ApiError."""
     _check_capabilities(card, body)
-    tokenizer = await admission.gateway.broker.known.tokenizer(card)
+    tokenizer = await gateway.broker.known.tokenizer(card)
     prompts, num_cut = await prompts_of(tokenizer, card, body)
     if echoes(body):
-        most = admission.gateway.settings.max_body_bytes
+        most = gateway.settings.max_body_bytes
         await _check_echo(tokenizer, prompts, body.n or 1, most)
-    caps = _output_caps(admission.gateway.settings, card, body, prompts)
-    params = sampling_params(card, body, caps, admission.terms.job_id)
+    caps = _output_caps(gateway.settings, card, body, prompts)
+    params = sampling_params(card, body, caps, job.id)
     if (constraint := _constraint(tokenizer, card, body, prompts, max(caps))) is not None:
         _check_constrained(body, constraint.param)
-        grammar = await admission.gateway.grammars.compile(constraint)
+        grammar = await gateway.grammars.compile(constraint)
         params = msgspec.structs.replace(params, grammar=grammar)
-    job = msgspec.structs.replace(
-        admission.job(prompts, params),
+    job = with_prompts(
+        job,
+        card,
+        prompts,
+        params=params,
         return_token_ids=bool(body.return_token_ids),
         echo=echoes(body),
         shows_output=body.max_tokens != 0,
@@ -171,7 +176,8 @@ async def prepare_generation(admission: Admission, body: GenerationBody) -> tupl
         num_cut_tokens=num_cut,
         tools=body.string_parameters if isinstance(body, ChatBody) else {},
     )
-    return job, await admission.submission(max_output_tokens=params.n * sum(caps))
+    max_output_tokens = params.n * sum(caps)
+    return job, msgspec.structs.replace(submission, max_output_tokens=max_output_tokens)
 
 
 async def _check_echo(

@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from contract.function_types import Submission
-from contract.jobs import Endpoint, Job
+from contract.jobs import Job
 from contract.response_events import Item, ResponseEvents, ResponseRecord, encode_record, item_id
 from gateway.follow.stored_responses import read_response, replayed, response_of_item
 from gateway.http.errors import ApiError, bad_request, invalid_value, not_found
-from gateway.prepare.admission import Terms
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.response_bodies import ItemReference, ResponseBody, renamed
 from gateway.settings import variable
@@ -139,16 +138,17 @@ def _call(item: Item) -> dict[str, Any]:
 
 
 async def prepare_response(
-    gateway: Gateway, body: ResponseBody, terms: Terms
+    gateway: Gateway, body: ResponseBody, job: Job, submission: Submission
 ) -> tuple[Job, Submission]:
     """Returns the job, which contains the request, and its submission. The response's metadata is
-    also the job's, unless `terms` have other values. Raises ApiError."""
-    metadata = {**(body.metadata or {}), **terms.metadata}
-    terms = msgspec.structs.replace(terms, metadata=metadata)
-    items = await conversation(gateway, terms.caller.tenant, body)
+    also the job's, unless the submission has other values. `job` and `submission`: as Caller makes
+    them. Raises ApiError."""
+    metadata = {**(body.metadata or {}), **submission.metadata}
+    submission = msgspec.structs.replace(submission, metadata=metadata)
+    items = await conversation(gateway, job.tenant, body)
     chat = body.chat(to_messages(items))
     try:
-        job, submission = await prepare_call(gateway, Endpoint.RESPONSES, chat, terms)
+        job, submission = await prepare_call(gateway, chat, job, submission)
     except ApiError as exc:
         raise renamed(exc) from None
     try:

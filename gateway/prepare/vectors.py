@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from contract.function_types import Submission
-from contract.jobs import Job, Pooling, SamplingParams
+from contract.jobs import Job, Pooling
 from contract.model_cards import ModelCard
 from gateway.http.errors import (
     CONTEXT_EXCEEDED,
@@ -19,7 +19,7 @@ from gateway.http.errors import (
     invalid_value,
 )
 from gateway.models.tokens import PIECE_CHARS, Cut, ModelTokenizer, NoRoom, Over, TooLong
-from gateway.prepare.admission import Admission, Prompts, check_ids, tokenised
+from gateway.prepare.admission import Prompts, check_ids, tokenised, with_prompts
 from gateway.prepare.schemas import no_room
 from gateway.prepare.vector_bodies import (
     EmbeddingsBody,
@@ -28,6 +28,7 @@ from gateway.prepare.vector_bodies import (
     ScoreBody,
     VectorBody,
 )
+from gateway.state import Gateway
 
 Pairs = Sequence[tuple[str, str]]
 _MAX_ROUNDS = 4  # of shortening texts, whose tokens change with what stands beside them
@@ -47,10 +48,11 @@ class _Asked(msgspec.Struct, frozen=True):
     pooling: Pooling = Pooling()
 
 
-async def prepare_vectors(admission: Admission, body: VectorBody) -> tuple[Job, Submission]:
-    """Returns the job and its submission. Raises ApiError."""
-    card = admission.card
-    tokenizer = await admission.gateway.broker.known.tokenizer(card)
+async def prepare_vectors(
+    gateway: Gateway, card: ModelCard, body: VectorBody, job: Job, submission: Submission
+) -> tuple[Job, Submission]:
+    """Returns the job with its prompts, and its submission. Raises ApiError."""
+    tokenizer = await gateway.broker.known.tokenizer(card)
     cut, shown = body.cut_texts(card), body
     texts = _Texts(tokenizer, card, cut)
     body, num_cut = await texts.with_short_documents(body)
@@ -70,12 +72,11 @@ async def prepare_vectors(admission: Admission, body: VectorBody) -> tuple[Job, 
         documents = shown.documents if shown.return_documents else ()
         top_n = shown.top_n or None
         pooling = msgspec.structs.replace(pooling, documents=documents, top_n=top_n)
-    job = admission.job(asked.prompts, SamplingParams(max_tokens=0, seed=0))
     may_cut = cut is not None or body is not shown
     num_cut_tokens = num_cut + asked.num_cut if may_cut else None
-    job = msgspec.structs.replace(job, pooling=pooling, num_cut_tokens=num_cut_tokens)
+    job = with_prompts(job, card, asked.prompts, pooling=pooling, num_cut_tokens=num_cut_tokens)
     num_bytes = vector_bytes(len(asked.prompts), pooling.dimensions or texts.can.num_outputs)
-    return job, await admission.submission(max_output_tokens=0, vector_bytes=num_bytes)
+    return job, msgspec.structs.replace(submission, vector_bytes=num_bytes)
 
 
 def vector_bytes(num_prompts: int, num_numbers: int) -> int:

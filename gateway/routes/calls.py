@@ -6,7 +6,6 @@ Over 300 lines: the ways to answer one call.
 """
 
 import logging
-import re
 from collections.abc import Awaitable, Mapping
 from typing import Annotated, Any
 
@@ -26,14 +25,13 @@ from gateway.follow.answer_models import (
     TextCompletion,
 )
 from gateway.follow.job_objects import AcceptedJob, accepted_response, submitted_object
-from gateway.follow.members import chosen_header
-from gateway.follow.streams import START, AskedPosition, LogPosition, call_stream, whole_answer
-from gateway.follow.sync_call import Patience, ServerTiming, SyncCall
+from gateway.follow.streams import call_stream, whole_answer
+from gateway.follow.sync_call import START, AskedPosition, AskedTimeLimit, ServerTiming, SyncCall
 from gateway.http import sse
 from gateway.http.bodies import JsonBodies
 from gateway.http.errors import NO_RETRY, ApiError, UnknownJob, invalid_value, rate_headers
 from gateway.http.handlers import answers
-from gateway.prepare.admission import Caller, Inference, Terms, check_goes_on
+from gateway.prepare.admission import Caller, Inference, check_goes_on
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
@@ -41,12 +39,10 @@ from gateway.prepare.unsupported import CallFields, ignored_header
 from gateway.prepare.vector_bodies import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from gateway.redis.broker import Broker
 from gateway.routes.requests import GuardedRoute
-from gateway.runners.submission import submit
+from gateway.runners.submission import check_first_calls
 from gateway.state import AcceptingGateway, Gateway
 
 log = logging.getLogger("batchway.gateway")
-
-_WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,9})\"?")
 
 IdempotencyKey = Annotated[
     str,
@@ -86,7 +82,9 @@ async def submit_job(
 ) -> Response:
     """Queues a job: 202 with its id."""
     timing = ServerTiming()
-    submitted = await submit(gateway, job, submission)
+    if job.flow is not None:
+        await check_first_calls(gateway, job, submission)
+    submitted = await gateway.submit(job, submission)
     timing.mark("admission")
     status = JobStatus.QUEUED
     if submitted.is_new:
@@ -130,142 +128,83 @@ async def body_hash(request: Request, key: str, endpoint: str) -> str:
     return await bodies.hash(await request.body(), endpoint)
 
 
-class Preference(msgspec.Struct, frozen=True):
-    """The `Prefer` header's wishes about waiting. Others are ignored, as the RFC says."""
-
-    is_async: bool = False
-    wait_s: int | None = None
-
-    @property
-    def is_given(self) -> bool:
-        return self.is_async or self.wait_s is not None
-
-    @property
-    def is_at_once(self) -> bool:
-        """Whether the response is 202 without waiting."""
-        return self.is_async and self.wait_s is None
-
-    def applied(self) -> dict[str, str]:
-        """The `Preference-Applied` header."""
-        parts = ["respond-async"] if self.is_async else []
-        parts += [] if self.wait_s is None else [f"wait={self.wait_s}"]
-        return {"preference-applied": ", ".join(parts)} if parts else {}
-
-
-async def preference_of(
-    prefer: Annotated[
-        list[str] | None,
-        Header(description="`respond-async`: 202 at once; `wait=20`: 202 after 20 s"),
-    ] = None,
-) -> Preference:
-    words = ",".join(prefer or ()).lower().split(",")
-    parts = [word.partition(";")[0].strip() for word in words]
-    waits = [match for part in parts if (match := _WAIT.fullmatch(part))]
-    return Preference("respond-async" in parts, int(waits[0][1]) if waits else None)
-
-
-AskedPreference = Annotated[Preference, Depends(preference_of)]
-
-
-class CallOptions(msgspec.Struct, frozen=True):
-    """The parts of a call's request outside its body."""
-
-    request: Request
-    caller: Caller
-    gateway: Gateway
-    preference: Preference
-    position: LogPosition
-    key: str
-    timing: ServerTiming
-    patience: Patience
-
-
-async def call_options(
+async def asked_call(
     request: Request,
     caller: Inference,
     gateway: AcceptingGateway,
-    preference: AskedPreference,
+    time_limit: AskedTimeLimit,
     position: AskedPosition,
     key: IdempotencyKey = "",
-) -> CallOptions:
+) -> SyncCall:
     """Raises ApiError."""
-    if preference.is_given:
-        caller.check_scope(Scope.JOBS_WRITE)  # the call may become a job
-    patience, timing = Patience.of(request, gateway.settings, preference.wait_s), ServerTiming()
-    return CallOptions(request, caller, gateway, preference, position, key, timing, patience)
+    if time_limit.may_become_job:
+        caller.check_scope(Scope.JOBS_WRITE)
+    return SyncCall(request, gateway, time_limit, position=position, key=key)
 
 
-AskedOptions = Annotated[CallOptions, Depends(call_options)]
+AskedCall = Annotated[SyncCall, Depends(asked_call)]
 
 
-async def answer_call(options: CallOptions, endpoint: Endpoint, body: CallBody) -> Response:
+async def answer_call(
+    call: SyncCall, caller: Caller, endpoint: Endpoint, body: CallBody
+) -> Response:
     """Submits the call's job and returns its output, whole or as a stream. Returns the job instead
     if the caller prefers that, or when the time limit is reached."""
-    request, gateway, preference = options.request, options.gateway, options.preference
-    key, position = options.key, options.position
-    terms = _terms(options, body, await body_hash(request, key, endpoint))
-    if preference.is_at_once:
+    job = caller.job(endpoint, body)
+    submission = await _submission(call, caller, endpoint, body)
+    if call.time_limit.wants_job:
         check_goes_on(body)
-        prepared = await prepare_call(gateway, endpoint, body, terms)
-        return await submit_job(gateway, *prepared, preference.applied() | ignored_header(body))
-    _check_resumes(request, position, body, key)
-    work = prepare_call(gateway, endpoint, body, terms)
-    prepared = await sse.unless_gone(request.receive, work)
-    call = await begin_call(gateway, options.caller, *prepared, options.patience, options.timing)
-    call.headers |= preference.applied() | ignored_header(body)
+        prepared = await prepare_call(call.gateway, body, job, submission)
+        headers = call.headers | ignored_header(body)
+        return await submit_job(call.gateway, *prepared, headers)
+    _check_resumes(call, body)
+    work = prepare_call(call.gateway, body, job, submission)
+    await begin(call, caller, *await sse.unless_gone(call.request.receive, work))
+    call.headers |= ignored_header(body)
     with call.named_errors():
         if not isinstance(body, ChatBody | CompletionBody) or not body.stream:
-            return await answer_whole(request, call, whole_answer(call))
+            return await answer_whole(call, whole_answer(call))
         events = call_stream(
             call,
             includes_usage=body.includes_usage,
             repeats_usage=body.repeats_usage,
-            has_ids=bool(key) or body.on_disconnect == "continue",
-            position=position,
-            starts_over=position is not START and call.submitted_s is not None,
+            has_ids=bool(call.key) or body.on_disconnect == "continue",
         )
         call.headers |= call.timing.headers()
-        return await sse.sse_response(request, events, headers=call.headers, on_gone=call.on_gone)
+        return await sse.sse_response(
+            call.request, events, headers=call.headers, on_gone=call.on_gone
+        )
 
 
-async def begin_call(
-    gateway: Gateway,
-    caller: Caller,
-    job: Job,
-    submission: Submission,
-    patience: Patience,
-    timing: ServerTiming,
-) -> SyncCall:
+async def begin(call: SyncCall, caller: Caller, job: Job, submission: Submission) -> None:
     """Queues the job of a call that waits for its answer. An earlier job with the same idempotency
     key answers in its place: the caller may cancel it, so its current lane must be permitted.
     Raises ApiError, and the errors of Broker.submit."""
+    gateway = call.gateway
     submitted_s = gateway.broker.clock()
-    submitted = await submit(gateway, job, submission)
-    timing.mark("admission")
+    if job.flow is not None:
+        await check_first_calls(gateway, job, submission)
+    submitted = await gateway.submit(job, submission)
+    call.timing.mark("admission")
     if not submitted.is_new:
         view = await _known_job(gateway, submitted.job_id, job.tenant)
         caller.check_lane(view.lane)
         job = await gateway.whole(view.job)
     else:
         job = msgspec.structs.replace(job, id=submitted.job_id)
-    return SyncCall(
-        gateway,
+    call.note_queued(
         job,
-        patience,
-        timing,
-        job_retention_s=caller.job_retention_s(gateway.settings),
-        submitted_s=submitted_s if submitted.is_new else None,
+        submitted,
+        submitted_s=submitted_s,
         may_return=not submission.attendance_s,
-        headers={"x-job-id": job.id, **rate_headers(submitted.rates), **chosen_header(job)},
+        job_retention_s=caller.job_retention_s(gateway.settings),
     )
 
 
-async def answer_whole(
-    request: Request, call: SyncCall, work: Awaitable[Mapping[str, Any]]
-) -> Response:
+async def answer_whole(call: SyncCall, work: Awaitable[Mapping[str, Any]]) -> Response:
     """Waits for the answer of a call. Raises ClientGone if the caller leaves."""
     try:
-        answer = await sse.unless_gone(request.receive, work)
+        answer = await sse.unless_gone(call.request.receive, work)
     except sse.ClientGone:
         await call.on_gone()
         raise
@@ -273,22 +212,22 @@ async def answer_whole(
     return sse.json_response(answer, headers=call.headers | call.timing.headers())
 
 
-def _terms(options: CallOptions, body: CallBody, hashed: str) -> Terms:
-    """Returns the terms of a call, or of a job if the caller accepts that the call becomes one."""
-    settings, caller, preference = options.gateway.settings, options.caller, options.preference
-    is_job = preference.is_given
+async def _submission(
+    call: SyncCall, caller: Caller, endpoint: Endpoint, body: CallBody
+) -> Submission:
+    """The terms of a call, or of a job if the caller accepts that the call becomes one."""
+    settings, is_job = call.gateway.settings, call.time_limit.may_become_job
     # A caller that gets 202 at once is not expected to stay.
-    is_attended = ends_with_caller(body, options.key) and not preference.is_at_once
+    is_attended = ends_with_caller(body, call.key) and not call.time_limit.wants_job
     retention_s = caller.job_retention_s if is_job else caller.sync_retention_s
-    return Terms(
-        caller=caller,
+    return caller.submission(
         deadline_s=settings.job_deadline_s if is_job else settings.sync_deadline_s,
         retention_s=retention_s(settings),
         attendance_s=settings.attendance_s if is_attended else 0.0,
         # A caller that accepts a job can also wait for a worker.
         needs_worker=not is_job,
-        idempotency_key=options.key,
-        body_hash=hashed,
+        idempotency_key=call.key,
+        body_hash=await body_hash(call.request, call.key, endpoint),
     )
 
 
@@ -297,11 +236,11 @@ def ends_with_caller(body: CallFields, key: str) -> bool:
     return not key if body.on_disconnect is None else body.on_disconnect == "cancel"
 
 
-def _check_resumes(request: Request, position: LogPosition, body: CallBody, key: str) -> None:
+def _check_resumes(call: SyncCall, body: CallBody) -> None:
     """Raises ApiError if a position is given for anything but the caller's own earlier stream."""
     is_stream = isinstance(body, ChatBody | CompletionBody) and body.stream
-    if position is not START and not (key and is_stream):
-        param = "Last-Event-ID" if "last-event-id" in request.headers else "starting_after"
+    if call.position is not START and not (call.key and is_stream):
+        param = "Last-Event-ID" if "last-event-id" in call.request.headers else "starting_after"
         message = (
             f"{param} goes on with the stream of an earlier call: that needs stream: true, the "
             "same body and its Idempotency-Key"
@@ -310,38 +249,38 @@ def _check_resumes(request: Request, position: LogPosition, body: CallBody, key:
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses={200: EVENTS})
-async def create_chat_completion(options: AskedOptions, body: ChatBody) -> Response:
+async def create_chat_completion(call: AskedCall, caller: Inference, body: ChatBody) -> Response:
     """Answers a conversation, whole or as a stream."""
-    return await answer_call(options, Endpoint.CHAT, body)
+    return await answer_call(call, caller, Endpoint.CHAT, body)
 
 
 @router.post("/v1/completions", response_model=TextCompletion, responses={200: EVENTS})
-async def create_completion(options: AskedOptions, body: CompletionBody) -> Response:
+async def create_completion(call: AskedCall, caller: Inference, body: CompletionBody) -> Response:
     """Continues a prompt, whole or as a stream."""
-    return await answer_call(options, Endpoint.COMPLETIONS, body)
+    return await answer_call(call, caller, Endpoint.COMPLETIONS, body)
 
 
 @router.post("/v1/embeddings", response_model=Embeddings)
-async def create_embeddings(options: AskedOptions, body: EmbeddingsBody) -> Response:
+async def create_embeddings(call: AskedCall, caller: Inference, body: EmbeddingsBody) -> Response:
     """Turns texts into vectors."""
-    return await answer_call(options, Endpoint.EMBEDDINGS, body)
+    return await answer_call(call, caller, Endpoint.EMBEDDINGS, body)
 
 
 @router.post("/rerank", response_model=Ranking, include_in_schema=False)
 @router.post("/v2/rerank", response_model=Ranking, include_in_schema=False)
 @router.post("/v1/rerank", response_model=Ranking)
-async def rerank(options: AskedOptions, body: RerankBody) -> Response:
+async def rerank(call: AskedCall, caller: Inference, body: RerankBody) -> Response:
     """Orders documents by their relevance to a query."""
-    return await answer_call(options, Endpoint.RERANK, body)
+    return await answer_call(call, caller, Endpoint.RERANK, body)
 
 
 @router.post("/v1/score", response_model=Scores)
-async def score(options: AskedOptions, body: ScoreBody) -> Response:
+async def score(call: AskedCall, caller: Inference, body: ScoreBody) -> Response:
     """Scores pairs of texts."""
-    return await answer_call(options, Endpoint.SCORE, body)
+    return await answer_call(call, caller, Endpoint.SCORE, body)
 
 
 @router.post("/v1/classify", response_model=Classes)
-async def classify(options: AskedOptions, body: ClassifyBody) -> Response:
+async def classify(call: AskedCall, caller: Inference, body: ClassifyBody) -> Response:
     """Gives each text a label."""
-    return await answer_call(options, Endpoint.CLASSIFY, body)
+    return await answer_call(call, caller, Endpoint.CLASSIFY, body)

@@ -37,8 +37,8 @@ from gateway.follow.job_objects import (
     place,
 )
 from gateway.follow.members import cancel_whole, delete_whole, tree_of
-from gateway.follow.streams import AskedPosition, ended_answer, job_stream
-from gateway.follow.sync_call import Patience
+from gateway.follow.streams import ended_answer, job_stream
+from gateway.follow.sync_call import AskedPosition, TimeLimit
 from gateway.http import sse
 from gateway.http.errors import (
     NO_RETRY,
@@ -56,7 +56,6 @@ from gateway.prepare.admission import (
     JobsReader,
     JobsSubmitter,
     JobsWriter,
-    Terms,
     check_goes_on,
     check_is_lane,
     check_lane,
@@ -162,7 +161,7 @@ async def stream_job(
 ) -> Response:
     """Streams a job's events, from the start or after any event. A disconnect cancels nothing."""
     view, _ = await gateway.broker.read(job_id, caller.tenant)
-    events = job_stream(gateway, view, position, Patience.of(request, gateway.settings))
+    events = job_stream(gateway, view, position, TimeLimit.of(request, gateway.settings))
     return await sse.sse_response(request, events, headers={"x-job-id": job_id})
 
 
@@ -217,9 +216,8 @@ async def prepare_job(
     """Raises ApiError. Parameters of the inner body are named below `body`."""
     settings = gateway.settings
     endpoint = Endpoint(asked.endpoint)
-    terms = Terms(
-        caller=caller,
-        lane=asked.lane,
+    job = caller.job(endpoint, asked.body, asked.lane or "")
+    submission = caller.submission(
         deadline_s=asked.deadline_s or settings.job_deadline_s,
         retention_s=_retention_s(settings, asked, caller),
         metadata=asked.metadata or {},
@@ -231,8 +229,8 @@ async def prepare_job(
         check_goes_on(asked.body)
         if isinstance(asked.body, ResponseBody):
             _check_is_stored(asked.body)
-            return await prepare_response(gateway, asked.body, terms)
-        return await prepare_call(gateway, endpoint, asked.body, terms)
+            return await prepare_response(gateway, asked.body, job, submission)
+        return await prepare_call(gateway, asked.body, job, submission)
     except ApiError as exc:
         if exc.param not in (None, "lane"):
             exc.param = f"body.{exc.param}"

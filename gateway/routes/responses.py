@@ -23,11 +23,11 @@ from gateway.follow.answer_models import (
 from gateway.follow.members import cancel_whole, delete_whole
 from gateway.follow.stored_responses import job_of_response, read_response, shown_response
 from gateway.follow.streams import response_stream, whole_response
-from gateway.follow.sync_call import Patience, ServerTiming, SyncCall
+from gateway.follow.sync_call import SyncCall, TimeLimit
 from gateway.http import sse
 from gateway.http.errors import bad_request, invalid_value
 from gateway.http.handlers import answers
-from gateway.prepare.admission import Caller, Inference, JobsReader, JobsWriter, Terms
+from gateway.prepare.admission import Caller, Inference, JobsReader, JobsWriter
 from gateway.prepare.response_bodies import InputTokensBody, ResponseBody
 from gateway.prepare.response_jobs import prepare_response
 from gateway.prepare.unsupported import ignored_header
@@ -35,7 +35,7 @@ from gateway.routes.calls import (
     EVENTS,
     IdempotencyKey,
     answer_whole,
-    begin_call,
+    begin,
     body_hash,
     check_may_change,
     ends_with_caller,
@@ -60,8 +60,7 @@ async def _prepared(
     settings = gateway.settings
     key = key if body.is_stored else ""  # a caller cannot return to a response that is not stored
     is_attended = not body.is_stored or ends_with_caller(body, key)
-    terms = Terms(
-        caller=caller,
+    submission = caller.submission(
         deadline_s=settings.job_deadline_s if body.background else settings.sync_deadline_s,
         retention_s=caller.job_retention_s(settings) if body.is_stored else MIN_RETENTION_S,
         attendance_s=settings.attendance_s if is_attended and not body.background else 0.0,
@@ -69,13 +68,14 @@ async def _prepared(
         idempotency_key=key,
         body_hash=await body_hash(request, key, Endpoint.RESPONSES),
     )
-    return await prepare_response(gateway, body, terms)
+    job = caller.job(Endpoint.RESPONSES, body)
+    return await prepare_response(gateway, body, job, submission)
 
 
-async def _stream(request: Request, call: SyncCall, record: ResponseRecord) -> Response:
+async def _stream(call: SyncCall, record: ResponseRecord) -> Response:
     async def events() -> AsyncGenerator[bytes, None]:
         stream = response_stream(
-            call.gateway, call.job, record, after=-1, patience=call.patience, call=call
+            call.gateway, call.job, record, after=-1, time_limit=call.time_limit, call=call
         )
         async with contextlib.aclosing(stream):
             async for part in stream:
@@ -87,7 +87,7 @@ async def _stream(request: Request, call: SyncCall, record: ResponseRecord) -> R
         await _forget_unstored(call, record)
 
     headers = call.headers | call.timing.headers()
-    return await sse.sse_response(request, events(), headers=headers, on_gone=on_gone)
+    return await sse.sse_response(call.request, events(), headers=headers, on_gone=on_gone)
 
 
 async def _forget_unstored(call: SyncCall, record: ResponseRecord) -> None:
@@ -130,20 +130,19 @@ async def create_response(
     """Answers items, whole, as a stream, or in the background."""
     if body.background:
         caller.check_scope(Scope.JOBS_WRITE)
-    patience, timing = Patience.of(request, gateway.settings), ServerTiming()
+    call = SyncCall(request, gateway, TimeLimit.of(request, gateway.settings))
     work = _prepared(request, gateway, caller, body, key)
-    prepared = await sse.unless_gone(request.receive, work)
-    call = await begin_call(gateway, caller, *prepared, patience, timing)
+    await begin(call, caller, *await sse.unless_gone(request.receive, work))
     call.headers |= ignored_header(body)
     record = decode_record(await gateway.broker.payloads.response(call.job))
     if body.background and not body.stream:
         shown = await shown_response(gateway, response_id(call.job), caller.tenant)
-        return sse.json_response(shown, headers=call.headers | timing.headers())
+        return sse.json_response(shown, headers=call.headers | call.timing.headers())
     with call.named_errors():
         if body.stream:
-            return await _stream(request, call, record)
+            return await _stream(call, record)
         try:
-            return await answer_whole(request, call, whole_response(call, record))
+            return await answer_whole(call, whole_response(call, record))
         finally:
             await _forget_unstored(call, record)
 
@@ -181,8 +180,8 @@ async def get_response(
         return sse.json_response(await shown_response(gateway, response_id, caller.tenant))
     view, record = await read_response(gateway, response_id, caller.tenant)
     after = -1 if starting_after is None else starting_after
-    patience = Patience.of(request, gateway.settings)
-    events = response_stream(gateway, view.job, record, after=after, patience=patience)
+    time_limit = TimeLimit.of(request, gateway.settings)
+    events = response_stream(gateway, view.job, record, after=after, time_limit=time_limit)
     headers = {"x-job-id": view.job.id}
     return await sse.sse_response(request, events, headers=headers)
 

@@ -23,7 +23,7 @@ from gateway.http.errors import ApiError, RecordUnreadable, UnknownJob
 from gateway.prepare.admission import bound_of, stored_bounds
 from gateway.prepare.job_bodies import check_secret
 from gateway.prepare.vectors import vector_bytes
-from gateway.runners.submission import submit
+from gateway.runners.submission import check_first_calls
 from gateway.state import Gateway
 
 log = logging.getLogger("batchway.gateway")
@@ -143,7 +143,10 @@ class _Run:
             found = await self._gateway.broker.replay_of(job_id)
             if found is None:
                 return False
-            await submit(self._gateway, *await self._prepared(*found), is_derived=True)
+            job, submission = await self._prepared(*found)
+            if job.flow is not None:
+                await check_first_calls(self._gateway, job, submission)
+            await self._gateway.submit(job, submission, is_derived=True)
         except (BrokerUnavailable, PayloadUnavailable):
             raise
         except JobRefused as exc:

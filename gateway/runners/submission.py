@@ -1,28 +1,28 @@
-"""Queues the job of a call if the calls with which its flow begins would be accepted."""
-
-import time
+"""Whether the calls with which a flow begins would be accepted."""
 
 from msgspec.structs import replace
 
 from contract.errors import BatchwayError
 from contract.flows import Cascade, Route
-from contract.function_types import Quote, Submission, Submitted, TenantLimits
+from contract.function_types import Quote, Submission, TenantLimits
 from contract.jobs import Job
-from contract.telemetry.tracing import traced
 from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, bad_request, to_api_error
 from gateway.runners.flows.calls import Call, Calls, MemberFailed
 from gateway.runners.flows.kinds import chosen_call, first_calls
 from gateway.state import Gateway
-from gateway.turns import end_place
 
 
 async def check_first_calls(gateway: Gateway, job: Job, submission: Submission) -> None:
     """Raises JobRefused if no member with which a flow begins accepts the call at present, and
     ApiError if none can answer it. A job that exists is not refused."""
-    refused = (await quote_first_calls(gateway, job, submission)).refusal
-    key = submission.idempotency_key
-    if refused is not None and not (key and await gateway.broker.knows_key(job.tenant, key)):
-        raise refused
+    try:
+        refused = (await quote_first_calls(gateway, job, submission)).refusal
+        key = submission.idempotency_key
+        if refused is not None and not (key and await gateway.broker.knows_key(job.tenant, key)):
+            raise refused
+    except BatchwayError as exc:
+        gateway.metrics.note_refusal(job, to_api_error(exc).code)
+        raise
 
 
 async def quote_first_calls(gateway: Gateway, job: Job, submission: Submission) -> Quote:
@@ -63,24 +63,3 @@ async def _quote(calls: Calls, call: Call, submission: Submission) -> Quote:
     if job.flow is not None:
         return await quote_first_calls(calls.gateway, job, own)
     return await calls.gateway.broker.quote(job, own)
-
-
-async def submit(
-    gateway: Gateway, job: Job, submission: Submission, *, is_derived: bool = False
-) -> Submitted:
-    """Queues a job and counts the outcome; the reply has the id under which it is kept.
-    `is_derived`: others may submit the same job. Raises the errors of Broker.submit."""
-    job = traced(job, time.time_ns())
-    if (callback := submission.callback) is not None and job.trace is not None:
-        callback = replace(callback, traceparent=job.trace.traceparent)
-        submission = replace(submission, callback=callback)
-    try:
-        if job.flow is not None:
-            await check_first_calls(gateway, job, submission)
-        submitted = await gateway.broker.submit(job, submission, is_derived=is_derived)
-    except BatchwayError as exc:
-        gateway.metrics.note_refusal(job, to_api_error(exc).code)
-        raise
-    gateway.metrics.note_acceptance(job, is_new=submitted.is_new)
-    await end_place()
-    return submitted

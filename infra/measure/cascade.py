@@ -18,7 +18,7 @@ import msgspec
 from contract.flows import Cascade
 from contract.jobs import Endpoint
 from gateway.http.errors import ApiError
-from gateway.prepare.calls import text_of
+from gateway.prepare.flow_calls import text_of
 from gateway.runners.flows.calls import parse_body
 from gateway.runners.flows.definitions import FlowError, load_flows
 from gateway.runners.flows.kinds import confidence, score_body

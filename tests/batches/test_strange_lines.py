@@ -60,7 +60,7 @@ async def test_an_unexpected_error_is_that_of_its_line(
     """The batch does not meet it again and again."""
 
     async def prepare(*args: Any) -> Any:
-        if args[2].prompt == ("deep",):
+        if args[1].prompt == ("deep",):
             raise RecursionError
         return await calls.prepare_call(*args)
 

@@ -31,14 +31,14 @@ from gateway.http.errors import (
 )
 from gateway.http.handlers import translated
 from gateway.http.sse import encode_json
-from gateway.prepare.admission import Caller, Terms
+from gateway.prepare.admission import Caller
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response
 from gateway.redis.known_models import NotAnnounced
 from gateway.runners.batches.lease import CANCELLED, EXPIRED, LeasedBatch
 from gateway.runners.batches.lines import Line, call_body
-from gateway.runners.submission import submit
+from gateway.runners.submission import check_first_calls
 from gateway.turns import Busy
 
 log = logging.getLogger("batchway.gateway")
@@ -126,9 +126,12 @@ class PartRun:
         except TEMPORARY:
             return self._poll_s
         try:
+            gateway = self._leased.gateway
             job, submission = await self._prepared(job_id, caller)
             try:
-                await submit(self._leased.gateway, job, submission, is_derived=True)
+                if job.flow is not None:
+                    await check_first_calls(gateway, job, submission)
+                await gateway.submit(job, submission, is_derived=True)
             except JobRefused as exc:
                 error = to_api_error(exc)
                 if error.status in (429, 503) and await self._may_fit(job, submission, exc):
@@ -177,18 +180,14 @@ class PartRun:
     async def _prepared(self, job_id: str, caller: Caller) -> tuple[Job, Submission]:
         """A line's job and its submission. Raises BatchwayError, pydantic's ValidationError."""
         leased, gateway, line = self._leased, self._leased.gateway, self._jobs[job_id]
-        body = call_body(line, leased.batch.asked.endpoint)
+        endpoint = leased.batch.asked.endpoint
+        body = call_body(line, endpoint)
         kept_s = caller.job_retention_s(gateway.settings) if line.is_kept else _RETENTION_S
-        terms = Terms(
-            job_id=job_id,
-            caller=caller,
-            lane=_LANE,
-            deadline_s=leased.left_s,
-            retention_s=leased.left_s + kept_s,
-        )
+        job = caller.job(endpoint, body, _LANE, job_id)
+        submission = caller.submission(deadline_s=leased.left_s, retention_s=leased.left_s + kept_s)
         if isinstance(body, ResponseBody):
-            return await prepare_response(gateway, body, terms)
-        return await prepare_call(gateway, leased.batch.asked.endpoint, body, terms)
+            return await prepare_response(gateway, body, job, submission)
+        return await prepare_call(gateway, body, job, submission)
 
     async def _written(self) -> Part:
         """Writes the results, in the order of the lines."""

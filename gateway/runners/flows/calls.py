@@ -27,7 +27,7 @@ from contract.payloads.store import PayloadError, PayloadLost
 from gateway.follow.streams import follow
 from gateway.http.errors import CONTEXT_EXCEEDED, ApiError, UnknownJob
 from gateway.http.handlers import translated
-from gateway.prepare.admission import Caller, Terms
+from gateway.prepare.admission import Caller
 from gateway.prepare.calls import prepare_call
 from gateway.prepare.job_bodies import CallBody, CallJob
 from gateway.redis.hints import Reset
@@ -121,17 +121,16 @@ class Calls:
             weight=self.parent.weight,
             tokens_per_minute=self._flow.tokens_per_min,
         )
-        terms = Terms(
-            job_id=call.job_id(self.parent.id),
-            caller=Caller(key, ""),
+        caller = Caller(key, "")
+        body = parse_body(call.endpoint, {**call.body, "model": call.model})
+        job = caller.job(call.endpoint, body, self.lane, call.job_id(self.parent.id))
+        submission = caller.submission(
             deadline_s=deadline_s,
             # Kept as long as the parent's output, whenever the parent ends.
             retention_s=deadline_s + self._flow.retention_s,
-            lane=self.lane,
             metadata=self._flow.metadata,
         )
-        body = parse_body(call.endpoint, {**call.body, "model": call.model})
-        job, submission = await prepare_call(self.gateway, call.endpoint, body, terms)
+        job, submission = await prepare_call(self.gateway, body, job, submission)
         return replace(job, parent=self.parent.id), submission
 
 

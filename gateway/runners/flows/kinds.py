@@ -23,8 +23,8 @@ from contract.jobs import Endpoint, FinishReason, Job, default_seed
 from gateway.follow.answers import whole_calls
 from gateway.follow.streams import answer_to, built
 from gateway.models.step_templates import StepTemplates, TemplateFault
-from gateway.prepare.calls import draw_of, text_of
 from gateway.prepare.conditions import Facts, choose_target
+from gateway.prepare.flow_calls import draw_of, text_of
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import MAX_CHOICES_IN_ALL, CompletionBody
 from gateway.runners.flows.calls import Call, Execution, MemberFailed, Outcome, Output, parse_body

@@ -7,7 +7,7 @@ from contract.events import MemberRun
 from contract.flows import Ensemble, Flow, FlowCall
 from contract.jobs import Endpoint, SamplingParams, new_job_id
 from gateway.http.errors import ApiError
-from gateway.prepare.calls import draw_of
+from gateway.prepare.flow_calls import draw_of
 from gateway.runners.flows.calls import Outcome, parse_body
 from gateway.runners.flows.kinds import _scoring
 from tests.contract.some_calls import make_job

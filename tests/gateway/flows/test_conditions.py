@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.api_keys import KeyTerms
 from contract.flows import Condition, Route, Rule, Target
+from contract.function_types import Submission
 from gateway.http.errors import ApiError
-from gateway.prepare import calls as entry
-from gateway.prepare.admission import Caller, Terms
+from gateway.prepare import flow_calls as entry
 from gateway.prepare.conditions import (
     MAX_TEXT_CHARS,
     Facts,
@@ -179,10 +178,10 @@ async def test_a_gateway_that_cannot_detect_languages_says_so(
     body = ChatBody.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "Guten Tag"}]}
     )
-    terms = Terms(caller=Caller(KeyTerms(tenant="t"), ""), deadline_s=1.0, retention_s=1.0)
+    asked_by = "t", Submission(max_output_tokens=1, deadline_s=1.0, retention_s=1.0)
     asked = [Condition(languages=("de",)), Condition(tenants=("t",))]
     with pytest.raises(ApiError) as refused:
-        await entry.facts_of(None, route(*asked), body, terms)  # type: ignore[arg-type]
+        await entry.facts_of(None, route(*asked), body, *asked_by)  # type: ignore[arg-type]
     assert (refused.value.status, refused.value.code) == (503, "languages_missing")
     assert threads != [threading.get_ident()]
-    await entry.facts_of(None, route(asked[1]), body, terms)  # type: ignore[arg-type]
+    await entry.facts_of(None, route(asked[1]), body, *asked_by)  # type: ignore[arg-type]
