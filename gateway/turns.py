@@ -1,10 +1,9 @@
 """Turns for work that comes before the queue: rendering, tokenising, compiling.
 
-A few things are done at a time. Whose turn it is follows start-time fair queueing (Goyal, Vin,
-Cheng: "Start-time Fair Queuing", 1996): the owner that has had the least time for its weight. An
-owner has at most half of the places, and the last one is for an owner that has none, so another
-one's work begins at once. Long bodies have places of their own, because a slow client holds one for
-as long as it sends.
+A few things are done at a time. It is the turn of the owner that has had the least time for its
+weight. An owner has at most half of the places, and the last one is for an owner that has none, so
+another one's work begins at once. Long bodies have places of their own, because a slow client holds
+one for as long as it sends.
 """
 
 import asyncio
@@ -18,13 +17,14 @@ from contextvars import ContextVar
 import msgspec
 
 from contract.errors import BatchwayError
+from contract.fair_shares import FairShares
 
 NUM_PLACES = 4
 WAIT_S = 10.0
 NUM_UPLOADS, UPLOADS_EACH = 16, 4  # long bodies that are read at a time: of all, of one owner
 MAX_WAITING = 256  # pieces of work of one owner
 _UNATTENDED_WEIGHT = 1 / 8  # of work whose caller does not wait, which has one place
-_MAX_IDLE = 1024  # owners whose times are remembered
+_MAX_IDLE = 1024  # owners without work that are remembered
 
 
 class Busy(BatchwayError):
@@ -46,10 +46,8 @@ class Owner(msgspec.Struct, frozen=True):
 class _Line(msgspec.Struct):
     """An owner's work, running and waiting."""
 
+    owner: Owner
     share: int  # places that it may have
-    weight: float
-    is_attended: bool
-    start: float  # virtual time: seconds of its work by weight
     num_running: int = 0
     mean_s: float = 0.0
     waiting: deque[asyncio.Future[None]] = msgspec.field(default_factory=deque)
@@ -72,21 +70,25 @@ class Turns:
         self._wait_s = wait_s
         self._clock = clock
         self._lines: dict[Owner, _Line] = {}
-        self._virtual_s = 0.0  # start of the work that began last
+        self._times: FairShares[Owner] = FairShares()
 
     @asynccontextmanager
     async def turn(self, owner: Owner) -> AsyncIterator[None]:
         """Waits for the owner's turn, then holds a place. Raises Busy."""
         line = self._line_of(owner)
-        if self.is_free(owner):
-            self._begin(line)
-        else:
-            await self._wait(line)
-        begun_s = self._clock()
+        self._times.arrive(owner, owner.weight * (1.0 if owner.is_attended else _UNATTENDED_WEIGHT))
         try:
-            yield
+            if self.is_free(owner):
+                self._begin(line)
+            else:
+                await self._wait(line)
+            begun_s = self._clock()
+            try:
+                yield
+            finally:
+                self._end(line, self._clock() - begun_s)
         finally:
-            self._end(line, self._clock() - begun_s)
+            self._times.leave(owner)
 
     def is_free(self, owner: Owner) -> bool:
         """Whether the owner's turn would come at once."""
@@ -95,7 +97,7 @@ class Turns:
 
     def _may_begin(self, line: _Line) -> bool:
         """Whether there is a place for more of an owner's work."""
-        is_first = line.num_running == 0 and line.is_attended
+        is_first = line.num_running == 0 and line.owner.is_attended
         room = self._num_free - (0 if is_first else self._num_kept)
         return room > 0 and line.num_running < line.share
 
@@ -104,15 +106,12 @@ class Turns:
         if line is None:
             if len(self._lines) >= _MAX_IDLE:
                 self._forget_idle()
-            weight = owner.weight * (1.0 if owner.is_attended else _UNATTENDED_WEIGHT)
-            share = self._share if owner.is_attended else 1
-            line = self._lines[owner] = _Line(share, weight, owner.is_attended, self._virtual_s)
+            line = self._lines[owner] = _Line(owner, self._share if owner.is_attended else 1)
         return line
 
     def _forget_idle(self) -> None:
-        """Forgets owners without work that have used no more time than a new one."""
         for owner, line in list(self._lines.items()):
-            if not line.num_running and not line.waiting and line.start <= self._virtual_s:
+            if not line.num_running and not line.waiting:
                 del self._lines[owner]
 
     async def _wait(self, line: _Line) -> None:
@@ -139,12 +138,11 @@ class Turns:
     def _begin(self, line: _Line) -> None:
         self._num_free -= 1
         line.num_running += 1
-        line.start = self._virtual_s = max(self._virtual_s, line.start)
 
     def _end(self, line: _Line, took_s: float) -> None:
         self._num_free += 1
         line.num_running -= 1
-        line.start += took_s / line.weight
+        self._times.charge(line.owner, took_s)
         line.mean_s += (took_s - line.mean_s) / 8
         while self._num_free:
             ready = [
@@ -152,7 +150,7 @@ class Turns:
             ]
             if not ready:
                 return
-            first = min(ready, key=lambda line: line.start)
+            first = min(ready, key=lambda line: self._times.served[line.owner])
             turn = first.waiting.popleft()
             if not turn.cancelled():  # its owner may just have left
                 self._begin(first)

@@ -12,7 +12,7 @@ Over 300 lines: a grammar from its compilation to its masks.
 import os
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -26,13 +26,15 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from contract.byte_cache import ByteCache
 from contract.errors import ErrorCode
+from contract.fair_shares import FairShares
 from contract.jobs import GRAMMAR_LIMITS
 
 T = TypeVar("T")
 
 
 class Turns:
-    """At most one call of a tenant runs at a time, so that a tenant with many waits for itself.
+    """At most one call of a tenant runs at a time, so that a tenant with many waits for itself; the
+    tenant that has had the fewest is next.
 
     A call that was cancelled before it began is dropped, and costs its tenant no turn.
     """
@@ -40,15 +42,14 @@ class Turns:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._lock = Lock()
-        # The tenant that has waited longest for its turn is first.
-        self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = (
-            OrderedDict()
-        )
+        self._shares: FairShares[str] = FairShares()
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._served: set[str] = set()  # tenants whose calls run now
 
     def submit(self, tenant: str, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
+            self._shares.arrive(tenant)
             self._waiting.setdefault(tenant, deque()).append((future, call))
         self._executor.submit(self._run)
         return future
@@ -65,20 +66,20 @@ class Turns:
                 future.set_result(result)
             with self._lock:
                 self._served.discard(tenant)
+                self._shares.leave(tenant)
 
     def _begin(self) -> tuple[str, Future[Any], Callable[[], Any]] | None:
         with self._lock:
-            for tenant in [tenant for tenant in self._waiting if tenant not in self._served]:
-                calls = self._waiting[tenant]
-                while calls:
-                    future, call = calls.popleft()
-                    if future.set_running_or_notify_cancel():
-                        self._served.add(tenant)
-                        self._waiting.move_to_end(tenant)
-                        if not calls:
-                            del self._waiting[tenant]
-                        return tenant, future, call
-                del self._waiting[tenant]
+            while free := [tenant for tenant in self._waiting if tenant not in self._served]:
+                tenant = min(free, key=self._shares.served.__getitem__)
+                future, call = self._waiting[tenant].popleft()
+                if not self._waiting[tenant]:
+                    del self._waiting[tenant]
+                if future.set_running_or_notify_cancel():
+                    self._served.add(tenant)
+                    self._shares.charge(tenant, 1.0)
+                    return tenant, future, call
+                self._shares.leave(tenant)
         return None
 
 

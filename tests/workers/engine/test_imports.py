@@ -50,6 +50,7 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
         "contract.endpoints",
         "contract.errors",
         "contract.events",
+        "contract.fair_shares",
         "contract.flows",
         "contract.ids",
         "contract.jobs",
