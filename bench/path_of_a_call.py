@@ -107,10 +107,10 @@ def _traced() -> list[Call]:
         with running_server(command, folder / "log", UP_IS_READY, 300.0, environment) as server:
             asyncio.run(_chat(server))
         found = [
-            Call(int(at), *words, int(path.name))
+            Call(int(words[0]), words[1], words[2], int(path.name))
             for path in (folder / "calls").iterdir()
-            for at, *words in map(str.split, path.read_text("utf-8").splitlines())
-            if len(words) == 2
+            for words in map(str.split, path.read_text("utf-8").splitlines())
+            if len(words) == 3  # the last line of a process may be cut off
         ]
     return sorted(found, key=lambda call: call.at_ns)
 

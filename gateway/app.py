@@ -13,7 +13,7 @@ from contract.telemetry.tracing import Tracing
 from gateway.follow.fleet import FleetWatch
 from gateway.http.errors import SYSTEM_RANDOM
 from gateway.http.handlers import add_handlers
-from gateway.http.limits import ConcurrencyCap, RequestLimits
+from gateway.http.limits import RequestLimits
 from gateway.http.metrics import EmbeddedMetrics
 from gateway.http.middleware import RequestObserver
 from gateway.http.origins import OriginGuard
@@ -40,7 +40,7 @@ from gateway.runners.batches.feeder import Feeder
 from gateway.runners.operations import run_operations
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
-from gateway.turns import take_turns
+from gateway.turns import ConcurrencyCap, take_turns
 
 _DESCRIPTION = (
     "OpenAI's shapes wherever OpenAI has one, and durable jobs. Once an API key exists, every "

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from contract.errors import BatchwayError
 from contract.function_types import Submission, Submitted
 from contract.jobs import Job
-from contract.telemetry.tracing import traced
+from contract.telemetry import tracing
 from gateway.grammars.compiler import GrammarCompiler
 from gateway.http.bodies import JsonBodies
 from gateway.http.errors import Draining, to_api_error
@@ -42,7 +42,8 @@ class Gateway(msgspec.Struct, frozen=True):
     ) -> Submitted:
         """Queues a job and counts the outcome; the reply has the id under which it is kept.
         `is_derived`: others may submit the same job. Raises the errors of Broker.submit."""
-        job = traced(job, time.time_ns())
+        if tracing.current.get() is not None:
+            job = tracing.traced(job, time.time_ns())
         if (callback := submission.callback) is not None and job.trace is not None:
             callback = replace(callback, traceparent=job.trace.traceparent)
             submission = replace(submission, callback=callback)

@@ -9,7 +9,7 @@ one for as long as it sends.
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
@@ -155,6 +155,28 @@ class Turns:
             if not turn.cancelled():  # its owner may just have left
                 self._begin(first)
                 turn.set_result(None)
+
+
+class ConcurrencyCap:
+    """Limits how many things a name may have at a time: connections of an address, calls of a key.
+
+    Counts of one process. `cap` 0 means no limit. Names whose count is 0 are not stored."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self._num_of: Counter[str] = Counter()
+
+    def enter(self, name: str) -> bool:
+        """Counts one more. False if the name has as many as it may."""
+        if self.cap and self._num_of[name] >= self.cap:
+            return False
+        self._num_of[name] += 1
+        return True
+
+    def leave(self, name: str) -> None:
+        self._num_of[name] -= 1
+        if not self._num_of[name]:
+            del self._num_of[name]
 
 
 _TURNS: ContextVar[Turns | None] = ContextVar("turns", default=None)

@@ -36,7 +36,7 @@ _OPERATIONS = {
 }
 
 # The span of the request that the current task answers.
-_current: ContextVar["Span | None"] = ContextVar("batchway_span", default=None)
+current: ContextVar["Span | None"] = ContextVar("batchway_span", default=None)
 
 
 class Tracing:
@@ -70,14 +70,9 @@ class Tracing:
             self._provider.force_flush(_FLUSH_MS)
 
 
-def set_current(span: "Span | None") -> None:
-    """Sets the span of the request that this task answers."""
-    _current.set(span)
-
-
 def traced(job: Job, now_ns: int) -> Job:
     """The job with its request's trace context; adds the job's attributes to the current span."""
-    span = _current.get()
+    span = current.get()
     if span is None:
         return job
     span.set_attributes(job_attributes(job))

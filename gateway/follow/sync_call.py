@@ -167,7 +167,7 @@ class SyncCall:
         self.key = key
         self.timing = ServerTiming()
         self.headers = dict(time_limit.headers)  # of the answer
-        self._members = KnownMembers()
+        self._members: KnownMembers | None = None  # of a flow
         self._goes_on = False
         self._job_retention_s = 0.0
 
@@ -201,6 +201,7 @@ class SyncCall:
 
     def note_members(self, event: Members) -> None:
         """Adds the models that a flow has called to the answer's headers."""
+        self._members = self._members or KnownMembers()
         self._members.add(event)
         self.headers |= self._members.header()
 

@@ -1,4 +1,4 @@
-"""How often one address may connect. Its number of connections at a time: limits.ConcurrencyCap."""
+"""How often one address may connect. Its number of connections at a time: turns.ConcurrencyCap."""
 
 import ipaddress
 import time

@@ -18,8 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.arrivals import FAILED, WHOLE, Arrivals, network_of
 from gateway.http.errors import ApiError, without_text
-from gateway.http.limits import MAX_HEADER_BYTES, ConcurrencyCap, is_upload, plain_target
+from gateway.http.limits import MAX_HEADER_BYTES, is_upload, plain_target
 from gateway.http.uvicorn_compat import HttpProtocol
+from gateway.turns import ConcurrencyCap
 
 log = logging.getLogger("batchway.gateway")
 

@@ -1,7 +1,6 @@
 """Limits of a request's head, checked before routing: its length, and the Host header."""
 
 import re
-from collections import Counter
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -86,25 +85,3 @@ def hosts_of(settings: GatewaySettings) -> tuple[str, ...]:
     if settings.allowed_hosts:
         return settings.allowed_hosts
     return ("*",) if settings.wants_key else LOOPBACK_HOSTS
-
-
-class ConcurrencyCap:
-    """Limits how many things a name may have at a time: connections of an address, calls of a key.
-
-    Counts of one process. `cap` 0 means no limit. Names whose count is 0 are not stored."""
-
-    def __init__(self, cap: int) -> None:
-        self.cap = cap
-        self._num_of: Counter[str] = Counter()
-
-    def enter(self, name: str) -> bool:
-        """Counts one more. False if the name has as many as it may."""
-        if self.cap and self._num_of[name] >= self.cap:
-            return False
-        self._num_of[name] += 1
-        return True
-
-    def leave(self, name: str) -> None:
-        self._num_of[name] -= 1
-        if not self._num_of[name]:
-            del self._num_of[name]

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from contract.telemetry.tracing import Tracing, parent_of, set_current
+from contract.telemetry.tracing import Tracing, current, parent_of
 from gateway.http.errors import without_text
 from gateway.http.limits import plain_target
 from gateway.http.metrics import OTHER, GatewayMetrics
@@ -36,7 +36,7 @@ class RequestSpan:
 
     def __init__(self, span: "Span") -> None:
         self._span = span
-        set_current(span)
+        current.set(span)
 
     @classmethod
     def of(cls, tracing: Tracing, scope: Scope) -> Self | None:
@@ -58,7 +58,7 @@ class RequestSpan:
             self._span.set_status(StatusCode.ERROR)
 
     def end(self, scope: Scope) -> None:
-        set_current(None)
+        current.set(None)
         if (route := getattr(scope.get("route"), "path", None)) is not None:
             self._span.update_name(f"{scope['method']} {route}")
             self._span.set_attribute("http.route", route)

@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
@@ -30,7 +31,6 @@ from gateway.http.errors import (
     invalid_value,
     no_such_model,
 )
-from gateway.http.limits import ConcurrencyCap
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.revocation import watch_key
@@ -40,7 +40,7 @@ from gateway.redis.key_ring import EVERYTHING, KeyRing, csrf_token, name_of
 from gateway.redis.known_models import NotAnnounced, model_failed
 from gateway.settings import GatewaySettings, LaneBound
 from gateway.state import Gateway
-from gateway.turns import Owner, Turns, take_turns, turn, work_for
+from gateway.turns import ConcurrencyCap, Owner, Turns, take_turns, turn, work_for
 
 SESSION_COOKIE = "batchway_session"
 CSRF_HEADER = "x-csrf-token"
@@ -86,13 +86,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     @property
     def limits(self) -> TenantLimits:
-        terms = self.terms
-        return TenantLimits(
-            requests_per_min=terms.requests_per_minute,
-            tokens_per_min=terms.tokens_per_minute,
-            concurrent_tokens=terms.concurrent_tokens,
-            lane_share=terms.lane_share,
-        )
+        return _limits_of(self.terms)
 
     def job(
         self, endpoint: Endpoint, body: CallBody | ResponseBody, lane: str = "", job_id: str = ""
@@ -165,6 +159,16 @@ class Caller(msgspec.Struct, frozen=True):
             raise ApiError(403, "lane_not_allowed", message, param="lane")
 
 
+@lru_cache(maxsize=1024)
+def _limits_of(terms: KeyTerms) -> TenantLimits:
+    return TenantLimits(
+        requests_per_min=terms.requests_per_minute,
+        tokens_per_min=terms.tokens_per_minute,
+        concurrent_tokens=terms.concurrent_tokens,
+        lane_share=terms.lane_share,
+    )
+
+
 _BEARER = HTTPBearer(scheme_name="apiKey", auto_error=False)
 # For callers whose Authorization is another's, such as the signature that AWS' IAM asks for.
 _HEADER = APIKeyHeader(name="x-api-key", scheme_name="apiKeyHeader", auto_error=False)
@@ -184,13 +188,12 @@ Key = Annotated[str, Depends(key_of)]
 async def identify(request: Request, key: str) -> Caller:
     """Returns the caller. Raises ApiError (401) without a valid key where one is required, and
     BrokerUnavailable if the key could only be checked in Redis."""
-    settings: GatewaySettings = request.app.state.settings
     ring: KeyRing = request.app.state.key_ring
     given = key or _session_of(request)
     if given and (terms := await ring.terms_of(given)) is not None:
         watch_key(request, given)
         return Caller(terms, name_of(given))
-    if not settings.wants_key and not await ring.has_some():
+    if not await ring.wants_key():
         return Caller(EVERYTHING, key_name="")
     raise ApiError(
         401,
@@ -327,7 +330,7 @@ async def admit(gateway: Gateway, job: Job, submission: Submission) -> tuple[Mod
     """Returns the card of the job's model, which answers such calls in its lane, and the submission
     with the bounds of the lane. Raises ApiError, JobRefused."""
     known, settings = gateway.broker.known, gateway.settings
-    card = (await known.models()).get(job.model)
+    card = await known.card(job.model)
     if card is None:
         raise await why_unknown(gateway.broker, job.model)
     check_endpoint(card, job.endpoint)

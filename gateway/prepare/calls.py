@@ -22,7 +22,7 @@ async def prepare_call(
 ) -> tuple[Job, Submission]:
     """Returns the job of a call with its prompts, and its submission with the bounds of the lane.
     `job` and `submission`: as Caller makes them. Raises ApiError, JobRefused."""
-    card = (await gateway.broker.known.models()).get(job.model)
+    card = await gateway.broker.known.card(job.model)
     if card is not None and card.flow is not None:
         return await _prepare_flow(gateway, card, body, job, submission)
     if isinstance(body, ChatBody | CompletionBody) and body.documents:

@@ -189,7 +189,9 @@ class Broker:
         )
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         api_keys = ApiKeys(first.client, first.keys, pepper or None)
-        self.key_ring = KeyRing(api_keys, first.call, own_key=settings.api_key)
+        self.key_ring = KeyRing(
+            api_keys, first.call, own_key=settings.api_key, wants_key=settings.wants_key
+        )
         self.payloads = Payloads(settings.object_store, settings.object_min_bytes)
 
     async def aclose(self) -> None:

@@ -46,8 +46,10 @@ class KeyRing:
         clock_s: Callable[[], float] = time.monotonic,
         *,
         own_key: str | None = None,
+        wants_key: bool = False,
     ) -> None:
-        """`own_key`: the gateway's, which permits everything."""
+        """`own_key`: the gateway's, which permits everything. `wants_key`: also where there is
+        none."""
         self._api_keys = api_keys
         self._own_key = own_key
         self._guard = guard
@@ -57,7 +59,7 @@ class KeyRing:
             MAX_REMEMBERED, REMEMBERED_S, timer=clock_s
         )
         self._none_until_s = float("-inf")
-        self._has_some = False
+        self._has_some = wants_key
 
     async def terms_of(self, key: str) -> KeyTerms | None:
         """The terms of a key or a session; None if it is wrong, expired or revoked."""
@@ -103,8 +105,9 @@ class KeyRing:
         is_active = record.state == "active" and self._clock_s() < expires_s
         return (pepper.secret + record.digest.encode(), record.terms) if is_active else None
 
-    async def has_some(self) -> bool:
-        """Whether any key was ever created. False may be REMEMBERED_S old."""
+    async def wants_key(self) -> bool:
+        """Whether callers need a key: by the settings, or as one was ever created. False may be
+        REMEMBERED_S old."""
         if not self._has_some and self._clock_s() >= self._none_until_s:
             self._has_some = await self._guard(self._api_keys.exist)
             self._none_until_s = self._clock_s() + REMEMBERED_S

@@ -16,7 +16,8 @@ import redis.asyncio
 from cachetools import LRUCache, TTLCache
 
 from contract.catalogue import Catalogue
-from contract.errors import ErrorCode, JobRefused, WireError
+from contract.connection import end_tasks
+from contract.errors import BatchwayError, ErrorCode, JobRefused, WireError
 from contract.function_types import FleetSnapshot
 from contract.keys import Keys
 from contract.library import max_memory
@@ -28,7 +29,7 @@ from gateway.redis.key_ring import Guard
 
 log = logging.getLogger("batchway.gateway")
 
-CATALOGUE_TTL_S = 1.0
+CATALOGUE_TTL_S, _MAX_AGE_S = 1.0, 10.0
 MEMORY_TTL_S = 60.0  # an operator may change it
 MAX_TOKENIZERS = 8
 MAX_COUNTS = 1024  # models whose number of workers is cached
@@ -75,6 +76,7 @@ class KnownModels:
         self._catalogue = Catalogue(client, keys)
         self._snapshot = snapshot
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
+        self._reading: asyncio.Task[None] | None = None
         self._num_workers: TTLCache[str, int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
         self._failures: tuple[float, dict[str, ModelFailure]] = (-CATALOGUE_TTL_S, {})
         self._max_memory: tuple[float, int] | None = None  # when it was read (s), bytes
@@ -93,20 +95,40 @@ class KnownModels:
 
     async def aclose(self) -> None:
         """Ends the processes of templates."""
+        if self._reading is not None:
+            await end_tasks(self._reading)
         for tokenizer in self._tokenizers.values():
             await tokenizer.aclose()
 
     async def models(self) -> dict[str, ModelCard]:
-        """Returns the published models by name, at most a second old; if there are none, Redis is
-        asked each time. Omits models with unreadable cards."""
-        now_s = time.monotonic()
+        """Returns the published models by name: at most ten seconds old, and a second where calls
+        keep coming, as the next list is read meanwhile. If there are none, Redis is asked each
+        time. Omits models with unreadable cards."""
         asked_s, models = self._models
-        if not models or now_s - asked_s > CATALOGUE_TTL_S:
-            known = self._models
-            models = {card.name: card for card in await self._call(self._catalogue.models)}
-            if self._models is not known:  # this list may lack what was added meanwhile
-                return await self.models()
-            self._models = (now_s, models)
+        age_s = time.monotonic() - asked_s
+        if not models or age_s > _MAX_AGE_S:
+            return await self._read_models()
+        if age_s > CATALOGUE_TTL_S and (self._reading is None or self._reading.done()):
+            self._reading = asyncio.create_task(self._refresh())
+        return models
+
+    async def card(self, name: str) -> ModelCard | None:
+        """A model's card; one that is not known may have been published a second ago."""
+        card = (await self.models()).get(name)
+        if card is None and time.monotonic() - self._models[0] > CATALOGUE_TTL_S:
+            card = (await self._read_models()).get(name)
+        return card
+
+    async def _refresh(self) -> None:
+        with suppress(BatchwayError):  # the next call that needs Redis says so
+            await self._read_models()
+
+    async def _read_models(self) -> dict[str, ModelCard]:
+        known, now_s = self._models, time.monotonic()
+        models = {card.name: card for card in await self._call(self._catalogue.models)}
+        if self._models is not known:  # this list may lack what was added meanwhile
+            return await self.models()
+        self._models = (now_s, models)
         return models
 
     def add(self, card: ModelCard) -> None:

@@ -27,6 +27,8 @@ from gateway.turns import Busy, end_place, keep_place
 _FORM_BYTES = 64 * 1024  # of an upload around the file
 _OPEN_BYTES = 1024  # of a body from a caller who is not known
 _MAX_FIELD_BYTES = 1_024  # of a form's field that is no file
+_FILE_LIMIT = f"the limit that {variable('max_file_bytes')} sets"
+_BODY_LIMIT = f"the limit that {variable('max_body_bytes')} sets"
 
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
@@ -85,6 +87,7 @@ class GuardedRoute(APIRoute):
         if (self.right is None) != (endpoint in _OPEN):
             raise TypeError(f"{path}: an endpoint takes a caller, or is open to all")
         super().__init__(path, endpoint, **options)
+        self._is_upload = is_upload({"method": min(self.methods or ()), "path": path})
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in (self.methods or ()):
@@ -103,12 +106,10 @@ class GuardedRoute(APIRoute):
         few bytes would stand for gigabytes on a disk."""
         if self.right is None:
             return _OPEN_BYTES, "the most before a caller is known", ()
-        if is_upload(scope):
-            limit = f"the limit that {variable('max_file_bytes')} sets"
-            return settings.max_file_bytes + _FORM_BYTES, limit, ()
+        if self._is_upload:
+            return settings.max_file_bytes + _FORM_BYTES, _FILE_LIMIT, ()
         if self.right.is_counted:
-            limit = f"the limit that {variable('max_body_bytes')} sets"
-            return settings.max_body_bytes, limit, ENCODINGS
+            return settings.max_body_bytes, _BODY_LIMIT, ENCODINGS
         limit = "the most of calls that submit no work"
         return min(SHORT_BYTES, settings.max_body_bytes), limit, ENCODINGS
 
