@@ -71,6 +71,7 @@ def create_app(
         ending = AsyncExitStack()
         duties = [
             asyncio.create_task(gateway.broker.report_attendance()),
+            asyncio.create_task(gateway.broker.known.keep_fresh()),
             asyncio.create_task(keep_trimmed()),
             asyncio.create_task(run_operations(gateway)),
         ]

@@ -20,7 +20,7 @@ from cachetools import TTLCache
 
 from gateway.child import REPLY_HEAD, REQUEST_HEAD, Refused, Reply
 from gateway.confinement import hide_memory
-from gateway.turns import Busy, Turns, current_owner, turn
+from gateway.turns import Busy, Owner, Turns, turn
 
 _MAX_REPLY_BYTES = 4 * 4 * 1024 * 1024  # four for each character that a template may write
 _PIECE_BYTES = 256 * 1024  # of a request; between them other tasks run
@@ -100,8 +100,8 @@ class ChildPool:
         num_deaths, reason = self._deaths.get(digest, (0, ""))
         if num_deaths >= _NUM_TRIES:
             raise ChildFailed(reason)
-        async with turn(self._turns):
-            child = await self._taken()
+        async with turn(self._turns) as owner:
+            child = await self._taken(owner)
             try:
                 return await self._answer(child, raw)
             except ChildFailed as failure:
@@ -142,10 +142,10 @@ class ChildPool:
             raise Refused(text)
         return text
 
-    async def _taken(self) -> "_Child":
+    async def _taken(self, owner: Owner) -> "_Child":
         """Marks a ready process as busy. Raises ChildFailed, ChildUnreadable, Busy."""
         while True:
-            while idle := (not current_owner().is_attended and self._given_way) or self._idle:
+            while idle := (not owner.is_attended and self._given_way) or self._idle:
                 child = idle.pop()
                 if not child.reader.at_eof():
                     return child

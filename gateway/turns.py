@@ -184,9 +184,11 @@ _OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
 _PLACE: ContextVar[AsyncExitStack | None] = ContextVar("place", default=None)
 
 
-def take_turns(turns: Turns) -> None:
-    """From here on this task, and those that it starts, take their turns from `turns`."""
+def take_turns(turns: Turns, owner: Owner | None = None) -> None:
+    """From here on this task, and those that it starts, take their turns from `turns`, and work for
+    the owner."""
     _TURNS.set(turns)
+    _OWNER.set(owner)
 
 
 def work_for(owner: Owner) -> None:
@@ -214,7 +216,9 @@ async def end_place() -> None:
 
 
 @asynccontextmanager
-async def turn(default: Turns) -> AsyncIterator[None]:
-    """Waits for this task's owner, in the task's own `Turns` or the default ones. Raises Busy."""
-    async with (_TURNS.get() or default).turn(current_owner()):
-        yield
+async def turn(default: Turns) -> AsyncIterator[Owner]:
+    """Waits for the turn of this task's owner, which it yields, in the task's own `Turns` or the
+    default ones. Raises Busy."""
+    owner = current_owner()
+    async with (_TURNS.get() or default).turn(owner):
+        yield owner

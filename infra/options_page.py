@@ -8,6 +8,7 @@ the fields of request bodies, as the OpenAPI document has them.
 import argparse
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from contract.telemetry.metrics import Source, of_sources
@@ -19,7 +20,7 @@ from infra.parser import build_parser
 _HEAD = """<!-- Written by `python -m infra.options_page options`. Do not edit. -->
 # Options
 
-Every option and variable. [Configuration](configuration.md) explains those that need it."""
+Every option and variable, each once: first those that several commands have. [Configuration](configuration.md) explains those that need it."""
 _HEAD_OF_FIELDS = """<!-- Written by `python -m infra.options_page fields`. Do not edit. -->
 # Paths and fields
 
@@ -70,13 +71,46 @@ Row = tuple[str, str, str]
 
 def options() -> str:
     """The text of docs/options.md."""
-    parts = [_HEAD]
-    for name, parser in commands_of(build_parser()):
-        rows = [_option_row(action) for action in shown_options(parser)]
-        parts += [f"## {name}", _table("option | default", rows)]
+    commands = dict(commands_of(build_parser()))
+    rows_of: dict[str, dict[str, Row]] = {}  # by option, by command
+    for command, parser in commands.items():
+        for action in shown_options(parser):
+            name = command.removeprefix("batchway ")
+            rows_of.setdefault(action.option_strings[-1], {})[name] = _option_row(action)
+    parts, order = [_HEAD], list(commands)
+    shared = {option: rows for option, rows in rows_of.items() if len(rows) > 1}
+    rows = [_shared_row(rows) for rows in shared.values()]
+    parts += ["## Options of several commands", _table("option | default", rows)]
+    for command in order:
+        name = command.removeprefix("batchway ")
+        found = [(option, rows[name]) for option, rows in rows_of.items() if name in rows]
+        own = [row for option, row in found if option not in shared]
+        others = [f"`{option}`" for option, _ in found if option in shared]
+        parts.append(f"## {command}")
+        parts += [_table("option | default", own)] if own else []
+        parts += [("And " if own else "") + ", ".join(others) + "."] if others else []
     rows = [_setting_row(name) for name in GatewaySettings.model_fields]
     parts += ["## Variables of a gateway", _table("variable | default", rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _shared_row(rows: dict[str, Row]) -> Row:
+    """The rows of several commands as one: where they differ, each value with its commands."""
+    names, defaults, meanings = (
+        dict.fromkeys(row[cell] for row in rows.values()) for cell in range(3)
+    )
+    return next(iter(names)), _by_command(rows, 1, defaults), _by_command(rows, 2, meanings)
+
+
+def _by_command(rows: dict[str, Row], cell: int, values: Iterable[str]) -> str:
+    found = {
+        value: [command for command, row in rows.items() if row[cell] == value] for value in values
+    }
+    if len(found) == 1:
+        return next(iter(found))
+    *first, last = sorted(found, key=lambda value: len(found[value]))
+    parts = [f"{', '.join(found[value])}: {value or 'none'}" for value in first]
+    return "; ".join([*parts, f"others: {last or 'none'}"])
 
 
 def fields() -> str:

@@ -37,6 +37,8 @@ class TimeLimit(msgspec.Struct, frozen=True):
     wait_s: int | None = None  # seconds, after which it wants the job
     result_by_s: float = math.inf  # `time.monotonic`, by `wait_s`; ends no stream that has begun
     answer_by_s: float = math.inf  # `time.monotonic`, when the platform ends the request
+    may_become_job: bool = False
+    wants_job: bool = False  # the response is 202, without waiting
 
     @classmethod
     def of(
@@ -51,18 +53,15 @@ class TimeLimit(msgspec.Struct, frozen=True):
         now_s, platform_s = time.monotonic(), request.scope["state"].get(TIME_LEFT, math.inf)
         result_s = math.inf if wait_s is None else min(wait_s, settings.sync_deadline_s)
         answer_s = min(settings.sync_limit_s or math.inf, platform_s)
-        return cls(is_async, wait_s, now_s + result_s, now_s + answer_s)
+        return cls(
+            is_async,
+            wait_s,
+            now_s + result_s,
+            now_s + answer_s,
+            may_become_job=is_async or wait_s is not None,
+            wants_job=is_async and wait_s is None,
+        )
 
-    @property
-    def may_become_job(self) -> bool:
-        return self.is_async or self.wait_s is not None
-
-    @property
-    def wants_job(self) -> bool:
-        """Whether the response is 202 without waiting."""
-        return self.is_async and self.wait_s is None
-
-    @property
     def headers(self) -> dict[str, str]:
         """The `Preference-Applied` header; wishes other than about waiting are ignored."""
         parts = ["respond-async"] if self.is_async else []
@@ -166,7 +165,7 @@ class SyncCall:
         self.position = position
         self.key = key
         self.timing = ServerTiming()
-        self.headers = dict(time_limit.headers)  # of the answer
+        self.headers = time_limit.headers()  # of the answer
         self._members: KnownMembers | None = None  # of a flow
         self._goes_on = False
         self._job_retention_s = 0.0

@@ -5,6 +5,7 @@ Independent of jobs.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TypeVar
@@ -189,17 +190,15 @@ class StreamDrain:
     """A server's shutdown: streams may go on until the drain time has passed."""
 
     def __init__(self) -> None:
-        self._over_at_s: float | None = None
+        self.has_begun = False
+        self._over_at_s = math.inf
 
     def begin(self, budget_s: float) -> None:
-        if self._over_at_s is None:
+        if not self.has_begun:
+            self.has_begun = True
             self._over_at_s = time.monotonic() + budget_s
-
-    @property
-    def has_begun(self) -> bool:
-        return self._over_at_s is not None
 
     @property
     def is_over(self) -> bool:
         """Whether streams must end at once."""
-        return self._over_at_s is not None and time.monotonic() >= self._over_at_s
+        return time.monotonic() >= self._over_at_s

@@ -7,6 +7,7 @@ words, and what merges with them, are shorter than that distance.
 Over 300 lines: all that is done with one tokenizer.
 """
 
+import asyncio
 import json
 import logging
 import os.path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from contract.model_cards import TokenizerFiles
+from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE
 from gateway.child import Refused
 from gateway.child_process import (
@@ -25,7 +26,8 @@ from gateway.child_process import (
     ChildPool,
     ChildUnreadable,
 )
-from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
+from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused, invalid_value
+from gateway.turns import Turns, turn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,10 +43,28 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 log = logging.getLogger("batchway.gateway")
 
 _END_TOKENS = 64  # of a prompt, which may begin the reasoning
+_SMALL_CHARS = 4_096  # up to this length, tokenising takes less time than starting a thread
+_TURNS = Turns()  # of work that belongs to no gateway
 
 
 T = TypeVar("T")
 Given = TypeVar("Given", str, tuple[str, str])
+
+
+def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
+    """Raises ApiError for ids that the model does not have."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
+        own = f"those of the model's own tokenizer, from 0 to {card.vocab_size - 1}"
+        raise invalid_value(param, f"{param}: token ids must be {own}")
+
+
+async def tokenised(work: Callable[[], T], num_chars: int) -> T:
+    """Returns the result of `work`, which tokenises `num_chars` characters: if they are many, in a
+    thread and at the caller's turn. Raises Busy."""
+    if num_chars <= _SMALL_CHARS:
+        return work()
+    async with turn(_TURNS):
+        return await asyncio.to_thread(work)
 
 
 class Over(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ A call that the model cannot run is rejected with 400 and the parameter's name.
 Over 300 lines: who asks, what it may, and what bounds its job is read together.
 """
 
-import asyncio
 import contextlib
 import hmac
 import time
@@ -40,7 +39,7 @@ from gateway.redis.key_ring import EVERYTHING, KeyRing, csrf_token, name_of
 from gateway.redis.known_models import NotAnnounced, model_failed
 from gateway.settings import GatewaySettings, LaneBound
 from gateway.state import Gateway
-from gateway.turns import ConcurrencyCap, Owner, Turns, take_turns, turn, work_for
+from gateway.turns import ConcurrencyCap, Owner, take_turns
 
 SESSION_COOKIE = "batchway_session"
 CSRF_HEADER = "x-csrf-token"
@@ -50,10 +49,8 @@ ALL_TENANTS = "*"
 _LANE_OF_TIER = {"priority": "interactive", "flex": "batch"}
 _PREFILL_LANE, _DEFAULT_LANE = "scoring", "standard"
 Prompts = tuple[tuple[int, ...], ...]
-_SMALL_CHARS = 4_096  # up to this length, tokenising takes less time than starting a thread
 
 _NO_PARAMS = SamplingParams(max_tokens=0, seed=0)  # of a job without a prompt
-_TURNS = Turns()  # of work that belongs to no gateway
 
 T = TypeVar("T")
 
@@ -80,11 +77,6 @@ class Caller(msgspec.Struct, frozen=True):
         return self.terms.tenant
 
     @property
-    def owner(self) -> Owner:
-        """The owner of work that is done for the call before its job is queued."""
-        return Owner(self.tenant, self.terms.weight)
-
-    @property
     def limits(self) -> TenantLimits:
         return _limits_of(self.terms)
 
@@ -105,6 +97,22 @@ class Caller(msgspec.Struct, frozen=True):
             params=_NO_PARAMS,
             created_s=int(time.time()),
             weight=self.terms.weight,
+        )
+
+    def call_submission(
+        self, settings: GatewaySettings, *, may_become_job: bool, **terms: Any
+    ) -> Submission:
+        """The terms of a call, or of a job if the caller accepts that the call becomes one: then it
+        can also wait for a worker."""
+        if may_become_job:
+            deadline_s, retention_s = settings.job_deadline_s, self.job_retention_s(settings)
+        else:
+            deadline_s, retention_s = settings.sync_deadline_s, self.sync_retention_s(settings)
+        return self.submission(
+            deadline_s=deadline_s,
+            retention_s=retention_s,
+            needs_worker=not may_become_job,
+            **terms,
         )
 
     def submission(self, *, deadline_s: float, retention_s: float, **terms: Any) -> Submission:
@@ -252,12 +260,11 @@ async def admitted(request: Request, right: Right) -> AsyncIterator[None]:
         raise ApiError(429, "too_many_calls", message, headers=headers)
     try:
         gateway: Gateway = request.app.state.gateway
-        if right.is_counted:
-            is_counted = await gateway.broker.enter(caller.tenant, caller.limits)
-            caller = msgspec.structs.replace(caller, is_counted=is_counted)
+        if right.is_counted and caller.terms.requests_per_minute:
+            await gateway.broker.enter(caller.tenant, caller.limits)
+            caller = msgspec.structs.replace(caller, is_counted=True)
         request.state.caller = caller
-        take_turns(gateway.turns)
-        work_for(caller.owner)
+        take_turns(gateway.turns, Owner(caller.terms.tenant, caller.terms.weight))
         yield
     finally:
         calls.leave(caller.key_name)
@@ -326,19 +333,16 @@ def stored_bounds(settings: GatewaySettings, memory_bytes: int) -> tuple[int, in
     return whole, int(TENANT_SHARE * whole) if own is None else own
 
 
-async def admit(gateway: Gateway, job: Job, submission: Submission) -> tuple[ModelCard, Submission]:
-    """Returns the card of the job's model, which answers such calls in its lane, and the submission
-    with the bounds of the lane. Raises ApiError, JobRefused."""
-    known, settings = gateway.broker.known, gateway.settings
-    card = await known.card(job.model)
-    if card is None:
-        raise await why_unknown(gateway.broker, job.model)
+async def admit(gateway: Gateway, card: ModelCard, job: Job, submission: Submission) -> Submission:
+    """The submission with the bounds of the lane. Raises ApiError if the model does not answer such
+    calls in the lane."""
+    settings = gateway.settings
     check_endpoint(card, job.endpoint)
     check_lane(card, job.lane)
-    memory_bytes = await known.max_memory_bytes()
+    memory_bytes = await gateway.broker.known.max_memory_bytes()
     bound_tokens, bound_s = bound_of(settings, job.lane, memory_bytes)
     max_stored_bytes, max_tenant_stored_bytes = stored_bounds(settings, memory_bytes)
-    return card, msgspec.structs.replace(
+    return msgspec.structs.replace(
         submission,
         lane_bound_tokens=bound_tokens,
         lane_bound_s=bound_s,
@@ -414,18 +418,3 @@ async def check_is_lane(gateway: Gateway, lane: str) -> None:
     lanes = {*DEFAULT_LANES, *(name for card in cards.values() for name in card.lanes)}
     if lane not in lanes:
         raise invalid_value("lane", f"lane must be one of {', '.join(sorted(lanes))}")
-
-
-def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
-        own = f"those of the model's own tokenizer, from 0 to {card.vocab_size - 1}"
-        raise invalid_value(param, f"{param}: token ids must be {own}")
-
-
-async def tokenised(work: Callable[[], T], num_chars: int) -> T:
-    """Returns the result of `work`, which tokenises `num_chars` characters: if they are many, in a
-    thread and at the caller's turn. Raises Busy."""
-    if num_chars <= _SMALL_CHARS:
-        return work()
-    async with turn(_TURNS):
-        return await asyncio.to_thread(work)

@@ -8,7 +8,7 @@ from contract.function_types import Submission
 from contract.jobs import Job
 from contract.model_cards import ModelCard
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
-from gateway.prepare.admission import admit
+from gateway.prepare.admission import admit, why_unknown
 from gateway.prepare.flow_calls import as_flow, check_tokens, chosen_model, deciding_cards
 from gateway.prepare.generation import prepare_generation
 from gateway.prepare.job_bodies import CallBody
@@ -23,12 +23,14 @@ async def prepare_call(
     """Returns the job of a call with its prompts, and its submission with the bounds of the lane.
     `job` and `submission`: as Caller makes them. Raises ApiError, JobRefused."""
     card = await gateway.broker.known.card(job.model)
-    if card is not None and card.flow is not None:
+    if card is None:
+        raise await why_unknown(gateway.broker, job.model)
+    if card.flow is not None:
         return await _prepare_flow(gateway, card, body, job, submission)
     if isinstance(body, ChatBody | CompletionBody) and body.documents:
         message = f"documents: {body.model!r} is no flow, and only flows read documents"
         raise bad_request(UNSUPPORTED, message, "documents")
-    card, submission = await admit(gateway, job, submission)
+    submission = await admit(gateway, card, job, submission)
     return await _prepare_prompts(gateway, card, body, job, submission)
 
 
@@ -54,7 +56,7 @@ async def _prepare_flow(
         return replace(of_model, asked_model=body.model), submission
     deciding = deciding_cards(card, await broker.known.models())
     check_tokens(deciding, body)
-    _, submission = await admit(gateway, job, submission)
+    submission = await admit(gateway, card, job, submission)
     job, submission = await _prepare_any_of(gateway, deciding, body, job, submission)
     check_tokens(deciding, body, job)
     return await as_flow(gateway, card, body, job, submission)

@@ -6,6 +6,7 @@ Over 300 lines: the steps of one call.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,8 +23,8 @@ from gateway.http.errors import (
     bad_request,
     invalid_value,
 )
-from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong
-from gateway.prepare.admission import Prompts, check_ids, tokenised, with_prompts
+from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong, check_ids, tokenised
+from gateway.prepare.admission import Prompts, with_prompts
 from gateway.prepare.past_calls import Rendered, one_call_each
 from gateway.prepare.schemas import (
     MAX_CHOICES,
@@ -84,7 +85,8 @@ def sampling_params(
         raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
     own = card.generation
     stop_token_ids = tuple(body.stop_token_ids or ())
-    check_ids("stop_token_ids", stop_token_ids, card)
+    if stop_token_ids:
+        check_ids("stop_token_ids", stop_token_ids, card)
     return SamplingParams(
         max_tokens=max(caps),
         # The engine's seeds have 63 bits.
@@ -174,7 +176,7 @@ async def prepare_generation(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
         num_cut_tokens=num_cut,
-        tools=body.string_parameters if isinstance(body, ChatBody) else {},
+        tools=body.string_parameters if isinstance(body, ChatBody) and body.offered else {},
     )
     max_output_tokens = params.n * sum(caps)
     return job, msgspec.structs.replace(submission, max_output_tokens=max_output_tokens)
@@ -207,7 +209,7 @@ def _check_capabilities(card: ModelCard, body: GenerationBody) -> None:
     if isinstance(body, ChatBody) and body.offered and not card.capabilities.tools:
         message = f"tools are not supported by {card.name!r}: their format is not known"
         raise bad_request(UNSUPPORTED, message, "tools")
-    constraint = body.constraint()
+    constraint = body.constraint
     if constraint is not None and not card.capabilities.structured_output:
         param = constraint.param.split(".")[0]
         message = f"{param}: the engine of {card.name!r} cannot constrain its output"
@@ -224,8 +226,8 @@ def _constraint(
     """Returns the constraint on the output, if any: in chats, on the answer after the reasoning.
     Raises ApiError if it cannot be enforced."""
     if not isinstance(body, ChatBody):
-        return body.constraint()
-    constraint = _tool_constraint(tokenizer, card, body) if body.offered else body.constraint()
+        return body.constraint
+    constraint = _tool_constraint(tokenizer, card, body) if body.offered else body.constraint
     reasoning = reasoning_of(tokenizer, card, prompts[0], body.thinking_token_budget)
     budget = None if reasoning is None else reasoning["budget"]
     if constraint is None and budget is not None and budget < cap:
@@ -259,7 +261,6 @@ async def prompts_of(
     """Returns the token ids of each prompt, and how many were cut off, if the call asks for
     cutting. A chat is one prompt."""
     given, cut = await _given(tokenizer, card, body)
-    found = list[tuple[list[int], int]]()
     encoded = tokenizer.encode_prompts(
         [("", each) for each in given],
         card.context_length,
@@ -267,7 +268,9 @@ async def prompts_of(
         is_chat=isinstance(body, ChatBody),
     )
     try:
-        await tokenised(lambda: found.extend(encoded), _num_chars(given))
+        found: list[tuple[list[int], int]] = await tokenised(
+            partial(list, encoded), _num_chars(given)
+        )
     except NoRoom:
         raise no_room("prompt") from None
     except TooLong as exc:

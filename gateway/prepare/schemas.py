@@ -6,6 +6,7 @@ Over 300 lines: two bodies that share most of their fields, each field with its 
 """
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -139,6 +140,7 @@ class Constrained(StrictModel):
             raise refusal(f"cannot be combined with {given[0]}", given[1])
         return self
 
+    @cached_property
     def constraint(self) -> "Constraint | None":
         """The constraint on the output, if any."""
         if (format_ := self.response_format) is not None:
@@ -261,12 +263,12 @@ class WithTools(Templated, Constrained):
                 raise refusal("names no function of tools", f"tool_choice.{path}function.name")
         if self.tool_choice == "required" and not names:
             raise refusal("needs tools", "tool_choice")
-        if self.offered and self.constraint() is not None:
+        if self.offered and self.constraint is not None:
             given = [n for n in Constrained.model_fields if getattr(self, n) is not None]
             raise refusal("cannot be combined with tools that may be called", given[0])
         return self
 
-    @property
+    @cached_property
     def offered(self) -> list[Tool]:
         """The tools that the model may call, the only ones in its prompt."""
         if self.tool_choice == "none":

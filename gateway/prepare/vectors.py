@@ -18,8 +18,17 @@ from gateway.http.errors import (
     bad_request,
     invalid_value,
 )
-from gateway.models.tokens import PIECE_CHARS, Cut, ModelTokenizer, NoRoom, Over, TooLong
-from gateway.prepare.admission import Prompts, check_ids, tokenised, with_prompts
+from gateway.models.tokens import (
+    PIECE_CHARS,
+    Cut,
+    ModelTokenizer,
+    NoRoom,
+    Over,
+    TooLong,
+    check_ids,
+    tokenised,
+)
+from gateway.prepare.admission import Prompts, with_prompts
 from gateway.prepare.schemas import no_room
 from gateway.prepare.vector_bodies import (
     EmbeddingsBody,

@@ -16,7 +16,6 @@ import redis.asyncio
 from cachetools import LRUCache, TTLCache
 
 from contract.catalogue import Catalogue
-from contract.connection import end_tasks
 from contract.errors import BatchwayError, ErrorCode, JobRefused, WireError
 from contract.function_types import FleetSnapshot
 from contract.keys import Keys
@@ -76,7 +75,7 @@ class KnownModels:
         self._catalogue = Catalogue(client, keys)
         self._snapshot = snapshot
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
-        self._reading: asyncio.Task[None] | None = None
+        self._is_used = False
         self._num_workers: TTLCache[str, int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
         self._failures: tuple[float, dict[str, ModelFailure]] = (-CATALOGUE_TTL_S, {})
         self._max_memory: tuple[float, int] | None = None  # when it was read (s), bytes
@@ -95,22 +94,27 @@ class KnownModels:
 
     async def aclose(self) -> None:
         """Ends the processes of templates."""
-        if self._reading is not None:
-            await end_tasks(self._reading)
         for tokenizer in self._tokenizers.values():
             await tokenizer.aclose()
 
     async def models(self) -> dict[str, ModelCard]:
-        """Returns the published models by name: at most ten seconds old, and a second where calls
-        keep coming, as the next list is read meanwhile. If there are none, Redis is asked each
-        time. Omits models with unreadable cards."""
+        """Returns the published models by name: at most ten seconds old, and a second or two while
+        calls come, as `keep_fresh` reads the list beside them. If there are none, Redis is asked
+        each time. Omits models with unreadable cards."""
         asked_s, models = self._models
-        age_s = time.monotonic() - asked_s
-        if not models or age_s > _MAX_AGE_S:
+        self._is_used = True
+        if not models or time.monotonic() - asked_s > _MAX_AGE_S:
             return await self._read_models()
-        if age_s > CATALOGUE_TTL_S and (self._reading is None or self._reading.done()):
-            self._reading = asyncio.create_task(self._refresh())
         return models
+
+    async def keep_fresh(self) -> None:
+        """Reads the list of models each second in which a call needed it, until cancelled."""
+        while True:
+            await asyncio.sleep(CATALOGUE_TTL_S)
+            if self._is_used:
+                self._is_used = False
+                with suppress(BatchwayError):  # a call that needs Redis says so
+                    await self._read_models()
 
     async def card(self, name: str) -> ModelCard | None:
         """A model's card; one that is not known may have been published a second ago."""
@@ -118,10 +122,6 @@ class KnownModels:
         if card is None and time.monotonic() - self._models[0] > CATALOGUE_TTL_S:
             card = (await self._read_models()).get(name)
         return card
-
-    async def _refresh(self) -> None:
-        with suppress(BatchwayError):  # the next call that needs Redis says so
-            await self._read_models()
 
     async def _read_models(self) -> dict[str, ModelCard]:
         known, now_s = self._models, time.monotonic()

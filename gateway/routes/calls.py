@@ -150,9 +150,19 @@ async def answer_call(
 ) -> Response:
     """Submits the call's job and returns its output, whole or as a stream. Returns the job instead
     if the caller prefers that, or when the time limit is reached."""
+    settings, limit = call.gateway.settings, call.time_limit
+    # A caller that gets 202 at once is not expected to stay.
+    is_attended = ends_with_caller(body, call.key) and not limit.wants_job
+    hashed = await body_hash(call.request, call.key, endpoint)
     job = caller.job(endpoint, body)
-    submission = await _submission(call, caller, endpoint, body)
-    if call.time_limit.wants_job:
+    submission = caller.call_submission(
+        settings,
+        may_become_job=limit.may_become_job,
+        attendance_s=settings.attendance_s if is_attended else 0.0,
+        idempotency_key=call.key,
+        body_hash=hashed,
+    )
+    if limit.wants_job:
         check_goes_on(body)
         prepared = await prepare_call(call.gateway, body, job, submission)
         headers = call.headers | ignored_header(body)
@@ -210,25 +220,6 @@ async def answer_whole(call: SyncCall, work: Awaitable[Mapping[str, Any]]) -> Re
         raise
     call.timing.mark("total")
     return sse.json_response(answer, headers=call.headers | call.timing.headers())
-
-
-async def _submission(
-    call: SyncCall, caller: Caller, endpoint: Endpoint, body: CallBody
-) -> Submission:
-    """The terms of a call, or of a job if the caller accepts that the call becomes one."""
-    settings, is_job = call.gateway.settings, call.time_limit.may_become_job
-    # A caller that gets 202 at once is not expected to stay.
-    is_attended = ends_with_caller(body, call.key) and not call.time_limit.wants_job
-    retention_s = caller.job_retention_s if is_job else caller.sync_retention_s
-    return caller.submission(
-        deadline_s=settings.job_deadline_s if is_job else settings.sync_deadline_s,
-        retention_s=retention_s(settings),
-        attendance_s=settings.attendance_s if is_attended else 0.0,
-        # A caller that accepts a job can also wait for a worker.
-        needs_worker=not is_job,
-        idempotency_key=call.key,
-        body_hash=await body_hash(call.request, call.key, endpoint),
-    )
 
 
 def ends_with_caller(body: CallFields, key: str) -> bool:

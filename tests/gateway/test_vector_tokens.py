@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.models.tokens import ModelTokenizer
-from gateway.prepare.admission import tokenised
+from gateway.models.tokens import ModelTokenizer, tokenised
 from tests.gateway.vector_worker import vector_files
 
 pytestmark = pytest.mark.anyio
