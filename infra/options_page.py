@@ -20,7 +20,8 @@ from infra.parser import build_parser
 _HEAD = """<!-- Written by `python -m infra.options_page options`. Do not edit. -->
 # Options
 
-Every option and variable, each once: first those that several commands have. [Configuration](configuration.md) explains those that need it."""
+Every option and variable, each once: first those of several commands. \
+[Configuration](configuration.md) explains those that need it."""
 _HEAD_OF_FIELDS = """<!-- Written by `python -m infra.options_page fields`. Do not edit. -->
 # Paths and fields
 
