@@ -13,7 +13,7 @@ import msgspec
 
 from contract.function_types import Submission
 from contract.jobs import Job, SamplingParams, default_seed
-from contract.model_cards import ModelCard, TokenizerFiles
+from contract.model_cards import GenerationDefaults, ModelCard, TokenizerFiles
 from gateway.grammars.compiler import Constraint
 from gateway.http.errors import (
     CONTEXT_EXCEEDED,
@@ -38,6 +38,13 @@ from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 
 BUDGET = "thinking_token_budget"
+
+# The numbers that a caller or its model may set, with OpenAI's defaults.
+_DEFAULTS: Mapping[str, float] = {
+    field.name: field.default
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name in GenerationDefaults.__struct_fields__ and field.name != "top_k"
+}
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -84,6 +91,11 @@ def sampling_params(
     if min_tokens > most:
         raise invalid_value("min_tokens", f"min_tokens is over max_tokens, {most}")
     own = card.generation
+    chosen: dict[str, Any] = {}
+    for name, default in _DEFAULTS.items():
+        given, of_model = getattr(body, name), getattr(own, name)
+        of_model = default if of_model is None else of_model
+        chosen[name] = float(of_model if given is None else given)
     stop_token_ids = tuple(body.stop_token_ids or ())
     if stop_token_ids:
         check_ids("stop_token_ids", stop_token_ids, card)
@@ -94,13 +106,8 @@ def sampling_params(
         varies_seed=body.seed is None and len(caps) > 1,
         min_tokens=min_tokens,
         expected_tokens=_expected_tokens(body, max(caps)),
-        temperature=_first(body.temperature, own.temperature, 1.0),
-        top_k=max(0, int(_first(body.top_k, own.top_k, 0))),
-        top_p=_first(body.top_p, own.top_p, 1.0),
-        min_p=_first(body.min_p, own.min_p, 0.0),
-        presence_penalty=_first(body.presence_penalty, own.presence_penalty, 0.0),
-        frequency_penalty=_first(body.frequency_penalty, own.frequency_penalty, 0.0),
-        repetition_penalty=_first(body.repetition_penalty, own.repetition_penalty, 1.0),
+        **chosen,
+        top_k=max(0, body.top_k if body.top_k is not None else own.top_k or 0),
         logit_bias=_logit_bias(card, body),
         n=body.n or 1,
         stop=body.stop or (),
@@ -128,10 +135,6 @@ def _expected_tokens(body: GenerationBody, most: int) -> int:
         return most  # what else may end it is its caller's, who may name what never comes
     expected = body.expected_output_tokens
     return min(max(expected, body.min_tokens or 0), most) if expected else 0
-
-
-def _first(*values: float | None) -> float:
-    return next(float(value) for value in values if value is not None)
 
 
 def _logit_bias(card: ModelCard, body: GenerationBody) -> dict[int, float]:
