@@ -256,13 +256,13 @@ MODEL = {
         "lanes, strategies and limits", FILE, shown="batching.yaml beside the model"
     ),
     "attention": Option(
-        "auto: the kernel for the processor or GPU, if it passes the self-test, else torch; "
-        "triton: that or nothing",
-        ("auto", "torch", "triton"),
+        "auto: batchway's kernel on a CPU, FlashAttention for whole prompts on a GPU, else torch's; "
+        "torch: torch's",
+        ("auto", "torch"),
         "auto",
     ),
     "torch_only": Option(
-        "no merged modules, and on a CPU no kernels of batchway's own; slower",
+        "on a CPU no merged modules and no kernels of batchway's own; slower",
         None,
         False,
         "both, where they prove equal",

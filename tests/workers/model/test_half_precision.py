@@ -16,7 +16,6 @@ from tests.tiny_models import save_tiny_model
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence, run_to_end
 from workers.engine.interface import Chunk
 from workers.ipc.messages import EngineOptions
-from workers.model.ahead.runner import AheadRunner
 from workers.model.loader import load_model
 from workers.model.pooling.runner import PoolingRunner
 
@@ -36,7 +35,7 @@ def test_half_precision_agrees_with_transformers(family: str, dtype: str, tmp_pa
     folder = save_tiny_model(family, tmp_path)
     options = EngineOptions(model_path=str(folder), device="cpu", dtype=dtype, max_num_seqs=8)
     model = load_model(options, lambda text: None).model
-    assert not isinstance(model, AheadRunner | PoolingRunner)
+    assert not isinstance(model, PoolingRunner)
     own: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
     prompts = make_prompts([5, 17, 40], VOCAB_SIZE)
 
