@@ -143,7 +143,7 @@ class Layout:
         if all(linear.bias is None for linear in linears):
             return self.linear(weight, None)
         biases: list[Tensor] = [
-            torch.zeros(linear.out_features, dtype=weight.dtype, device=weight.device)
+            torch.zeros(linear.out_features, dtype=weight.dtype)
             if linear.bias is None
             else linear.bias
             for linear in linears

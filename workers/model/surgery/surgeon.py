@@ -145,7 +145,6 @@ class Surgeon:
         self._cache = cache
         self._kernels = kernels
         self._layout = layout
-        self._device = next(decoder.parameters()).device
 
     def candidates(self) -> dict[str, str]:
         """Name and kind of each replaceable module, including nested ones."""
@@ -176,8 +175,6 @@ class Surgeon:
     def _kind(self, name: str, module: Any) -> str | None:
         if module._forward_pre_hooks or module._forward_hooks:
             return None  # hooks do more than its forward
-        if not all(p.device == self._device for p in module.parameters()):
-            return None
         if name in self._shapes and is_attention(module) and _can_take(module.q_proj):
             return ATTENTION
         if is_gated_mlp(module) and _can_take(module.gate_proj):
