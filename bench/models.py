@@ -15,8 +15,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from workers.model.attention.interface import ATTENTION_NAME, register_attention
-
 # About 5 M and 124 M parameters; embeddings are not tied.
 SIZES: Mapping[str, Mapping[str, int]] = {
     "S": {
@@ -134,19 +132,13 @@ def save_tokenizer(folder: Path, vocab_size: int, *, has_pairs: bool = False) ->
     saved.save_pretrained(folder)
 
 
-def random_decoder(
-    config: Qwen3Config,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str = ATTENTION_NAME,
-) -> Any:
+def random_decoder(config: Qwen3Config, device: torch.device, dtype: torch.dtype) -> Any:
     """Creates a PreTrainedModel on the device, the same at each call. Matrices are scaled so that
     activations keep their size through the layers, and logits have a deviation of 1."""
-    register_attention()
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
     with device:
-        decoder = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        decoder = auto.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if parameter.ndim == 2:

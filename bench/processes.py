@@ -129,12 +129,11 @@ def run_program(
     log: Path,
     limit_s: float,
     take: Callable[[str], object],
-    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Gives each line of a program's standard output to `take`; returns its exit status. Raises
     TimeoutError after `limit_s`."""
     is_late = threading.Event()
-    with started(command, log, environment, is_piped=True) as process:
+    with started(command, log, is_piped=True) as process:
         assert process.stdout is not None
 
         def kill() -> None:

@@ -314,6 +314,7 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
     num_places: int = 0  # 0: unknown
     version: str = ""  # of batchway
     device: str = ""  # its name; empty: unknown
+    notice: str = ""  # what operators should know of it
     num_cached_blocks: int | None = None  # part of the free ones; None: unknown
     gpu_share: float | None = None  # of time in which its GPU computes; None: no GPU, or unknown
 

@@ -640,6 +640,7 @@ def _worker(incarnation: bytes, seen_ms: int, raw_info: bytes) -> WorkerSnapshot
         num_places=int(info.get("places", 0)),
         version=str(info.get("version", "")),
         device=str(info.get("device", "")),
+        notice=str(info.get("notice", "")),
         num_cached_blocks=None if cached is None else int(cached),
         gpu_share=None if share is None else float(share),
     )

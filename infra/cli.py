@@ -280,6 +280,7 @@ def _worker(options: argparse.Namespace) -> int:
         candidate_share=candidate_share(options),
         metrics_port=options.metrics_port,
         auto_truncate=options.auto_truncate,
+        notice=options.notice or "",
     )
     if options.engine == "vllm":
         settings = replace(

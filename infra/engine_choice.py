@@ -21,32 +21,39 @@ _OF_OWN_ENGINE = ("prefill_share", "kv_high_water")
 
 
 def choose_engine(options: argparse.Namespace) -> None:
-    """Sets `options.engine` to own or vllm. Says why in one line, if there is a GPU to choose for.
+    """Sets `options.engine` to own or vllm. Says why in one line, if there is a GPU to choose for;
+    where this GPU generates without vLLM, as a warning that `options.notice` keeps for the console.
     Raises UsageError for an unreadable batching.yaml, and argparse.ArgumentTypeError if another
     option does not go with the engine."""
     if options.engine == "auto":
-        options.engine, reason = _choice(options)
+        options.engine, reason, is_slow = _choice(options)
         if reason:
-            log.info("engine %s: %s", options.engine, reason)
+            level = logging.WARNING if is_slow else logging.INFO
+            log.log(level, "engine %s: %s", options.engine, reason)
+        options.notice = f"engine own: {reason}" if is_slow else None
         if options.engine == "own":
             options.engine_python = None
     engine_python(options)
 
 
-def _choice(options: argparse.Namespace) -> tuple[str, str]:
-    """The engine, and why; no reason where there is no choice."""
+def _choice(options: argparse.Namespace) -> tuple[str, str, bool]:
+    """The engine, why, and whether vLLM would be faster; no reason where there is no choice."""
     if options.engine_module is not None or options.device == "cpu":
-        return "own", ""
+        return "own", "", False
     gpus = visible_gpus()
     if not gpus:
-        return "own", "there is no NVIDIA GPU here" if options.engine_python else ""
-    if reason := _needs_own(options):
-        return "own", reason
+        return "own", "there is no NVIDIA GPU here" if options.engine_python else "", False
+    if _makes_vectors(options.model):
+        return "own", f"{options.model} makes vectors", False
     python = vllm_python(options)
-    if options.engine_python is None and not has_vllm_for_gpus(python):
+    if lacking := _lacking(options):
+        reason = f"vLLM has no {lacking}"
+    elif options.engine_python is None and not has_vllm_for_gpus(python):
         how = "run scripts/setup-vllm, or name its environment by --engine-python"
-        return "own", f"vLLM, the default on {gpus[0].name}, is not installed: {how}"
-    return "vllm", f"by {python}, on {gpus[0].name}"
+        reason = f"vLLM is not installed: {how}"
+    else:
+        return "vllm", f"by {python}, on {gpus[0].name}", False
+    return "own", f"{reason}; it is the engine for {gpus[0].name}, batchway's own is for CPUs", True
 
 
 def has_vllm_for_gpus(python: Path) -> bool:
@@ -55,24 +62,28 @@ def has_vllm_for_gpus(python: Path) -> bool:
     return os.access(python, os.X_OK) and not any(packages)
 
 
-def _needs_own(options: argparse.Namespace) -> str:
-    """Why vLLM cannot do what is asked for; empty if it can. Raises UsageError."""
+def _lacking(options: argparse.Namespace) -> str:
+    """What vLLM lacks of what is asked for; empty if nothing. Raises UsageError."""
     from workers import configuration  # needs PyYAML
-    from workers.model.pooling.folder import read_folder
 
     if given := own_option(options):
-        return f"vLLM has no {given}"
+        return given
     for path in (options.batching or configuration.find(options.model), options.candidate):
         try:
             key = path and own_key(configuration.load(path).values)
         except configuration.ConfigurationError as exc:
             raise UsageError(str(exc)) from exc
         if key:
-            return f"vLLM has no {key} of {path}"
-    with contextlib.suppress(ModelRefused):  # either engine refuses it
-        if read_folder(options.model) is not None:
-            return f"{options.model} makes vectors"
+            return f"{key} of {path}"
     return ""
+
+
+def _makes_vectors(model: str) -> bool:
+    from workers.model.pooling.folder import read_folder
+
+    with contextlib.suppress(ModelRefused):  # either engine refuses it
+        return read_folder(model) is not None
+    return False
 
 
 def own_key(values: Mapping[str, Any]) -> str | None:

@@ -256,13 +256,13 @@ MODEL = {
         "lanes, strategies and limits", FILE, shown="batching.yaml beside the model"
     ),
     "attention": Option(
-        "auto: the kernel for the processor or GPU, if it passes the self-test, else torch; "
-        "triton: that or nothing",
-        ("auto", "torch", "triton"),
+        "auto: batchway's kernel on a CPU, FlashAttention for whole prompts on a GPU, torch's "
+        "elsewhere; torch: everywhere",
+        ("auto", "torch"),
         "auto",
     ),
     "torch_only": Option(
-        "no merged modules, and on a CPU no kernels of batchway's own; slower",
+        "on a CPU no merged modules and no kernels of batchway's own; slower",
         None,
         False,
         "both, where they prove equal",
@@ -403,6 +403,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the model and its limits")
     add_options(group, MODEL)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
+    # From `up`, which has chosen the engine: what the console says of the worker.
+    group.add_argument("--notice", default=None, help=argparse.SUPPRESS)
 
 
 def add_length_options(group: argparse._ActionsContainer, prompt: str, output: str) -> None:
@@ -489,7 +491,7 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
 def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     """The model options, as arguments of a worker."""
     given = []
-    for name in (*MODEL, "engine_module"):
+    for name in (*MODEL, "engine_module", "notice"):
         value = served_name(options) if name == "served_model_name" else getattr(options, name)
         word = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):

@@ -5,7 +5,6 @@ import gc
 import itertools
 import os
 import re
-import shutil
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -27,10 +26,6 @@ from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.cluster import Node, RedisCluster
 from tests.marks import LONG
 from workers import callbacks  # noqa: F401  # sets RQ's variable before a test imports rq
-
-# Without a GPU, Triton's kernels run in its interpreter, which is chosen at its first import.
-if shutil.which("nvidia-smi") is None:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Cores may be busy: how long an example takes says nothing.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])

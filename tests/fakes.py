@@ -65,7 +65,6 @@ class HashModel:
 
     eos_token_ids = frozenset({EOS_ID})
     shares_blocks = True
-    runs_ahead = False
 
     def __init__(self, options: HashModelOptions | None = None) -> None:
         self.options = options or HashModelOptions()

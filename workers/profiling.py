@@ -18,7 +18,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
@@ -350,7 +349,6 @@ class Profile:
 
 def take_profile(options: EngineOptions, load: Load, trace_dir: Path | None) -> Profile:
     """Takes the profile of a model. Raises ModelRefused, CannotProfile."""
-    options = msgspec.structs.replace(options, ahead=False)
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
     runner = loaded.model
     if not isinstance(runner, ModelRunner):

@@ -38,6 +38,7 @@ class WorkerSettings:
     candidate_share: float = 0.5  # of the jobs, for the workers of the candidate
     metrics_port: int | None = None  # serves metrics on loopback; None: not served
     auto_truncate: bool = False  # gateways cut prompts that are too long for the model
+    notice: str = ""  # what operators should know of it; '': nothing
     # Of LoadProgress; '': none. Set where a container's entry reads it for its health check.
     progress_path: str = field(default_factory=lambda: os.environ.get("BATCHWAY_PROGRESS", ""))
 

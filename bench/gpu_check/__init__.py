@@ -1,2 +1,2 @@
-"""`scripts/gpu-check`: compares kernels and engine with references on a GPU, then times them. Uses
-random weights of real shapes; downloads nothing. Each stage is a process with a file of its own."""
+"""`scripts/gpu-check`: times vLLM and the own engine on a GPU, and kills their workers. Uses random
+weights of real shapes; downloads nothing."""

@@ -26,7 +26,7 @@ from infra.measure.load import LoadRun
 from infra.measure.workloads import Workload, log_uniform_workload
 
 # Seconds that a stage takes on a recent card; it is not started with less.
-_MACHINE_S, _SELF_TEST_S, _ENGINE_S = 30.0, 40.0, 90.0
+_MACHINE_S, _ENGINE_S = 30.0, 90.0
 _RECOVERY_S = 25.0  # beside a start: until a worker is missed, and to compare tokens
 _WARM_UP_SHARE = 8  # a warm-up's outputs are so many times shorter
 _IMPORT_S = 120.0
@@ -96,31 +96,29 @@ class Plan:
     def run(self) -> bool:
         """Runs all stages; one that fails does not stop the others. Returns whether there is a
         device."""
-        self.record.run("machine", _MACHINE_S, partial(self._inside, "machine"))
+        self.record.run("machine", _MACHINE_S, self._measure_machine)
         machine = self.record.stages["machine"]
         if machine.get("status") == NO_GPU:
             return False
-        self.record.run("self-test", _SELF_TEST_S, partial(self._inside, "self-test"))
         if "model" in machine:
             engines = self._engines()
             for number, engine in enumerate(engines, 1):
                 self._run_engine(engine, _ENGINE_S * (len(engines) - number))
         return True
 
-    def _inside(self, stage: str) -> None:
-        """Runs a stage of `inside`. Raises TimeoutError, RuntimeError."""
-        command = [sys.executable, "-m", "bench.gpu_check.inside", stage]
+    def _measure_machine(self) -> None:
+        """Runs `machine`. Raises TimeoutError, RuntimeError."""
+        command = [sys.executable, "-m", "bench.gpu_check.machine"]
         command += [f"--folder={self.folder}", f"--device={self.device}"]
-        log = self.out / "inside.log"
+        log = self.out / "machine.log"
 
         def take(line: str) -> None:
             with contextlib.suppress(ValueError, TypeError):  # a line of a library
-                self.record.put(stage, **json.loads(line))
+                self.record.put("machine", **json.loads(line))
 
-        interpreted = {} if self.device == "cuda" else {"TRITON_INTERPRET": "1"}
         tiny = ["--tiny"] if self.is_tiny else []
-        status = run_program([*command, *tiny], log, self.record.left_s, take, interpreted)
-        self.record.put(stage, status=status)
+        status = run_program([*command, *tiny], log, self.record.left_s, take)
+        self.record.put("machine", status=status)
         if status:
             raise RuntimeError(f"it ended with status {status}: {tail(log)}")
 

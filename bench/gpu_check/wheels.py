@@ -1,4 +1,4 @@
-"""The packages that a machine with torch, Triton and transformers lacks: carried as wheels.
+"""The packages that a machine with torch and transformers lacks: carried as wheels.
 
 `python -m bench.gpu_check.wheels` exits with 0 if this Python can run the check, and has then
 unpacked into .wheels/site what it lacks; `… 3.12` downloads the wheels for that version of Python.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".wheels"
-PRESENT = ("torch", "transformers", "triton")
+PRESENT = ("torch", "transformers")
 # pip compares the platform's name exactly, so all of glibc's versions are named.
 _GLIBC = range(17, 40)
 
@@ -25,9 +25,7 @@ _GLIBC = range(17, 40)
 def lacking() -> list[str]:
     """Returns what prevents this Python from running the check, one reason each."""
     found = []
-    lowest = {
-        _name(text): re.search(r">=([\d.]+)", text) for text in _requirements("worker", "dev")
-    }
+    lowest = {_name(text): re.search(r">=([\d.]+)", text) for text in _requirements("worker")}
     for name in PRESENT:
         have, wanted = _version(name), lowest[name]
         if have is None:

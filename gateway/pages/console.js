@@ -222,8 +222,9 @@ function workerRow(worker) {
   const [text, kind] = late ? ["silent", "bad"] : isReady ? ["ready", ""] : [`${worker.state} since ${clock(worker.since_s)}`, "warn"];
   const drain = button("Drain", act(`Drain the worker ${worker.incarnation}? It takes no more jobs, gives back those that do not end in time, and exits.`, `/v1/workers/${encodeURIComponent(worker.incarnation)}/drain`), `Drain ${worker.incarnation}`);
   const busy = worker.gpu_share === null ? "" : `, ${Math.round(100 * worker.gpu_share)} % busy`;
+  const deviceCell = h("td", { class: worker.notice ? "warn" : "" }, `${worker.device || "–"}${busy}${worker.notice ? `; ${worker.notice}` : ""}`);
   const free = worker.num_running ? worker.num_free_blocks : worker.num_blocks;
-  return h("tr", {}, cell(worker.incarnation, ""), cell(`${worker.device || "–"}${busy}`, ""), cell(worker.version, ""), h("td", { class: kind }, text),
+  return h("tr", {}, cell(worker.incarnation, ""), deviceCell, cell(worker.version, ""), h("td", { class: kind }, text),
     cell(number(isReady && state.held.length < MAX_HELD ? held : worker.num_jobs_held)), cell(number(worker.num_places)), cell(number(worker.num_running)), cell(number(worker.num_waiting)),
     cell(number(worker.num_blocks ? worker.num_blocks * worker.kv_usage : null)), cell(number(worker.num_cached_blocks)), cell(number(free - (worker.num_cached_blocks ?? 0))),
     cell(seconds(worker.seen_s)), h("td", {}, who.is_admin && worker.state !== "draining" ? drain : null));

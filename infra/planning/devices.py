@@ -56,9 +56,8 @@ class EngineCard:
 
 
 # vLLM and TensorRT-LLM are fitted to AIConfigurator's measured points of Llama-3.1-8B and Qwen3-32B
-# on H100 and H200, vLLM and the own engine to docs/performance.md's of Qwen3-8B over HTTP.
+# on H100 and H200, vLLM to docs/performance.md's of Qwen3-8B over HTTP too.
 ENGINES: Mapping[str, EngineCard] = {
     "vllm": EngineCard(1.0, 1.5e-3, 20e-6, 2048, 0.13),
-    "own": EngineCard(0.91, 1.5e-3, 40e-6, 2048, 0.04),
     "trtllm": EngineCard(0.64, 0.0, 0.0, 8192, 0.12, has_small_kv=True),
 }

@@ -88,7 +88,6 @@ class CostedModel:
 
     eos_token_ids = frozenset({_EOS.token_id})
     shares_blocks = True
-    runs_ahead = False
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 Over 300 lines: a test for each stage and each way to fail.
 """
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -15,32 +14,21 @@ import venv
 import zipfile
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 
-from workers.model.ahead.runner import AheadRunner
-from workers.model.attention.reference import PreparedRows, ReferenceAttention, RowsStep
-from workers.model.gpu import drawing
-from workers.model.gpu.graphs import sizes_up_to
-
-pytest.importorskip("triton")
-
 from bench import processes
-from bench.gpu_check import calls, checks, inside, wheels
+from bench.gpu_check import calls, wheels
 from bench.gpu_check.__main__ import main
-from bench.gpu_check.checks import Machine, compare_tokens, graphs_of
-from bench.gpu_check.inside import output_tokens, shape_for
+from bench.gpu_check.machine import output_tokens, shape_for
 from bench.gpu_check.record import Finding, Record
 from bench.models import SHAPES, TINY, random_decoder, save_model
 from bench.processes import UP_IS_READY, NotStarted, run_program, running_server
 from infra.measure.workloads import log_uniform_workload
-from workers.model.attention.triton_attention import TritonAttention
 
-CPU = Machine(torch.device("cpu"), is_tiny=True)
+CPU = torch.device("cpu")
 
 
 def needs_of(names: tuple[str, ...]) -> set[str]:
@@ -65,8 +53,8 @@ def needs_of(names: tuple[str, ...]) -> set[str]:
 
 @pytest.fixture
 def bare_python(tmp_path: Path) -> Path:
-    """The interpreter of an environment that has only torch, Triton, transformers, what they need,
-    and what is carried."""
+    """The interpreter of an environment that has only torch, transformers, what they need, and what
+    is carried."""
     folder = tmp_path / "bare"
     venv.create(folder, with_pip=False, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -100,11 +88,8 @@ def test_the_whole_check_runs_where_only_wheels_can_be_carried(
     has_vllm = (wheels.ROOT / ".venv-vllm").exists()
     with_vllm = ["batchway, vLLM", "killed worker, vLLM", "vllm serve"]
     done = [name for name, found in stages.items() if found["state"] == "done"]
-    ours = ["machine", "self-test", "batchway, own", "killed worker, own"]
+    ours = ["machine", "batchway, own", "killed worker, own"]
     assert set(done) == {*ours, *(with_vllm if has_vllm else [])}
-    names = {check["name"].split(":")[0] for check in stages["self-test"]["checks"]}
-    kernels = {"attention", "norm", "gate", "rotation and cache", "sampling"}
-    assert names == {*kernels, "engine's tokens"}
     for name in done:
         if "killed" in name:
             found = stages[name]
@@ -128,76 +113,6 @@ def test_without_a_gpu_the_check_exits_with_its_own_status(
     assert "no CUDA device" in capfd.readouterr().err
 
 
-@pytest.mark.campaign
-def test_a_wrong_kernel_fails_its_checks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each check by its name. A kernel that raises fails its check, and not the others."""
-
-    class Doubled(ReferenceAttention):
-        def prepare(self, *args):  # type: ignore[no-untyped-def]
-            prepared = super().prepare(*args)
-            attend = prepared.attend
-            prepared.attend = lambda *tensors: 2 * attend(*tensors)  # type: ignore[method-assign]
-            return prepared
-
-    def broken(*_: object) -> Finding:
-        raise RuntimeError("out of resource: shared memory\nand more")
-
-    monkeypatch.setattr(checks, "ReferenceAttention", Doubled)
-    monkeypatch.setattr(checks, "_check_gate", broken)
-
-    inside.check_kernels(CPU)
-
-    lines = capsys.readouterr().out.splitlines()
-    found = [check for line in lines for check in json.loads(line)["checks"]]
-    failed = {check["name"].split(":")[0] for check in found if not check["passed"]}
-    assert failed == {"attention", "gate"}
-    assert [c["detail"] for c in found if c["name"] == "gate"] == [
-        "RuntimeError: out of resource: shared memory"
-    ]
-
-
-def test_a_wrong_draw_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And rows whose tables are on the device fail the check of their attention."""
-
-    def wrong(*arguments: Any, **way: Any) -> torch.Tensor:
-        return drawing.draw(*arguments, **way) + 1
-
-    def beside(self: TritonAttention, step: RowsStep) -> PreparedRows:
-        return PreparedRows(dataclasses.replace(step, rows=step.rows * 0, longest=600))
-
-    monkeypatch.setattr(checks, "draw", wrong)
-    monkeypatch.setattr(TritonAttention, "prepare_rows", beside)
-
-    found = {name: check() for name, check in checks.kernel_checks(CPU) if "mixed" not in name}
-
-    failed = {name for name, finding in found.items() if not finding.passed}
-    assert {name.split(":")[0] for name in failed} == {"sampling", "attention"}
-    assert "in place of" in found["sampling: 60 tokens"].detail
-
-
-@pytest.mark.parametrize("num_recorded", [None, 2, 12])
-def test_a_model_without_all_its_graphs_fails_a_check(num_recorded: int | None) -> None:
-    """The loader only logs what it leaves out."""
-    graphs = None if num_recorded is None else SimpleNamespace(sizes=sizes_up_to(7)[:num_recorded])
-    model = object.__new__(AheadRunner)
-    model.decoder = SimpleNamespace(graphs=graphs)  # type: ignore[assignment]
-
-    assert graphs_of(model, 7).passed == (num_recorded == 12)
-
-
-def test_the_reference_knows_its_own_tokens() -> None:
-    decoder = random_decoder(TINY.config(), CPU.device, CPU.dtype, "sdpa")
-    prompt = [5, 6, 7, 8]
-    with torch.inference_mode():
-        [row] = decoder(input_ids=torch.tensor([prompt])).logits[:, -1]
-    order = row.argsort(descending=True).tolist()
-
-    assert compare_tokens(decoder, [prompt], [order[:1]]).passed
-    assert not compare_tokens(decoder, [prompt], [order[1:2]]).passed
-
-
 GB = 10**9
 
 
@@ -219,7 +134,7 @@ def test_the_model_suits_the_card(free_bytes: int, name: str, num_out: int) -> N
 
 def test_a_shape_counts_its_weights() -> None:
     """All but those of the norms."""
-    decoder = random_decoder(TINY.config(), CPU.device, CPU.dtype)
+    decoder = random_decoder(TINY.config(), CPU, torch.float32)
 
     counted = sum(p.numel() for p in decoder.parameters() if p.ndim == 2)
 
@@ -342,7 +257,7 @@ def test_a_lost_token_is_far_behind_the_models_choice(
     """A real server, called by two processes: its own answer is its choice, and one with a token
     left out or repeated is not."""
     monkeypatch.setattr(calls, "_STREAMS_EACH", 1)
-    save_model(TINY, CPU.device, CPU.dtype, tmp_path / "model")
+    save_model(TINY, CPU, torch.float32, tmp_path / "model")
     command = [sys.executable, "-m", "infra", "up", "--port=0", f"--model={tmp_path / 'model'}"]
     command += [
         "--engine=own",
@@ -411,5 +326,4 @@ def test_a_python_that_lacks_something_is_told_what(monkeypatch: pytest.MonkeyPa
     assert wheels.lacking() == [
         "torch 2.10.1+cu130, needed is 2.11",
         "transformers 2.10.1+cu130, needed is 5.17",
-        "triton 2.10.1+cu130, needed is 3.6",
     ]

@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.anyio, needs_chromium, pytest.mark.campaign]
 JOB: dict[str, Any] = {"endpoint": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
 WORKER_INFO = {
     "device": "NVIDIA H100",
+    "notice": "engine own: vLLM has no --quantization",
     "gpu_share": 0.5,
     "num_running": 1,
     "num_blocks": 100,
@@ -157,7 +158,8 @@ async def test_the_overview_tells_of_devices_callbacks_and_all_gateways(
     await idle_worker.beat()
     await page.goto("/console")
     worker = page.locator("#workers tr")
-    await expect(worker).to_contain_text("H100, 50 % busy", timeout=20_000)
+    told = f"H100, 50 % busy; {WORKER_INFO['notice']}"
+    await expect(worker.locator("td.warn")).to_contain_text(told, timeout=20_000)
     cells = await worker.locator("td").all_inner_texts()
     assert cells[8:11] == ["60", "15", "25"]
     await expect(page.locator("#charts")).to_contain_text("GPUs busy")

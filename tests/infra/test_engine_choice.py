@@ -124,7 +124,8 @@ def test_options_of_the_own_engine_take_it(
         assert chosen(caplog, "--engine=vllm", *words) == ("vllm", "")
         return
     assert engine == "own"
-    assert said.endswith(f"engine own: vLLM has no {reason}\n")
+    assert f"engine own: vLLM has no {reason}; it is the engine for NVIDIA A100" in said
+    assert caplog.records[0].levelno == logging.WARNING
     with pytest.raises(argparse.ArgumentTypeError, match=f"{reason} is of batchway's own engine"):
         chosen(caplog, "--engine=vllm", *words)
 
@@ -203,15 +204,23 @@ def test_models_that_make_vectors_take_the_own_engine(
     engine, said = chosen(caplog, f"--model={folder}")
     assert engine == ("own" if makes_vectors else "vllm")
     assert ("makes vectors" in said) == makes_vectors
+    assert caplog.records[0].levelno == logging.INFO
 
 
 def test_up_chooses_once_for_its_workers(gpu: None, vllm: Path, tmp_path: Path) -> None:
-    """They get the engine by name. In a fleet a name has one engine."""
+    """They get the engine by name, and why it is slow if it is. In a fleet a name has one
+    engine."""
     [entry] = fleet_of(parse("up"))
     assert "--engine=vllm" in worker_arguments(entry)
+    assert not [word for word in worker_arguments(entry) if word.startswith("--notice")]
     [entry] = fleet_of(parse("up", "--strategy=static", f"--engine-python={vllm}"))
     given = worker_arguments(entry)
     assert "--engine=own" in given
+    [notice] = [word for word in given if word.startswith("--notice")]
+    assert notice.startswith("--notice=engine own: vLLM has no --strategy static; it is ")
+    worker = parse("worker", *given)
+    choose_engine(worker)
+    assert f"--notice={worker.notice}" == notice
     assert not [word for word in given if word.startswith("--engine-python")]
     two = "models:\n- {model: demo}\n- {model: demo, served_model_name: b, attention: torch}\n"
     assert [entry.options.engine for entry in read(tmp_path, two)] == ["vllm", "own"]

@@ -147,7 +147,6 @@ class ScriptedModel:
     num_blocks = _NUM_BLOCKS
     block_size = _BLOCK_SIZE
     shares_blocks = True
-    runs_ahead = False
 
     def __init__(
         self, folder: Path, vocabulary: Vocabulary, eos_token_ids: frozenset[int], max_len: int

@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def worker(redis_server: EmbeddedRedis, path: Path) -> AsyncIterator[WorkerProcess]:
-    worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path))
+    worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path), notice="slow")
     yield worker
     await worker.close()
 
@@ -86,6 +86,7 @@ async def test_a_reload_changes_the_places_of_our_own_engine(
         return [info["places"] for info in await caller.worker_info()] == [number]
 
     await until(lambda: has_places(4))
+    assert [info["notice"] for info in await caller.worker_info()] == ["slow"]
     change(path, worker, "max_num_seqs: 2\n")
     await until(lambda: has_places(2))
     change(path, worker, "token_budget: 100\n")
@@ -99,6 +100,6 @@ async def test_a_worker_does_not_start_on_a_file_with_errors(
     path = tmp_path / "batching.yaml"
     path.write_text("max_num_seqs: none\n")
 
-    worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path))
+    worker = WorkerProcess(redis_server.url, SLOW, batching_path=str(path), notice="slow")
 
     assert worker.wait(20.0) == EXIT_LOAD_FAILED

@@ -183,11 +183,6 @@ class BlockManager:
             sequence.block_ids.append(self._take())
         return True
 
-    def grow_ahead(self, sequence: Sequence, num_tokens: int) -> None:
-        """Adds room for one token beyond `num_tokens`, if there is a free block."""
-        if num_tokens >= len(sequence.block_ids) * self.block_size and self.num_free > 0:
-            sequence.block_ids.append(self._take())
-
     def shrink(self, sequence: Sequence) -> None:
         """Frees blocks beyond those of its known tokens; nobody shares them."""
         while len(sequence.block_ids) > self.num_blocks_for(sequence.num_known):

@@ -22,7 +22,7 @@ _PAIRS = [(i, j) for i in range(4) for j in range(i + 1)]
 
 # Tokens, KV tokens read, prefill tokens times context.
 Features = tuple[float, float, float]
-NOTHING: Features = (0.0, 0.0, 0.0)
+_NOTHING: Features = (0.0, 0.0, 0.0)
 
 
 class CostModel:
@@ -59,14 +59,15 @@ class CostModel:
         self,
         chunks: Iterable[Chunk | Padding],
         step_s: float,
-        others: Features = NOTHING,
+        others: Features = _NOTHING,
     ) -> float:
         """Learns from a step of `step_s` seconds; ignores steps shorter than the clock's
         resolution. `others`: sums of `chunk_features` of the step's other work. Returns the seconds
         that were predicted for the step before; 0 without a prediction."""
         if step_s <= 0.0:
             return 0.0
-        sums = added(step_features(chunks), others)
+        tokens, kv_read, products = step_features(chunks)
+        sums = tokens + others[0], kv_read + others[1], products + others[2]
         predicted_s = self.predict(sums) if self.is_ready else 0.0
         # Prompts alone may explain all steps so far, and predict nothing for streams.
         if predicted_s > 0.0:
@@ -115,10 +116,6 @@ def chunk_features(start: int, num_tokens: int) -> Features:
     """Tokens, KV tokens read, and prefill tokens times context; with n - 1, so streams count 0."""
     context = start + num_tokens / 2
     return float(num_tokens), float(start + num_tokens), (num_tokens - 1) * context
-
-
-def added(one: Features, other: Features) -> Features:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 def step_features(chunks: Iterable[Chunk | Padding]) -> Features:

@@ -27,7 +27,6 @@ class EngineLimits:
     kv_high_water: float = 0.8  # share of the blocks up to which new sequences are admitted
     prefill_share: float | None = None  # share of the budget for prompts while there are streams
     max_preemptions: int = 3  # of one sequence; then it yields only to older ones of its kind
-    grows_ahead: bool = False  # allocate the block of a stream's next token a step early
     prefix_caching: bool = True  # reuse blocks by content
     speculates: bool = False  # compute drafted tokens where that is expected to pay
     # A prompt yields a vector and no tokens, and is computed in one step.
@@ -185,10 +184,6 @@ class Model(Protocol):
     def shares_blocks(self) -> bool:
         """Whether blocks hold KV that any sequence can use, so that prefixes can be shared and
         blocks copied. False for models with a state per sequence, whose blocks are only counted."""
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether it starts a stream's next step by itself, which needs the next token's block."""
 
     @property
     def max_model_len(self) -> int: ...

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
 from workers.engine.block_manager import BlockManager
-from workers.engine.cost_model import NOTHING, CostModel, added, step_features
+from workers.engine.cost_model import CostModel
 from workers.engine.interface import Chunk, EngineLimits, Padding
 from workers.engine.kv_forecast import RecentLengths
 from workers.engine.lanes import Lanes
@@ -49,7 +49,6 @@ class Scheduler:
         self._below_share_at = 0, 0  # change counters of running and waiting sequences then
         self._was_refused = False  # whether the last step lacked room for a sequence
         self._held: set[Sequence] = set()  # running, but late for their next step
-        self._uncounted = NOTHING  # chunks of the last step, for the cost model
         self._waiting = WaitingQueue(self._lanes, policy)
         self._admission = AdmissionCheck(
             blocks, limits, self._lanes, lengths or RecentLengths(), self._running
@@ -144,9 +143,7 @@ class Scheduler:
         plan.is_full = not self._may_enter()
         if not self._put_streams(plan):
             self._put_in_order(plan)
-        if self._limits.grows_ahead:
-            self._grow_ahead(plan)
-        elif self._limits.speculates and self.cost.is_ready and self.blocks.can_share:
+        if self._limits.speculates and self.cost.is_ready and self.blocks.can_share:
             add_drafts(plan, self.blocks)
         return plan
 
@@ -155,19 +152,13 @@ class Scheduler:
         computed before, and the seconds that were predicted for it; 0 without a prediction.
         """
         singles = plan.served_singly
-        others = added(plan.served_together.features, self._uncounted)
-        self._uncounted = NOTHING
-        if self._limits.grows_ahead and not padding and not any(map(_is_waited_for, singles)):
-            # Such a model returns before the chunks are computed: their time is in the next step's.
-            self._uncounted = step_features(c for c in singles if not c.samples)
-            singles = [chunk for chunk in singles if chunk.samples]
-        predicted_s = 0.0
-        if singles or padding or others != NOTHING:
-            predicted_s = self.cost.observe([*singles, *padding], step_s, others)
         together = plan.served_together
-        self._lanes.settle(plan.served_singly, together.num_by_account)
+        predicted_s = 0.0
+        if plan.chunks or padding:  # not all of them were held
+            predicted_s = self.cost.observe([*singles, *padding], step_s, together.features)
+        self._lanes.settle(singles, together.num_by_account)
         self._book_streams(together)
-        return sum([self._book(chunk) for chunk in plan.served_singly]), predicted_s
+        return sum([self._book(chunk) for chunk in singles]), predicted_s
 
     def account(self, chunks: Seq[Chunk]) -> int:
         """Does `settle` for chunks that another engine has computed."""
@@ -224,15 +215,6 @@ class Scheduler:
         blocks, num_keyed = self.blocks, sequence.num_keyed
         if blocks.cache and sequence.num_computed >= (num_keyed + 1) * blocks.block_size:
             blocks.cache.put(sequence)
-
-    def _grow_ahead(self, plan: StepPlan) -> None:
-        """Allocates next tokens' blocks, for a model that starts the next step early."""
-        for sequence, chunk in plan.chunks.items():
-            end = chunk.start + chunk.num_tokens
-            if end % self.blocks.block_size or not chunk.samples:
-                continue  # the next token is in the same block, or known
-            if sequence.num_output + 1 < sequence.max_output:
-                self.blocks.grow_ahead(sequence, end)
 
     def _new_plan(self, num_tokens: int, now_s: float) -> StepPlan:
         """Returns a step's limits: tokens, a share of them for prompts, and time.
@@ -449,9 +431,3 @@ class Scheduler:
         plan.take_back(victim)
         self._admission.forget(victim)
         self.preempt(victim)
-
-
-def _is_waited_for(chunk: Chunk) -> bool:
-    """Whether a model that runs ahead needs the result of a prompt's chunk in the same step."""
-    is_last = chunk.samples and chunk.num_tokens > 1
-    return is_last or chunk.sequence.scores_prompt

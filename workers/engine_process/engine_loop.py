@@ -143,7 +143,6 @@ class EngineLoop:
             limits.vocab_size,
             self._num_step_tokens,
             prefill_only=limits.prefill_only,
-            grows_ahead=limits.grows_ahead,
         )
         self._engine.reconfigure(limits, strategies_of(options), lanes_of(options.lanes))
         self._max_output_tokens = options.max_output_tokens
@@ -264,4 +263,4 @@ def describe_exception(exc: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # at the interpreter's own end, Triton's library lists all that it keeps
+    os._exit(main())  # at the interpreter's own end, libraries of torch list all that they keep

@@ -48,7 +48,6 @@ def build_engine(
             vocab_size,
             num_step_tokens,
             prefill_only=prefill_only,
-            grows_ahead=model.runs_ahead,
         ),
         strategies_of(options),
         clock_s,
@@ -64,7 +63,6 @@ def limits_of(
     num_step_tokens: int = DEFAULT_STEP_TOKENS,
     *,
     prefill_only: bool = False,
-    grows_ahead: bool = False,
 ) -> EngineLimits:
     """The engine's limits. `num_step_tokens`: a step's token budget if the options name none."""
     return EngineLimits(
@@ -73,7 +71,6 @@ def limits_of(
         vocab_size=vocab_size,
         kv_high_water=options.kv_high_water,
         prefill_share=options.prefill_share,
-        grows_ahead=grows_ahead,
         prefix_caching=options.prefix_caching,
         speculates=options.speculation,
         prefill_only=prefill_only,

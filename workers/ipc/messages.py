@@ -108,8 +108,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lanes: tuple[LaneOptions, ...] = ()
     batching_version: str = ""  # version of batching.yaml
     num_threads: int | None = None
-    attention: str = "auto"  # auto, torch or triton
-    ahead: bool | None = None  # one step in flight, as CUDA graphs; None: on a fast GPU
+    attention: str = "auto"  # auto or torch
     fused: bool = True  # exchange modules for faster ones that prove equal
     generation_config: str = "auto"  # the model's sampling settings hold; none: they do not
     tool_call_parser: str = "auto"  # a name in workers.output.formats, or none

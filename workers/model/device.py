@@ -1,27 +1,19 @@
 """Chooses the device and the type of the weights, and refuses what could not compute there."""
 
-import os
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from transformers import PretrainedConfig
 
 from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import first_line
-from workers.model.nvidia import (
-    c_compiler,
-    python_header,
-    triton_fault,
-    unusable_gpu,
-    visible_gpus,
-)
+from workers.model.nvidia import unusable_gpu, visible_gpus
 
 Capability = tuple[int, int]  # a GPU's compute capability: 8.9 is (8, 9)
 
 # From which tensor cores multiply bfloat16 (A100).
-BFLOAT16_CAPABILITY: Capability = (8, 0)
+_BFLOAT16_CAPABILITY: Capability = (8, 0)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -93,7 +85,7 @@ def gpu_uuids(device: torch.device) -> tuple[str, ...]:
 def choose_dtype(name: str, config: PretrainedConfig, capability: Capability | None) -> torch.dtype:
     """auto: float32 on a CPU; on a GPU the checkpoint's own half type, or bfloat16; float16 where
     the GPU has no bfloat16. capability None: a CPU. Raises ModelRefused."""
-    has_bfloat16 = capability is None or capability >= BFLOAT16_CAPABILITY
+    has_bfloat16 = capability is None or capability >= _BFLOAT16_CAPABILITY
     if name == "auto":
         if capability is None:
             return torch.float32
@@ -105,7 +97,7 @@ def choose_dtype(name: str, config: PretrainedConfig, capability: Capability | N
     if name == "bfloat16" and not has_bfloat16:
         assert capability is not None
         raise ModelRefused(
-            f"dtype bfloat16 needs a GPU of compute capability {_shown(BFLOAT16_CAPABILITY)} or "
+            f"dtype bfloat16 needs a GPU of compute capability {_shown(_BFLOAT16_CAPABILITY)} or "
             f"more, as A100 or L4; this one has {_shown(capability)}: give --dtype float16"
         )
     return _DTYPES[name]
@@ -113,19 +105,6 @@ def choose_dtype(name: str, config: PretrainedConfig, capability: Capability | N
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def check_triton(attention: str, capability: Capability | None) -> None:
-    """Raises ModelRefused if the options mean Triton's kernels on a GPU, and nothing can build what
-    launches them. capability None: a CPU, where nothing is built."""
-    if capability is None or os.environ.get("TRITON_INTERPRET") == "1":
-        return
-    has_triton = find_spec("triton") is not None
-    attends = attention == "triton" or (attention == "auto" and capability >= BFLOAT16_CAPABILITY)
-    if not has_triton or not attends:
-        return
-    if fault := triton_fault(c_compiler(), python_header()):
-        raise ModelRefused(fault)
 
 
 def avoid_cudnn_attention() -> None:

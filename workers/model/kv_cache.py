@@ -9,41 +9,23 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from workers.model.attention.interface import (
     AttentionCall,
     AttentionFlags,
+    LayerShape,
     PreparedAttention,
 )
-from workers.model.kernels import DecoderKernels
-from workers.model.staging import to_device
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """KV sizes of one token in one layer."""
-
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-
-    @property
-    def num_elements(self) -> int:
-        return self.kv_heads * (self.k_dim + self.v_dim)
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The sizes of one token's keys and values."""
-        return (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim)
+from workers.model.native.kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """keys (num_blocks + 1, block_size, kv_heads, k_dim), values (…, v_dim)."""
 
+    shape: LayerShape
     keys: Tensor
     values: Tensor
 
@@ -76,17 +58,14 @@ class KVCache:
 
     def resize(self, num_blocks: int) -> None:
         """Replaces the cache by one of `num_blocks` empty blocks; the old ones are freed first."""
-        shapes = {
-            module: LayerShape(layer.keys.shape[2], layer.keys.shape[3], layer.values.shape[3])
-            for module, layer in self.layers.items()
-        }
+        shapes = {module: layer.shape for module, layer in self.layers.items()}
         self.storages.clear()
         self.layers.clear()
         self._allot(shapes, num_blocks)
 
     def _allot(self, shapes: Mapping[nn.Module, LayerShape], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        sizes = Counter(size for shape in shapes.values() for size in shape.sizes)
+        sizes = Counter(size for shape in shapes.values() for size in shape.kv_sizes)
         # (parts, num_blocks + 1, block_size, kv_heads, dim), by (kv_heads, dim). Uninitialised: the
         # system provides pages on the first write.
         self.storages = {
@@ -105,8 +84,8 @@ class KVCache:
             storage[:, num_blocks:].zero_()
         parts = {size: iter(storage) for size, storage in self.storages.items()}
         for module, shape in shapes.items():
-            keys, values = (next(parts[size]) for size in shape.sizes)
-            self.layers[module] = LayerCache(keys, values)
+            keys, values = (next(parts[size]) for size in shape.kv_sizes)
+            self.layers[module] = LayerCache(shape, keys, values)
 
     @property
     def scratch_block_id(self) -> int:
@@ -122,14 +101,14 @@ class KVCache:
 
     def copy_blocks(self, source_ids: Seq[int], target_ids: Seq[int]) -> None:
         """Copies whole blocks in all layers; reads all sources before writing."""
-        ids = to_device(np.array([source_ids, target_ids], dtype=np.int64), self._device)
+        ids = torch.tensor([source_ids, target_ids], device=self._device)
         for storage in self.storages.values():
             storage.index_copy_(1, ids[1], storage.index_select(1, ids[0]))
 
 
 def token_bytes(shapes: Iterable[LayerShape], dtype: torch.dtype) -> int:
     """KV bytes of one token in all layers."""
-    return sum(shape.num_elements for shape in shapes) * dtype.itemsize
+    return sum(s.kv_heads * (s.k_dim + s.v_dim) for s in shapes) * dtype.itemsize
 
 
 class PagedStep:
@@ -140,7 +119,7 @@ class PagedStep:
         cache: KVCache,
         prepared: PreparedAttention,
         slot_mapping: Tensor,
-        kernels: DecoderKernels | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """`slot_mapping` (T,): the cache slot of each flat token."""
         self._layers = cache.layers

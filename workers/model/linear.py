@@ -120,18 +120,12 @@ def weight_of(linear: AnyLinear) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How weights are stored: on a CPU for the fastest of `products`, elsewhere unchanged."""
+    """How weights are stored: for the fastest of `products`."""
 
-    products: Products | None = None
-    kernels: Kernels | None = None
-
-    @property
-    def packs(self) -> bool:
-        return self.products is not None
+    products: Products
+    kernels: Kernels | None
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        if self.products is None:
-            return _by_torch(weight, bias)
         shape = _shape(weight)
         self.products.note(shape)
         product = self.products.fastest(shape)
@@ -139,7 +133,9 @@ class Layout:
             return NativeLinear(weight, bias, self.kernels)
         if product is Product.ONEDNN and isinstance(weight, Tensor):
             return PackedLinear(weight, bias)
-        return _by_torch(weight, bias)
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedLinear(weight, bias)
+        return PlainLinear(weight, bias)
 
     def merged(self, linears: Seq[AnyLinear]) -> Linear:
         """One layer with the concatenated outputs; all are quantized or none is."""
@@ -147,7 +143,7 @@ class Layout:
         if all(linear.bias is None for linear in linears):
             return self.linear(weight, None)
         biases: list[Tensor] = [
-            torch.zeros(linear.out_features, dtype=weight.dtype, device=weight.device)
+            torch.zeros(linear.out_features, dtype=weight.dtype)
             if linear.bias is None
             else linear.bias
             for linear in linears
@@ -160,18 +156,12 @@ class Layout:
             return None
         first, second = weight_of(gate), weight_of(up)
         both = dataclasses.replace(_shape(first), num_out=2 * first.shape[0])
-        if self.products is None or not self.kernels.can_multiply(first):
+        if not self.kernels.can_multiply(first):
             return None
         if self.products.fastest(both) is not Product.OWN:
             return None
         self.products.note(both)
         return NativeGates(first, second, self.kernels)
-
-
-def _by_torch(weight: Weight, bias: Tensor | None) -> QuantizedLinear | PlainLinear:
-    if isinstance(weight, QuantizedWeight):
-        return QuantizedLinear(weight, bias)
-    return PlainLinear(weight, bias)
 
 
 def _shape(weight: Weight) -> Shape:

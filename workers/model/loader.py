@@ -15,14 +15,10 @@ from contract.jobs import resume_kind
 from contract.model_cards import GenerationDefaults
 from workers.engine.interface import DEFAULT_STEP_TOKENS, LoadedModel, ModelRefused
 from workers.ipc.messages import EngineOptions
-from workers.model.ahead.runner import AheadRunner
-from workers.model.ahead.self_test import choose_steps
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, read_config
 from workers.model.device import (
-    avoid_cudnn_attention,
     capability_of,
-    check_triton,
     choose_device,
     choose_dtype,
     device_name,
@@ -52,7 +48,7 @@ from workers.model.sequential import (
 from workers.model.tokenizer import read_tokenizer
 from workers.model.weights import load_decoder, use_own_attention
 
-__all__ = ["LoadedModel", "ModelRefused", "load_model", "wrap_decoder"]
+__all__ = ["LoadedModel", "ModelRefused", "load_model"]
 
 # Default token budget. A CPU's matrix products are efficient from about 128 rows on; larger steps
 # only delay the streams beside a prompt (docs/decisions/cpu-products.md).
@@ -87,7 +83,6 @@ def load_model(
         generation = sampling_defaults(files, vocab_size)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config, capability_of(device))
-    check_triton(options.attention, capability_of(device))
     check_quantization(options.quantization, device)
     _check_memory(options, files, device, dtype)
     progress(f"loading {path} as {dtype_name(dtype)} on {device}")
@@ -159,23 +154,6 @@ def _load_pooling(
     )
 
 
-def wrap_decoder(
-    read: Callable[[], nn.Module],
-    config: PretrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    options: EngineOptions,
-    progress: Callable[[str], None],
-    *,
-    max_model_len: int,
-) -> ModelRunner | AheadRunner | SequentialRunner:
-    """Does `load_model` for a decoder that comes from no folder: `read` makes it, always the same
-    one, with our attention. Raises ModelRefused."""
-    avoid_cudnn_attention()
-    loaded = Loaded(read, config, device, dtype, options, max_model_len, frozenset())
-    return _runner(loaded, progress)
-
-
 def _check_memory(
     options: EngineOptions, files: Files, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -193,13 +171,11 @@ def _check_memory(
     check_free(device, least, free_bytes(device))
 
 
-def _runner(
-    loaded: Loaded, progress: Callable[[str], None]
-) -> ModelRunner | AheadRunner | SequentialRunner:
+def _runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelRunner | SequentialRunner:
     """Uses the paged path if the model supports it, else one sequence at a time."""
     loaded.renew(progress)
     try:
-        paged, backend = paged_runner(loaded, progress)
+        paged = paged_runner(loaded, progress)
     except CannotShareBatch as exc:
         reason = str(exc)  # drop the traceback: it holds a KV cache
     else:
@@ -208,7 +184,7 @@ def _runner(
             f"({paged.cache.num_bytes / 2**20:.0f} MiB); up to {paged.max_model_len} tokens a "
             "sequence"
         )
-        return choose_steps(paged, backend, loaded, progress)
+        return paged
     use_own_attention(loaded.decoder)
     runner = _sequential_runner(loaded)
     progress(f"served one sequence at a time: {reason}; {runner.continues}")

@@ -23,8 +23,8 @@ _CPU_SHARE = 0.25
 _CUDA_SHARE = 0.85  # where no step was measured
 # Share of the memory that the weights leave of a worker's; the rest is for activations and logits.
 _KV_SHARE = 0.85
-# Added to the largest step: this share of it for graphs' tensors and gaps between tensors, and
-# bytes for graphs' nodes and later loads. Estimates, not measured on a GPU.
+# Added to the largest step: this share of it for gaps between tensors, and bytes for what libraries
+# load later. Estimates, not measured on a GPU.
 _GAP_SHARE = 0.25
 _LATER_BYTES = 3 * 2**28
 # A worker whose share holds the KV of fewer tokens is not worth starting.

@@ -17,38 +17,30 @@ large, so that float32 resolves the tail that decides a draw.
 
 from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from workers.model.staging import to_device
-
-GOLDEN = 0x9E3779B97F4A7C15
-MULTIPLIER_1 = 0xBF58476D1CE4E5B9
-MULTIPLIER_2 = 0x94D049BB133111EB
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
 _MASK_64 = 2**64 - 1
 # On a CPU the intermediate tensors of such a slice fit the caches.
 _SLICE_ELEMENTS = 2**17
-LARGEST_BELOW_ONE = 1.0 - 2.0**-24  # in float32
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24  # in float32
 
 
 def row_key(seed: int, choice: int, position: int) -> int:
     """The 64-bit key of output `position` of one choice, as a signed integer."""
-    return _signed(_mix((row_base(seed, choice) + position + GOLDEN) & _MASK_64))
-
-
-def row_base(seed: int, choice: int) -> int:
-    """The part of the key shared by all positions of a choice, as a signed integer."""
     key = seed
-    for value in (0, choice):
-        key = _mix((key + value + GOLDEN) & _MASK_64)
+    for value in (0, choice, position):
+        key = _mix((key + value + _GOLDEN) & _MASK_64)
     return _signed(key)
 
 
 def add_gumbel_noise(scores: Tensor, keys: Seq[int]) -> None:
     """Adds each row's noise to scores (num_rows, vocab_size), float32, in place."""
     num_rows, vocab_size = scores.shape
-    row_keys = to_device(np.array(keys, dtype=np.int64), scores.device)[:, None]
+    row_keys = torch.tensor(keys, dtype=torch.int64, device=scores.device)[:, None]
     width = vocab_size
     if scores.device.type == "cpu":
         width = max(1, _SLICE_ELEMENTS // max(1, num_rows))
@@ -60,9 +52,9 @@ def add_gumbel_noise(scores: Tensor, keys: Seq[int]) -> None:
 
 def uniform(row_keys: Tensor, token_ids: Tensor) -> Tensor:
     """row_keys (num_rows, 1) and token_ids (n,), int64 -> (num_rows, n) float32 in (0, 1)."""
-    bits = _mixed(row_keys + (token_ids + 1) * _signed(GOLDEN))
+    bits = _mixed(row_keys + (token_ids + 1) * _signed(_GOLDEN))
     fraction = _shift_right(bits, 11).to(torch.float32).mul_(2.0**-53)
-    return fraction.clamp_(2.0**-54, LARGEST_BELOW_ONE)
+    return fraction.clamp_(2.0**-54, _LARGEST_BELOW_ONE)
 
 
 def gumbel(fraction: Tensor) -> Tensor:
@@ -73,9 +65,9 @@ def gumbel(fraction: Tensor) -> Tensor:
 def _mixed(bits: Tensor) -> Tensor:
     """`mix` of each int64, in place."""
     bits ^= _shift_right(bits, 30)
-    bits *= _signed(MULTIPLIER_1)
+    bits *= _signed(_MULTIPLIER_1)
     bits ^= _shift_right(bits, 27)
-    bits *= _signed(MULTIPLIER_2)
+    bits *= _signed(_MULTIPLIER_2)
     bits ^= _shift_right(bits, 31)
     return bits
 
@@ -86,8 +78,8 @@ def _shift_right(bits: Tensor, num_bits: int) -> Tensor:
 
 
 def _mix(bits: int) -> int:
-    bits = ((bits ^ bits >> 30) * MULTIPLIER_1) & _MASK_64
-    bits = ((bits ^ bits >> 27) * MULTIPLIER_2) & _MASK_64
+    bits = ((bits ^ bits >> 30) * _MULTIPLIER_1) & _MASK_64
+    bits = ((bits ^ bits >> 27) * _MULTIPLIER_2) & _MASK_64
     return bits ^ bits >> 31
 
 

@@ -5,11 +5,9 @@ import logging
 import os
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 log = logging.getLogger("batchway.engine")
 
@@ -110,36 +108,3 @@ def unusable_gpu(gpus: Sequence[Gpu], cuda: str | None, reason: str = "") -> str
     if not gpus or not (fault := driver_fault(gpus[0].driver, cuda) or reason):
         return None
     return f"nvidia-smi sees {gpus[0].name}, but torch cannot use it: {fault}"
-
-
-# --- Triton -----------------------------------------------------------------------------------
-
-
-def triton_fault(compiler: str | None, header: Path | None) -> str | None:
-    """Why Triton cannot build what launches its kernels, and what helps; None if it can.
-    `compiler`: that for C; `header`: Python.h; None where it is missing."""
-    if compiler is None:
-        lacks, helps = "a C compiler (CC, gcc or clang)", "install gcc and libc6-dev"
-    elif header is None:
-        lacks, helps = "Python's headers (Python.h)", "install python3-dev for this Python"
-    else:
-        return None
-    return (
-        f"Triton's kernels need {lacks}, which is missing here: {helps}, or give "
-        "--attention torch, which takes about three times as long"
-    )
-
-
-def c_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The path of the compiler that Triton would call; None if there is none."""
-    path = environ.get("PATH")
-    names = [environ["CC"]] if "CC" in environ else ["gcc", "clang"]
-    return next((found for name in names if (found := shutil.which(name, path=path))), None)
-
-
-def python_header() -> Path | None:
-    """Python.h, where Triton looks for it; None if it is not there."""
-    scheme = sysconfig.get_default_scheme()
-    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # as Triton does on Debian
-    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
-    return header if header.is_file() else None

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 
 from workers.engine.interface import DEFAULT_STEP_TOKENS, ModelRefused, Padding
-from workers.model.ahead.self_test import SelfTestFailed, check_attention, leave_prompts
-from workers.model.attention.interface import CannotShareBatch
+from workers.model.attention.interface import LayerShape
 from workers.model.backend import Backend, choose_backend
-from workers.model.kv_cache import KVCache, LayerShape, token_bytes
+from workers.model.kv_cache import KVCache, token_bytes
 from workers.model.loaded import Loaded
 from workers.model.memory import Card, touch, use_huge_pages
 from workers.model.probe import check_parity, probe_layers, probe_sequence
@@ -55,11 +53,11 @@ _MOST_READY_BYTES = 2**29
 _READY_PER_WEIGHT = 8
 
 
-def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
-    """Returns the runner and its back end. Raises CannotShareBatch if the model cannot be paged,
-    ModelRefused if it cannot run."""
+def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelRunner:
+    """Returns the runner. Raises CannotShareBatch if the model cannot be paged, ModelRefused if it
+    cannot run."""
     weight_bytes = num_weight_bytes(loaded.decoder, "cpu")
-    runner, backend = _right_runner(loaded, progress)
+    runner = _right_runner(loaded, progress)
     if (card := loaded.measured) is not None:
         _fill(runner, loaded, card, progress)
     if loaded.options.fused and weight_bytes >= _LEAST_HUGE_BYTES:
@@ -67,87 +65,63 @@ def paged_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[Model
         progress(f"{num_bytes / 2**20:.0f} MiB lie on huge pages")
     if loaded.device.type == "cpu":
         touch(runner.cache.tensors, min(_MOST_READY_BYTES, _READY_PER_WEIGHT * weight_bytes))
-    return runner, backend
+    return runner
 
 
-def _right_runner(loaded: Loaded, progress: Callable[[str], None]) -> tuple[ModelRunner, Backend]:
+def _right_runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelRunner:
     """Replaces modules, or none if the whole model then differs. Reads the weights again for that,
     as replaced modules change their layout."""
     if (found := _exchanged_runner(loaded, progress)) is not None:
         return found
     progress("no module is exchanged, and the weights are read again")
     loaded.renew(progress)
-    runner, backend, _ = _untouched_runner(loaded, progress)
+    runner, _, _ = _untouched_runner(loaded, progress)
     record(runner, loaded.decoder, loaded.config, ())
-    return runner, backend
+    return runner
 
 
-def _exchanged_runner(
-    loaded: Loaded, progress: Callable[[str], None]
-) -> tuple[ModelRunner, Backend] | None:
+def _exchanged_runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelRunner | None:
     """Returns None if the model with replaced modules differs. Raises CannotShareBatch if even the
     unmodified model does not run."""
     runner, backend, shapes = _untouched_runner(loaded, progress)
     decoder, config = loaded.decoder, loaded.config
-    if not backend.merges:
+    if backend.layout is None:
         record(runner, decoder, config, ())
-        return runner, backend
-    surgeon = Surgeon(decoder, shapes, runner.cache, backend)
+        return runner
+    surgeon = Surgeon(decoder, shapes, runner.cache, backend.kernels, backend.layout)
     candidates = surgeon.candidates()
     untouched = record(runner, decoder, config, candidates)
     done = surgeon.operate(candidates, untouched.calls)
-    _report(done, len(shapes), backend, progress)
-    if backend.layout.products is not None:
-        _warn_if_slower(backend.layout.products, loaded)
+    _report(done, len(shapes), progress)
+    _warn_if_slower(backend.layout.products, loaded)
     if reason := difference(runner, decoder, untouched):
         progress(f"with these the whole model is not what it was: {reason}")
         return None
     if streamline(runner, decoder, untouched):
         progress("its layers run as one loop")
-    return runner, backend
+    return runner
 
 
 def _untouched_runner(
     loaded: Loaded, progress: Callable[[str], None]
 ) -> tuple[ModelRunner, Backend, dict[str, LayerShape]]:
-    """A runner with the original modules that pages correctly, and its layers' shapes by name."""
+    """A runner with the original modules that pages correctly, its back end, and its layers' shapes
+    by name. Raises CannotShareBatch."""
     decoder = loaded.decoder
-    shapes, kinds = probe_layers(decoder, loaded.config, loaded.device)
+    shapes = probe_layers(decoder, loaded.config, loaded.device)
     cache = _build_cache(loaded, shapes)
-    backend = _choose_backend(loaded, progress)
-    try:
-        if backend.for_gpu:
-            leave_prompts(backend, kinds, loaded)
-            check_attention(backend, kinds, loaded)
-        runner = _checked_runner(loaded, cache, backend)
-    except (SelfTestFailed, CannotShareBatch) as exc:
-        if not backend.for_gpu or loaded.options.attention != "auto":
-            raise
-        loaded.options = replace(loaded.options, attention="torch")
-        backend = _choose_backend(loaded, progress)
-        runner = _checked_runner(loaded, cache, backend)
-        log.warning("torch's attention is used in place of Triton's: %s", exc)
-    names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
-    return runner, backend, names
-
-
-def _choose_backend(loaded: Loaded, progress: Callable[[str], None]) -> Backend:
-    return choose_backend(
+    backend = choose_backend(
         loaded.options.attention,
         loaded.dtype,
         loaded.device,
-        loaded.block_size,
         progress,
         fused=loaded.options.fused,
-        weight_bytes=num_weight_bytes(loaded.decoder, "cpu"),
+        shapes=shapes.values(),
+        weight_bytes=num_weight_bytes(decoder, "cpu"),
         processor=loaded.processor,
     )
-
-
-def _checked_runner(loaded: Loaded, cache: KVCache, backend: Backend) -> ModelRunner:
-    """Returns a runner that passed the check. Raises CannotShareBatch."""
     runner = ModelRunner(
-        loaded.decoder,
+        decoder,
         cache,
         backend.attention,
         eos_token_ids=loaded.eos_token_ids,
@@ -155,8 +129,9 @@ def _checked_runner(loaded: Loaded, cache: KVCache, backend: Backend) -> ModelRu
         device=loaded.device,
         kernels=backend.kernels,
     )
-    check_parity(loaded.decoder, runner, loaded.config, loaded.device)
-    return runner
+    check_parity(decoder, runner, loaded.config, loaded.device)
+    names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
+    return runner, backend, names
 
 
 def _build_cache(loaded: Loaded, shapes: Mapping[nn.Module, LayerShape]) -> KVCache:
@@ -199,12 +174,9 @@ def _blocks_per_probe(loaded: Loaded) -> int:
     return -(-16 // loaded.block_size)
 
 
-def _report(
-    done: Operation, num_layers: int, backend: Backend, progress: Callable[[str], None]
-) -> None:
+def _report(done: Operation, num_layers: int, progress: Callable[[str], None]) -> None:
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in done.exchanged.items())
-    verb = "merged or packed" if backend.layout.packs else "merged"
-    progress(f"{verb} for this processor: {counts or 'nothing'}")
+    progress(f"merged or packed for this processor: {counts or 'nothing'}")
     for kind, names in done.refused.items():
         progress(f"{len(names)} {kind} would differ and stay as they are: {_listed(names)}")
     if num_own := num_layers - len(done.exchanged.get(ATTENTION, ())):

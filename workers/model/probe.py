@@ -1,10 +1,9 @@
-"""Checks a loaded decoder before it serves: its layers' KV shapes, and whether paging is exact.
+"""Checks a loaded decoder before it serves: its layers' shapes, and whether paging is exact.
 
 A model that bypasses our attention function would attend across sequences unnoticed; one that hides
 a window in a mask would attend too far. Neither may share a batch.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from workers.model.attention.interface import (
     ATTENTION_NAME,
     STEP_KEYWORD,
     AttentionCall,
-    AttentionFlags,
     AttentionStep,
     CannotShareBatch,
+    LayerShape,
     StepNotHandedDown,
 )
 from workers.model.attention.reference import attend_dense, causal_mask
 from workers.model.checkpoint import first_line
-from workers.model.kv_cache import LayerShape
 from workers.model.runner import ModelRunner
 
 # Keyword arguments that do not change our attention: positions are already in the rotary embedding,
@@ -47,35 +45,17 @@ _PROBE_LENGTHS = (11, 5)
 LOWEST_COSINE = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.98}
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What an attention kernel is compiled for: heads, their sizes, and flags."""
-
-    num_heads: int
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-    flags: AttentionFlags
-
-
 class ProbeStep:
-    """AttentionStep for one plain sequence that records each layer's KV shape."""
+    """AttentionStep for one plain sequence that records each layer's shape."""
 
     def __init__(self) -> None:
         self.shapes: dict[nn.Module, LayerShape] = {}
-        self.attentions: dict[object, AttentionShape] = {}  # one of each kind
-        self.num_windows = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See AttentionStep.attend. Raises CannotShareBatch for unsupported calls."""
         _check_call(call, is_again=call.module in self.shapes)
-        num_tokens, kv_heads, k_dim = call.key.shape
-        self.shapes[call.module] = LayerShape(kv_heads, k_dim, call.value.shape[-1])
-        self.num_windows += call.flags.window is not None
-        sizes = (call.query.shape[1], kv_heads, k_dim, call.value.shape[-1])
-        flags = call.flags
-        kind = (*sizes, flags.scale, flags.window, flags.softcap, flags.sinks is None)
-        self.attentions.setdefault(kind, AttentionShape(*sizes, flags))
+        self.shapes[call.module] = call.shape
+        num_tokens = len(call.key)
         seen = causal_mask(0, num_tokens, 0, num_tokens, call.flags.window, call.query.device)
         query, key, value = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
         return attend_dense(query, key, value, seen, call.flags)[0].transpose(0, 1)
@@ -108,9 +88,9 @@ def _check_call(call: AttentionCall, *, is_again: bool) -> None:
 @torch.inference_mode()
 def probe_layers(
     decoder: Any, config: PretrainedConfig, device: torch.device
-) -> tuple[dict[nn.Module, LayerShape], list[AttentionShape]]:
-    """Runs a few tokens to learn each attention layer's KV shape, and the kinds of attention.
-    Raises CannotShareBatch, or ModelRefused for a model that is not a decoder."""
+) -> dict[nn.Module, LayerShape]:
+    """Runs a few tokens to learn each attention layer's shape. Raises CannotShareBatch, or
+    ModelRefused for a model that is not a decoder."""
     _check_layer_types(type(decoder).__name__, config.get_text_config())
     try:
         step = _run_probe(decoder, config, device)
@@ -118,7 +98,7 @@ def probe_layers(
         relay_step(decoder)
         step = _run_probe(decoder, config, device)
     _check_layers(step, type(decoder).__name__, config.get_text_config())
-    return step.shapes, list(step.attentions.values())
+    return step.shapes
 
 
 def _run_probe(decoder: Any, config: PretrainedConfig, device: torch.device) -> ProbeStep:
@@ -159,10 +139,11 @@ def _check_layers(step: ProbeStep, name: str, text: Any) -> None:
     num_windows = num_layers if getattr(text, "sliding_window", None) else 0
     if layer_types:
         num_windows = sum(kind == "sliding_attention" for kind in layer_types)
-    if step.num_windows < num_windows:
+    num_told = sum(shape.flags.window is not None for shape in step.shapes.values())
+    if num_told < num_windows:
         raise CannotShareBatch(
             f"{name} has {num_windows} layers with a sliding window but tells its attention of "
-            f"{step.num_windows}"
+            f"{num_told}"
         )
 
 

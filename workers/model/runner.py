@@ -29,10 +29,9 @@ from workers.engine.interface import (
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep, Span
-from workers.model.kernels import DecoderKernels, likeliest
 from workers.model.kv_cache import KVCache, PagedStep
-from workers.model.sampler import rank, ranked_sample, sample
-from workers.model.staging import to_device
+from workers.model.native.kernels import Kernels
+from workers.model.sampler import likeliest, rank, ranked_sample, sample
 from workers.model.surgery.stack import Stack
 
 PAD_TOKEN_ID = 0  # any id: the result is not used
@@ -59,7 +58,6 @@ class ModelRunner:
     """A Hugging Face decoder with a paged KV cache."""
 
     shares_blocks = True
-    runs_ahead = False
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class ModelRunner:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         device: torch.device,
-        kernels: DecoderKernels | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.cache = cache
         self.backend = backend
@@ -103,24 +101,13 @@ class ModelRunner:
 
     @property
     def find_likeliest(self) -> Callable[[Tensor], Tensor]:
-        """See DecoderKernels.likeliest."""
+        """See `likeliest`."""
         return likeliest if self.kernels is None else self.kernels.likeliest
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
         """Writes the chunks' KV; returns logits (num_rows, vocab_size) as in Batch.logits_index."""
         return self._compute(self._batch(chunks, padding))
-
-    @torch.inference_mode()
-    def logits_beside(
-        self, chunks: Seq[Chunk], nexts: Seq[Chunk], token_ids: Tensor
-    ) -> tuple[Tensor, tuple[range, ...]]:
-        """Does `logits` for chunks and for `nexts`: single tokens behind the known ones, whose ids
-        int64 (n,) only the device knows. Returns `scored` too."""
-        batch = self._batch((*chunks, *nexts), ())
-        num_known = batch.input_ids.shape[1] - len(nexts)
-        batch.input_ids[0, num_known:] = token_ids
-        return self._compute(batch), batch.scored
 
     @torch.inference_mode()
     def padding_logits(self, padding: Seq[Padding]) -> Tensor:
@@ -130,7 +117,7 @@ class ModelRunner:
         return self._compute(dataclasses.replace(batch, logits_index=index))
 
     def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> Batch:
-        self.copy_blocks(chunks)
+        self._copy_blocks(chunks)
         scratch_id = self.cache.scratch_block_id
         return build_batch(chunks, self.block_size, self._device, padding, scratch_id)
 
@@ -139,7 +126,7 @@ class ModelRunner:
         step = PagedStep(self.cache, prepared, batch.slot_mapping, self.kernels)
         return self.forward(batch.input_ids, batch.position_ids, batch.logits_index, step)
 
-    def copy_blocks(self, chunks: Seq[Chunk]) -> None:
+    def _copy_blocks(self, chunks: Seq[Chunk]) -> None:
         """See Model.run."""
         copies = [
             (chunk.copy_from, chunk.sequence.block_ids[chunk.start // self.block_size])
@@ -185,11 +172,9 @@ def build_batch(
     for chunk in chunks:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         num_blocks = -(-end // block_size)
-        assert chunk.start < end <= len(sequence.token_ids) + max(1, len(chunk.drafts))
+        assert chunk.start < end <= len(sequence.token_ids) + len(chunk.drafts)
         assert num_blocks <= len(sequence.block_ids), "the engine has not grown the table"
         token_ids += chunk.token_ids
-        if end > len(sequence.token_ids) + len(chunk.drafts):  # known to the device only
-            token_ids.append(PAD_TOKEN_ID)
         block_ids += sequence.block_ids[:num_blocks]
     for pad in padding:
         token_ids += [PAD_TOKEN_ID] * pad.num_tokens
@@ -209,7 +194,7 @@ def build_batch(
     num_tokens = len(token_ids)
     numbers = np.array([*token_ids, *rows], dtype=np.int64)
     parts = (numbers[:num_tokens], layout.positions, mapping, numbers[num_tokens:])
-    shipped = to_device(np.concatenate(parts), device)
+    shipped = torch.as_tensor(np.concatenate(parts), device=device)
     ids, positions, slot_mapping = shipped[: 3 * num_tokens].view(3, num_tokens)
     return Batch(
         input_ids=ids[None],
@@ -280,14 +265,14 @@ def answer_chunks(
         prompt = None
         if positions:  # slicing a tensor costs microseconds
             part = logits[num_rows : num_rows + len(positions)]
-            prompt = score_prompt(part, chunk.sequence, positions.start)
+            prompt = _score_prompt(part, chunk.sequence, positions.start)
             num_rows += len(positions)
         prompts.append(prompt)
         num_sampled = len(chunk.sampled)
         sample_rows += range(num_rows, num_rows + num_sampled)
         num_rows += num_sampled
     if len(sample_rows) < num_rows:
-        logits = logits[to_device(np.array(sample_rows, dtype=np.int64), logits.device)]
+        logits = logits[torch.tensor(sample_rows, dtype=torch.int64, device=logits.device)]
     sampling = [sequence for chunk in chunks for sequence in chunk.sampled]
     samples = iter(sample(logits, sampling, find_likeliest, masks))
     return [_answer(chunk, samples, prompt) for chunk, prompt in zip(chunks, prompts, strict=True)]
@@ -301,17 +286,13 @@ def _answer(
         return Drawn(tuple(islice(samples, len(chunk.sampled))))
     if not chunk.samples:
         return prompt
-    return with_prompt(next(samples), prompt)
-
-
-def with_prompt(row: Row, prompt: PromptLogprobs | None) -> Row:
-    """The row of a chunk that samples, with its prompt's log probabilities."""
+    row = next(samples)
     if prompt is None or not isinstance(row, Sample):
         return row
     return Sample(row.token_id, row.logprob, row.top_logprobs, prompt)
 
 
-def score_prompt(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
+def _score_prompt(logits: Tensor, sequence: Sequence, start: int) -> PromptLogprobs:
     """Scores n tokens from logits (n, vocab_size) of positions `start ..`."""
     num_top = min(sequence.params.prompt_logprobs or 0, logits.shape[1])
     at_once = max(1, _SLICE_ELEMENTS // logits.shape[1])
@@ -319,6 +300,6 @@ def score_prompt(logits: Tensor, sequence: Sequence, start: int) -> PromptLogpro
     for part in torch.split(logits, at_once):
         first = start + 1 + len(tokens)
         ids = sequence.token_ids[first : first + len(part)]
-        ranked = rank(part, to_device(np.array(ids), logits.device), num_top).tolist()
+        ranked = rank(part, torch.tensor(ids, device=logits.device), num_top).tolist()
         tokens += [ranked_sample(*pair, num_top) for pair in zip(ids, ranked, strict=True)]
     return PromptLogprobs(start + 1, tuple(tokens))

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +21,8 @@ from contract.jobs import SamplingParams
 from workers.engine.interface import RowFailed, Sample
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
-from workers.model.kernels import likeliest
 from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
 from workers.model.penalties import adjust_logits, asks_for_change
-from workers.model.staging import to_device
 
 
 def rank(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
@@ -37,14 +34,14 @@ def rank(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     return torch.cat([part.double() for part in parts], dim=1)
 
 
-def rank_chosen(logits: Tensor, token_ids: Tensor, sequences: Seq[Sequence]) -> Tensor | None:
+def _rank_chosen(logits: Tensor, token_ids: Tensor, sequences: Seq[Sequence]) -> Tensor | None:
     """Does `rank` for the rows that ask for log probabilities; None if none does. Negative ids give
     numbers without a meaning."""
     rows = [row for row, s in enumerate(sequences) if s.params.logprobs is not None]
     if not rows:
         return None
     num_top = max(sequences[row].params.logprobs or 0 for row in rows)
-    index = to_device(np.array(rows), logits.device)
+    index = torch.tensor(rows, device=logits.device)
     return rank(logits[index], token_ids[index].clamp(min=0), min(num_top, logits.shape[1]))
 
 
@@ -55,7 +52,7 @@ def ranked_sample(token_id: int, ranked: Seq[float], num_wanted: int) -> Sample:
     return Sample(token_id, ranked[0], tuple(zip(ids, ranked[1 + num_top :], strict=False)))
 
 
-def to_samples(
+def _to_samples(
     token_ids: Seq[int], ranked: Seq[Seq[float]], sequences: Seq[Sequence]
 ) -> list[Sample]:
     """One sample for each sequence; `ranked` of those that ask, in order."""
@@ -151,8 +148,21 @@ def _lowest_of_top_p(scores: Tensor, candidates: Tensor, lowest: Tensor, top_p: 
 
 # A lower temperature means greedy: the scaled logits would overflow float32.
 LOWEST_TEMPERATURE = 1e-5
-OPEN = -1  # instead of a token id: the row's logits are not finite numbers
+_NO_TOKEN = -1  # the row's logits are not finite numbers
 _NOT_FINITE = "the model's logits are not finite numbers"
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """logits (num_rows, vocab_size), any float type -> int64 (num_rows,): the token with the
+    highest logit, the first of equals; -1 if the row has NaN or its highest is infinite."""
+    return _finite(logits, logits.argmax(-1))
+
+
+def _finite(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """The chosen tokens, but -1 where the chosen logit is not finite. argmax returns NaN if there
+    is one, so that checking the chosen logit is enough."""
+    is_finite = logits.gather(1, token_ids[:, None])[:, 0].isfinite()
+    return torch.where(is_finite, token_ids, _NO_TOKEN)
 
 
 def sample(
@@ -164,60 +174,50 @@ def sample(
     """logits (num_rows, vocab_size), any float type; row i belongs to sequence i."""
     if not sequences:
         return []
-    if masks is None and not any(draws(s) or asks_for_change(s) for s in sequences):
+    if masks is None and not any(_draws(s) or asks_for_change(s) for s in sequences):
         token_ids = find_likeliest(logits)
     else:
         scores = adjust_logits(logits, sequences, masks)
-        token_ids = choose(logits, scores, sequences, [s.num_output for s in sequences])
-    ranked = rank_chosen(logits, token_ids, sequences)
+        token_ids = _choose(logits, scores, sequences)
+    ranked = _rank_chosen(logits, token_ids, sequences)
     numbers = [] if ranked is None else ranked.tolist()
     return [
-        RowFailed(_NOT_FINITE) if found.token_id == OPEN else found
-        for found in to_samples(token_ids.tolist(), numbers, sequences)
+        RowFailed(_NOT_FINITE) if found.token_id == _NO_TOKEN else found
+        for found in _to_samples(token_ids.tolist(), numbers, sequences)
     ]
 
 
-def choose(
-    logits: Tensor, scores: Tensor, sequences: Seq[Sequence], num_outputs: Seq[int]
-) -> Tensor:
+def _choose(logits: Tensor, scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """logits (num_rows, vocab_size), and the same as changed by `adjust_logits` -> token ids
-    (num_rows,), each behind `num_outputs` others; OPEN where the token's logit is not finite. May
-    wait for the device."""
+    (num_rows,), or -1."""
     scores = scores.float()
     token_ids = scores.argmax(-1)
-    drawing = [row for row, sequence in enumerate(sequences) if draws(sequence)]
+    drawing = [row for row, sequence in enumerate(sequences) if _draws(sequence)]
     if drawing:
         part, index = _rows(scores, drawing)
         if part is logits:  # which is kept
             part = part.clone()
-        token_ids[index] = _draw(
-            part, [sequences[row] for row in drawing], [num_outputs[row] for row in drawing]
-        )
-    # argmax returns NaN if there is one, so checking the chosen logit is enough.
-    is_finite = logits.gather(1, token_ids[:, None])[:, 0].isfinite()
-    return torch.where(is_finite, token_ids, OPEN)
+        token_ids[index] = _draw(part, [sequences[row] for row in drawing])
+    return _finite(logits, token_ids)
 
 
-def draws(sequence: Sequence) -> bool:
+def _draws(sequence: Sequence) -> bool:
     """Whether its tokens are drawn, not the likeliest ones."""
     return sequence.params.temperature >= LOWEST_TEMPERATURE
 
 
-def limits(params: SamplingParams) -> bool:
+def _limits(params: SamplingParams) -> bool:
     """Whether only some of the tokens may be drawn."""
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _draw(scores: Tensor, sequences: Seq[Sequence], num_outputs: Seq[int]) -> Tensor:
+def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """scores (num_rows, vocab_size), a copy that is overwritten -> token ids (num_rows,)."""
     params = [sequence.params for sequence in sequences]
-    keys = [
-        row_key(s.params.seed, s.choice_of_prompt, n)
-        for s, n in zip(sequences, num_outputs, strict=True)
-    ]
+    keys = [row_key(s.params.seed, s.choice_of_prompt, s.num_output) for s in sequences]
     scores /= _floats([p.temperature for p in params], scores)[:, None]
     token_ids = torch.empty(len(params), dtype=torch.int64, device=scores.device)
-    limited = [row for row, p in enumerate(params) if limits(p)]
+    limited = [row for row, p in enumerate(params) if _limits(p)]
     wide = sorted(set(range(len(params))) - set(limited))
     if limited:
         part, index = _rows(scores, limited)
@@ -244,11 +244,11 @@ def _draw_limited(
     """
     allowed = find_allowed(
         scores,
-        to_device(np.array([p.top_k for p in params]), scores.device),
+        torch.tensor([p.top_k for p in params], device=scores.device),
         _floats([p.top_p for p in params], scores),
         _floats([p.min_p for p in params], scores),
     )
-    row_keys = to_device(np.array(keys, dtype=np.int64), scores.device)[:, None]
+    row_keys = torch.tensor(keys, dtype=torch.int64, device=scores.device)[:, None]
     noisy = allowed.scores + gumbel(uniform(row_keys, allowed.token_ids))
     noisy.masked_fill_(allowed.scores < allowed.lowest, float("-inf"))
     token_ids = allowed.token_ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
@@ -261,10 +261,10 @@ def _draw_limited(
 
 def _floats(numbers: Seq[float], like: Tensor) -> Tensor:
     """float32 (n,) on the device of `like`."""
-    return to_device(np.array(numbers, dtype=np.float32), like.device)
+    return torch.tensor(numbers, dtype=torch.float32, device=like.device)
 
 
 def _rows(scores: Tensor, rows: Seq[int]) -> tuple[Tensor, Tensor]:
     """Some rows of scores and their index; copies unless all rows are taken."""
-    index = to_device(np.array(rows), scores.device)
+    index = torch.tensor(rows, device=scores.device)
     return (scores if list(rows) == list(range(len(scores))) else scores[index]), index

@@ -54,7 +54,6 @@ class SequentialRunner:
     """A Hugging Face decoder that computes each sequence alone. Implements the engine's Model."""
 
     shares_blocks = False
-    runs_ahead = False
 
     def __init__(
         self,

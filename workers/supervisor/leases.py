@@ -213,6 +213,7 @@ class LeaseKeeper:
                 "num_cached_blocks": load.num_cached_blocks,
                 "block_size": ready.block_size if ready else 0,
                 "device": ready.device if ready else "",
+                "notice": settings.notice,
                 "gpu_share": self._gpu_use.share,
                 "step_tokens": ready.num_step_tokens if ready else 0,
                 "batching": self._engine.options.batching_version,

@@ -112,7 +112,7 @@ class TimedModel:
     """Takes the time given by the true coefficients, on a simulated clock."""
 
     num_blocks, block_size, max_model_len = 4000, 16, 8192
-    shares_blocks, runs_ahead, eos_token_ids = True, False, frozenset[int]()
+    shares_blocks, eos_token_ids = True, frozenset[int]()
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -156,44 +156,6 @@ class Server:
 
     def pass_time(self, seconds: float) -> None:
         self._model.now_s += seconds
-
-
-class AheadModel(TimedModel):
-    """Returns before the middle of a prompt is computed, and then waits for it in the next step."""
-
-    runs_ahead = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._done_s = 0.0
-
-    def run(
-        self, chunks: list[Chunk], padding: list[Padding], masks: object = None
-    ) -> list[Sample | None]:
-        before_s = self._done_s
-        self._done_s = max(self.now_s, before_s) + true_s(chunks)
-        waits = any(chunk.samples for chunk in chunks)
-        self.now_s = max(self.now_s + 1e-4, self._done_s if waits else before_s)
-        return [Sample(5) if chunk.samples else None for chunk in chunks]
-
-
-def test_steps_that_end_before_they_are_computed_are_counted_with_the_next() -> None:
-    """Otherwise the middle of a prompt would seem to take no time, and a step would get more of it
-    than its target allows."""
-    model = AheadModel()
-    limits = EngineLimits(500, 64, vocab_size=100, grows_ahead=True, prefix_caching=False)
-    engine = Engine(model, limits, ContinuousBatching(), clock_s=lambda: model.now_s)  # type: ignore[arg-type]
-    params = SamplingParams(max_tokens=1, seed=0)
-    for number in range(20):
-        prompt = tuple([number] * (1000 + 290 * number))
-        engine.add(Request(str(number), 1, "t", "standard", (prompt,), params, ((),), (False,)))
-
-        while engine.has_work:
-            engine.step()
-
-    for start in (0, 2000, 5000):
-        predicted = engine._scheduler.cost.predict(chunk_features(start, 500))
-        assert predicted == pytest.approx(true_s([chunk_of(start, 500)]), rel=0.1)
 
 
 def test_a_report_has_the_step_s_prediction() -> None:

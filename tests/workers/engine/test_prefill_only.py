@@ -31,7 +31,6 @@ class SumModel:
     num_blocks: int = 80
     block_size: int = 4
     shares_blocks: bool = False
-    runs_ahead: bool = False
     max_model_len: int = MAX_MODEL_LEN
     eos_token_ids: frozenset[int] = frozenset()
     steps: list[list[int]] = field(default_factory=list)

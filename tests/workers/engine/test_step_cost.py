@@ -41,7 +41,6 @@ class NoArithmetic:
 
     block_size = _BLOCK_SIZE
     shares_blocks = True
-    runs_ahead = False
     max_model_len = _MAX_MODEL_LEN
     eos_token_ids: frozenset[int] = frozenset()
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny_models import make_config, make_model
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
-from workers.model.backend import Backend, choose_backend
+from workers.model.backend import choose_backend
 from workers.model.kv_cache import KVCache
 from workers.model.probe import probe_layers
 from workers.model.products import Processor
@@ -46,39 +46,34 @@ def operated(
     family: str,
     dtype: torch.dtype = torch.float32,
     *,
-    backend: Backend | None = None,
     processor: Processor | None = None,
-    device: torch.device = CPU,
     spoil: Callable[[Any], None] | None = None,
     is_int8: bool = False,
-    num_streams: int = 4,
     **changes: Any,
 ) -> Patient:
     """Exchanges modules. `spoil` changes the decoder first."""
     register_attention()
-    decoder = make_model(family, **(wide(family) | changes)).to(device, dtype)
+    decoder = make_model(family, **(wide(family) | changes)).to(dtype)
     decoder.set_attn_implementation(ATTENTION_NAME)
     if is_int8:
         quantize(decoder)
     if spoil is not None:
         spoil(decoder)
-    if backend is None:
-        backend = choose_backend(
-            "auto", dtype, device, BLOCK_SIZE, lambda text: None, fused=True, processor=processor
-        )
-    shapes, _ = probe_layers(decoder, decoder.config, device)
-    cache = KVCache(shapes, num_streams, BLOCK_SIZE, dtype, device)
+    backend = choose_backend("auto", dtype, CPU, lambda text: None, fused=True, processor=processor)
+    shapes = probe_layers(decoder, decoder.config, CPU)
+    cache = KVCache(shapes, 4, BLOCK_SIZE, dtype, CPU)
     runner = ModelRunner(
         decoder,
         cache,
         backend.attention,
         eos_token_ids=frozenset(),
         max_model_len=64,
-        device=device,
+        device=CPU,
         kernels=backend.kernels,
     )
     names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
-    surgeon = Surgeon(decoder, names, cache, backend)
+    assert backend.layout is not None
+    surgeon = Surgeon(decoder, names, cache, backend.kernels, backend.layout)
     candidates = surgeon.candidates()
     untouched = record(runner, decoder, decoder.config, candidates)
     done = surgeon.operate(candidates, untouched.calls)

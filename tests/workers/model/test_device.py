@@ -1,7 +1,6 @@
 """What is refused before a model is loaded, as functions of what was found. The machine's GPU is a
 script named nvidia-smi, where one is needed."""
 
-import sysconfig
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,17 +12,14 @@ from infra.demo_model import demo_model_path
 from tests.nvidia_smi import ROWS, fake_gpus
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
-from workers.model import device, loader, machine, memory
-from workers.model.device import architecture_fault, check_triton, choose_device, choose_dtype
+from workers.model import loader, machine, memory
+from workers.model.device import architecture_fault, choose_device, choose_dtype
 from workers.model.nvidia import (
     VISIBLE_VARIABLE,
     Gpu,
-    c_compiler,
     driver_fault,
     installed_gpus,
-    python_header,
     shown_gpus,
-    triton_fault,
     unusable_gpu,
     visible_gpus,
 )
@@ -238,81 +234,6 @@ def test_bfloat16_is_refused_where_the_gpu_has_none(capability: tuple[int, int])
 def test_bfloat16_runs_elsewhere() -> None:
     for capability in (None, (8, 0), (9, 0)):
         assert choose_dtype("bfloat16", LlamaConfig(), capability) == torch.bfloat16
-
-
-# --- Triton -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("compiler", "header", "helps"),
-    [
-        (None, Path("Python.h"), "install gcc and libc6-dev"),
-        (None, None, "install gcc and libc6-dev"),
-        ("gcc", None, "install python3-dev"),
-        ("gcc", Path("Python.h"), None),
-    ],
-)
-def test_triton_needs_a_compiler_and_headers(
-    compiler: str | None, header: Path | None, helps: str | None
-) -> None:
-    fault = triton_fault(compiler, header)
-    if helps is None:
-        assert fault is None
-    else:
-        assert fault is not None
-        assert helps in fault
-        assert "--attention torch" in fault
-
-
-def test_the_compiler_is_the_one_that_triton_would_call(tmp_path: Path) -> None:
-    """CC alone where it is set, else gcc or clang."""
-    for name in ("gcc", "clang", "mycc"):
-        (tmp_path / name).write_text("")
-        (tmp_path / name).chmod(0o755)
-    path = {"PATH": str(tmp_path)}
-    assert c_compiler(path) == str(tmp_path / "gcc")
-    assert c_compiler(path | {"CC": "mycc"}) == str(tmp_path / "mycc")
-    assert c_compiler(path | {"CC": "nocc"}) is None
-    (tmp_path / "gcc").unlink()
-    assert c_compiler(path) == str(tmp_path / "clang")
-    assert c_compiler({"PATH": str(tmp_path / "empty")}) is None
-
-
-def test_the_header_is_that_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual environment has the one of the Python that it was made of."""
-    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
-    assert python_header() is None
-    (tmp_path / "Python.h").write_text("")
-    assert python_header() == tmp_path / "Python.h"
-
-
-@pytest.mark.parametrize(
-    ("attention", "capability", "builds"),
-    [
-        ("auto", (8, 0), True),
-        ("auto", (7, 5), False),
-        ("triton", (7, 5), True),
-        ("torch", (9, 0), False),
-        ("auto", None, False),
-    ],
-)
-def test_a_missing_compiler_is_refused_where_triton_builds(
-    attention: str,
-    capability: tuple[int, int] | None,
-    builds: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Torch's attention would take its place in silence."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(device, "find_spec", lambda name: object())
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if builds:
-        with pytest.raises(ModelRefused, match="need a C compiler"):
-            check_triton(attention, capability)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    check_triton(attention, capability)
 
 
 # --- memory -----------------------------------------------------------------------------------

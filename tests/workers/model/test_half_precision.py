@@ -11,16 +11,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_families import VOCAB_SIZE
+from tests.tiny_families import SEQUENTIAL, VOCAB_SIZE
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence, run_to_end
 from workers.engine.interface import Chunk
 from workers.ipc.messages import EngineOptions
-from workers.model.ahead.runner import AheadRunner
 from workers.model.loader import load_model
-from workers.model.pooling.runner import PoolingRunner
+from workers.model.runner import ModelRunner
+from workers.model.sequential import SequentialRunner
 
-FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "gpt_oss", "bloom", "qwen3_next"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "phi3",
+    "gpt_oss",
+    "qwen3_moe",
+    "bloom",
+    "qwen3_next",
+]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Largest difference of a logit, as a share of the standard deviation of the row's logits.
 TOLERANCES = {"bfloat16": 0.15, "float16": 0.02}
@@ -36,7 +47,7 @@ def test_half_precision_agrees_with_transformers(family: str, dtype: str, tmp_pa
     folder = save_tiny_model(family, tmp_path)
     options = EngineOptions(model_path=str(folder), device="cpu", dtype=dtype, max_num_seqs=8)
     model = load_model(options, lambda text: None).model
-    assert not isinstance(model, AheadRunner | PoolingRunner)
+    assert isinstance(model, SequentialRunner if family in SEQUENTIAL else ModelRunner)
     own: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
     prompts = make_prompts([5, 17, 40], VOCAB_SIZE)
 

@@ -15,11 +15,11 @@ from tests.workers.model.processors import ISAS
 from tests.workers.model.test_attention import BATCHES, BLOCK_SIZE, CPU, NUM_BLOCKS, make_spans
 from workers.model.attention.interface import AttentionFlags
 from workers.model.attention.reference import ReferenceAttention
-from workers.model.kernels import likeliest
 from workers.model.native import library
 from workers.model.native.attention import NativeAttention
 from workers.model.native.kernels import Kernels
 from workers.model.native.library import CannotBuild, Isa, load_library
+from workers.model.sampler import likeliest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS = {"multi-head": (4, 4), "grouped": (6, 2), "one for all": (8, 1)}

@@ -9,16 +9,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from infra.measure.engine import run_workload
-from infra.measure.workloads import log_uniform_workload
 from tests.tiny_families import VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.parity import NUM_OUTPUT, Expected
 from tests.workers.model.processors import PROCESSORS
-from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions
-from workers.model.ahead.runner import AheadRunner
 from workers.model.loader import LoadedModel, ModelRefused, load_model
 from workers.model.products import Processor, Product
 from workers.model.quantization import (
@@ -110,28 +106,9 @@ def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
 
     model = load(folder, processor=processor, fused=way != "torch only").model
 
-    assert not isinstance(model, AheadRunner)
     sequences = [make_sequence(p, max_tokens=NUM_OUTPUT) for p in expected.prompts]
     for number, found in enumerate(run_to_end(model, sequences, 13)):
         expected.check(number, found)
-
-
-def test_steps_started_ahead_yield_the_same_tokens(tmp_path: Path) -> None:
-    """The engine's tokens, with each implementation."""
-    folder = save_tiny_model("llama", tmp_path, **WIDE)
-    workload = log_uniform_workload(
-        4, VOCAB_SIZE, prompt_tokens=(3, 40), output_tokens=(2, 12), seed=1
-    )
-    found = []
-    for is_ahead in (False, True):
-        options = EngineOptions(
-            model_path=str(folder), device="cpu", quantization="int8", ahead=is_ahead
-        )
-        loaded = load_model(options, lambda text: None)
-        engine = build_engine(loaded.model, VOCAB_SIZE, options, loaded.num_step_tokens)
-        found.append([timeline.token_ids for timeline in run_workload(engine, workload).timelines])
-
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "falcon"])

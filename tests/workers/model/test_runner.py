@@ -21,9 +21,7 @@ from tests.workers.model.driver import (
 )
 from workers.engine.interface import Chunk, Padding, Sample
 from workers.ipc.messages import EngineOptions
-from workers.model.attention.reference import ReferenceAttention
 from workers.model.loader import load_model
-from workers.model.runner import ModelRunner
 
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24}
 
@@ -104,26 +102,6 @@ def test_drawn_tokens_do_not_depend_on_neighbours_chunks_or_resumption(
         resumed = make_sequence(prompt, output_ids=together[i][:9], seed=i, **DRAWN)
         assert run_to_end(model, [resumed], 64) == [together[i]]
     assert all(len(set(ids)) > 6 for ids in together)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
-def test_the_reference_back_end_gives_the_same_logits(family: str, load_family: LoadFamily) -> None:
-    """Prompts and decoding rows in one step, through the whole model."""
-    model = paged(load_family(family)[0])
-    sequences = [make_sequence(prompt) for prompt in make_prompts([30, 9, 17], VOCAB_SIZE)]
-    allot_blocks(sequences, model)
-    run_step(model, sequences[:2], chunk_tokens=1000)
-    chunks = [Chunk(s, s.num_computed, s.num_pending, samples=True) for s in sequences]
-    reference = ModelRunner(
-        model._decoder,
-        model.cache,
-        ReferenceAttention(),
-        eos_token_ids=frozenset(),
-        max_model_len=model.max_model_len,
-        device=torch.device("cpu"),
-    )
-
-    torch.testing.assert_close(model.logits(chunks), reference.logits(chunks), rtol=1e-4, atol=1e-4)
 
 
 LONGROPE = {

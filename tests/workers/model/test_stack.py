@@ -11,7 +11,6 @@ from tests.workers.model.operating import operated
 from tests.workers.model.processors import ISAS, PROCESSORS
 from workers.model.attention.interface import Span
 from workers.model.kv_cache import PagedStep
-from workers.model.linear import PlainLinear
 from workers.model.native.library import Isa
 from workers.model.products import Processor, Product
 from workers.model.proof import Untouched, streamline
@@ -68,19 +67,6 @@ def test_one_native_call_equals_the_loop_over_layers(
     assert len(found[0]) == len(wanted)
     torch.testing.assert_close(found[0], found[1], rtol=most, atol=most)
     torch.testing.assert_close(kept[0], kept[1], rtol=most, atol=most)
-
-
-@pytest.mark.parametrize("bias", [None, torch.ones(5)])
-def test_a_product_is_added_in_place(bias: Tensor | None) -> None:
-    """Otherwise a GPU would copy the residual before each product."""
-    x, to, weight = torch.randn(3, 4), torch.randn(3, 5), torch.randn(5, 4)
-    linear = PlainLinear(weight, bias)
-    expected = to + linear(x)
-
-    found = linear.add(x, to)
-
-    assert found is to
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)

@@ -47,6 +47,22 @@ class AttentionFlags:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """An attention layer's heads, their sizes, and its options."""
+
+    num_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    flags: AttentionFlags
+
+    @property
+    def kv_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The sizes of one token's keys and values."""
+        return (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One layer's attention call over the step's T tokens: query (T, num_heads, k_dim), key (T,
     kv_heads, k_dim), value (T, kv_heads, v_dim)."""
@@ -58,6 +74,12 @@ class AttentionCall:
     flags: AttentionFlags
     has_mask: bool
     extra: dict[str, Any]  # unsupported keyword arguments
+
+    @property
+    def shape(self) -> LayerShape:
+        num_heads, k_dim = self.query.shape[1:]
+        kv_heads, v_dim = self.value.shape[1:]
+        return LayerShape(num_heads, kv_heads, k_dim, v_dim, self.flags)
 
 
 class AttentionStep(Protocol):

@@ -1,4 +1,5 @@
-"""Attention in torch with few calls: decoding rows together, prompts one by one through SDPA.
+"""Attention in torch with few calls: decoding rows together, prompts one by one through SDPA; whole
+prompts together by FlashAttention, where the GPU has it.
 
 The default without a kernel of our own. A row, even as padding, reads only slots of its own
 sequence, so other sequences' data (NaN included) cannot reach it.
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import attend_dense, causal_mask
-from workers.model.staging import to_device
+from workers.model.attention.varlen import WholePrompts, takes, whole_prompts
 
 # Decoding rows are grouped by the power of two of their context, from this length on. Above it at
 # most half of a gather is padding; below it one group saves calls.
@@ -30,29 +31,48 @@ _SLICE_SCORES = 2**23
 class PackedAttention:
     """AttentionBackend for any device: padded groups of single tokens, SDPA per longer chunk."""
 
+    def __init__(self, *, flash: bool = False) -> None:
+        """`flash`: whole prompts by FlashAttention, in layers for which torch has it."""
+        self._flash = flash
+
     def prepare(self, spans: Seq[Span], device: torch.device) -> "_PreparedPacked":
-        groups: dict[int, list[Span]] = {}
-        prompts = []
-        for span in spans:
-            if span.num_tokens == 1:
-                key = max(len(span.slots) - 1, _SHORTEST_GROUP_TOKENS - 1).bit_length()
-                groups.setdefault(key, []).append(span)
-            else:
-                prompts.append(_Prompt(span, device))
-        return _PreparedPacked([_Group(group, device) for group in groups.values()], prompts)
+        return _PreparedPacked(spans, device, flash=self._flash)
 
 
 class _PreparedPacked:
-    def __init__(self, groups: Seq["_Group"], prompts: Seq["_Prompt"]) -> None:
-        self._parts: list[_Group | _Prompt] = [*groups, *prompts]
+    def __init__(self, spans: Seq[Span], device: torch.device, *, flash: bool) -> None:
+        self._spans = spans
+        self._device = device
+        self._flash = flash
+        self._parts: dict[bool, list[_Part]] = {}  # with FlashAttention and without
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        if len(self._parts) == 1:
-            return self._parts[0].attend(query, keys, values, flags)
+        flash = self._flash and takes(query, keys, values, flags)
+        if flash not in self._parts:
+            self._parts[flash] = _parts(self._spans, self._device, flash=flash)
+        parts = self._parts[flash]
+        if len(parts) == 1:
+            return parts[0].attend(query, keys, values, flags)
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
-        for part in self._parts:
+        for part in parts:
             out[part.rows] = part.attend(query[part.rows], keys, values, flags)
         return out
+
+
+def _parts(spans: Seq[Span], device: torch.device, *, flash: bool) -> "list[_Part]":
+    groups: dict[int, list[Span]] = {}
+    whole: list[Span] = []
+    parts: list[_Part] = []
+    for span in spans:
+        if span.num_tokens == 1:
+            key = max(len(span.slots) - 1, _SHORTEST_GROUP_TOKENS - 1).bit_length()
+            groups.setdefault(key, []).append(span)
+        elif flash and span.start == 0:
+            whole.append(span)
+        else:
+            parts.append(_Prompt(span, device))
+    parts += [_Group(group, device) for group in groups.values()]
+    return [*parts, whole_prompts(whole, device)] if whole else parts
 
 
 class _Group:
@@ -62,7 +82,7 @@ class _Group:
         self._spans = spans
         self._device = device
         self._views: dict[int | None, tuple[Tensor, Tensor | None]] = {}
-        self.rows = to_device(np.array([span.first for span in spans]), device)
+        self.rows = torch.as_tensor(np.array([span.first for span in spans]), device=device)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
         """query (n, num_heads, k_dim) -> (n, num_heads, v_dim)."""
@@ -92,8 +112,9 @@ class _Group:
             row[len(slots) :] = slots[0]
         seen = None
         if int(lengths.min()) < longest:
-            seen = to_device(np.arange(longest) < lengths[:, None], self._device)
-        return to_device(padded, self._device), seen
+            is_seen = np.arange(longest) < lengths[:, None]
+            seen = torch.as_tensor(is_seen, device=self._device)
+        return torch.as_tensor(padded, device=self._device), seen
 
 
 class _Prompt:
@@ -105,7 +126,7 @@ class _Prompt:
 
     def __init__(self, span: Span, device: torch.device) -> None:
         self._span = span
-        self._slots = to_device(span.slots, device)
+        self._slots = torch.as_tensor(span.slots, device=device)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self.rows = slice(span.first, span.first + span.num_tokens)
 
@@ -147,6 +168,9 @@ class _Prompt:
                 start, num_queries, lowest, num_keys, window, self._slots.device
             )
         return self._masks[key]
+
+
+_Part = _Group | _Prompt | WholePrompts
 
 
 def _sdpa(

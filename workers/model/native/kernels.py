@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags
-from workers.model.kernels import likeliest
 from workers.model.quantization import QuantizedWeight
+from workers.model.sampler import likeliest
 
 PANEL = 64  # outputs computed at once
 _HALF = PANEL // 2

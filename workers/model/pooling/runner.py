@@ -49,7 +49,6 @@ class PoolingRunner:
         """`is_normalized`: a vector that is cut to fewer dimensions is normalised again."""
         self.block_size = 16  # tokens; blocks are only counted
         self.shares_blocks = False
-        self.runs_ahead = False
         self.eos_token_ids = frozenset[int]()
         self.encoder = encoder
         self._head = head

@@ -14,9 +14,8 @@ from workers.model.attention.interface import (
     AttentionCall,
     AttentionFlags,
 )
-from workers.model.kernels import DecoderKernels
 from workers.model.linear import Layout, NativeGates, are_linear, weight_of
-from workers.model.native.kernels import VECTOR
+from workers.model.native.kernels import VECTOR, Kernels
 from workers.model.quantization import Norm
 
 HeadNorms = tuple[Tensor, Tensor, float]  # weights (dim,) of query and key heads, and eps
@@ -99,7 +98,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class MergedMLP(nn.Module):
     """down(act(gate(x)) * up(x)) with one projection for gate and up."""
 
-    def __init__(self, old: Any, kernels: DecoderKernels | None, layout: Layout) -> None:
+    def __init__(self, old: Any, kernels: Kernels | None, layout: Layout) -> None:
         super().__init__()
         self._act = old.act_fn
         is_silu = type(old.act_fn).__name__ in ("SiLU", "SiLUActivation")
@@ -128,7 +127,7 @@ class MergedMLP(nn.Module):
 class NativeRMSNorm(nn.Module):
     """x / rms(x) * weight, by our kernel."""
 
-    def __init__(self, weight: Tensor, eps: float, kernels: DecoderKernels) -> None:
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
         super().__init__()
         self.weight, self.eps, self._kernels = weight, eps, kernels
 

@@ -19,9 +19,9 @@ from workers.model.quantization import QuantizedLinear
 from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
 
 _LINEAR = (NativeLinear, PackedLinear, PlainLinear, QuantizedLinear, nn.Linear)
-# Limit of the rotary table of all positions, by kind of device. Instead of a larger one, each step
-# computes cosines and sines. 131,072 positions of 128 numbers take 64 MiB in bfloat16.
-_MAX_TABLE_BYTES = {"cpu": 2**25, "cuda": 2**28}
+# Limit of the rotary table of all positions. Instead of a larger one, each step computes cosines
+# and sines. 131,072 positions of 128 numbers take 64 MiB in bfloat16.
+_MAX_TABLE_BYTES = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,10 @@ class _Turns:
 
     def __init__(self, rotary: nn.Module, like: Tensor, num_positions: int) -> None:
         self._rotary, self._like = rotary, like[:1]
-        width = len(self._compute(torch.zeros(1, 1, dtype=torch.int64, device=like.device))[0][0])
+        width = len(self._compute(torch.zeros(1, 1, dtype=torch.int64))[0][0])
         self._table: tuple[Tensor, Tensor] | None = None
-        if 2 * num_positions * width * like.element_size() <= _MAX_TABLE_BYTES[like.device.type]:
-            self._table = self._compute(torch.arange(num_positions, device=like.device)[None])
+        if 2 * num_positions * width * like.element_size() <= _MAX_TABLE_BYTES:
+            self._table = self._compute(torch.arange(num_positions)[None])
 
     def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self._table is None:

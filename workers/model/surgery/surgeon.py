@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.model.attention.interface import STEP_KEYWORD, AttentionCall, AttentionFlags
-from workers.model.backend import Backend
-from workers.model.kernels import DecoderKernels
-from workers.model.kv_cache import KVCache, LayerShape, PagedStep
-from workers.model.linear import weight_of
+from workers.model.attention.interface import LayerShape
+from workers.model.kv_cache import KVCache
+from workers.model.linear import Layout, weight_of
+from workers.model.native.kernels import Kernels
 from workers.model.quantization import QuantizedLinear
 from workers.model.surgery.blocks import (
     MergedAttention,
@@ -127,7 +126,7 @@ class Operation:
 
 
 class Surgeon:
-    """Replaces modules of one decoder by faster ones of a back end.
+    """Replaces modules of one decoder by faster ones.
 
     Stores names, not modules, so that replaced weights are freed.
     """
@@ -137,15 +136,15 @@ class Surgeon:
         decoder: nn.Module,
         shapes: Mapping[str, LayerShape],
         cache: KVCache,
-        backend: Backend,
+        kernels: Kernels | None,
+        layout: Layout,
     ) -> None:
-        """`shapes`: each attention layer's KV shape, by name."""
+        """`shapes`: each attention layer's shape, by name."""
         self._decoder = decoder
         self._shapes = shapes
         self._cache = cache
-        self._kernels = backend.kernels
-        self._layout = backend.layout
-        self._device = next(decoder.parameters()).device
+        self._kernels = kernels
+        self._layout = layout
 
     def candidates(self) -> dict[str, str]:
         """Name and kind of each replaceable module, including nested ones."""
@@ -176,8 +175,6 @@ class Surgeon:
     def _kind(self, name: str, module: Any) -> str | None:
         if module._forward_pre_hooks or module._forward_hooks:
             return None  # hooks do more than its forward
-        if not all(p.device == self._device for p in module.parameters()):
-            return None
         if name in self._shapes and is_attention(module) and _can_take(module.q_proj):
             return ATTENTION
         if is_gated_mlp(module) and _can_take(module.gate_proj):
@@ -185,7 +182,7 @@ class Surgeon:
         if self._kernels is not None and is_rms_norm(module):
             return NORM if module.weight.dtype == self._kernels.dtype else None
         is_linear = type(module) in (nn.Linear, QuantizedLinear)
-        return LINEAR if is_linear and self._layout.packs and _can_take(module) else None
+        return LINEAR if is_linear and _can_take(module) else None
 
     def _replacement(self, name: str, kind: str, calls: Seq[Call]) -> nn.Module | None:
         old: Any = self._decoder.get_submodule(name)
@@ -210,10 +207,8 @@ class Surgeon:
         )
         if not is_known:
             return None
-        flags = _flags(old, calls[0])
-        new = MergedAttention(
-            old, flags, self._layout, turns_natively=self._can_turn(old, shape, calls[0])
-        )
+        turns_natively = self._can_turn(old, shape, calls[0])
+        new = MergedAttention(old, shape.flags, self._layout, turns_natively=turns_natively)
         layers = self._cache.layers
         layers[new] = layers[old]  # the recorded steps look it up there
         is_right = agrees(new, calls)
@@ -243,27 +238,7 @@ def _has_known_norms(attention: Any, dim: int) -> bool:
     return norms is None or all(weight.shape == (dim,) for weight in norms[:2])
 
 
-class _NotingStep:
-    """Passes a call on and records its flags."""
-
-    def __init__(self, step: PagedStep) -> None:
-        self._step = step
-        self.flags: AttentionFlags | None = None
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.flags = call.flags
-        return self._step.attend(call)
-
-
-def _flags(old: nn.Module, call: Call) -> AttentionFlags:
-    """The flags that an attention layer uses."""
-    step = _NotingStep(call.kwargs[STEP_KEYWORD])
-    Call(call.args, {**call.kwargs, STEP_KEYWORD: step}).repeat(old)
-    assert step.flags is not None
-    return step.flags
-
-
-def _norm(old: Any, kernels: DecoderKernels, calls: Seq[Call]) -> nn.Module | None:
+def _norm(old: Any, kernels: Kernels, calls: Seq[Call]) -> nn.Module | None:
     try:
         eps = norm_eps(old)
     except AttributeError:

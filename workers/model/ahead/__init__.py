@@ -1,1 +1,0 @@
-"""Steps ahead of their results: the GPU computes the next step while the last is read."""
