@@ -6,7 +6,6 @@ Over 300 lines: two bodies that share most of their fields, each field with its 
 """
 
 import json
-from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -140,7 +139,7 @@ class Constrained(StrictModel):
             raise refusal(f"cannot be combined with {given[0]}", given[1])
         return self
 
-    @cached_property
+    @property
     def constraint(self) -> "Constraint | None":
         """The constraint on the output, if any."""
         if (format_ := self.response_format) is not None:
@@ -268,7 +267,7 @@ class WithTools(Templated, Constrained):
             raise refusal("cannot be combined with tools that may be called", given[0])
         return self
 
-    @cached_property
+    @property
     def offered(self) -> list[Tool]:
         """The tools that the model may call, the only ones in its prompt."""
         if self.tool_choice == "none":
