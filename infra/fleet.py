@@ -297,7 +297,7 @@ def _weight_bytes(entry: FleetEntry, device: Device) -> int:
     if entry.options.engine != "own" or entry.options.engine_module is not None:
         return 0  # vLLM checks its own, with the arguments that it alone knows
     # It loads huggingface_hub, which takes a third of the time in which commands start.
-    from workers.model.place import least_weight_bytes
+    from workers.model.model_path import least_weight_bytes
 
     options = entry.options
     return least_weight_bytes(

@@ -132,7 +132,7 @@ def check_flows_file(path: str, served: Collection[str] = ()) -> None:
 def check_model(model: str) -> None:
     """Raises UsageError if the model is not found."""
     from workers.engine.interface import ModelRefused
-    from workers.model.place import check_on_hub, check_place
+    from workers.model.model_path import check_on_hub, check_place
 
     try:
         check_place(model)

@@ -369,7 +369,7 @@ def with_prompts(job: Job, card: ModelCard, prompts: Prompts, **fields: Any) -> 
     )
 
 
-async def why_unknown(broker: Broker, model: str) -> BatchwayError:
+async def unknown_model_error(broker: Broker, model: str) -> BatchwayError:
     """The error for a model that no worker has published. If it is declared, the call is noted as
     demand, in no lane, because its lanes are not known: otherwise its first worker never starts."""
     known = broker.known

@@ -8,7 +8,7 @@ from contract.function_types import Submission
 from contract.jobs import Job
 from contract.model_cards import ModelCard
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
-from gateway.prepare.admission import admit, why_unknown
+from gateway.prepare.admission import admit, unknown_model_error
 from gateway.prepare.flow_calls import as_flow, check_tokens, chosen_model, deciding_cards
 from gateway.prepare.generation import prepare_generation
 from gateway.prepare.job_bodies import CallBody
@@ -24,7 +24,7 @@ async def prepare_call(
     `job` and `submission`: as Caller makes them. Raises ApiError, JobRefused."""
     card = await gateway.broker.known.card(job.model)
     if card is None:
-        raise await why_unknown(gateway.broker, job.model)
+        raise await unknown_model_error(gateway.broker, job.model)
     if card.flow is not None:
         return await _prepare_flow(gateway, card, body, job, submission)
     if isinstance(body, ChatBody | CompletionBody) and body.documents:

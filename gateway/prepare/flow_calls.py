@@ -142,7 +142,7 @@ async def chosen_model(
     facts = await facts_of(broker, route, body, job.tenant, submission)
     if needs_label(route, facts):
         return None
-    return choose_target(route, facts, draw_of(job.id, body.model))
+    return choose_target(route, facts, split_point(job.id, body.model))
 
 
 def check_tokens(deciding: Sequence[ModelCard], body: CallBody, job: Job | None = None) -> None:
@@ -189,7 +189,7 @@ async def as_flow(
     )
 
 
-def draw_of(job_id: str, route: str) -> float:
+def split_point(job_id: str, route: str) -> float:
     """Returns a number in [0, 1) that is always the same for this job and route, but differs if a
     route leads to another route."""
     return default_seed(f"{job_id}/route/{route}") / 2**63

@@ -17,7 +17,7 @@ from workers.engine.step_plan import Running, StepPlan
 class AdmissionVerdict(Enum):
     """The answer to a sequence that could start."""
 
-    WELCOME = auto()
+    ADMIT = auto()
     BEING_COMPUTED = auto()  # another sequence computes its next block in this step
     NO_ROOM = auto()
 
@@ -68,7 +68,7 @@ class AdmissionCheck:
         return sequence.num_preemptions >= self.limits.max_preemptions
 
     def ask(self, plan: StepPlan, candidate: Sequence) -> tuple[AdmissionVerdict, Entry | None]:
-        """The verdict, with an entry if it is WELCOME. Changes nothing."""
+        """The verdict, with an entry if it is ADMIT. Changes nothing."""
         forecast = self._look_at(plan)
         found_ids: list[int] = []
         leader = None
@@ -79,7 +79,7 @@ class AdmissionCheck:
                 return AdmissionVerdict.BEING_COMPUTED, None
         entry = self._entry(candidate, leader, found_ids, forecast)
         return (
-            (AdmissionVerdict.NO_ROOM, None) if entry is None else (AdmissionVerdict.WELCOME, entry)
+            (AdmissionVerdict.NO_ROOM, None) if entry is None else (AdmissionVerdict.ADMIT, entry)
         )
 
     def enter(self, plan: StepPlan, sequence: Sequence, entry: Entry) -> int | None:

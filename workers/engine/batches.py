@@ -1,4 +1,4 @@
-"""Keeps sequences in the lobby until their strategy admits them, batch by batch.
+"""Keeps sequences in the waiting until their strategy admits them, batch by batch.
 
 Tracks batches and their padding, which is computed for a fair comparison: a padded batch is a
 rectangle, in which prompts are padded to the longest, and rows that have ended continue with one
@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 from workers.engine.interface import Chunk, Padding
 from workers.engine.sequence import Sequence
-from workers.engine.strategy import Batch, Lobby, Strategies, Strategy
+from workers.engine.strategy import Batch, Strategies, Strategy, Waiting
 
 
 class PaddingDebt:
@@ -63,7 +63,7 @@ def num_tokens_of(padding: Seq[Padding]) -> int:
 
 
 class Batches:
-    """The lobby and the open batches of every strategy."""
+    """The waiting and the open batches of every strategy."""
 
     def __init__(self, strategies: Strategies, max_num_rows: int) -> None:
         """`max_num_rows` limits the rows of all padded batches, including rows that have ended."""
@@ -78,7 +78,7 @@ class Batches:
         self._open: dict[Strategy, dict[Batch, None]] = {}
 
     @property
-    def num_let_in(self) -> int:
+    def num_admitted(self) -> int:
         """Admitted sequences that have not ended."""
         return len(self._batch_of)
 
@@ -107,10 +107,10 @@ class Batches:
         if not batch.sequences:
             self._close(batch)
 
-    def let_in(self, key: Callable[[Sequence], tuple[float, ...]], now_s: float) -> list[Sequence]:
+    def admit(self, key: Callable[[Sequence], tuple[float, ...]], now_s: float) -> list[Sequence]:
         """Opens the batches that the strategies form now, and returns their sequences. `key` orders
         the waiting sequences. Strategies are asked only after a change or when they wake, to avoid
-        sorting the lobby at every step."""
+        sorting the waiting at every step."""
         if not self._has_changed and (self._wake_s is None or now_s < self._wake_s):
             return []
         self._since_s |= dict.fromkeys(self._new, now_s)
@@ -119,14 +119,14 @@ class Batches:
         wakes_s: list[float | None] = []
         for strategy, waiting in self._waiting().items():
             waiting.sort(key=key)
-            while chosen := strategy.next_batch(self._lobby(strategy, waiting, now_s)):
+            while chosen := strategy.next_batch(self._waiting_of(strategy, waiting, now_s)):
                 if strategy.is_padded and not self._has_rows(len(chosen)):
                     break
                 self._open_batch(strategy, chosen)
                 entered += chosen
                 waiting = [s for s in waiting if s in self._since_s]
             if waiting:
-                wakes_s.append(strategy.wake_s(self._lobby(strategy, waiting, now_s)))
+                wakes_s.append(strategy.wake_s(self._waiting_of(strategy, waiting, now_s)))
         self._wake_s = _earliest(wakes_s)
         self._has_changed = False
         return entered
@@ -136,9 +136,9 @@ class Batches:
         if self._new:
             return now_s
         wakes_s: list[float | None] = []
-        for strategy, waiting in self._waiting().items():
-            lobby = self._lobby(strategy, waiting, now_s)
-            wakes_s.append(now_s if strategy.next_batch(lobby) else strategy.wake_s(lobby))
+        for strategy, sequences in self._waiting().items():
+            waiting = self._waiting_of(strategy, sequences, now_s)
+            wakes_s.append(now_s if strategy.next_batch(waiting) else strategy.wake_s(waiting))
         return _earliest(wakes_s)
 
     def padding_due(self, num_tokens: int) -> list[Padding]:
@@ -161,8 +161,8 @@ class Batches:
             waiting.setdefault(self._strategies.of(sequence), []).append(sequence)
         return waiting
 
-    def _lobby(self, strategy: Strategy, waiting: list[Sequence], now_s: float) -> Lobby:
-        return Lobby(now_s, waiting, self._since_s, self._open.get(strategy, {}).keys())
+    def _waiting_of(self, strategy: Strategy, waiting: list[Sequence], now_s: float) -> Waiting:
+        return Waiting(now_s, waiting, self._since_s, self._open.get(strategy, {}).keys())
 
     def _has_rows(self, num_rows: int) -> bool:
         """Whether the rows fit beside those of open padded batches; the first batch always fits."""

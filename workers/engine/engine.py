@@ -73,7 +73,7 @@ class Engine(JobEngine):
     def next_wake_s(self) -> float | None:
         """As `JobEngine.next_wake_s`; later is after a strategy's wait or a job's deadline."""
         now_s = self._clock_s()
-        if self._ended_early or (self._batches.num_let_in and not self._is_idle):
+        if self._ended_early or (self._batches.num_admitted and not self._is_idle):
             return now_s
         poll_s = now_s + POLL_S if self._constraints.is_compiling or self._is_idle else None
         wakes_s = (self._batches.wake_s(now_s), self._deadlines.next_s, poll_s)
@@ -118,8 +118,8 @@ class Engine(JobEngine):
         """
         start_s = self._clock_s()
         report = self._begin_step(start_s)
-        entered = self._batches.let_in(self._scheduler.place, start_s)
-        self._scheduler.let_in(entered)
+        entered = self._batches.admit(self._scheduler.place, start_s)
+        self._scheduler.admit(entered)
         padding = self._batches.padding_due(self._limits.max_num_batched_tokens)
         num_tokens = self._limits.max_num_batched_tokens - num_tokens_of(padding)
         plan = self._scheduler.plan(start_s, num_tokens)

@@ -102,7 +102,7 @@ class WaitingQueue:
         self._places[sequence] = None
         self._num_in[sequence.lane] += 1
 
-    def let_in(self, sequence: Sequence) -> None:
+    def admit(self, sequence: Sequence) -> None:
         """Queues a sequence that its strategy has released."""
         place = sequence.arrival, self._next_number
         self._next_number += 1
@@ -189,7 +189,7 @@ class Order:
     ) -> None:
         self.includes_waiting = True  # otherwise only running ones, and those that just ran
         self._queue = queue
-        self._admitted: list[tuple[Rank, Sequence]] = []
+        self._started: list[tuple[Rank, Sequence]] = []
         level, key = lanes.level, policy.key
         self._running: list[tuple[Rank, Sequence]] = [
             ((level(s), False, s.num_pending > 1, key(s), s.arrival, 0), s) for s in running
@@ -199,7 +199,7 @@ class Order:
     def walk(self, lane: str | None = None, until: float = math.inf) -> Iterator[Sequence]:
         """Yields the sequences of a lane, or of all lanes, below a level. The caller may admit a
         waiting one when it is yielded."""
-        self._merge_admitted()
+        self._merge_started()
         waiting = self._queue.ordered(lane, until) if self.includes_waiting else iter(())
         head = next(waiting, None)
         for rank, sequence in self._running:
@@ -218,11 +218,11 @@ class Order:
     def _offer(self, head: tuple[Rank, Sequence]) -> Iterator[Sequence]:
         yield head[1]
         if not self._queue.is_queued(head[1]):
-            self._admitted.append(head)
+            self._started.append(head)
 
-    def _merge_admitted(self) -> None:
+    def _merge_started(self) -> None:
         """Moves what was admitted on an earlier walk to the running sequences."""
-        if self._admitted:
-            self._running += self._admitted
+        if self._started:
+            self._running += self._started
             self._running.sort(key=itemgetter(0))
-            self._admitted = []
+            self._started = []

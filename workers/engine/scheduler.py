@@ -81,15 +81,15 @@ class Scheduler:
         self._lanes.replace(lanes, limits.max_num_batched_tokens)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a waiting sequence; `let_in` releases it."""
+        """Adds a waiting sequence; `admit` releases it."""
         self._waiting.add(sequence)
         self._lanes.arrive(sequence)
         self._policy.arrive(sequence)
 
-    def let_in(self, sequences: Collection[Sequence]) -> None:
+    def admit(self, sequences: Collection[Sequence]) -> None:
         """Releases waiting sequences: they may start when there is room."""
         for sequence in sequences:
-            self._waiting.let_in(sequence)
+            self._waiting.admit(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that has ended or was stopped, and frees its blocks."""
@@ -112,7 +112,7 @@ class Scheduler:
         if is_waiting:
             self._waiting.add(sequence)
         if is_queued:
-            self._waiting.let_in(sequence)
+            self._waiting.admit(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Frees its blocks, so its KV must be computed again; it keeps its place in the order."""
@@ -121,7 +121,7 @@ class Scheduler:
         self._running.discard(sequence)
         self._held.discard(sequence)
         self._waiting.add(sequence)
-        self._waiting.let_in(sequence)
+        self._waiting.admit(sequence)
 
     def priority_of(self, sequence: Sequence) -> int:
         """The priority of its lane; the smallest is served first."""
@@ -286,7 +286,7 @@ class Scheduler:
         plan.is_full = not self._serve(plan, order, overdue, UNLIMITED)
         was_refused, self._was_refused = self._was_refused, False
         if not plan.is_full and (was_refused or not self._admission.has_room):
-            self._admit_below_share(plan)
+            self._start_below_share(plan)
         for lane, deficit in self._lanes.deficits().items():
             self._serve(plan, order, order.walk(lane), deficit)
         self._serve(plan, order, order.walk(), UNLIMITED)
@@ -308,19 +308,19 @@ class Scheduler:
                     self._hand_out(plan, sequence)
             elif order.includes_waiting:
                 is_full = sequence in plan.preempted or not self._has_tokens(plan, sequence)
-                order.includes_waiting = not is_full and self._admit(plan, sequence)
+                order.includes_waiting = not is_full and self._start(plan, sequence)
         return order.includes_waiting
 
-    def _admit_below_share(self, plan: StepPlan) -> None:
+    def _start_below_share(self, plan: StepPlan) -> None:
         """If room is short, first admits sequences of tenants with too few places in their lane: in
         the policy's order they may be behind many of the tenant with the most.
 
         It admits one sequence per tenant and round, until places are shared or none is admitted.
         """
         by_weight = self._running.places_by_weight
-        has_admitted = True
-        while has_admitted and plan.num_on_offer > 0:
-            has_admitted = False
+        has_started = True
+        while has_started and plan.num_on_offer > 0:
+            has_started = False
             firsts = [self._waiting.first_of(account) for account in self._below_share()]
             firsts.sort(
                 key=lambda s: (
@@ -331,8 +331,8 @@ class Scheduler:
             )
             for sequence in firsts:
                 if sequence not in plan.preempted and self._has_tokens(plan, sequence):
-                    self._admit(plan, sequence)
-                    has_admitted |= sequence in self._running.sequences
+                    self._start(plan, sequence)
+                    has_started |= sequence in self._running.sequences
 
     def _has_tokens(self, plan: StepPlan, candidate: Sequence) -> bool:
         """Whether the step has tokens left for a waiting sequence. Prompts that are computed whole
@@ -341,7 +341,7 @@ class Scheduler:
             return not plan.chunks or candidate.num_pending <= plan.num_on_offer
         return plan.num_for_prompts(is_due=self._is_due(plan, candidate)) > 0
 
-    def _admit(self, plan: StepPlan, candidate: Sequence) -> bool:
+    def _start(self, plan: StepPlan, candidate: Sequence) -> bool:
         """Admits the candidate if possible; returns whether sequences after it may be checked."""
         verdict, entry = self._admission.ask(plan, candidate)
         while entry is not None and entry.victims:

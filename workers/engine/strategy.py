@@ -24,12 +24,12 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Lobby:
+class Waiting:
     """One strategy's waiting sequences and open batches."""
 
     now_s: float
-    waiting: list[Sequence]  # in the policy's order
-    since_s: Mapping[Sequence, float]  # when each entered the lobby
+    sequences: list[Sequence]  # in the policy's order
+    since_s: Mapping[Sequence, float]  # when each came
     batches: Collection[Batch]
 
     def first_since_s(self, sequences: Collection[Sequence]) -> float:
@@ -44,12 +44,12 @@ class Strategy(Protocol):
     def is_padded(self) -> bool:
         """Whether its batches are computed as rectangles: see `batches`."""
 
-    def next_batch(self, lobby: Lobby) -> list[Sequence]:
-        """The sequences of `lobby.waiting` to admit together now; empty if all must wait. Called
-        again until it returns none. Must not return none for ever while `lobby.batches` is empty.
+    def next_batch(self, waiting: Waiting) -> list[Sequence]:
+        """Those of `waiting.sequences` to admit together now; empty if all must wait. Called again
+        until it returns none. Must not return none for ever while `waiting.batches` is empty.
         """
 
-    def wake_s(self, lobby: Lobby) -> float | None:
+    def wake_s(self, waiting: Waiting) -> float | None:
         """When `next_batch` will admit more without arrivals or ends."""
 
 
@@ -70,11 +70,11 @@ class ContinuousBatching:
 
     is_padded: bool = False  # continuous batches are never padded
 
-    def next_batch(self, lobby: Lobby) -> list[Sequence]:
-        return lobby.waiting
+    def next_batch(self, waiting: Waiting) -> list[Sequence]:
+        return waiting.sequences
 
-    def wake_s(self, lobby: Lobby) -> float | None:
-        return lobby.first_since_s(lobby.waiting)
+    def wake_s(self, waiting: Waiting) -> float | None:
+        return waiting.first_since_s(waiting.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +91,20 @@ class StaticBatching:
     drain_share: float = 0.0
     is_padded: bool = False
 
-    def next_batch(self, lobby: Lobby) -> list[Sequence]:
-        wake_s = self.wake_s(lobby)
-        if wake_s is None or not lobby.waiting:
+    def next_batch(self, waiting: Waiting) -> list[Sequence]:
+        wake_s = self.wake_s(waiting)
+        if wake_s is None or not waiting.sequences:
             return []
-        if len(lobby.waiting) < self.batch_size and lobby.now_s < wake_s:
+        if len(waiting.sequences) < self.batch_size and waiting.now_s < wake_s:
             return []
-        return lobby.waiting[: self.batch_size]
+        return waiting.sequences[: self.batch_size]
 
-    def wake_s(self, lobby: Lobby) -> float | None:
-        if not lobby.waiting or any(batch.share_left > self.drain_share for batch in lobby.batches):
+    def wake_s(self, waiting: Waiting) -> float | None:
+        if not waiting.sequences or any(
+            batch.share_left > self.drain_share for batch in waiting.batches
+        ):
             return None
-        return lobby.first_since_s(lobby.waiting) + self.max_wait_s
+        return waiting.first_since_s(waiting.sequences) + self.max_wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +120,22 @@ class DynamicBatching:
     bucket_edges: tuple[int, ...] = ()  # tokens, ascending
     is_padded: bool = False
 
-    def next_batch(self, lobby: Lobby) -> list[Sequence]:
-        for bucket in self._buckets(lobby):
-            is_over = lobby.now_s >= lobby.first_since_s(bucket) + self.window_s
+    def next_batch(self, waiting: Waiting) -> list[Sequence]:
+        for bucket in self._buckets(waiting):
+            is_over = waiting.now_s >= waiting.first_since_s(bucket) + self.window_s
             if is_over or len(bucket) >= self.batch_size:
                 return bucket[: self.batch_size]
         return []
 
-    def wake_s(self, lobby: Lobby) -> float | None:
-        return lobby.first_since_s(lobby.waiting) + self.window_s if lobby.waiting else None
+    def wake_s(self, waiting: Waiting) -> float | None:
+        return (
+            waiting.first_since_s(waiting.sequences) + self.window_s if waiting.sequences else None
+        )
 
-    def _buckets(self, lobby: Lobby) -> list[list[Sequence]]:
+    def _buckets(self, waiting: Waiting) -> list[list[Sequence]]:
         """Waiting sequences by bucket, in the policy's order; the first sequence's bucket leads."""
         buckets: dict[int, list[Sequence]] = {}
-        for sequence in lobby.waiting:
+        for sequence in waiting.sequences:
             bucket = bisect_left(self.bucket_edges, sequence.num_known)
             buckets.setdefault(bucket, []).append(sequence)
         return list(buckets.values())

@@ -12,10 +12,10 @@ from workers.model.attention.interface import AttentionBackend, LayerShape
 from workers.model.attention.packed import PackedAttention
 from workers.model.attention.varlen import fault_of
 from workers.model.linear import Layout
+from workers.model.matmul_choice import Processor, Products, figures_file, find_processor
 from workers.model.native.attention import NativeAttention
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import CannotBuild, library_path, load_library
-from workers.model.products import Processor, Products, figures_file, find_processor
 
 log = logging.getLogger("batchway.engine")
 

@@ -15,7 +15,7 @@ from transformers import (
 from workers.engine.interface import ModelRefused
 from workers.model.files import DEFAULT_REVISION as DEFAULT_REVISION
 from workers.model.files import Files
-from workers.model.place import check_place
+from workers.model.model_path import check_place
 from workers.model.rope import of_each_layer, scaled_length
 
 # Files that transformers reads as JSON, with their size limits. tokenizer.json has its own reader.

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workers.model.matmul_choice import Product, Products, Shape, multiply_packed, pack
 from workers.model.native.kernels import Kernels, Weight
-from workers.model.products import Product, Products, Shape, multiply_packed, pack
 from workers.model.quantization import Norm, QuantizedLinear, QuantizedWeight
 
 

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
+from workers.model.matmul_choice import Processor
 from workers.model.memory import (
     LEAST_KV_TOKENS,
     Card,
@@ -17,7 +18,6 @@ from workers.model.memory import (
     default_kv_bytes,
     kv_bytes_in_share,
 )
-from workers.model.products import Processor
 from workers.model.quantization import num_weight_bytes, quantize
 
 DEFAULT_BLOCK_SIZE = 16

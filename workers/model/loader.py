@@ -29,12 +29,12 @@ from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.loaded import Loaded
 from workers.model.machine import available_cores
+from workers.model.matmul_choice import Processor
 from workers.model.memory import check_free, check_weights, free_bytes
+from workers.model.model_path import least_weight_bytes
 from workers.model.paged import paged_runner
-from workers.model.place import least_weight_bytes
 from workers.model.pooling.folder import PoolingFolder, read_folder
 from workers.model.pooling.loading import Place, default_step_tokens, load_runner
-from workers.model.products import Processor
 from workers.model.quantization import check_quantization
 from workers.model.rope import fix_rope
 from workers.model.runner import ModelRunner

@@ -11,16 +11,16 @@ from torch import nn
 from workers.engine.interface import DEFAULT_STEP_TOKENS, ModelRefused, Padding
 from workers.model.attention.interface import LayerShape
 from workers.model.backend import Backend, choose_backend
+from workers.model.fusion.exchange import ATTENTION, Exchange, Exchanged
 from workers.model.kv_cache import KVCache, token_bytes
 from workers.model.loaded import Loaded
+from workers.model.matmul_choice import Products
 from workers.model.memory import Card, touch, use_huge_pages
 from workers.model.probe import check_parity, probe_layers, probe_sequence
-from workers.model.products import Products
 from workers.model.proof import difference, record, streamline
 from workers.model.quantization import num_weight_bytes
 from workers.model.runner import ModelRunner
 from workers.model.sampler import sample
-from workers.model.surgery.surgeon import ATTENTION, Operation, Surgeon
 
 _DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -88,10 +88,10 @@ def _exchanged_runner(loaded: Loaded, progress: Callable[[str], None]) -> ModelR
     if backend.layout is None:
         record(runner, decoder, config, ())
         return runner
-    surgeon = Surgeon(decoder, shapes, runner.cache, backend.kernels, backend.layout)
-    candidates = surgeon.candidates()
+    exchange = Exchange(decoder, shapes, runner.cache, backend.kernels, backend.layout)
+    candidates = exchange.candidates()
     untouched = record(runner, decoder, config, candidates)
-    done = surgeon.operate(candidates, untouched.calls)
+    done = exchange.apply(candidates, untouched.calls)
     _report(done, len(shapes), progress)
     _warn_if_slower(backend.layout.products, loaded)
     if reason := difference(runner, decoder, untouched):
@@ -174,7 +174,7 @@ def _blocks_per_probe(loaded: Loaded) -> int:
     return -(-16 // loaded.block_size)
 
 
-def _report(done: Operation, num_layers: int, progress: Callable[[str], None]) -> None:
+def _report(done: Exchanged, num_layers: int, progress: Callable[[str], None]) -> None:
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in done.exchanged.items())
     progress(f"merged or packed for this processor: {counts or 'nothing'}")
     for kind, names in done.refused.items():

@@ -17,10 +17,10 @@ from transformers import PretrainedConfig
 from workers.engine.interface import Chunk, ModelRefused
 from workers.model.attention.interface import CannotShareBatch
 from workers.model.checkpoint import first_line
+from workers.model.fusion.exchange import Calls, noting_calls
+from workers.model.fusion.stack import stack_of
 from workers.model.probe import centred, probe_ids, probe_sequences
 from workers.model.runner import ModelRunner
-from workers.model.surgery.stack import stack_of
-from workers.model.surgery.surgeon import Calls, noting_calls
 
 # Largest difference of a logit as a share of its row's largest, row mean removed. It was 0.14 for
 # 64 layers with random weights in bfloat16.

@@ -29,10 +29,10 @@ from workers.engine.interface import (
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep, Span
+from workers.model.fusion.stack import Stack
 from workers.model.kv_cache import KVCache, PagedStep
 from workers.model.native.kernels import Kernels
-from workers.model.sampler import likeliest, rank, ranked_sample, sample
-from workers.model.surgery.stack import Stack
+from workers.model.sampler import argmax, rank, ranked_sample, sample
 
 PAD_TOKEN_ID = 0  # any id: the result is not used
 
@@ -97,12 +97,12 @@ class ModelRunner:
             return []
         batch = self._batch(chunks, padding)
         logits = self._compute(batch)
-        return answer_chunks(logits, chunks, batch.scored, self.find_likeliest, masks)
+        return answer_chunks(logits, chunks, batch.scored, self.find_argmax, masks)
 
     @property
-    def find_likeliest(self) -> Callable[[Tensor], Tensor]:
-        """See `likeliest`."""
-        return likeliest if self.kernels is None else self.kernels.likeliest
+    def find_argmax(self) -> Callable[[Tensor], Tensor]:
+        """See `argmax`."""
+        return argmax if self.kernels is None else self.kernels.argmax
 
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk], padding: Seq[Padding] = ()) -> Tensor:
@@ -253,7 +253,7 @@ def answer_chunks(
     logits: Tensor,
     chunks: Seq[Chunk],
     scored: Seq[range],
-    find_likeliest: Callable[[Tensor], Tensor] = likeliest,
+    find_argmax: Callable[[Tensor], Tensor] = argmax,
     masks: StepMasks | None = None,
 ) -> list[Row]:
     """Returns one row per chunk. logits (num_rows, vocab_size): for each chunk its scored
@@ -274,7 +274,7 @@ def answer_chunks(
     if len(sample_rows) < num_rows:
         logits = logits[torch.tensor(sample_rows, dtype=torch.int64, device=logits.device)]
     sampling = [sequence for chunk in chunks for sequence in chunk.sampled]
-    samples = iter(sample(logits, sampling, find_likeliest, masks))
+    samples = iter(sample(logits, sampling, find_argmax, masks))
     return [_answer(chunk, samples, prompt) for chunk, prompt in zip(chunks, prompts, strict=True)]
 
 

@@ -152,7 +152,7 @@ _NO_TOKEN = -1  # the row's logits are not finite numbers
 _NOT_FINITE = "the model's logits are not finite numbers"
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """logits (num_rows, vocab_size), any float type -> int64 (num_rows,): the token with the
     highest logit, the first of equals; -1 if the row has NaN or its highest is infinite."""
     return _finite(logits, logits.argmax(-1))
@@ -168,14 +168,14 @@ def _finite(logits: Tensor, token_ids: Tensor) -> Tensor:
 def sample(
     logits: Tensor,
     sequences: Seq[Sequence],
-    find_likeliest: Callable[[Tensor], Tensor] = likeliest,
+    find_argmax: Callable[[Tensor], Tensor] = argmax,
     masks: StepMasks | None = None,
 ) -> list[Sample | RowFailed]:
     """logits (num_rows, vocab_size), any float type; row i belongs to sequence i."""
     if not sequences:
         return []
     if masks is None and not any(_draws(s) or asks_for_change(s) for s in sequences):
-        token_ids = find_likeliest(logits)
+        token_ids = find_argmax(logits)
     else:
         scores = adjust_logits(logits, sequences, masks)
         token_ids = _choose(logits, scores, sequences)

@@ -190,7 +190,7 @@ class PlacingEngine(JobEngine):
 
     def _enter(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
-        self._scheduler.let_in([sequence])
+        self._scheduler.admit([sequence])
 
     def _leave(self, sequences: Seq[Sequence]) -> None:
         hosted = [sequence for sequence in sequences if sequence in self._hosted]

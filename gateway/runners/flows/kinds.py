@@ -24,7 +24,7 @@ from gateway.follow.answers import whole_calls
 from gateway.follow.streams import answer_to, built
 from gateway.models.step_templates import StepTemplates, TemplateFault
 from gateway.prepare.conditions import Facts, choose_target
-from gateway.prepare.flow_calls import draw_of, text_of
+from gateway.prepare.flow_calls import split_point, text_of
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import MAX_CHOICES_IN_ALL, CompletionBody
 from gateway.runners.flows.calls import Call, Execution, MemberFailed, Outcome, Output, parse_body
@@ -258,7 +258,7 @@ def chosen_call(parent: Job, route: Route, label: str | None) -> Call:
         metadata=parent.flow.metadata,
         label=label,
     )
-    target = choose_target(route, facts, draw_of(parent.id, parent.model))
+    target = choose_target(route, facts, split_point(parent.id, parent.model))
     return _call(parent, 1, target)
 
 

@@ -7,7 +7,7 @@ from contract.events import MemberRun
 from contract.flows import Ensemble, Flow, FlowCall
 from contract.jobs import Endpoint, SamplingParams, new_job_id
 from gateway.http.errors import ApiError
-from gateway.prepare.flow_calls import draw_of
+from gateway.prepare.flow_calls import split_point
 from gateway.runners.flows.calls import Outcome, parse_body
 from gateway.runners.flows.kinds import _scoring
 from tests.contract.some_calls import make_job
@@ -65,7 +65,7 @@ def test_a_fault_in_a_step_s_body_names_the_field() -> None:
 def test_a_route_to_a_route_draws_anew() -> None:
     """Of jobs that one route sends to the lower half, the next sends half there."""
     ids = [new_job_id() for _ in range(4000)]
-    low = [each for each in ids if draw_of(each, "outer") < 0.5]
-    lower = [each for each in low if draw_of(each, "inner") < 0.5]
+    low = [each for each in ids if split_point(each, "outer") < 0.5]
+    lower = [each for each in low if split_point(each, "inner") < 0.5]
     assert 0.45 < len(low) / len(ids) < 0.55
     assert 0.45 < len(lower) / len(low) < 0.55

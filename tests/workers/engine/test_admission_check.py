@@ -123,4 +123,4 @@ def test_admission_preempts_as_few_sequences_as_possible(
         None,
     )
     assert (entry.victims if entry else None) == expected
-    assert verdict is (AdmissionVerdict.NO_ROOM if expected is None else AdmissionVerdict.WELCOME)
+    assert verdict is (AdmissionVerdict.NO_ROOM if expected is None else AdmissionVerdict.ADMIT)

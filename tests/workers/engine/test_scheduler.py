@@ -27,7 +27,7 @@ def add(scheduler: Scheduler, arrival: int, num_prompt: int, tenant: str = "t") 
     sequence = Sequence(f"job-{arrival}", 1, 0, tenant, "lane", prompt_ids, num_prompt, params)
     sequence.arrival = arrival
     scheduler.add(sequence)
-    scheduler.let_in([sequence])
+    scheduler.admit([sequence])
     return sequence
 
 

@@ -33,7 +33,7 @@ def test_the_waiting_queue_is_sorted(lane: str | None) -> None:
         lanes.arrive(sequence)
         policy.arrive(sequence)
         line.add(sequence)
-        line.let_in(sequence)
+        line.admit(sequence)
         present.append(sequence)
         served = draw.choice(present)
         policy.charge(served.account, 10, 3)
@@ -58,7 +58,7 @@ def test_admitting_each_head_empties_the_queue() -> None:
         lanes.arrive(sequence)
         policy.arrive(sequence)
         line.add(sequence)
-        line.let_in(sequence)
+        line.admit(sequence)
     named = []
     for _, sequence in line.ordered():
         line.discard(sequence)

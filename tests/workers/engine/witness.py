@@ -101,8 +101,8 @@ class Witness:
     def _waiting(self) -> list[Sequence]:
         """Admitted by their strategy, without blocks."""
         engine = self._harness.engine
-        let_in = engine._batches._batch_of
-        return [s for s in engine.sequences if not s.block_ids and s in let_in]
+        admit = engine._batches._batch_of
+        return [s for s in engine.sequences if not s.block_ids and s in admit]
 
     def _num_until_overdue(self, account: Account) -> int:
         lanes: dict[str, Lane] = {lane.name: lane for lane in self._harness.lanes}

@@ -1,7 +1,7 @@
 """The instruction sets to which tests limit this machine: all that it has."""
 
+from workers.model.matmul_choice import Processor, Product, find_processor
 from workers.model.native.library import supported_isas
-from workers.model.products import Processor, Product, find_processor
 
 _widest = find_processor().isa
 # This machine's, up to the limit of this run (BATCHWAY_CPU_ISA).

@@ -19,7 +19,7 @@ from workers.model.native import library
 from workers.model.native.attention import NativeAttention
 from workers.model.native.kernels import Kernels
 from workers.model.native.library import CannotBuild, Isa, load_library
-from workers.model.sampler import likeliest
+from workers.model.sampler import argmax
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADS = {"multi-head": (4, 4), "grouped": (6, 2), "one for all": (8, 1)}
@@ -241,15 +241,15 @@ def test_the_likeliest_token_is_the_first_of_the_highest(
 ) -> None:
     """In every lane of a vector and after the last whole vector, among equal values and among
     -inf."""
-    find_likeliest = kernels.likeliest if find == "kernel" else likeliest
+    find_argmax = kernels.argmax if find == "kernel" else argmax
     logits = torch.randn(vocab_size, vocab_size).to(dtype)
     logits.fill_diagonal_(100.0)
-    assert find_likeliest(logits).tolist() == list(range(vocab_size))
+    assert find_argmax(logits).tolist() == list(range(vocab_size))
 
     equal = torch.full((1, vocab_size), -3.0, dtype=dtype)
-    assert find_likeliest(equal).tolist() == [0]
+    assert find_argmax(equal).tolist() == [0]
     equal[0, :-1] = float("-inf")
-    assert find_likeliest(equal).tolist() == [vocab_size - 1]
+    assert find_argmax(equal).tolist() == [vocab_size - 1]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -258,13 +258,13 @@ def test_a_row_with_nan_has_no_likeliest_token(
     find: str, number: float, dtype: torch.dtype, kernels: Kernels
 ) -> None:
     """Wherever the NaN is; nor has a row in which every token is impossible."""
-    find_likeliest = kernels.likeliest if find == "kernel" else likeliest
+    find_argmax = kernels.argmax if find == "kernel" else argmax
     vocab_size = 37
     logits = torch.randn(vocab_size + 1, vocab_size).to(dtype)
     logits[:vocab_size].fill_diagonal_(number)
     logits[vocab_size] = float("-inf")
 
-    assert find_likeliest(logits).tolist() == [-1] * (vocab_size + 1)
+    assert find_argmax(logits).tolist() == [-1] * (vocab_size + 1)
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272)])

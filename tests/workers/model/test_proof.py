@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.driver import make_sequence, run_to_end
-from tests.workers.model.operating import operated
+from tests.workers.model.fused import fused
 from tests.workers.model.parity import NUM_OUTPUT, expected_of
 from workers.ipc.messages import EngineOptions
 from workers.model import paged as paging
 from workers.model import proof
 from workers.model.attention.packed import PackedAttention
+from workers.model.fusion import exchange
+from workers.model.fusion.blocks import MergedMLP
+from workers.model.fusion.exchange import ATTENTION, MLP
 from workers.model.loaded import Loaded
 from workers.model.loader import LoadedModel, ModelRefused, load_model
 from workers.model.proof import Untouched
 from workers.model.sequential import SequentialRunner
-from workers.model.surgery import surgeon
-from workers.model.surgery.blocks import MergedMLP
-from workers.model.surgery.surgeon import ATTENTION, MLP
 
 NUM_STEPS = 4  # of the proof, in each of which an MLP is called once
 
@@ -70,7 +70,7 @@ def plant(
             self.num_calls += 1
             return do(x, out) if is_wrong(self.number, self.num_calls) else out
 
-    monkeypatch.setattr(surgeon, "MergedMLP", Planted)
+    monkeypatch.setattr(exchange, "MergedMLP", Planted)
 
 
 def test_a_module_is_tried_with_its_model_s_shape(
@@ -82,7 +82,7 @@ def test_a_module_is_tried_with_its_model_s_shape(
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[0])[None]
 
-    monkeypatch.setattr(surgeon, "MergedMLP", Planted)
+    monkeypatch.setattr(exchange, "MergedMLP", Planted)
     folder = save_tiny_model("qwen2_moe", tmp_path)
 
     loaded, lines = load(folder)
@@ -96,7 +96,7 @@ def test_a_module_is_tried_with_its_model_s_shape(
 
 def test_half_a_head_is_rotated_if_the_model_rotates_half(tmp_path: Path) -> None:
     """By torch, since no kernel supports so small a size."""
-    patient = operated("glm4_moe")
+    patient = fused("glm4_moe")
 
     assert len(patient.done.exchanged[ATTENTION]) == 2
     assert proof.difference(patient.runner, patient.decoder, patient.untouched) is None
@@ -185,7 +185,7 @@ def test_a_tie_between_experts_is_no_difference(dtype: torch.dtype) -> None:
             router.copy_(router[:1] * (1.0 + unit * noise))
 
     with torch.no_grad():
-        patient = operated("qwen2_moe", dtype, spoil=spoil)
+        patient = fused("qwen2_moe", dtype, spoil=spoil)
     before = patient.untouched
     free = Untouched(before.steps, before.calls, before.logits, choices=())
 

@@ -15,8 +15,9 @@ from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.parity import NUM_OUTPUT, Expected
 from tests.workers.model.processors import PROCESSORS
 from workers.ipc.messages import EngineOptions
+from workers.model.fusion.blocks import NativeRMSNorm
 from workers.model.loader import LoadedModel, ModelRefused, load_model
-from workers.model.products import Processor, Product
+from workers.model.matmul_choice import Processor, Product
 from workers.model.quantization import (
     QuantizedLinear,
     check_quantization,
@@ -24,7 +25,6 @@ from workers.model.quantization import (
     quantize,
     rounded,
 )
-from workers.model.surgery.blocks import NativeRMSNorm
 
 # Biases, tied and capped heads, norms of heads, windows; the last two run sequence by sequence.
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "cohere", "bloom", "mamba2"]

@@ -24,7 +24,7 @@ from workers.engine.interface import ModelRefused
 from workers.ipc.messages import EngineOptions
 from workers.model import tokenizer
 from workers.model.loader import load_model
-from workers.model.place import check_place
+from workers.model.model_path import check_place
 from workers.model.tokenizer import tokenizer_refusal
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.workers.model.operating import operated
+from tests.workers.model.fused import fused
 from tests.workers.model.processors import ISAS, PROCESSORS
 from workers.model.attention.interface import Span
+from workers.model.fusion.stack import Stack
 from workers.model.kv_cache import PagedStep
+from workers.model.matmul_choice import Processor, Product
 from workers.model.native.library import Isa
-from workers.model.products import Processor, Product
 from workers.model.proof import Untouched, streamline
-from workers.model.surgery.stack import Stack
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def merged(
     **changes: Any,
 ) -> tuple[Any, Any, Untouched]:
     """A tiny decoder with exchanged modules, its runner, and its earlier output."""
-    patient = operated(family, dtype, processor=processor, **changes)
+    patient = fused(family, dtype, processor=processor, **changes)
     return patient.decoder, patient.runner, patient.untouched
 
 

@@ -8,7 +8,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "crew.h"
+#include "thread_pool.h"
 #include "vectors.h"
 
 namespace {
@@ -330,7 +330,7 @@ void attend(const int64_t* tiles, int64_t num_tiles, const int64_t* slots, const
             int64_t query_stride, const T* keys, const T* values, T* out, int64_t num_heads,
             int64_t kv_heads, int64_t k_dim, int64_t v_dim, const Flags& flags) {
   const int group = int(num_heads / kv_heads);
-  const int64_t at_once = heads_at_once(tiles, num_tiles, kv_heads, group, crew().size());
+  const int64_t at_once = heads_at_once(tiles, num_tiles, kv_heads, group, thread_pool().size());
   const int64_t num_parts = kv_heads / at_once;  // of a tile
   for_each(num_tiles * num_parts, 1, [&](int64_t number) {
     const int64_t head = number % num_parts * at_once;

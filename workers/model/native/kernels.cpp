@@ -1,5 +1,5 @@
 // CPU kernels of a step: attention through block tables, RMSNorm, rotary embedding, SiLU gate, and
-// the likeliest token.
+// the token with the largest logit (argmax).
 //
 // Plain C++ with GCC's vector extensions (Clang has them too) and threads of our own, without torch. It builds in
 // seconds with the compiler at hand, for the processor at hand; a few intrinsics serve AVX2, AVX-512
@@ -13,7 +13,7 @@
 #include <limits>
 
 #include "attention.h"
-#include "crew.h"
+#include "thread_pool.h"
 #include "layers.h"
 #include "linear.h"
 #include "rows.h"
@@ -41,7 +41,7 @@ void silu_gate(const T* gate_up, T* out, int64_t rows, int64_t dim) {
 
 // Index of a row's first highest score; -1 if that is not finite or the row has NaN.
 template <class T>
-int64_t likeliest_of_row(const T* row, int64_t dim) {
+int64_t argmax_of_row(const T* row, int64_t dim) {
   constexpr float most = std::numeric_limits<float>::max();
   vec best = splat(-std::numeric_limits<float>::infinity());
   ivec at = {}, now, is_odd = {};
@@ -70,8 +70,8 @@ int64_t likeliest_of_row(const T* row, int64_t dim) {
 }
 
 template <class T>
-void likeliest(const T* scores, int64_t* out, int64_t rows, int64_t dim) {
-  for_each_row(rows, dim, [&](int64_t r) { out[r] = likeliest_of_row(scores + r * dim, dim); });
+void argmax(const T* scores, int64_t* out, int64_t rows, int64_t dim) {
+  for_each_row(rows, dim, [&](int64_t r) { out[r] = argmax_of_row(scores + r * dim, dim); });
 }
 
 }  // namespace
@@ -99,12 +99,12 @@ void likeliest(const T* scores, int64_t* out, int64_t rows, int64_t dim) {
   extern "C" void silu_gate_##name(const T* gate_up, T* out, int64_t rows, int64_t dim) {        \
     silu_gate<T>(gate_up, out, rows, dim);                                                       \
   }                                                                                              \
-  extern "C" void likeliest_##name(const T* scores, int64_t* out, int64_t rows, int64_t dim) {   \
-    likeliest<T>(scores, out, rows, dim);                                                        \
+  extern "C" void argmax_##name(const T* scores, int64_t* out, int64_t rows, int64_t dim) {   \
+    argmax<T>(scores, out, rows, dim);                                                        \
   }
 
 // Sets the most threads of any call, the caller's included.
-extern "C" void set_num_threads(int num_threads) { crew().resize(num_threads); }
+extern "C" void set_num_threads(int num_threads) { thread_pool().resize(num_threads); }
 
 // Whether the product of bfloat16 numbers and bytes looks bytes up: see widen.h and kernels.py.
 extern "C" int looks_up_bytes() {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags
 from workers.model.quantization import QuantizedWeight
-from workers.model.sampler import likeliest
+from workers.model.sampler import argmax
 
 PANEL = 64  # outputs computed at once
 _HALF = PANEL // 2
@@ -100,7 +100,7 @@ class Kernels:
         self._rms_norm = getattr(library, f"rms_norm_{name}")
         self._rotate_and_keep = getattr(library, f"rotate_and_keep_{name}")
         self._silu_gate = getattr(library, f"silu_gate_{name}")
-        self._likeliest = getattr(library, f"likeliest_{name}")
+        self._argmax = getattr(library, f"argmax_{name}")
         self._linear = getattr(library, f"linear_{name}")
         self._run_layers = getattr(library, f"run_layers_{name}")
         self._looks_up_bytes = bool(library.looks_up_bytes())
@@ -285,12 +285,12 @@ class Kernels:
         """See NativeLayers, which defines the structs."""
         self._run_layers(layers, num_layers, ctypes.byref(sizes), ctypes.byref(step))
 
-    def likeliest(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         if logits.dtype != self.dtype or not logits.is_contiguous():
-            return likeliest(logits)
+            return argmax(logits)
         num_rows, vocab_size = logits.shape
         out = torch.empty(num_rows, dtype=torch.int64)
-        self._likeliest(
+        self._argmax(
             logits.data_ptr(),
             out.data_ptr(),
             num_rows,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = (
-    *("attention.h", "crew.h", "layers.h", "linear.h"),
+    *("attention.h", "thread_pool.h", "layers.h", "linear.h"),
     *("rows.h", "turn.h", "vectors.h", "widen.h"),
 )
 _FILES = (_SOURCE, *(_SOURCE.with_name(name) for name in _HEADERS))
@@ -30,7 +30,7 @@ _ARGUMENTS = {
     "rms_norm": (_P, _P, _P, _I, _I, _F),
     "rotate_and_keep": (_P, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _P, _P, _P),
     "silu_gate": (_P, _P, _I, _I),
-    "likeliest": (_P, _P, _I, _I),
+    "argmax": (_P, _P, _I, _I),
     "linear": (_P, _I, _P, _P, _P, _P, _I, _I, _I, _N, _P, _F, _P),
     "run_layers": (_P, _I, _P, _P),
 }

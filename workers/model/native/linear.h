@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "crew.h"
+#include "thread_pool.h"
 #include "rows.h"
 #include "vectors.h"
 #include "widen.h"
@@ -217,7 +217,7 @@ void linear(const Product<T>& p) {
       if constexpr (WIDENS)
         for (int64_t k = 0; k < p.in; k += W) store(factors + row * p.in + k, load(from + k));
     });
-  crew().share((p.outs + p.width() - 1) / p.width(), [&](Pieces& pieces) {
+  thread_pool().share((p.outs + p.width() - 1) / p.width(), [&](Pieces& pieces) {
     if (p.weights.scales)
       multiply_panels<T, int8_t>(p, rows, pieces);
     else

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "crew.h"
+#include "thread_pool.h"
 #include "rows.h"
 #include "vectors.h"
 

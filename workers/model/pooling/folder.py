@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from workers.engine.interface import ModelRefused
 from workers.model.files import DEFAULT_REVISION, Files
-from workers.model.place import check_place
+from workers.model.model_path import check_place
 
 Task = Literal["feature-extraction", "sequence-classification", "text-generation"]
 Activation = Literal["none", "sigmoid", "softmax"]

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.attention.interface import LayerShape
-from workers.model.kv_cache import KVCache
-from workers.model.linear import Layout, weight_of
-from workers.model.native.kernels import Kernels
-from workers.model.quantization import QuantizedLinear
-from workers.model.surgery.blocks import (
+from workers.model.fusion.blocks import (
     MergedAttention,
     MergedMLP,
     NativeRMSNorm,
@@ -30,6 +26,10 @@ from workers.model.surgery.blocks import (
     norm_eps,
     possible_weights,
 )
+from workers.model.kv_cache import KVCache
+from workers.model.linear import Layout, weight_of
+from workers.model.native.kernels import Kernels
+from workers.model.quantization import QuantizedLinear
 
 # Largest difference of an element as a share of its row's largest.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -118,14 +118,14 @@ ATTENTION, MLP, NORM, LINEAR = "attention layers", "gated MLPs", "norms", "other
 
 
 @dataclass(slots=True)
-class Operation:
+class Exchanged:
     """Names, by kind, of replaced modules and of those that failed the comparison."""
 
     exchanged: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, list[str]] = field(default_factory=dict)
 
 
-class Surgeon:
+class Exchange:
     """Replaces modules of one decoder by faster ones.
 
     Stores names, not modules, so that replaced weights are freed.
@@ -152,10 +152,10 @@ class Surgeon:
         return {name: kind for name, kind in kinds.items() if kind}
 
     @torch.inference_mode()
-    def operate(self, candidates: Mapping[str, str], calls: Calls) -> Operation:
+    def apply(self, candidates: Mapping[str, str], calls: Calls) -> Exchanged:
         """Replaces modules that agree with their calls; modules without calls stay. `candidates`
         lists each module right before its children."""
-        done = Operation()
+        done = Exchanged()
         exchanged = ""
         for name, kind in candidates.items():
             is_gone = exchanged and name.startswith(f"{exchanged}.")

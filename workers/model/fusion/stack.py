@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workers.model.fusion.blocks import MergedAttention, MergedMLP, NativeRMSNorm
 from workers.model.kv_cache import KVCache
 from workers.model.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
 from workers.model.native.attention import PreparedNative
 from workers.model.native.kernels import Kernels
 from workers.model.native.layers import LayerSizes, LayerWeights, NativeLayers
 from workers.model.quantization import QuantizedLinear
-from workers.model.surgery.blocks import MergedAttention, MergedMLP, NativeRMSNorm
 
 _LINEAR = (NativeLinear, PackedLinear, PlainLinear, QuantizedLinear, nn.Linear)
 # Limit of the rotary table of all positions. Instead of a larger one, each step computes cosines

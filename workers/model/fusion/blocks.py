@@ -1,6 +1,6 @@
 """Attention, gated MLP and RMSNorm with merged projections and few calls.
 
-Each is built from a module of transformers and replaces it; `surgeon` compares the two.
+Each is built from a module of transformers and replaces it; `exchange` compares the two.
 """
 
 from typing import Any

@@ -9,13 +9,13 @@ import torch
 from tests.tiny_models import make_config, make_model
 from workers.model.attention.interface import ATTENTION_NAME, register_attention
 from workers.model.backend import choose_backend
+from workers.model.fusion.exchange import Exchange, Exchanged
 from workers.model.kv_cache import KVCache
+from workers.model.matmul_choice import Processor
 from workers.model.probe import probe_layers
-from workers.model.products import Processor
 from workers.model.proof import Untouched, record
 from workers.model.quantization import quantize
 from workers.model.runner import ModelRunner
-from workers.model.surgery.surgeon import Operation, Surgeon
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -28,7 +28,7 @@ class Patient:
     decoder: Any
     runner: ModelRunner
     untouched: Untouched
-    done: Operation
+    done: Exchanged
 
     def num(self, kind: str) -> int:
         """How many modules of a kind were exchanged."""
@@ -42,7 +42,7 @@ def wide(family: str) -> dict[str, int]:
     return sizes | ({"head_dim": 32} if has_head_dim else {})
 
 
-def operated(
+def fused(
     family: str,
     dtype: torch.dtype = torch.float32,
     *,
@@ -73,8 +73,8 @@ def operated(
     )
     names = {name: shapes[m] for name, m in decoder.named_modules() if m in shapes}
     assert backend.layout is not None
-    surgeon = Surgeon(decoder, names, cache, backend.kernels, backend.layout)
-    candidates = surgeon.candidates()
+    exchange = Exchange(decoder, names, cache, backend.kernels, backend.layout)
+    candidates = exchange.candidates()
     untouched = record(runner, decoder, decoder.config, candidates)
-    done = surgeon.operate(candidates, untouched.calls)
+    done = exchange.apply(candidates, untouched.calls)
     return Patient(decoder, runner, untouched, done)

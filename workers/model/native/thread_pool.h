@@ -24,7 +24,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int CREW_LINE = 64;                  // bytes of a cache line: no two share one
+constexpr int POOL_LINE = 64;                  // bytes of a cache line: no two share one
 constexpr std::chrono::microseconds SPIN{20};  // before a thread sleeps: a wakeup takes as long
 
 inline void relax() {
@@ -84,7 +84,7 @@ class Pieces {
   int64_t num_pieces_, next_ = 0;
 };
 
-class Crew {
+class ThreadPool {
  public:
   // Sets the most threads that work, the caller included.
   void resize(int num_threads) { size_.store(num_threads, std::memory_order_relaxed); }
@@ -112,7 +112,7 @@ class Crew {
  private:
   using Run = void (*)(const void* work, Pieces& pieces);
 
-  struct alignas(CREW_LINE) Helper {
+  struct alignas(POOL_LINE) Helper {
     std::atomic<uint32_t> sleeps{0};
   };
 
@@ -204,29 +204,29 @@ class Crew {
   }
 
   // The number of the task and how many of its pieces nobody has taken, 32 bits each.
-  alignas(CREW_LINE) std::atomic<uint64_t> open_{0};
+  alignas(POOL_LINE) std::atomic<uint64_t> open_{0};
   std::atomic<const void*> work_{nullptr};
   std::atomic<Run> run_{nullptr};
   std::atomic<int64_t> num_pieces_{0};
   std::atomic<int> called_{0};
-  alignas(CREW_LINE) std::atomic<uint32_t> unfinished_{0};
+  alignas(POOL_LINE) std::atomic<uint32_t> unfinished_{0};
   std::atomic<bool> waits_{false};
-  alignas(CREW_LINE) std::atomic<bool> is_used_{false};
+  alignas(POOL_LINE) std::atomic<bool> is_used_{false};
   std::atomic<int> size_{1};
   uint32_t task_ = 0;
   std::deque<Helper> helpers_;
 };
 
 // Never destroyed: helpers outlive the process's exit handlers.
-inline Crew& crew() {
-  static Crew& only = *new Crew;
+inline ThreadPool& thread_pool() {
+  static ThreadPool& only = *new ThreadPool;
   return only;
 }
 
 // Calls work(i) for all i below `num`, `at_once` of them in a piece.
 template <class F>
 void for_each(int64_t num, int64_t at_once, const F& work) {
-  crew().share((num + at_once - 1) / at_once, [&](Pieces& pieces) {
+  thread_pool().share((num + at_once - 1) / at_once, [&](Pieces& pieces) {
     for (int64_t piece = pieces.take(); piece >= 0; piece = pieces.take())
       for (int64_t i = piece * at_once; i < std::min(num, (piece + 1) * at_once); i++) work(i);
   });

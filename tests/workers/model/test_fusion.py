@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.workers.model.operating import operated
+from tests.workers.model.fused import fused
 from tests.workers.model.processors import ISAS, PROCESSORS
+from workers.model.fusion.exchange import ATTENTION, LINEAR, MLP, NORM
 from workers.model.linear import PackedLinear
+from workers.model.matmul_choice import Processor, Product
 from workers.model.native.library import Isa
-from workers.model.products import Processor, Product
-from workers.model.surgery.surgeon import ATTENTION, LINEAR, MLP, NORM
 
 
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
 def test_families_of_the_common_shape_are_merged(family: str, processor: Processor) -> None:
     """Including attention with norms of heads, windows and softcaps; every MLP and linear layer."""
-    patient = operated(family, processor=processor)
+    patient = fused(family, processor=processor)
 
     num_layers = patient.decoder.config.num_hidden_layers
     assert patient.num(ATTENTION) == patient.num(MLP) == num_layers
@@ -30,7 +30,7 @@ def test_families_of_the_common_shape_are_merged(family: str, processor: Process
 @pytest.mark.parametrize("isa", ISAS, ids=str)
 def test_bfloat16_is_merged_too(isa: Isa) -> None:
     """Within its precision, also on processors without bfloat16 multiplication."""
-    patient = operated("llama", torch.bfloat16, processor=Processor(isa, frozenset({Product.OWN})))
+    patient = fused("llama", torch.bfloat16, processor=Processor(isa, frozenset({Product.OWN})))
 
     assert set(patient.done.exchanged) == {ATTENTION, MLP, NORM, LINEAR}
 
@@ -44,7 +44,7 @@ def test_modules_that_only_look_alike_are_kept() -> None:
         norm.forward = lambda x: plain_norm(x) + 0.1
         mlp.forward = lambda x: plain_mlp(x).square()
 
-    patient = operated("llama", spoil=spoil)
+    patient = fused("llama", spoil=spoil)
 
     decoder = patient.decoder
     first = decoder.model.layers[0].mlp
@@ -62,7 +62,7 @@ def test_modules_with_hooks_are_kept() -> None:
         attention = decoder.model.layers[0].self_attn
         attention.register_forward_pre_hook(lambda module, args: None)
 
-    patient = operated("llama", spoil=spoil)
+    patient = fused("llama", spoil=spoil)
 
     decoder = patient.decoder
     assert type(decoder.model.layers[0].self_attn).__name__ == "LlamaAttention"

@@ -11,11 +11,10 @@ import torch
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.processors import ISAS
 from workers.ipc.messages import EngineOptions
-from workers.model import products
 from workers.model.loader import load_model
+from workers.model.matmul_choice import ROWS, Processor, Product, Products, Shape, find_processor
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import load_library
-from workers.model.products import ROWS, Processor, Product, Products, Shape, find_processor
 
 KERNELS = {dtype: Kernels(load_library(ISAS[-1]), dtype) for dtype in DTYPES}
 SHAPE = Shape(64, 128, torch.float32)
@@ -52,8 +51,8 @@ def test_the_faster_product_is_taken(factor: float, expected: Product, tmp_path:
 
 def test_a_shape_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second load of the model, and a second layer of the shape, use the stored measurements."""
-    monkeypatch.setattr(products, "_STEADY", float("inf"))
-    monkeypatch.setattr(products, "_LEAST_SHARE", 0.0)
+    monkeypatch.setattr(matmul_choice, "_STEADY", float("inf"))
+    monkeypatch.setattr(matmul_choice, "_LEAST_SHARE", 0.0)
     file = tmp_path / "figures.json"
     first = choose(file)
     chosen = first.fastest(SHAPE)
@@ -76,8 +75,8 @@ def test_a_busy_machine_keeps_no_measurement_and_uses_our_product(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Timings that differ much, or from a process that gets little processor time, are not used."""
-    monkeypatch.setattr(products, "_STEADY", 0.0 if why == "uneven" else float("inf"))
-    monkeypatch.setattr(products, "_LEAST_SHARE", 0.0 if why == "uneven" else float("inf"))
+    monkeypatch.setattr(matmul_choice, "_STEADY", 0.0 if why == "uneven" else float("inf"))
+    monkeypatch.setattr(matmul_choice, "_LEAST_SHARE", 0.0 if why == "uneven" else float("inf"))
     file = tmp_path / "figures.json"
 
     assert choose(file).fastest(SHAPE) is Product.OWN
