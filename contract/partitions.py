@@ -19,7 +19,8 @@ log = logging.getLogger("batchway.partitions")
 
 MAX_PARTITIONS = 16
 _NUMBER = "num_partitions"
-_MAP = "partitions"  # of releases in which tenants moved
+_MAP = "partitions"  # a hash of releases in which tenants moved: by number, and these
+_OF_MAP = {b"version", b"shared_ms"}
 
 
 class PartitionsDiffer(BrokerUnfit):
@@ -37,14 +38,15 @@ async def known_number(client: redis.asyncio.Redis, keys: Keys, given: int | Non
     """The number of partitions of a namespace; None while it is not made. `client`, `keys`: of
     partition 0; `given`: the number that this process was given, None: none. Raises
     PartitionsDiffer, BrokerUnavailable, CommandDenied, WireError."""
-    with wire_errors("number of partitions"), broker_errors(client, "GET or EXISTS"):
+    with wire_errors("number of partitions"), broker_errors(client, "GET or HGETALL"):
         raw: Any = await repeated(lambda: client.get(keys.of(_NUMBER)))
-        has_map = bool(raw is None and await repeated(lambda: client.exists(keys.of(_MAP))))
         number = None if raw is None else int(raw)
-    if has_map:
+        map_: Any = {} if raw else await repeated(lambda: client.hgetall(keys.of(_MAP)))
+    if map_.keys() - _OF_MAP - {b"0"}:
         raise PartitionsDiffer(
             f"the namespace {keys.namespace!r} has partitions of an earlier release, between which "
-            "tenants moved: use another namespace, and let the earlier release finish its jobs here"
+            "tenants moved: drain all but partition 0 with that release (`batchway partitions "
+            "drain`), or use another namespace and let that release finish its jobs here"
         )
     if number is not None and given not in (None, number):
         raise PartitionsDiffer(

@@ -75,9 +75,18 @@ async def test_a_namespace_that_was_in_use_is_one_partition(
 async def test_a_namespace_whose_tenants_moved_is_refused(
     redis_client: redis.asyncio.Redis,
 ) -> None:
-    """It is told what to do, and nothing is written."""
-    await redis_client.hset(KEYS.of("partitions"), "version", "1")
+    """It is told what to do, and nothing is written. Once partition 0 alone is left, it is one."""
+    key = KEYS.of("partitions")
+    for field, value in (
+        ("version", "3"),
+        ("shared_ms", "9"),
+        ("0", "1 active"),
+        ("1", "1 active"),
+    ):
+        await redis_client.hset(key, field, value)
     for given in (None, 2):
-        with pytest.raises(BrokerUnfit, match="use another namespace, and let the earlier release"):
+        with pytest.raises(BrokerUnfit, match=r"drain all but partition 0 .* or use another name"):
             await made_number(redis_client, KEYS, given)
-    assert await redis_client.keys(f"{KEYS.tag}*") == [KEYS.of("partitions").encode()]
+    assert await redis_client.keys(f"{KEYS.tag}*") == [key.encode()]
+    await redis_client.hdel(key, "1")
+    assert await made_number(redis_client, KEYS, None) == 1

@@ -17,7 +17,6 @@ from redis.exceptions import ResponseError
 from contract.catalogue import Catalogue
 from contract.connection import broker_errors, end_tasks
 from contract.errors import BrokerUnavailable, CommandDenied, WireError
-from contract.ids import partition_of
 from contract.outbox import Outbox, Taken
 from contract.payloads import open_store
 from contract.shards import OpenShards, Shard
@@ -65,7 +64,7 @@ class CallbackService:
         self._aws = AwsSender(timeout_s=settings.timeout_s)
         self._store = open_store(settings.object_store)
         self._tracing = Tracing(SERVICE)
-        self._deliverers: list[Deliverer] = []  # by partition
+        self._deliverers: dict[int, Deliverer] = {}  # by partition
         self._rq_client = open_redis(settings.redis_url)
         self._attempts = AttemptQueue(self._rq_client, settings.namespace, settings.key)
         self._num_running = 0
@@ -80,8 +79,7 @@ class CallbackService:
         loop.set_default_executor(ThreadPoolExecutor(num_threads, thread_name_prefix="call"))
 
         def deliver(taken: Taken) -> None:
-            deliverer = self._deliverers[partition_of(taken.job_id)]
-            asyncio.run_coroutine_threadsafe(deliverer.attempt(taken), loop).result()
+            asyncio.run_coroutine_threadsafe(self._attempt(taken), loop).result()
 
         def tell(change: int) -> None:
             loop.call_soon_threadsafe(self._count_running, change)
@@ -122,7 +120,6 @@ class CallbackService:
             while True:
                 with contextlib.suppress(BrokerUnavailable, WireError):
                     for shard in (await self._shards.all())[len(tasks) :]:
-                        self._deliverers.append(self._deliverer_of(shard))
                         tasks.append(asyncio.create_task(self._relay(shard.outbox)))
                 await asyncio.sleep(_PAUSE_S)  # the namespace may not be made yet
                 for task in tasks:
@@ -130,6 +127,14 @@ class CallbackService:
                         task.result()
         finally:
             await end_tasks(*tasks)
+
+    async def _attempt(self, taken: Taken) -> None:
+        """Makes an attempt, which may be of another process's relay. Raises BrokerUnavailable,
+        CommandDenied."""
+        shard = await self._shards.of(taken.job_id)
+        if (deliverer := self._deliverers.get(shard.number)) is None:
+            deliverer = self._deliverers[shard.number] = self._deliverer_of(shard)
+        await deliverer.attempt(taken)
 
     def _deliverer_of(self, shard: Shard) -> Deliverer:
         return Deliverer(

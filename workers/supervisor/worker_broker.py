@@ -2,8 +2,6 @@
 
 A worker serves one partition. Only its model's card and tokenizer are published in partition 0,
 where gateways look models up.
-
-Over 300 lines: one short method for each call.
 """
 
 import asyncio
