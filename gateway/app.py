@@ -36,7 +36,7 @@ from gateway.routes import (
     uploads,
 )
 from gateway.routes.requests import GuardedRoute
-from gateway.runners.partitions import run_in_partitions
+from gateway.runners.partitions import start_in_partitions
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 from gateway.turns import take_turns
@@ -71,8 +71,8 @@ def create_app(
         duties = [
             asyncio.create_task(gateway.broker.report_attendance()),
             asyncio.create_task(keep_trimmed()),
-            asyncio.create_task(run_in_partitions(gateway)),
         ]
+        duties.append(asyncio.create_task(start_in_partitions(gateway, duties)))
         if settings.console:
             duties.append(asyncio.create_task(watch.run()))
         if settings.models:

@@ -67,6 +67,7 @@ class CallbackService:
         self._deliverers: dict[int, Deliverer] = {}  # by partition
         self._rq_client = open_redis(settings.redis_url)
         self._attempts = AttemptQueue(self._rq_client, settings.namespace, settings.key)
+        self._relays: list[asyncio.Task[None]] = []
         self._num_running = 0
         self._num_taking = 0  # places of messages that relays are asking for
         self._freed = asyncio.Event()
@@ -96,7 +97,7 @@ class CallbackService:
         relaying = asyncio.create_task(self._relay_all())
         stop_requested = asyncio.create_task(stopping.wait())
         await asyncio.wait([relaying, stop_requested], return_when=asyncio.FIRST_COMPLETED)
-        await end_tasks(relaying, stop_requested)
+        await end_tasks(relaying, stop_requested, *self._relays)
         stopped = asyncio.create_task(asyncio.to_thread(runner.stop))
         done, _ = await asyncio.wait([stopped], timeout=self._settings.drain_s)
         if not done:
@@ -114,19 +115,15 @@ class CallbackService:
             self._freed.set()
 
     async def _relay_all(self) -> None:
-        """Relays the messages of each partition until cancelled. Raises CommandDenied."""
-        tasks = list[asyncio.Task[None]]()
-        try:
-            while True:
-                with contextlib.suppress(BrokerUnavailable, WireError):
-                    for shard in (await self._shards.all())[len(tasks) :]:
-                        tasks.append(asyncio.create_task(self._relay(shard.outbox)))
-                await asyncio.sleep(_PAUSE_S)  # the namespace may not be made yet
-                for task in tasks:
-                    if task.done():
-                        task.result()
-        finally:
-            await end_tasks(*tasks)
+        """Starts a relay for each partition, until cancelled. Raises CommandDenied."""
+        while True:
+            with contextlib.suppress(BrokerUnavailable, WireError):
+                for shard in (await self._shards.all())[len(self._relays) :]:
+                    self._relays.append(asyncio.create_task(self._relay(shard.outbox)))
+            await asyncio.sleep(_PAUSE_S)  # the namespace may not be made yet
+            for relay in self._relays:
+                if relay.done():
+                    relay.result()
 
     async def _attempt(self, taken: Taken) -> None:
         """Makes an attempt, which may be of another process's relay. Raises BrokerUnavailable,
