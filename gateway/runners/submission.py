@@ -65,11 +65,9 @@ async def _quote(calls: Calls, call: Call, submission: Submission) -> Quote:
     return await calls.gateway.broker.quote(job, own)
 
 
-async def submit(
-    gateway: Gateway, job: Job, submission: Submission, *, is_derived: bool = False
-) -> Submitted:
-    """Queues a job and counts the outcome; the reply has the id under which it is kept.
-    `is_derived`: others may submit the same job. Raises the errors of Broker.submit."""
+async def submit(gateway: Gateway, job: Job, submission: Submission) -> Submitted:
+    """Queues a job and counts the outcome; the reply has the id under which it is kept. Raises the
+    errors of Broker.submit."""
     job = traced(job, time.time_ns())
     if (callback := submission.callback) is not None and job.trace is not None:
         callback = replace(callback, traceparent=job.trace.traceparent)
@@ -77,7 +75,7 @@ async def submit(
     try:
         if job.flow is not None:
             await check_first_calls(gateway, job, submission)
-        submitted = await gateway.broker.submit(job, submission, is_derived=is_derived)
+        submitted = await gateway.broker.submit(job, submission)
     except BatchwayError as exc:
         gateway.metrics.note_refusal(job, to_api_error(exc).code)
         raise
