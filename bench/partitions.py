@@ -10,7 +10,6 @@ server` is what one could do with a core of its own.
 import argparse
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
@@ -22,7 +21,7 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import ensure_library
-from contract.partitions import Home, Homes, PartitionMap, home_of, open_partitions
+from contract.partitions import partition_of_tenant
 from infra.embedded_redis import EmbeddedRedis
 
 NUM_JOBS = 2_000  # of each run
@@ -32,7 +31,7 @@ _TERMS = {"lease_s": 3600.0, "max_jobs": NUM_STREAMS, "max_tokens": 2**40}
 
 
 class Fleet:
-    """Partitions on servers of their own. With one partition there is no map."""
+    """Partitions on servers of their own."""
 
     def __init__(self, servers: list[EmbeddedRedis]) -> None:
         self.keys = [Keys("bench", number) for number in range(len(servers))]
@@ -41,22 +40,11 @@ class Fleet:
         ]
         pairs = zip(self.clients, self.keys, strict=True)
         self.functions = [Functions(client, keys) for client, keys in pairs]
-        self.known = PartitionMap()
-        self.homes: dict[str, Home] = {}
 
     async def open(self) -> None:
         for client in self.clients:
             await client.flushall()
             await ensure_library(client)
-
-        async def ask(number: int, call: Callable[[Homes], Awaitable[object]], /) -> object:
-            return await call(Homes(self.clients[number], self.keys[number]))
-
-        num = len(self.clients)
-        self.known = await open_partitions(ask, num)  # type: ignore[arg-type]
-        for number in range(16 * num):
-            tenant = f"tenant{number}"
-            self.homes[tenant], _ = await home_of(ask, tenant, self.known)  # type: ignore[arg-type]
 
     async def spent_us(self) -> tuple[float, float]:
         """Of all servers: the time inside functions, and the processor time."""
@@ -91,15 +79,13 @@ async def measure(fleet: Fleet, streams: Sequence[Iterable[Call]], num_calls: in
 
 
 def submissions(fleet: Fleet) -> list[Call]:
-    calls = list[Call]()
-    for tenant in itertools.islice(itertools.cycle(fleet.homes), NUM_JOBS):
-        home = fleet.homes[tenant]
-        job = _job(tenant, home.number)
-        terms = Submission(
-            max_output_tokens=10_000, deadline_s=3600, retention_s=60, home=home.version
-        )
-        functions = fleet.functions[home.number]
-        calls.append(lambda f=functions, j=job, t=terms: f.submit(j, t))  # type: ignore[misc]
+    calls, num = list[Call](), len(fleet.functions)
+    terms = Submission(max_output_tokens=10_000, deadline_s=3600, retention_s=60)
+    for number in range(NUM_JOBS):
+        tenant = f"tenant{number % (16 * num)}"
+        partition = partition_of_tenant(tenant, num)
+        functions, job = fleet.functions[partition], _job(tenant, partition)
+        calls.append(lambda f=functions, j=job: f.submit(j, terms))  # type: ignore[misc]
     return calls
 
 

@@ -89,14 +89,15 @@ async def read_ab(client: redis.asyncio.Redis, keys: Keys, model: str) -> AbReco
 
 
 def merged(parts: Sequence[AbRecord]) -> AbRecord:
-    """The A/B over all partitions; workers are in each of them."""
+    """The A/B over all partitions."""
     first, *others = parts
     if not others:
         return first
     same = [part for part in parts if part.versions == first.versions]
     jobs = sorted((job for part in same for job in part.jobs), key=lambda job: job.created_ms)
     num_open = {arm: sum(part.num_open[arm] for part in same) for arm in ARMS}
-    return replace(first, jobs=tuple(jobs), num_open=num_open)
+    num_workers = {arm: sum(part.num_workers[arm] for part in parts) for arm in ARMS}
+    return replace(first, jobs=tuple(jobs), num_open=num_open, num_workers=num_workers)
 
 
 def _num_open(totals: Mapping[bytes, bytes], version: str) -> int:

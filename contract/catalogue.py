@@ -147,20 +147,6 @@ async def knows_key(
         return bool(await client.exists(keys.of("idem", tenant, idempotency_key)))
 
 
-async def earlier_job(
-    client: redis.asyncio.Redis, keys: Keys, tenant: str, idempotency_key: str, job_id: str
-) -> tuple[str, str | None] | None:
-    """The job that was accepted under this Idempotency-Key ('': none), with the hash of its body,
-    or under this id; None if there is none. Raises BrokerUnavailable, WireError."""
-    with wire_errors("idempotency key"), broker_errors(client, "GET or EXISTS"):
-        if idempotency_key:
-            raw: Any = await client.get(keys.of("idem", tenant, idempotency_key))
-            if raw is not None:
-                known_id, body_hash = raw.decode().split(" ")
-                return known_id, body_hash
-        return (job_id, None) if await client.exists(keys.of("job", job_id)) else None
-
-
 async def clear_orphan(client: redis.asyncio.Redis, keys: Keys, job_id: str) -> None:
     """Takes a job off the list once its objects are deleted. Raises BrokerUnavailable."""
     with broker_errors(client, "SREM"):

@@ -74,7 +74,6 @@ class Submission(msgspec.Struct, frozen=True):
     is_passing: bool = False  # nobody reads the result once it was delivered
     call_prompt_tokens: int = 0  # of a flow's calls, more than its own prompt; an estimate
     is_counted: bool = False  # `enter` has counted it as a request
-    home: int = 0  # version of the tenant's home; 0: there is one partition
 
 
 class QueuePosition(msgspec.Struct, frozen=True):
@@ -346,24 +345,20 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
 
 
 def merged(parts: Sequence[FleetSnapshot]) -> FleetSnapshot:
-    """The fleet over its partitions. A worker is in each of them, its totals in the first; the
-    oldest wait counts."""
+    """The fleet over its partitions; of the oldest waits the longest."""
     first, *others = parts
     if not others:
         return first
     lanes = dict(first.lanes)
-    workers = {worker.incarnation: worker for worker in first.workers}
-    aside = {each.worker.incarnation: each for part in parts for each in part.aside}
     totals, deliveries = Counter(first.totals), Counter(first.deliveries)
     for part in others:
         for name, lane in part.lanes.items():
             lanes[name] = lanes[name].with_(lane) if name in lanes else lane
-        workers = {**{worker.incarnation: worker for worker in part.workers}, **workers}
         totals.update(part.totals)
         deliveries.update(part.deliveries)
-    return FleetSnapshot(
-        first.now_s, lanes, tuple(workers.values()), totals, deliveries, tuple(aside.values())
-    )
+    workers = tuple(worker for part in parts for worker in part.workers)
+    aside = tuple(each for part in parts for each in part.aside)
+    return FleetSnapshot(first.now_s, lanes, workers, totals, deliveries, aside)
 
 
 class WatchedJob(msgspec.Struct, frozen=True):

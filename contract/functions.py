@@ -65,7 +65,6 @@ from contract.function_types import (
 )
 from contract.jobs import TERMINAL_STATUSES, Job, JobStatus, MarkKind
 from contract.library import Partition, Word
-from contract.partitions import Moved
 
 log = logging.getLogger("batchway.redis")
 
@@ -117,22 +116,18 @@ class Functions(Partition):
     BrokerUnavailable, CommandDenied, and WireError for an unreadable record.
     """
 
-    async def enter(self, tenant: str, limits: TenantLimits, *, home: int = 0) -> None:
+    async def enter(self, tenant: str, limits: TenantLimits) -> None:
         """Counts a call against its tenant's limit of requests, before anything is done for it.
-        `home`: version of the tenant's home. Raises JobRefused with the time of a retry; Moved."""
-        reply = await self._call(
-            "enter", tenant, limits.requests_per_min, limits.tokens_per_min, home
+        Raises JobRefused with the time of a retry."""
+        retry_ms, rates = await self._call(
+            "enter", tenant, limits.requests_per_min, limits.tokens_per_min
         )
-        if reply == [b"MOVED"]:
-            raise Moved
-        retry_ms, rates = reply
         if retry_ms:
             left = decode_rates(limits, rates)
             raise refusal(None, "tenant_quota", "requests_per_min", retry_ms, left)
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
-        """Submits a job. Raises JobRefused with the reason and the time of a retry; BrokerFull;
-        Moved."""
+        """Submits a job. Raises JobRefused with the reason and the time of a retry; BrokerFull."""
         reply = await self._call("submit", *_submit_arguments(job, submission))
         match reply:
             case [b"OK", job_id, place, rates]:
@@ -142,8 +137,6 @@ class Functions(Partition):
                 return Submitted(job_id.decode(), False)
             case [b"MISMATCH", _]:
                 raise refusal(job, "idempotency_mismatch", "", UNKNOWN_MS, None)
-            case [b"MOVED"]:
-                raise Moved
             case [b"MEMORY_FULL"]:
                 raise BrokerFull(ErrorCode.MEMORY_FULL, "Redis has no memory for more jobs")
             case [b"REFUSED", reason, limit, retry_ms, rates]:
@@ -152,10 +145,8 @@ class Functions(Partition):
         raise AssertionError(f"submit: unknown reply {reply[0]!r}")
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        """Returns what submit would reply; writes nothing. Raises Moved."""
+        """Returns what submit would reply; writes nothing."""
         reply = await self._call("quote", *_submit_arguments(job, submission), reads=True)
-        if reply == [b"MOVED"]:
-            raise Moved
         reason, limit, retry_ms, place, service_ms, cost_tokens, rates = reply
         limits = decode_rates(submission.limits, rates)
         refused = None
@@ -174,7 +165,6 @@ class Functions(Partition):
         max_jobs: int,
         max_tokens: int,
         is_idle: bool = False,
-        only_offers: bool = False,
         config_version: str = "",
         min_shares: Mapping[str, float] | None = None,
         rooms: Mapping[str, LaneRoom] | None = None,
@@ -191,7 +181,7 @@ class Functions(Partition):
         unreadable records fail as poison.
         """
         args: list[Word] = [incarnation, model, int(lease_s * 1000), max_jobs, max_tokens]
-        args += [2 if only_offers else int(is_idle), config_version]
+        args += [int(is_idle), config_version]
         for lane in lanes:
             args += [lane, _lane_argument(lane, min_shares or {}, rooms)]
         reply = await self._call("claim", *args, is_repeated=False)
@@ -427,15 +417,6 @@ class Functions(Partition):
                 *callbacks,
             )
 
-    async def waiting(
-        self, model: str, incarnation: str, lanes: Sequence[str]
-    ) -> tuple[int, dict[str, float]]:
-        """Whether suspects wait (1), whether the worker has the turn to run one (2), else 0; and by
-        lane the weight of the tenants whose jobs wait; lanes without any are missing."""
-        turn, weights = await self._call("waiting", model, incarnation, *lanes, reads=True)
-        found = {lane: float(raw) for lane, raw in zip(lanes, weights, strict=True)}
-        return turn, {lane: weight for lane, weight in found.items() if weight}
-
     async def sweep(self, max_jobs: int = 400) -> Swept:
         """Applies what has become due, to at most so many jobs."""
         swept = [0, 0, 0, 0]
@@ -511,7 +492,6 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
         "part": _part(job),
         "call_prompt_tokens": s.call_prompt_tokens,
-        **({"home": s.home} if s.home else {}),
     }
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane

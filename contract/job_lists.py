@@ -1,7 +1,7 @@
-"""Lists of jobs over the partitions that may hold them, youngest first, in pages.
+"""Lists of jobs over the partitions that hold them, youngest first, in pages.
 
 Pages are stable: a page begins behind a place in the order of all jobs (time of submission, then
-id), whatever is added or moves meanwhile. Each partition's clock tells the time of its jobs.
+id), whatever is added meanwhile. Each partition's clock tells the time of its jobs.
 """
 
 from collections.abc import Sequence

@@ -33,7 +33,6 @@ _SHARED = (  # in this order
     "operations",
     "fairness",
     "ledger",
-    "homes",
     "outbox",
     "running",
     "totals",

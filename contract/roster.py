@@ -1,11 +1,11 @@
-"""Lists workers and orders them to drain."""
+"""Lists the workers of a partition and orders them to drain."""
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contract.catalogue import Catalogue
 from contract.connection import broker_errors
 from contract.errors import WireError, wire_errors
 from contract.functions import Functions
@@ -26,12 +26,13 @@ class WorkerView:
 class Roster(Functions):
     """The workers of one partition. Every method raises BrokerUnavailable, WireError."""
 
-    async def workers(self) -> list[WorkerView]:
-        """All workers that claim jobs, by model. Omits draining workers and unreadable records."""
+    async def workers(self, models: Sequence[str]) -> list[WorkerView]:
+        """The workers of these models that claim jobs. Omits draining workers and unreadable
+        records."""
         views = []
-        for card in await Catalogue(self._client, self._keys).models():
+        for model in models:
             with wire_errors("list of workers"), broker_errors(self._client, "ZRANGE"):
-                rows: Any = await self._client.zrange(self._keys.of("workers", card.name), 0, -1)
+                rows: Any = await self._client.zrange(self._keys.of("workers", model), 0, -1)
             for raw_name in rows:
                 name = raw_name.decode(errors="replace")
                 try:

@@ -36,8 +36,7 @@ from gateway.routes import (
     uploads,
 )
 from gateway.routes.requests import GuardedRoute
-from gateway.runners.batches.feeder import Feeder
-from gateway.runners.operations import run_operations
+from gateway.runners.partitions import start_in_partitions
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 from gateway.turns import ConcurrencyCap, take_turns
@@ -73,10 +72,8 @@ def create_app(
             asyncio.create_task(gateway.broker.report_attendance()),
             asyncio.create_task(gateway.broker.known.keep_fresh()),
             asyncio.create_task(keep_trimmed()),
-            asyncio.create_task(run_operations(gateway)),
         ]
-        if gateway.broker.payloads.store is not None:
-            duties.append(asyncio.create_task(Feeder(gateway).run()))
+        duties.append(asyncio.create_task(start_in_partitions(gateway, duties)))
         if settings.console:
             duties.append(asyncio.create_task(watch.run()))
         if settings.models:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from contract.files import FilesFull, StoredFile, content_key
 from contract.payloads.store import ObjectStore, PayloadError, PayloadLost
@@ -66,7 +66,8 @@ async def delete_objects(gateway: Gateway, object_id: str) -> None:
         await asyncio.to_thread(store_of(gateway).delete_job, object_id)
     except PayloadError:
         return
-    await gateway.broker.ask_files(lambda files: files.deleted(object_id))
+    shard = await gateway.broker.shards.of(object_id)
+    await gateway.broker.ask_files(shard, lambda files: files.deleted(object_id))
 
 
 async def chunks(store: ObjectStore, file_id: str, span: Span) -> AsyncGenerator[bytes, None]:
@@ -147,7 +148,8 @@ async def lines(
 
 async def check_quota(gateway: Gateway, tenant: str) -> None:
     """Raises ApiError (429) if the tenant's files have reached their limit."""
-    held = await gateway.broker.ask_files(lambda files: files.tenant_bytes(tenant))
+    shard = await gateway.broker.shards.home(tenant)
+    held = await gateway.broker.ask_files(shard, lambda files: files.tenant_bytes(tenant))
     most = gateway.settings.max_tenant_file_bytes
     if most and held >= most:
         raise files_full(held, most)
@@ -158,10 +160,10 @@ async def recorded(
 ) -> StoredFile:
     """Records a file whose content is stored. `max_tenant_bytes`: of all the tenant's files; 0: no
     limit. Raises ApiError (429) if it has no room."""
+    shard = await gateway.broker.shards.of(file.id)
+    terms: dict[str, Any] = {"lifetime_s": lifetime_s, "max_tenant_bytes": max_tenant_bytes}
     try:
-        return await gateway.broker.ask_files(
-            lambda files: files.add(file, lifetime_s=lifetime_s, max_tenant_bytes=max_tenant_bytes)
-        )
+        return await gateway.broker.ask_files(shard, lambda files: files.add(file, **terms))
     except FilesFull as exc:
         await delete_objects(gateway, file.id)
         raise files_full(exc.num_bytes, gateway.settings.max_tenant_file_bytes) from None

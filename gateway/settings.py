@@ -143,8 +143,9 @@ class GatewaySettings(BaseSettings):
         description="Redis 7.0 or later; every command takes it",
     )
     namespace: str = _set("default", "separates installations on one Redis")
-    partitions: Annotated[int, Field(ge=1, le=MAX_PARTITIONS)] = _set(
-        1, "partitions made at the first start; later `batchway partitions` changes their number"
+    partitions: Annotated[int, Field(ge=1, le=MAX_PARTITIONS)] | None = _set(
+        None,
+        "of the namespace, fixed when it is made; none: as many as it has, and one in a new one",
     )
     api_key: _Key | None = _secret(
         None, "a key of the tenant `default` with all rights, beside the keys in Redis"

@@ -37,18 +37,16 @@ class Gateway(msgspec.Struct, frozen=True):
     bodies: JsonBodies = field(default_factory=JsonBodies)
     uploads: Turns = field(default_factory=lambda: Turns(NUM_UPLOADS, UPLOADS_EACH))
 
-    async def submit(
-        self, job: Job, submission: Submission, *, is_derived: bool = False
-    ) -> Submitted:
-        """Queues a job and counts the outcome; the reply has the id under which it is kept.
-        `is_derived`: others may submit the same job. Raises the errors of Broker.submit."""
+    async def submit(self, job: Job, submission: Submission) -> Submitted:
+        """Queues a job and counts the outcome; the reply has the id under which it is kept. Raises
+        the errors of Broker.submit."""
         if tracing.current.get() is not None:
             job = tracing.traced(job, time.time_ns())
         if (callback := submission.callback) is not None and job.trace is not None:
             callback = replace(callback, traceparent=job.trace.traceparent)
             submission = replace(submission, callback=callback)
         try:
-            submitted = await self.broker.submit(job, submission, is_derived=is_derived)
+            submitted = await self.broker.submit(job, submission)
         except BatchwayError as exc:
             self.metrics.note_refusal(job, to_api_error(exc).code)
             raise

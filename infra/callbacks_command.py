@@ -11,7 +11,6 @@ from contract.callbacks import Secrets
 from contract.operations import OperationKind
 from contract.outbox import DeadLetter
 from contract.shards import OpenShards
-from contract.spread import SpreadOutbox
 from infra import options as opts
 from infra.jobs_command import add_tenant_option
 from infra.operations_command import add_filter_options, has_filter, run_operation
@@ -125,18 +124,19 @@ def _parts(raw: str) -> Sequence[str]:
 
 async def _dead(options: argparse.Namespace, url: str) -> int:
     async with OpenShards(url, options.namespace) as shards:
-        outbox = SpreadOutbox(shards)
         if options.action == "replay" and options.job is not None and has_filter(options):
             raise UsageError("give a JOB or filters, not both")
         if options.action == "replay" and options.job is None:
             await run_operation(shards, options, OperationKind.REPLAY_CALLBACKS)
             return 0
         if options.action == "replay":
+            outbox = (await shards.of(options.job)).outbox
             state = await outbox.replay(options.job, options.tenant)
             text = f"{options.job}: {state}" if state else _UNKNOWN
             write({"job": options.job, "state": state}, text, options.json)
             return 0 if state else EXIT_UNKNOWN
         job_id = options.job if options.action == "show" else ""
+        outbox = (await shards.home(options.tenant)).outbox
         letters = await outbox.dead(options.tenant, job_id=job_id, limit=_MAX_LETTERS)
     shown = [_fields(letter) for letter in letters]
     if options.action == "list":

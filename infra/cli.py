@@ -32,13 +32,13 @@ from infra.lanes_command import run_lanes
 from infra.log_repeats import Repeats
 from infra.measure.options import run_command
 from infra.parser import build_parser
-from infra.partitions_command import run_partitions
 from infra.plan_command import run_plan
 from infra.preconditions import (
     UsageError,
     check_directory,
     check_extra,
     check_flows_file,
+    check_partitions,
     check_redis,
     check_store,
     known_redis,
@@ -76,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands |= {"simulate": run_simulate, "record": partial(_with_redis, run_record)}
     commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
     commands |= {"lanes": partial(_with_redis, run_lanes)}
-    commands |= {"partitions": partial(_with_redis, run_partitions)}
     commands |= {"ab": partial(_with_redis, run_ab), "check": partial(_with_redis, run_check)}
     try:
         return commands[options.command](options)
@@ -132,7 +131,8 @@ def _up(options: argparse.Namespace) -> int:
     shared = (f"--namespace={options.namespace}", f"--log-level={options.log_level}")
     drain = f"--drain-s={options.drain_s}"
 
-    from infra.local_stack import StackOptions, WorkerPlan, run_up
+    from infra.child import PartLost
+    from infra.local_stack import StackOptions, WorkerPlan, placed, run_up
 
     share_memory(entries)
     share_threads(entries)
@@ -142,29 +142,34 @@ def _up(options: argparse.Namespace) -> int:
     are_candidates = [len(named) - number <= num_candidates for number in range(len(named))]
 
     settings = _gateway_settings(options, options.redis_url or "")
+    workers = tuple(
+        WorkerPlan(
+            name,
+            entry.served_model_name,
+            (*worker_arguments(entry), *(candidate if is_candidate else ()), drain, *shared),
+        )
+        for is_candidate, (name, entry) in zip(are_candidates, named, strict=True)
+    )
+    try:
+        placed(workers, settings.partitions or 1)
+    except PartLost as exc:
+        raise UsageError(str(exc)) from exc
     stack = StackOptions(
         redis_url=options.redis_url,
         namespace=options.namespace,
+        num_partitions=settings.partitions,
         data_dir=options.data_dir,
         object_store=options.object_store,
         fsync="always" if options.durability == "durable" else "everysec",
         redis_memory_bytes=options.redis_memory_gib and int(options.redis_memory_gib * opts.GIB),
         listener=_bind(settings, options),
         allowed_hosts=settings.allowed_hosts,
-        workers=tuple(
-            WorkerPlan(
-                name,
-                entry.served_model_name,
-                (*worker_arguments(entry), *(candidate if is_candidate else ()), drain, *shared),
-            )
-            for is_candidate, (name, entry) in zip(are_candidates, named, strict=True)
-        ),
+        workers=workers,
         drain_s=options.drain_s,
         gateway_arguments=(
             drain,
             f"--models={options.models}",
             f"--allowed-origins={options.allowed_origins}",
-            f"--partitions={options.partitions}",
             *shared,
         ),
         callbacks_arguments=(drain, *shared),
@@ -177,6 +182,7 @@ def _gateway(options: argparse.Namespace) -> int:
     check_flows_file(options.models)
     settings = _gateway_settings(options, known_redis(options))
     check_redis(settings.redis_url, settings.namespace)
+    check_partitions(settings.redis_url, settings.namespace, settings.partitions)
     check_store(settings.redis_url, settings.namespace, settings.object_store)
     if options.listen_fd is None:
         listener = _bind(settings, options)
@@ -268,6 +274,7 @@ def _worker(options: argparse.Namespace) -> int:
         served_model_name=opts.served_name(options),
         engine=opts.engine_options(options),
         namespace=options.namespace,
+        partition=options.partition,
         lanes=options.lanes,
         lease_s=options.lease_s,
         step_timeout_s=options.step_timeout_s,

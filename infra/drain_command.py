@@ -4,9 +4,9 @@ import argparse
 import asyncio
 import sys
 
-from contract.connection import connect
-from contract.keys import Keys
+from contract.catalogue import Catalogue
 from contract.roster import Roster
+from contract.shards import OpenShards
 from infra import options as opts
 from infra.tables import write
 
@@ -49,31 +49,33 @@ def run_drain(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _run(options: argparse.Namespace, redis_url: str) -> None:
-    keys = Keys(options.namespace)
-    async with connect(redis_url, keys) as client:
-        roster = Roster(client, keys)
-        drained = await _drain(roster, options)
+    async with OpenShards(redis_url, options.namespace) as shards:
+        drained = await _drain(shards, options)
         if options.wait:
-            await asyncio.gather(*(_follow(roster, incarnation) for incarnation in drained))
+            await asyncio.gather(*(_follow(*found) for found in drained.items()))
         text = f"workers that {'have left' if options.wait else 'must drain'}: {len(drained)}"
-        write({"workers": drained, "have_left": options.wait}, text, options.json)
+        write({"workers": list(drained), "have_left": options.wait}, text, options.json)
 
 
-async def _drain(roster: Roster, options: argparse.Namespace) -> list[str]:
-    there = [view.incarnation for view in await roster.workers()]
-    wanted = there if options.all else list(dict.fromkeys(options.worker))
-    missing = [name for name in wanted if name not in there and await roster.worker(name) is None]
-    if missing:
+async def _drain(shards: OpenShards, options: argparse.Namespace) -> dict[str, Roster]:
+    """The workers that must drain, each with the roster of its partition."""
+    cards = await Catalogue(shards.first.client, shards.first.keys).models()
+    models = [card.name for card in cards]
+    rosters = [Roster(shard.client, shard.keys) for shard in await shards.all()]
+    there = {view.incarnation: r for r in rosters for view in await r.workers(models)}
+    wanted = there if options.all else dict.fromkeys(options.worker)
+    found = {name: r for name in wanted for r in rosters if await r.worker(name) is not None}
+    if missing := [name for name in wanted if name not in found]:
         names = ", ".join(there) or "none"
         raise WorkerUnknown(
             f"there is no worker {', '.join(missing)}; nothing was changed. Workers: {names}"
         )
-    if wanted:
-        await roster.drain(wanted)
-    return wanted
+    for name, roster in found.items():
+        await roster.drain([name])
+    return found
 
 
-async def _follow(roster: Roster, incarnation: str) -> None:
+async def _follow(incarnation: str, roster: Roster) -> None:
     """Prints each change to standard error until the worker has left."""
     before = ""
     while (view := await roster.worker(incarnation)) is not None:

@@ -13,17 +13,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-import redis.asyncio
 
 from contract.catalogue import Catalogue
 from contract.connection import broker_errors
 from contract.errors import JobRefused, wire_errors
 from contract.function_types import JobView, Submitted
 from contract.functions import Functions
-from contract.ids import in_partition
 from contract.job_lists import JobLists
 from contract.jobs import PUBLIC_STATUSES, JobStatus, public_status
-from contract.keys import Keys
 from contract.operations import OperationKind
 from contract.replays import replay_of, replayed_id
 from contract.shards import OpenShards
@@ -87,7 +84,7 @@ async def _run_on_job(options: argparse.Namespace, redis_url: str) -> None:
 async def _list_jobs(shards: OpenShards, options: argparse.Namespace) -> None:
     tenant = "" if options.tenant == ALL_TENANTS else options.tenant
     wanted = await wanted_of(shards.first.client, options)
-    lists = JobLists(await shards.all(), tenant, wanted)
+    lists = JobLists(await shards.of_list(tenant), tenant, wanted)
     views: list[JobView] = []
     after = ""
     while len(views) < options.limit:
@@ -192,10 +189,6 @@ class Quarantine(Functions):
     one, so that a repeated requeue finds the existing job.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, keys: Keys, shards: OpenShards) -> None:
-        super().__init__(client, keys)
-        self._shards = shards
-
     async def records(self) -> list[dict[str, Any]]:
         """All records, latest first."""
         with wire_errors("quarantine"), broker_errors(self._client, "ZREVRANGE"):
@@ -231,14 +224,7 @@ class Quarantine(Functions):
             )
         if deadline_s is not None:
             terms = msgspec.structs.replace(terms, deadline_s=deadline_s)
-        if job.parent:
-            return await self.submit(job, terms)
-        home = await self._shards.home(job.tenant)
-        placed = job
-        if home.version:
-            placed = msgspec.structs.replace(job, id=in_partition(job.id, home.number))
-        terms = msgspec.structs.replace(terms, home=home.version)
-        return await self._shards.at(home.number).functions.submit(placed, terms)
+        return await self.submit(job, terms)
 
     async def _record(self, job_id: str, since_ms: int) -> dict[str, Any]:
         again = replayed_id(job_id)
@@ -317,13 +303,13 @@ async def _run(options: argparse.Namespace, redis_url: str) -> None:
             await _list(shards, options)
             return
         shard = await shards.of(options.job_id)
-        await actions[options.action](Quarantine(shard.client, shard.keys, shards), options)
+        await actions[options.action](Quarantine(shard.client, shard.keys), options)
 
 
 async def _list(shards: OpenShards, options: argparse.Namespace) -> None:
     records = list[dict[str, Any]]()
     for shard in await shards.all():
-        records += await Quarantine(shard.client, shard.keys, shards).records()
+        records += await Quarantine(shard.client, shard.keys).records()
     records.sort(key=lambda record: record["since"], reverse=True)
     rows = [_HEADING, *map(_row, records)]
     text = table(rows) if records else "no job is in quarantine"

@@ -5,7 +5,6 @@ import asyncio
 
 from contract.pauses import Line, Pause
 from contract.shards import OpenShards
-from contract.spread import SpreadPauses
 from infra import options as opts
 from infra.option_values import model_name
 from infra.options import Option, Value
@@ -40,20 +39,16 @@ def run_lanes(options: argparse.Namespace, redis_url: str) -> int:
 
 async def _run(options: argparse.Namespace, redis_url: str) -> int:
     async with OpenShards(redis_url, options.namespace) as shards:
-        pauses = SpreadPauses(shards)
         if options.kind == "list":
-            return _list(options, await pauses.all())
+            return _list(options, await shards.first.pauses.all())
         line = Line(options.model or "", options.lane or "", options.tenant or "")
         if line == Line():
             raise UsageError("give --lane, --tenant or --model")
         if options.kind == "pause":
-            write(
-                _shown(await pauses.pause(line, "operator")),
-                f"paused: {_words(line)}",
-                options.json,
-            )
+            begun = await shards.each(lambda shard: shard.pauses.pause(line, "operator"))
+            write(_shown(begun[0]), f"paused: {_words(line)}", options.json)
             return 0
-        was_paused = await pauses.resume(line, "operator")
+        was_paused = any(await shards.each(lambda shard: shard.pauses.resume(line, "operator")))
         text = f"resumed: {_words(line)}" if was_paused else f"not paused: {_words(line)}"
         write({"resumed": was_paused}, text, options.json)
         return 0 if was_paused else EXIT_NOT_PAUSED

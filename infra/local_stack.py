@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from contract.connection import broker_errors, connect, without_password
 from contract.errors import BatchwayError, BrokerUnavailable
 from contract.keys import Keys
 from contract.library import check_fitness, ensure_library
+from contract.partitions import made_number
 from contract.starts import Starts
 from infra.callbacks_command import ALLOW_VARIABLE, KEY_VARIABLE, SECRETS_VARIABLE
 from infra.child import (
@@ -49,7 +51,8 @@ _SECRET_VARIABLES = (  # not passed to workers
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker: its name in the output, and the arguments of `batchway worker`."""
+    """One worker: its name in the output, and the arguments of `batchway worker` but for its
+    partition."""
 
     name: str
     served_model_name: str
@@ -62,6 +65,7 @@ class StackOptions:
 
     redis_url: str | None  # None: a private Redis
     namespace: str
+    num_partitions: int | None  # None: as many as the namespace has, and one in a new one
     data_dir: Path | None
     object_store: str  # '': a private directory beside the private Redis
     fsync: Fsync  # of a private Redis
@@ -72,6 +76,22 @@ class StackOptions:
     drain_s: float
     gateway_arguments: tuple[str, ...]
     callbacks_arguments: tuple[str, ...]
+
+
+def placed(plans: Sequence[WorkerPlan], num_partitions: int) -> list[int]:
+    """The partition of each worker: those of a model in turn. Raises PartLost if a partition would
+    have none of a model."""
+    found, counts = list[int](), Counter[str]()
+    for plan in plans:
+        found.append(counts[plan.served_model_name] % num_partitions)
+        counts[plan.served_model_name] += 1
+    for model, num in counts.items():
+        if num < num_partitions:
+            raise PartLost(
+                f"{num_partitions} partitions need as many workers of each model, but "
+                f"{model!r} has {num}: give it more workers, or start with fewer partitions"
+            )
+    return found
 
 
 class LocalStack:
@@ -89,6 +109,7 @@ class LocalStack:
             else None
         )
         self._workers: list[Child] = []
+        self._places: list[int] = []  # the partition of each
         self._gateway: Child | None = None
         self._callbacks: Child | None = None
         self._models = tuple(dict.fromkeys(plan.served_model_name for plan in options.workers))
@@ -99,17 +120,19 @@ class LocalStack:
         url = await self._find_redis()
         store = self._find_store()
         self._say_where(url, store)
-        self._make_children(url, store)
-        await self._report(url, partial(Starts.forget_failures, models=self._models))
+        self._make_children(url, store, await self._find_places(url))
+        for number in sorted(set(self._places)):
+            await self._report(url, number, partial(Starts.forget_failures, models=self._models))
         try:
             async with asyncio.TaskGroup() as group:
                 if self._redis is not None:
                     group.create_task(self._keep_redis(self._redis))
                 for child in filter(None, [self._gateway, self._callbacks]):
                     group.create_task(keep_running(child, self._console))
-                for plan, worker in zip(self._options.workers, self._workers, strict=True):
-                    announce = partial(self._announce, url, plan.served_model_name)
-                    give_up = partial(self._give_up, url, plan.served_model_name)
+                plans = zip(self._options.workers, self._places, self._workers, strict=True)
+                for plan, number, worker in plans:
+                    announce = partial(self._announce, url, number, plan.served_model_name)
+                    give_up = partial(self._give_up, url, number, plan.served_model_name)
                     others = give_up if len(self._models) > 1 else None
                     group.create_task(keep_running(worker, self._console, announce, others))
                 group.create_task(self._say_when_ready(url))
@@ -154,6 +177,16 @@ class LocalStack:
         assert url is not None
         await _load_library(url, Keys(self._options.namespace))
         return url
+
+    async def _find_places(self, url: str) -> list[int]:
+        """The partition of each worker. Raises PartLost."""
+        keys = Keys(self._options.namespace)
+        try:
+            async with connect(url, keys) as client:
+                number = await made_number(client, keys, self._options.num_partitions)
+        except BatchwayError as exc:
+            raise PartLost(str(exc)) from exc
+        return placed(self._options.workers, number)
 
     def _find_store(self) -> str:
         """The object store's location; by default beside a private Redis's data."""
@@ -200,14 +233,15 @@ class LocalStack:
     def _children(self) -> list[Child]:
         return [*self._workers, *filter(None, [self._gateway, self._callbacks])]
 
-    def _make_children(self, redis_url: str, object_store: str) -> None:
+    def _make_children(self, redis_url: str, object_store: str, places: list[int]) -> None:
         environ = _child_environ(os.environ, redis_url, self._lifeline_fd) | {
             OBJECT_STORE_VARIABLE: object_store
         }
         keyless = {n: value for n, value in environ.items() if n not in _SECRET_VARIABLES}
+        self._places = places
         self._workers = [
-            self._child(plan.name, "worker", plan.arguments, keyless)
-            for plan in self._options.workers
+            self._child(plan.name, "worker", (*plan.arguments, f"--partition={number}"), keyless)
+            for plan, number in zip(self._options.workers, places, strict=True)
         ]
         fd = self._options.listener.fileno()
         self._gateway = self._child(
@@ -229,20 +263,29 @@ class LocalStack:
                 "batchway", f"WARNING: callbacks may reach private addresses: {allowed}"
             )
 
-    async def _announce(self, redis_url: str, model: str, starts_in_s: float) -> None:
+    async def _announce(self, redis_url: str, number: int, model: str, starts_in_s: float) -> None:
         """Tells callers of a model without workers when one will be ready."""
-        await self._report(redis_url, lambda starts: starts.announce_another(model, starts_in_s))
+        await self._report(
+            redis_url, number, lambda starts: starts.announce_another(model, starts_in_s)
+        )
 
-    async def _give_up(self, redis_url: str, model: str, reason: str, retry_in_s: float) -> None:
+    async def _give_up(
+        self, redis_url: str, number: int, model: str, reason: str, retry_in_s: float
+    ) -> None:
         """Reports that a worker of one of several models does not stay up: the others serve on."""
         await self._report(
-            redis_url, lambda starts: starts.report_failure(model, reason, retry_in_s=retry_in_s)
+            redis_url,
+            number,
+            lambda starts: starts.report_failure(model, reason, retry_in_s=retry_in_s),
         )
         self._failed[model] = reason
         self._console.line("batchway", f"model {model!r} has failed: {reason}")
 
-    async def _report(self, redis_url: str, tell: Callable[[Starts], Awaitable[None]]) -> None:
-        keys = Keys(self._options.namespace)
+    async def _report(
+        self, redis_url: str, number: int, tell: Callable[[Starts], Awaitable[None]]
+    ) -> None:
+        """Tells a partition."""
+        keys = Keys(self._options.namespace, number)
         with contextlib.suppress(BatchwayError):
             async with connect(redis_url, keys, command_timeout_s=_ANNOUNCE_TIMEOUT_S) as client:
                 await tell(Starts(client, keys))

@@ -13,19 +13,21 @@ import sys
 import redis.asyncio
 from msgspec.structs import replace
 
+from contract import operation_parts
 from contract.batches import LeaseLost
 from contract.connection import now_ms
 from contract.function_types import Wanted
+from contract.ids import in_partition
 from contract.jobs import PUBLIC_STATUSES
 from contract.operations import (
     Operation,
     OperationKind,
+    Operations,
     OperationsFull,
     OperationState,
     new_operation_id,
 )
-from contract.shards import OpenShards, Shard
-from contract.spread import SpreadOperations
+from contract.shards import OpenShards
 from infra import options as opts
 from infra.options import Option, Value
 from infra.preconditions import UsageError
@@ -101,41 +103,40 @@ async def run_operation(
     if kind is OperationKind.REPLAY and not wanted.statuses:
         wanted = replace(wanted, statuses=PUBLIC_STATUSES["failed"])
     is_all = options.tenant == ALL_TENANTS
-    operations, operation_id = SpreadOperations(shards), new_operation_id()
     owner, tenant = (DEFAULT_TENANT, "") if is_all else (options.tenant, options.tenant)
+    terms = {"owner": owner, "tenant": tenant}
     try:
-        await operations.add(operation_id, kind, wanted, owner=owner, tenant=tenant)
+        operation_id = await operation_parts.add(shards, new_operation_id(), kind, wanted, **terms)
     except OperationsFull as exc:
         raise UsageError(str(exc)) from exc
     if kind is OperationKind.REPLAY:
         print(f"{operation_id}: waiting for gateways", file=sys.stderr)
-    ended = await _ended(operations, operation_id, works=kind is not OperationKind.REPLAY)
+    ended = await _ended(shards, operation_id, works=kind is not OperationKind.REPLAY)
     shown = {"id": ended.id, "status": ended.state.value, "matched": ended.matched}
     shown |= {"done": ended.done, "failed": ended.failed}
     text = f"{ended.state}: {ended.matched} matched, {ended.done} done, {ended.failed} failed"
     write(shown, text, options.json)
 
 
-async def _ended(
-    operations: SpreadOperations[Shard], operation_id: str, *, works: bool
-) -> Operation:
+async def _ended(shards: OpenShards, operation_id: str, *, works: bool) -> Operation:
     """Works on the operation, or waits while a gateway does."""
     token = secrets.token_hex(8)
     while True:
-        found = await operations.find(operation_id)
+        found = await operation_parts.find(shards, operation_id)
         assert found is not None, "it is kept for a week after its end"
         if found.state is not OperationState.RUNNING:
             return found
-        part_id = None
-        if works:
-            part_id = await operations.take(token, lease_s=_LEASE_S, only=operation_id)
-        if part_id is not None:
-            await _work(operations, part_id, token)
-        else:
+        has_worked = False
+        for shard in await shards.of_list(found.tenant) if works else []:
+            part_id = in_partition(operation_id, shard.number)
+            if await shard.operations.take(token, lease_s=_LEASE_S, only=part_id) is not None:
+                await _work(shard.operations, part_id, token)
+                has_worked = True
+        if not has_worked:
             await asyncio.sleep(_POLL_S)
 
 
-async def _work(operations: SpreadOperations[Shard], operation_id: str, token: str) -> None:
+async def _work(operations: Operations, operation_id: str, token: str) -> None:
     try:
         state = OperationState.RUNNING
         while state is OperationState.RUNNING:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from contract.connection import redis_url_of
+from contract.partitions import MAX_PARTITIONS
 from infra.demo_model import demo_model_path
 from infra.option_values import (
     device,
@@ -131,9 +132,9 @@ MODELS = {
 }
 PARTITIONS = {
     "partitions": Option(
-        "partitions made at the first start; later `batchway partitions` changes them",
-        COUNT,
-        1,
+        "of the namespace, fixed when it is made",
+        Value(integer(1, MAX_PARTITIONS), "N"),
+        shown="as many as it has, 1 in a new one",
         variable="BATCHWAY_PARTITIONS",
     ),
 }
@@ -182,6 +183,12 @@ WORKER_LANES = {
 }
 WORKER = {
     **WORKER_LANES,
+    "partition": Option(
+        "the partition from which to take jobs",
+        Value(integer(0, MAX_PARTITIONS - 1), "NUMBER"),
+        WORKER_DEFAULTS.partition,
+        variable="BATCHWAY_PARTITION",
+    ),
     "lease_s": Option(
         "a worker without a heartbeat for this time loses its jobs",
         SECONDS,

@@ -19,7 +19,6 @@ from infra.jobs_command import add_jobs_options
 from infra.keys_command import PEPPER_VARIABLE, add_keys_options
 from infra.lanes_command import add_lanes_options
 from infra.measure.options import add_bench_options, add_cascade_options, add_compare_options
-from infra.partitions_command import add_partitions_options
 from infra.plan_command import add_plan_options
 from infra.profile_command import add_profile_options
 from infra.record_command import add_record_options
@@ -112,7 +111,6 @@ def build_parser() -> argparse.ArgumentParser:
         _add(commands, "jobs", "list, show, cancel and delete jobs; manage quarantined jobs")
     )
     add_lanes_options(_add(commands, "lanes", "pause and resume lanes and tenants"))
-    add_partitions_options(_add(commands, "partitions", "add partitions, move tenants"))
     add_drain_options(_add(commands, "drain", "order workers to finish their jobs and end"))
     add_check_options(
         _add(commands, "check", "compare counters and lists in Redis with the jobs' records")

@@ -16,6 +16,7 @@ from contract.connection import connect
 from contract.errors import BrokerUnavailable, BrokerUnfit
 from contract.keys import Keys
 from contract.library import check_fitness
+from contract.partitions import made_number
 from contract.payloads import open_store
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadUnavailable
@@ -88,6 +89,22 @@ def check_redis(url: str, namespace: str) -> None:
     async def check() -> None:
         async with connect(url, Keys(namespace)) as client:
             await check_fitness(client)
+
+    try:
+        asyncio.run(check())
+    except BrokerUnfit as exc:
+        raise UsageError(str(exc)) from exc
+    except BrokerUnavailable:
+        return
+
+
+def check_partitions(url: str, namespace: str, given: int | None) -> None:
+    """Raises UsageError if the namespace has another number of partitions than the given one. An
+    unreachable Redis is checked later."""
+
+    async def check() -> None:
+        async with connect(url, Keys(namespace)) as client:
+            await made_number(client, Keys(namespace), given)
 
     try:
         asyncio.run(check())

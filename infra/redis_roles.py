@@ -44,15 +44,13 @@ _FLEET_KEYS = "offers pool worker workers models model tokenizer"
 _FILE_KEYS = "batch batch_parts batches batches_fed batches_open file file_bytes files objects_due"
 _API_KEYS = "api_keys api_key key_pepper"
 
-# Families of partitions; those of the map and of homes are in partition 0 alone.
-_HOME_KEYS = "away homes partitions residents"
+# In partition 0: how many there are, and what earlier releases kept of theirs.
+_PARTITION_KEYS = "num_partitions partitions"
 
-_READING_FUNCTIONS = "read list quote outbox_dead snapshot watch left waiting"
-_READ_BY_ALL = "read list quote outbox_dead snapshot watch left"
-_MOVES = "home move settle depart lower chart"
+_READING_FUNCTIONS = "read list quote outbox_dead snapshot watch"
 _GATEWAY_FUNCTIONS = (
     "enter submit cancel delete detach drain reprioritise attend sweep pause resume outbox_replay "
-    f"{_MOVES} {_READ_BY_ALL}"
+    f"{_READING_FUNCTIONS}"
 )
 _OPERATION_KEYS = "operation operations operations_open"
 _OPERATION_FUNCTIONS = "operation_add operation_step operation_stop operation_take"
@@ -82,29 +80,29 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             purpose="batchway gateway, and the functions in front on AWS",
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS}",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange srandmember",
-            keeps=f"{_JOB_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} {_HOME_KEYS} dead idem memory "
+            keeps=f"{_JOB_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} dead idem memory num_partitions "
             "object_store promised wanted worker",
-            reads=f"clock pool workers models model tokenizer {_API_KEYS} deliveries",
+            reads=f"clock partitions pool workers models model tokenizer {_API_KEYS} deliveries",
             channels="ev wake ctl",
         ),
         "worker": RedisRole(
             purpose="batchway worker",
-            functions="claim mine append heartbeat release blame read sweep waiting left lower",
+            functions="claim mine append heartbeat release blame read sweep",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} lpush ltrim srandmember "
             "zrangebyscore",
-            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} away calibration clock object_store owed told turn",
-            reads="partitions residents",
+            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} calibration clock object_store owed told turn",
+            reads=_PARTITION_KEYS,
             channels="ev wake ctl",
         ),
         "flows": RedisRole(
             purpose="batchway gateway --models, which runs flows: a gateway, and a worker of them",
             functions=f"{_GATEWAY_FUNCTIONS} {_FILE_FUNCTIONS} {_OPERATION_FUNCTIONS} claim mine "
-            "append heartbeat release waiting",
+            "append heartbeat release",
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_JOB_COMMANDS} getrange lpush ltrim "
             "srandmember zrangebyscore",
-            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} {_HOME_KEYS} "
-            "calibration clock dead idem memory object_store owed promised told turn wanted",
-            reads=f"{_API_KEYS} deliveries",
+            keeps=f"{_JOB_KEYS} {_FLEET_KEYS} {_FILE_KEYS} {_OPERATION_KEYS} calibration clock "
+            "dead idem memory num_partitions object_store owed promised told turn wanted",
+            reads=f"{_API_KEYS} deliveries partitions",
             channels="ev wake ctl",
         ),
         "callbacks": RedisRole(
@@ -116,8 +114,8 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             "xadd xlen xrange xtrim zadd zcard zcount zrange zrangebyscore zrem zremrangebyscore "
             "zscore",
             keeps="corrections due deliveries flying out outbox dead object_store",
-            reads="clock active counters job line log model partitions paused pool run tenant "
-            "weights workers",
+            reads=f"clock active counters job line log model paused pool run tenant weights "
+            f"workers {_PARTITION_KEYS}",
             other_keys="{rq}:*",
         ),
         "pool": RedisRole(
@@ -126,33 +124,34 @@ REDIS_ROLES: Mapping[str, RedisRole] = MappingProxyType(
             commands=f"{_CONNECTION} exists get hdel hget hgetall hmget hset hsetnx pexpire "
             "publish sadd scard time xinfo|groups xrange zrange zrangebyscore",
             keeps="models pool worker",
-            reads="active back corrections counters deliveries job line own partitions paused q "
-            "totals wanted workers",
+            reads="active back corrections counters deliveries job line own paused q totals wanted "
+            "workers",
             channels="ctl",
         ),
         "housekeeper": RedisRole(
             purpose="the deploy step and the sweeper: the only user that may load functions",
-            functions="sweep left lower",
+            functions="sweep",
             commands=f"{_CONNECTION} {_JOB_COMMANDS}",
-            keeps=f"{_JOB_KEYS} away memory",
-            reads="clock partitions residents",
+            keeps=f"{_JOB_KEYS} memory",
+            reads=f"clock {_PARTITION_KEYS}",
             channels="ev wake ctl",
             may_load=True,
         ),
         "operator": RedisRole(
             purpose="batchway keys, jobs, drain, check, callbacks list and replay",
             functions=f"{_GATEWAY_FUNCTIONS} {_OPERATION_FUNCTIONS} drain",
-            commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange hscan lrange",
-            keeps=f"{_JOB_KEYS} {_OPERATION_KEYS} {_HOME_KEYS} dead idem memory promised worker "
-            f"{_API_KEYS}",
-            reads=f"batches_open clock calibration {_FLEET_KEYS.replace('worker ', '')} deliveries",
+            commands=f"{_CONNECTION} {_JOB_COMMANDS} getrange lrange",
+            keeps=f"{_JOB_KEYS} {_OPERATION_KEYS} dead idem memory promised worker {_API_KEYS}",
+            reads=f"clock calibration {_FLEET_KEYS.replace('worker ', '')} deliveries "
+            f"{_PARTITION_KEYS}",
             channels="ev wake ctl",
         ),
         "dashboard": RedisRole(
             purpose="observers: read jobs, queues and workers, change nothing",
-            functions=_READ_BY_ALL,
+            functions=_READING_FUNCTIONS,
             commands=f"{_CONNECTION} {_SUBSCRIBES} {_READ_COMMANDS} info xinfo|groups",
-            reads=f"{_JOB_KEYS} {_HOME_KEYS} {_FLEET_KEYS} clock dead deliveries memory promised",
+            reads=f"{_JOB_KEYS} {_PARTITION_KEYS} {_FLEET_KEYS} clock dead deliveries memory "
+            "promised",
             channels="ev wake",
         ),
     }
@@ -189,7 +188,7 @@ def setuser_line(name: str, namespace: str, password: str) -> str:
 _SINGLE = (
     "attended corrections deadlines deliveries kept leases orphaned poison quarantine runid outbox "
     "memory models api_keys key_pepper object_store paused weights batches_fed batches_open "
-    "operations_open file_bytes objects_due away homes partitions residents"
+    "operations_open file_bytes objects_due num_partitions partitions"
 )
 
 

@@ -24,14 +24,11 @@ from contract.events import ChoiceDelta, LogEntry, Tokens
 from contract.flows import Pipeline, Step
 from contract.jobs import Endpoint
 from contract.keys import Keys
-from contract.partitions import Home
-from contract.shards import OpenShards
 from gateway.child_process import ChildLimits, ChildPool
 from gateway.models import step_bodies
 from gateway.prepare import conditions
 from gateway.redis.broker import Broker
 from gateway.redis.hints import Mailbox
-from gateway.redis.shards import GatewayShards
 from gateway.runners.flows.service import FlowService
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
@@ -136,19 +133,9 @@ def _fill_keys(broker: Any) -> None:
         broker.key_ring._found[f"{number:08}"] = key, float(number)
 
 
-def _fill_homes(shards: Any) -> None:
-    for number in range(110_000):
-        shards._homes[f"{number:064}"] = Home(number, (1, 2, number))
-
-
-def _fill_bounds(shards: Any) -> None:
-    for number in range(3_000):
-        shards._bounds[f"{number:064}", f"{number:064}"] = number
-
-
 def _fill_counts(broker: Any) -> None:
     for number in range(3_000):
-        broker.known._num_workers[f"{number:064}"] = number
+        broker.known._num_workers[number % 16, f"{number:064}"] = number
 
 
 def _fill_control(queue: Any) -> None:
@@ -168,8 +155,6 @@ FILLED: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "gateway/child_process.py": (lambda: ChildPool("none", {}, ChildLimits()), _fill_deaths),
     "gateway/redis/key_ring.py": (lambda: Broker(SETTINGS), _fill_keys),
     "gateway/redis/known_models.py": (lambda: Broker(SETTINGS), _fill_counts),
-    "contract/shards.py": (lambda: OpenShards("redis://127.0.0.1:1", "test"), _fill_homes),
-    "gateway/redis/shards.py": (lambda: GatewayShards(SETTINGS, lambda: 0.0), _fill_bounds),
     "contract/consumer.py": (lambda: asyncio.Queue(MAX_CONTROL), _fill_control),
     "workers/supervisor/holding.py": (
         lambda: Holding(EngineLink(cast(EngineOptions, None))),

@@ -22,6 +22,7 @@ class WorkerSettings:
     served_model_name: str
     engine: EngineOptions
     namespace: str = "default"
+    partition: int = 0  # whose jobs it takes
     lanes: tuple[str, ...] = LANES
     lease_s: float = 10.0  # a worker that sends nothing for so long loses its jobs
     max_crashes: int = 3  # a job fails as poison when this many engines have died on it

@@ -121,20 +121,18 @@ function admission.meter(tag, job, more, now)
   local found = numbers(key, {'tokens', 'tokens_ms'})
   local used = level(found.tokens, found.tokens_ms, job.metered, now)
   redis.call('HSET', key, 'tokens', math.max(0, used + more), 'tokens_ms', now)
-  homes.note_late(tag, job.tenant, more)
 end
 
--- The tenant's rate levels and reserved tokens, its stored bytes and those of all tenants. What it has
--- left in other partitions (_homes.lua) counts.
+-- The tenant's rate levels and reserved tokens, its stored bytes and those of all tenants.
 function admission.tenant(tag, tenant, terms, now)
   local found = numbers(tag .. ':tenant:' .. tenant,
-    {'requests', 'requests_ms', 'tokens', 'tokens_ms', 'reserved', 'away', 'away_bytes'})
+    {'requests', 'requests_ms', 'tokens', 'tokens_ms', 'reserved'})
   local stored = redis.call('HMGET', tag .. ':stored:tenants', tenant, '')
   return {
-    stored = (whole_number(stored[1] or 0) or 0) + found.away_bytes, all_stored = whole_number(stored[2] or 0) or 0,
+    stored = whole_number(stored[1] or 0) or 0, all_stored = whole_number(stored[2] or 0) or 0,
     requests = level(found.requests, found.requests_ms, terms.requests_per_min, now),
     tokens = level(found.tokens, found.tokens_ms, terms.tokens_per_min, now),
-    reserved = found.reserved + found.away,
+    reserved = found.reserved,
   }
 end
 

@@ -55,12 +55,9 @@ function ledger.is_call(job)
   return job.part == 'child' or job.part == 'nested'
 end
 
--- Lets the record of a tenant without reservations expire, unless it has left something elsewhere.
+-- Lets the record of a tenant without reservations expire.
 function ledger.expire_tenant(key)
-  local away = redis.call('HMGET', key, 'away', 'away_bytes')
-  if (whole_number(away[1] or 0) or 0) <= 0 and (whole_number(away[2] or 0) or 0) <= 0 then
-    redis.call('PEXPIRE', key, TENANT_TTL_MS)
-  end
+  redis.call('PEXPIRE', key, TENANT_TTL_MS)
 end
 
 -- What an unfinished job reserves of its tenant's tokens.

@@ -76,7 +76,6 @@ local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 
 local ab = {}  -- two configurations side by side; _ab.lua
 local admission = {}  -- accepts or refuses jobs; _admission.lua
-local homes = {}  -- where tenants live; _homes.lua
 local ledger = {}  -- accounts for jobs' costs; _ledger.lua
 local memory = {}  -- divides the memory; _memory.lua
 local outbox = {}  -- callback messages; _outbox.lua

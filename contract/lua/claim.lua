@@ -8,7 +8,7 @@
 -- A call ends or assigns beyond the lanes' rooms at most MAX_BEYOND jobs, and then wakes workers to call again.
 -- KEYS  1 tag
 -- ARGV  1 incarnation  2 model  3 lease (ms)  4 slots at most  5 tokens at most, also of an offered job
---       6 '1' where the worker is idle, '2' where it takes offers alone
+--       6 '1' where the worker is idle
 --       7 version of its configuration, then ` candidate` where that is the candidate (_ab.lua)
 --       8… lanes, most urgent first: name, then `<minimum share of the claimed tokens>` or
 --          `<share> <slots> <tokens> <deficit slots>`: the call claims a job of the lane only while it
@@ -194,7 +194,7 @@ local function claim(keys, argv)
   local claimed, num_filled, num_beyond, searched = {}, 0, 0, nil
   while true do
     local skipped, found, lane = {}, nil, nil
-    if argv[6] ~= '2' and has_waiting(tag, model, lanes) then
+    if has_waiting(tag, model, lanes) then
       searched = searched or ab.searched(tag, model, is_candidate ~= '', now)
       found, lane = choose(tag, model, lanes, num_filled, skipped, searched, paused)
     end

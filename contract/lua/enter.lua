@@ -2,12 +2,9 @@
 -- back where it does not accept the call (is_counted).
 -- KEYS  1 tag
 -- ARGV  1 tenant  2 requests_per_min  3 tokens_per_min (its limits; 0: none)
---       4 version of its home (as submit)
 -- reply {ms until a retry may succeed (0: it is counted), rates (as submit)}
---       {'MOVED'}   as submit
 local function enter(keys, argv)
   local tag, now = keys[1], now_ms()
-  if homes.is_elsewhere(tag, argv[1], tonumber(argv[4] or 0)) then return {'MOVED'} end
   local limits = {requests_per_min = tonumber(argv[2]), tokens_per_min = tonumber(argv[3])}
   local tenant = admission.tenant(tag, argv[1], limits, now)
   local retry_ms = admission.requests_ms(tenant, limits)

@@ -4,12 +4,9 @@
 -- reply {'OK' or the refusal's reason, limit, ms until a retry may succeed (-1: unknown),
 --        {jobs ahead, tokens ahead, ms until it starts (-1: unknown)},
 --        ms that it runs (0: unknown), cost (prompt + predicted output, tokens), rates}
---       {'MOVED'}   as submit
 local function quote(keys, argv)
   local tag, now, terms = keys[1], now_ms(), cmsgpack.unpack(argv[6])
   local job = {tenant = argv[2], model = argv[3], lane = argv[4], part = terms.part}
-  local is_call = job.part == 'child' or job.part == 'nested'
-  if not is_call and homes.is_elsewhere(tag, job.tenant, terms.home or 0) then return {'MOVED'} end
   job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8]
   local found = admission.evaluate(tag, job, terms, now, memory.room(tag, false))
   local reason, limit, retry_ms = unpack(found.refusal or {'OK', '', UNKNOWN})

@@ -20,7 +20,6 @@
 --       needs_worker (refuse without a live worker), cold_ms (until a first worker is up),
 --       is_stored (the object store holds its prompt),
 --       part ('parent': a flow's job, 'child': a call of one, 'nested': both, '': neither),
---       home (version of the tenant's home; absent: the gateway knows one partition),
 --       call_prompt_tokens (of a flow's calls, more than its own prompt; absent: 0),
 --       callback_to (destination, '': no callback), callback_started (send a message at the start),
 --       callback_every (output tokens between progress messages; 0: none)
@@ -28,7 +27,6 @@
 -- reply {'OK', id, {jobs ahead, tokens ahead, ms until it starts (-1: unknown)}, rates}
 --       {'EXISTS', id}           the same id or idempotency key was accepted before
 --       {'MISMATCH', id}         the key was used with another body
---       {'MOVED'}                the tenant lives in another partition (_homes.lua)
 --       {'MEMORY_FULL'}          what Redis holds beside jobs leaves no memory for any; the rest is
 --                                for running jobs, and for the calls of flows
 --       {'REFUSED', reason, limit, ms until a retry may succeed (-1: unknown), rates}
@@ -94,19 +92,16 @@ local function submit(keys, argv)
   local job = {
     id = argv[1], key = tag .. ':job:' .. argv[1], tenant = argv[2], model = argv[3], lane = argv[4],
   }
-  -- The calls of a flow run where the flow does.
-  local is_call = terms.part == 'child' or terms.part == 'nested'
-  if not is_call and homes.is_elsewhere(tag, job.tenant, terms.home or 0) then return {'MOVED'} end
   if terms.is_counted then  -- it counts again where it is accepted
     admission.count_request(tag, job.tenant, admission.tenant(tag, job.tenant, terms, now), -1, terms, now)
   end
   local reply, idem = known(tag, job, terms)
   if reply then return reply end
   job.part = terms.part
-  -- A flow that has been accepted must be able to end: its calls may use the reserve.
   job.num_sent = #argv[5] + #argv[7] + 2 * #argv[8]
   local room = memory.room(tag, true)
-  if not is_call and room <= 0 then
+  -- A flow that has been accepted must be able to end: its calls may use the reserve.
+  if not ledger.is_call(job) and room <= 0 then
     totals.refused(tag, job, 'memory_full')
     return {'MEMORY_FULL'}
   end

@@ -25,9 +25,9 @@ MAX_AGE_S = 38 * 86_400.0
 
 _KEY = re.compile(
     r"job-\d{1,4}-[0-9a-f]{32}/(?:prompt|response|result-\d{1,9})"
-    r"|file-[0-9a-f]{32}/content"
-    r"|upload_[0-9a-f]{32}/part_[0-9a-f]{32}"
-    r"|batch_[0-9a-f]{32}/(?:output|error)-\d{1,9}-[0-9a-f]{16}"
+    r"|file-(?:\d{1,4}-)?[0-9a-f]{32}/content"
+    r"|upload_(?:\d{1,4}-)?[0-9a-f]{32}/part_[0-9a-f]{32}"
+    r"|batch_(?:\d{1,4}-)?[0-9a-f]{32}/(?:output|error)-\d{1,9}-[0-9a-f]{16}"
 )
 
 

@@ -22,9 +22,8 @@ async def sweep(settings: GatewaySettings) -> dict[str, int]:
     """Sweeps all partitions. Raises BrokerUnavailable, after those that answer are swept."""
     shards = OpenShards(settings.redis_url, settings.namespace)
     async with shards:
-        await ensure_library(shards.first.client)
         swept = await asyncio.gather(
-            *(_sweep(shards, shard) for shard in await shards.all()), return_exceptions=True
+            *(_sweep(shard) for shard in await shards.all()), return_exceptions=True
         )
     found = list[Swept]()
     for each in swept:
@@ -38,10 +37,6 @@ async def sweep(settings: GatewaySettings) -> dict[str, int]:
     }
 
 
-async def _sweep(shards: OpenShards, shard: Shard) -> Swept:
-    if shard is not shards.first:
-        await ensure_library(shard.client)
-    swept = await shard.functions.sweep()
-    if len(await shards.all()) > 1:
-        await shards.lower_rests(shard)
-    return swept
+async def _sweep(shard: Shard) -> Swept:
+    await ensure_library(shard.client)
+    return await shard.functions.sweep()

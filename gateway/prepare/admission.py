@@ -369,16 +369,16 @@ def with_prompts(job: Job, card: ModelCard, prompts: Prompts, **fields: Any) -> 
     )
 
 
-async def unknown_model_error(broker: Broker, model: str) -> BatchwayError:
+async def unknown_model_error(broker: Broker, model: str, tenant: str) -> BatchwayError:
     """The error for a model that no worker has published. If it is declared, the call is noted as
     demand, in no lane, because its lanes are not known: otherwise its first worker never starts."""
-    known = broker.known
+    known, shard = broker.known, await broker.shards.home(tenant)
     if model in known.declared:
-        await broker.want_worker(model)
-    if (failure := (await known.failures()).get(model)) is not None:
+        await broker.request_worker(shard, model)
+    if (failure := await known.failure_in(shard, model)) is not None:
         return model_failed(model, failure)
     if model in known.declared:
-        start = await known.expected_start(model)
+        start = await known.expected_in(shard, model)
         return NotAnnounced(model, None if start is None else start.ready_in_s)
     return no_such_model(model, {*await known.models(), *known.declared})
 

@@ -24,7 +24,7 @@ async def prepare_call(
     `job` and `submission`: as Caller makes them. Raises ApiError, JobRefused."""
     card = await gateway.broker.known.card(job.model)
     if card is None:
-        raise await unknown_model_error(gateway.broker, job.model)
+        raise await unknown_model_error(gateway.broker, job.model, job.tenant)
     if card.flow is not None:
         return await _prepare_flow(gateway, card, body, job, submission)
     if isinstance(body, ChatBody | CompletionBody) and body.documents:

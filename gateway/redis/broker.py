@@ -13,14 +13,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from contract.api_keys import ApiKeys, Pepper
+from contract.batches import Batches
 from contract.byte_cache import ByteCache
-from contract.catalogue import clear_orphan, earlier_job, knows_key
+from contract.catalogue import clear_orphan, knows_key
 from contract.connection import SWEEP_PAUSE_S
 from contract.errors import (
     BatchwayError,
@@ -32,8 +32,8 @@ from contract.errors import (
     WireError,
 )
 from contract.events import LogEntry
+from contract.files import Files
 from contract.function_types import (
-    FleetSnapshot,
     JobPage,
     JobView,
     Quote,
@@ -42,14 +42,13 @@ from contract.function_types import (
     TenantLimits,
     Wanted,
     Watched,
-    merged,
 )
-from contract.functions import UNKNOWN_MS, refusal
 from contract.ids import in_partition, partition_of
 from contract.job_lists import JobLists
 from contract.jobs import Job, JobStatus, ObjectRef, StoredPrompt
+from contract.operations import Operations
 from contract.outbox import CallbackState, callback_state
-from contract.partitions import Home, Moved
+from contract.pauses import Line, Pause, PausedBy
 from contract.payloads import open_store
 from contract.payloads.encoding import decode_log, encode_prompts, with_prompts
 from contract.payloads.store import (
@@ -60,13 +59,6 @@ from contract.payloads.store import (
     response_key,
 )
 from contract.replays import replay_of
-from contract.spread import (
-    SpreadBatches,
-    SpreadFiles,
-    SpreadOperations,
-    SpreadOutbox,
-    SpreadPauses,
-)
 from contract.starts import ANY_LANE, Starts
 from gateway.http.errors import UnknownJob, readable
 from gateway.redis.hints import Cursor, Idle, Reset, is_end
@@ -88,7 +80,6 @@ SWEEP_EVERY_S = 1.0
 FIRST_LOOK_S = 0.02  # seconds until a new job's log is read if no hint arrives
 SAFE_LOOK_S = 0.2  # if the subscription existed this long after the submit, no hint was missed
 SOON_S = 0.005
-_MAX_MOVES = 5  # of a tenant during one call
 _RETRY_S = 1.0  # of a report that Redis has not answered
 _WANTED_S = 60.0  # for which a worker is wanted, beyond the cold start
 _FOR_WANT = {ErrorCode.NO_WORKERS, ErrorCode.DEADLINE_INFEASIBLE}  # of a worker, if none lives
@@ -104,7 +95,7 @@ class Payloads:
         self._min_bytes = min_bytes
         self._logs: ByteCache[tuple[ObjectRef, list[LogEntry]]] = ByteCache(_MAX_KEPT_BYTES)
 
-    async def outsourced(self, job: Job) -> Job:
+    async def offloaded(self, job: Job) -> Job:
         """Moves a job's long parts to the store. Returns the job as Redis will contain it."""
         if self.store is None:
             return job
@@ -175,18 +166,10 @@ class Broker:
     ) -> None:
         self._settings = settings
         self.clock = clock
-        self.shards = GatewayShards(settings, clock)
-        self._files = SpreadFiles(self.shards)
-        self._batches = SpreadBatches(self.shards)
-        self._operations = SpreadOperations(self.shards)
-        self.pauses = SpreadPauses(self.shards)
-        self.outbox = SpreadOutbox(self.shards)
-        first = self.shards.first  # has what is not a tenant's: models, keys, starts of workers
-        self._starts = Starts(first.client, first.keys)
+        self.shards = GatewayShards(settings)
+        first = self.shards.first  # has what is not a tenant's: models and keys
         self._followed: Counter[str] = Counter()  # the jobs that callers follow here
-        self.known = KnownModels(
-            first.call, first.client, first.keys, settings.declared_models, self._snapshot
-        )
+        self.known = KnownModels(self.shards, settings.declared_models)
         pepper = settings.key_pepper and Pepper(settings.key_pepper.encode())
         api_keys = ApiKeys(first.client, first.keys, pepper or None)
         self.key_ring = KeyRing(
@@ -203,94 +186,40 @@ class Broker:
         JobRefused."""
         if not limits.requests_per_min:
             return False
-
-        async def ask(shard: GatewayShard, home: Home) -> None:
-            await shard.call(lambda: shard.functions.enter(tenant, limits, home=home.version))
-
-        await self._at_home(tenant, ask)
+        shard = await self.shards.home(tenant)
+        await shard.call(lambda: shard.functions.enter(tenant, limits))
         return True
 
-    async def _at_home(self, tenant: str, ask: Callable[[GatewayShard, Home], Awaitable[T]]) -> T:
-        """Asks a tenant's home, and if it has moved the new one."""
-        for _ in range(_MAX_MOVES):
-            home = await self.shards.home(tenant)
-            try:
-                return await ask(self.shards.at(home.number), home)
-            except Moved:
-                await self.shards.forget(tenant)
-        raise BrokerUnavailable("the tenant's home changes all the time")
-
-    async def home_of(self, tenant: str) -> int:
-        """The partition in which a tenant's new jobs, files and batches are."""
-        return (await self.shards.home(tenant)).number
-
-    async def submit(
-        self, job: Job, submission: Submission, *, is_derived: bool = False
-    ) -> Submitted:
-        """Queues a job, under an id that names the partition in which its tenant lives. The calls
-        of a flow are where it is. `is_derived`: others may submit the same job. Raises JobRefused,
-        PayloadUnavailable."""
-        if job.parent:
-            shard = await self.shards.of(job.id)
-            return await self._submit_at(shard, Home(), job, submission)
-        is_known = is_derived or bool(submission.idempotency_key)
-
-        async def ask(shard: GatewayShard, home: Home) -> Submitted:
-            if is_known and (found := await self._former(home, job, submission)) is not None:
-                return found
-            placed = replace(job, id=in_partition(job.id, home.number)) if home.version else job
-            return await self._submit_at(shard, home, placed, submission)
-
-        return await self._at_home(job.tenant, ask)
-
-    async def _former(self, home: Home, job: Job, submission: Submission) -> Submitted | None:
-        """The same job, accepted in a former home of its tenant, which accepts no more."""
-        known = await self.shards.current()
-        for number in home.partitions[:-1]:
-            if number not in known.entries:
-                continue
-            shard, job_id = self.shards.at(number), in_partition(job.id, number)
-            names = job.tenant, submission.idempotency_key, job_id
-            found = await shard.call(partial(earlier_job, shard.client, shard.keys, *names))
-            if found is not None and found[1] in (None, submission.body_hash):
-                return Submitted(found[0], False)
-            if found is not None:
-                raise refusal(job, "idempotency_mismatch", "", UNKNOWN_MS, None)
-        return None
-
-    async def _submit_at(
-        self, shard: GatewayShard, home: Home, job: Job, submission: Submission
-    ) -> Submitted:
-        held = await self.payloads.outsourced(job)
-        terms = self._bounded(submission, home)
-        self.shards.note(job, submission)
+    async def submit(self, job: Job, submission: Submission) -> Submitted:
+        """Queues a job in its tenant's partition, which its id names then. The calls of a flow are
+        where it is. Raises JobRefused, PayloadUnavailable."""
+        shard = await self._shard_of(job)
+        placed = replace(job, id=in_partition(job.id, shard.number))
+        held = await self.payloads.offloaded(placed)
+        terms = await self._bounded(submission)
         try:
             submitted = await shard.call(lambda: shard.functions.submit(held, terms))
-        except Moved:
-            await self._discard(held)
-            raise
         except JobRefused as exc:
             await self._discard(held)
-            await self._note_refusal(job, exc)
-            await self.shards.note_refusal(shard.number, exc)
-            raise await self.known.explained(job.model, exc) from exc
-        if submitted.job_id != job.id:
+            await self._note_refusal(placed, exc)
+            raise await self.known.explained(placed.model, shard, exc) from exc
+        if submitted.job_id != placed.id:
             await self._discard(held)
         return submitted
 
-    def _bounded(self, submission: Submission, home: Home) -> Submission:
-        """The submission with its partition's part of the fleet's bounds."""
-        if not home.version:
-            return submission
-        share = self.shards.share(home.number)
-        tokens, s = submission.lane_bound_tokens, submission
-        limits = replace(s.limits, lane_share=min(1.0, s.limits.lane_share / share))
+    async def _shard_of(self, job: Job) -> GatewayShard:
+        """The partition of a new job."""
+        return await (self.shards.of(job.id) if job.parent else self.shards.home(job.tenant))
+
+    async def _bounded(self, submission: Submission) -> Submission:
+        """The submission with a partition's part of the fleet's bounds, which are equal. Those of a
+        tenant stay as they are."""
+        num, s = len(await self.shards.all()), submission
         return replace(
             s,
-            home=home.version,
-            limits=limits,  # a tenant's own room stays the same
-            lane_bound_tokens=max(1, int(tokens * share)) if tokens else 0,
-            max_stored_bytes=max(1, int(s.max_stored_bytes * share)) if s.max_stored_bytes else 0,
+            limits=replace(s.limits, lane_share=min(1.0, s.limits.lane_share * num)),
+            lane_bound_tokens=_part(s.lane_bound_tokens, num),
+            max_stored_bytes=_part(s.max_stored_bytes, num),
         )
 
     async def _discard(self, held: Job) -> None:
@@ -304,64 +233,46 @@ class Broker:
         if refusal is None or refusal.code not in _FOR_WANT:
             return
         with contextlib.suppress(BatchwayError):
-            if not await self.known.num_live_workers(job.model):
-                await self.want_worker(job.model, job.lane)
+            shard = await self.shards.of(job.id)
+            if not await self.known.num_live_in(shard, job.model):
+                await self.request_worker(shard, job.model, job.lane)
 
-    async def want_worker(self, model: str, lane: str = ANY_LANE) -> None:
+    async def request_worker(self, shard: GatewayShard, model: str, lane: str = ANY_LANE) -> None:
         """Asks for a worker for a refused call: starters of workers see waiting jobs only. A
         failure changes nothing."""
         wanted_s = self._settings.cold_start_s + _WANTED_S
+        starts = Starts(shard.client, shard.keys)
         with contextlib.suppress(BatchwayError):
-            await self.shards.first.call(lambda: self._starts.want(model, lane, wanted_s))
+            await shard.call(lambda: starts.want(model, lane, wanted_s))
 
     async def worker_wait(self, job: Job, status: JobStatus) -> WorkerWait | None:
         """The wait for a worker of a job with this status; None where it does not wait for one, or
         Redis does not answer: the job is accepted all the same."""
         with contextlib.suppress(BatchwayError):
-            return await self.known.worker_wait(job.model) if status is JobStatus.QUEUED else None
+            if status is JobStatus.QUEUED:
+                return await self.known.worker_wait(job.model, await self.shards.of(job.id))
         return None
 
     async def knows_key(self, tenant: str, idempotency_key: str) -> bool:
         """Whether a job was accepted under this Idempotency-Key."""
-        for shard in await self.shards.places(tenant):
-            known = partial(knows_key, shard.client, shard.keys, tenant, idempotency_key)
-            if await shard.call(known):
-                return True
-        return False
+        shard = await self.shards.home(tenant)
+        names = shard.client, shard.keys, tenant, idempotency_key
+        return await shard.call(lambda: knows_key(*names))
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        async def ask(shard: GatewayShard, home: Home) -> Quote:
-            bounded = self._bounded(submission, home)
-            return await shard.call(lambda: shard.functions.quote(job, bounded))
-
-        if job.parent:
-            quote = await ask(await self.shards.of(job.id), Home())
-        else:
-            quote = await self._at_home(job.tenant, ask)
-        await self._note_refusal(job, quote.refusal)
-        refused = quote.refusal and await self.known.explained(job.model, quote.refusal)
+        shard = await self._shard_of(job)
+        placed = replace(job, id=in_partition(job.id, shard.number))
+        terms = await self._bounded(submission)
+        quote = await shard.call(lambda: shard.functions.quote(placed, terms))
+        await self._note_refusal(placed, quote.refusal)
+        refused = quote.refusal and await self.known.explained(job.model, shard, quote.refusal)
         return replace(quote, refusal=refused)
 
-    async def _on_job(
-        self, job_id: str, tenant: str, call: Callable[[GatewayShard, str], Awaitable[T | None]]
-    ) -> T | None:
-        """What a call replies for a job; None where the tenant has no such job. Where the tenant
-        has moved, a job whose id others derive may be in each of its homes."""
-        own = await self.shards.of(job_id)
-        found = await own.call(lambda: call(own, job_id))
-        if found is not None or (await self.shards.current()).is_single:
-            return found
-        for shard in await self.shards.places(tenant):
-            if found is None and shard is not own:
-                other_id = in_partition(job_id, shard.number)
-                found = await shard.call(partial(call, shard, other_id))
-        return found
-
-    async def _on_known(
-        self, job_id: str, tenant: str, call: Callable[[GatewayShard, str], Awaitable[T | None]]
-    ) -> T:
-        """The same. Raises UnknownJob where the tenant has no such job."""
-        found = await self._on_job(job_id, tenant, call)
+    async def _on_job(self, job_id: str, ask: Callable[[GatewayShard], Awaitable[T | None]]) -> T:
+        """What a call replies for a job. Raises UnknownJob where it is None: the tenant has no such
+        job."""
+        shard = await self.shards.of(job_id)
+        found = await shard.call(lambda: ask(shard))
         if found is None:
             raise UnknownJob(job_id)
         return found
@@ -372,12 +283,13 @@ class Broker:
         """A job and a page of its log, from Redis or the object store. Raises UnknownJob,
         RecordUnreadable, PayloadError."""
 
-        async def ask(shard: GatewayShard, known_id: str) -> tuple[JobView, list[LogEntry]] | None:
-            terms = {"after": after, "max_events": max_events}
-            return await shard.functions.read(known_id, tenant, **terms)
-
         with readable("job"):
-            found = await self._on_known(job_id, tenant, ask)
+            found = await self._on_job(
+                job_id,
+                lambda shard: shard.functions.read(
+                    job_id, tenant, after=after, max_events=max_events
+                ),
+            )
         view, entries = found
         if view.result is None or not max_events or after >= view.next_number - 2:
             return found  # at most the End is missing
@@ -398,8 +310,7 @@ class Broker:
     async def watch(self, model: str, lanes: Sequence[str]) -> Watched:
         """The jobs that a model's workers hold and the tenants that wait. Raises BrokerUnavailable,
         WireError."""
-        shards = await self.shards.all()
-        found = [await s.call(partial(s.functions.watch, model, lanes)) for s in shards]
+        found = await self.shards.each(lambda shard: shard.functions.watch(model, lanes))
         return Watched(
             tuple(job for each in found for job in each.held),
             tuple(tenant for each in found for tenant in each.waiting),
@@ -407,23 +318,30 @@ class Broker:
             sum(each.num_dead_callbacks for each in found),
         )
 
-    async def _snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:
-        shards = await self.shards.all()
-        return merged([await s.call(partial(s.functions.snapshot, model, lanes)) for s in shards])
-
     async def drain(self, incarnation: str) -> bool:
         """Orders a worker to drain; False if there is none. Raises BrokerUnavailable."""
+        found = await self.shards.each(lambda shard: shard.functions.drain([incarnation]))
+        return any(is_there for [is_there] in found)
+
+    async def pause(self, line: Line, by: PausedBy) -> Pause:
+        """Pauses jobs, which holds in every partition. Raises TooManyPauses."""
+        return (await self.shards.each(lambda shard: shard.pauses.pause(line, by)))[0]
+
+    async def resume(self, line: Line, by: PausedBy) -> bool:
+        """Ends a pause; False where there is none. Raises PausedByOperator."""
+        return any(await self.shards.each(lambda shard: shard.pauses.resume(line, by)))
+
+    async def pauses(self) -> list[Pause]:
+        """All pauses, the oldest first. Raises WireError."""
         first = self.shards.first
-        [is_there] = await first.call(lambda: first.functions.drain([incarnation]))
-        return is_there
+        return await first.call(first.pauses.all)
 
     async def ask_operations(
-        self, ask: Callable[[SpreadOperations[GatewayShard]], Awaitable[T]]
+        self, shard: GatewayShard, ask: Callable[[Operations], Awaitable[T]]
     ) -> T:
-        """One call to operations on many jobs. Raises LeaseLost, OperationsFull,
-        RecordUnreadable."""
+        """One call to the operations of a partition. Raises LeaseLost, RecordUnreadable."""
         with readable("operation"):
-            return await ask(self._operations)
+            return await shard.call(lambda: ask(shard.operations))
 
     async def replay_of(self, job_id: str) -> tuple[Job, Submission] | None:
         """An ended job as a new one; None if its record has expired. Raises RecordUnreadable."""
@@ -431,33 +349,33 @@ class Broker:
             shard = await self.shards.of(job_id)
             return await shard.call(lambda: replay_of(shard.client, shard.keys, job_id))
 
-    async def ask_files(self, ask: Callable[[SpreadFiles[GatewayShard]], Awaitable[T]]) -> T:
-        """One call to the records of files. Raises RecordUnreadable."""
+    async def ask_files(self, shard: GatewayShard, ask: Callable[[Files], Awaitable[T]]) -> T:
+        """One call to the records of a partition's files. Raises RecordUnreadable."""
         with readable("file"):
-            return await ask(self._files)
+            return await shard.call(lambda: ask(shard.files))
 
-    async def ask_batches(self, ask: Callable[[SpreadBatches[GatewayShard]], Awaitable[T]]) -> T:
-        """One call to the records of batches. Raises LeaseLost, StatusChanged, RecordUnreadable."""
+    async def ask_batches(self, shard: GatewayShard, ask: Callable[[Batches], Awaitable[T]]) -> T:
+        """One call to the records of a partition's batches. Raises LeaseLost, StatusChanged,
+        RecordUnreadable."""
         with readable("batch"):
-            return await ask(self._batches)
+            return await shard.call(lambda: ask(shard.batches))
 
     async def callback_state(self, job_id: str, tenant: str) -> CallbackState | None:
         """The state of the job's callback; None if it has none. Raises RecordUnreadable."""
         with readable("callback"):
-            return await self._on_job(
-                job_id, tenant, lambda s, known: callback_state(s.client, s.keys, known, tenant)
+            shard = await self.shards.of(job_id)
+            return await shard.call(
+                lambda: callback_state(shard.client, shard.keys, job_id, tenant)
             )
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus:
         """Cancels a job and returns its status. Raises UnknownJob."""
-        return await self._on_known(
-            job_id, tenant, lambda shard, known: shard.functions.cancel(known, tenant)
-        )
+        return await self._on_job(job_id, lambda shard: shard.functions.cancel(job_id, tenant))
 
     async def list_jobs(self, tenant: str, wanted: Wanted, *, after: str, max_jobs: int) -> JobPage:
         """A tenant's jobs after the job `after`, youngest first; perhaps fewer than `max_jobs`.
         Raises UnknownJob if `after` is not in the list."""
-        shards = await self.shards.places(tenant)
+        shards = await self.shards.of_list(tenant)
         if after and (await self.shards.of(after)) not in shards:
             raise UnknownJob(after)
         lists = JobLists(shards, tenant, wanted)
@@ -475,17 +393,14 @@ class Broker:
     async def delete(self, job_id: str, tenant: str) -> JobStatus | None:
         """Deletes an ended job, or returns another one's status. Raises UnknownJob."""
 
-        async def ask(
-            shard: GatewayShard, known_id: str
-        ) -> tuple[GatewayShard, str, JobStatus | bool] | None:
-            found = await shard.functions.delete(known_id, tenant)
-            return None if found is False else (shard, known_id, found)
-
-        shard, known_id, status = await self._on_known(job_id, tenant, ask)
+        shard = await self.shards.of(job_id)
+        status = await shard.call(lambda: shard.functions.delete(job_id, tenant))
+        if status is False:
+            raise UnknownJob(job_id)
         if isinstance(status, JobStatus):
             return status
-        if await self.payloads.discard(known_id):
-            await shard.call(lambda: clear_orphan(shard.client, shard.keys, known_id))
+        if await self.payloads.discard(job_id):
+            await shard.call(lambda: clear_orphan(shard.client, shard.keys, job_id))
         return None
 
     async def detach(
@@ -493,19 +408,16 @@ class Broker:
     ) -> None:
         """Turns a call's job into one that needs no caller. Raises UnknownJob."""
         terms = {"deadline_s": deadline_s, "retention_s": retention_s}
-        await self._on_known(
-            job_id, tenant, lambda shard, known: shard.functions.detach(known, tenant, **terms)
-        )
+        await self._on_job(job_id, lambda shard: shard.functions.detach(job_id, tenant, **terms))
 
     async def reprioritise(
         self, job_id: str, tenant: str, *, lane: str, deadline_s: float | None
     ) -> JobStatus | None:
         """Changes a job's lane or deadline. The status if it has ended. Raises UnknownJob."""
-        status = await self._on_known(
+        status = await self._on_job(
             job_id,
-            tenant,
-            lambda shard, known: shard.functions.reprioritise(
-                known, tenant, lane=lane, deadline_s=deadline_s
+            lambda shard: shard.functions.reprioritise(
+                job_id, tenant, lane=lane, deadline_s=deadline_s
             ),
         )
         return status if isinstance(status, JobStatus) else None
@@ -619,21 +531,23 @@ class Broker:
         """Ends jobs past their deadlines and leases, at most once a second; ignores failures."""
         with contextlib.suppress(BrokerUnavailable):  # the breaker logs it
             shards = await self.shards.all()
-            await asyncio.gather(*(self._sweep(shard, len(shards) == 1) for shard in shards))
-            await self.shards.rebalance()
+            await asyncio.gather(*(self._sweep(shard) for shard in shards))
 
-    async def _sweep(self, shard: GatewayShard, is_only: bool) -> None:
+    async def _sweep(self, shard: GatewayShard) -> None:
         now_s = self.clock()
         if now_s - shard.swept_s < SWEEP_EVERY_S:
             return
         shard.swept_s = now_s
         try:
             await shard.call(shard.functions.sweep)
-            if not is_only:
-                await self.shards.lower_rests(shard)
         except BrokerFull:
             shard.swept_s = now_s + SWEEP_PAUSE_S - SWEEP_EVERY_S
         except BrokerUnavailable:
             return  # the breaker logs it
         except (CommandDenied, WireError) as exc:
             log.info("no sweep: %s", exc)
+
+
+def _part(bound: int, num_partitions: int) -> int:
+    """A partition's part of a bound; 0: there is none."""
+    return bound and max(1, bound // num_partitions)

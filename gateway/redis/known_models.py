@@ -7,24 +7,24 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 import msgspec
-import redis.asyncio
 from cachetools import LRUCache, TTLCache
 
 from contract.catalogue import Catalogue
 from contract.errors import BatchwayError, ErrorCode, JobRefused, WireError
-from contract.function_types import FleetSnapshot
-from contract.keys import Keys
+from contract.function_types import FleetSnapshot, merged
 from contract.library import max_memory
 from contract.model_cards import ModelCard
-from contract.starts import ExpectedStart, ModelFailure
+from contract.partitions import MAX_PARTITIONS
+from contract.starts import ExpectedStart, ModelFailure, Starts
 from gateway.http.errors import ApiError, ModelUnreadable
 from gateway.models.tokens import ModelTokenizer
-from gateway.redis.key_ring import Guard
+from gateway.redis.shards import GatewayShard, GatewayShards
 
 log = logging.getLogger("batchway.gateway")
 
@@ -60,24 +60,19 @@ class NotAnnounced(ApiError):
 class KnownModels:
     """The models that one gateway process knows."""
 
-    def __init__(
-        self,
-        call: Guard,
-        client: redis.asyncio.Redis,
-        keys: Keys,
-        declared: Sequence[str],
-        snapshot: Callable[[str, Sequence[str]], Awaitable[FleetSnapshot]],
-    ) -> None:
-        """`snapshot`: of a model and its lanes, over all partitions."""
+    def __init__(self, shards: GatewayShards, declared: Sequence[str]) -> None:
+        first = shards.first  # has the models; each partition has its own workers of them
         self.declared = declared  # somebody starts their workers, also the first
-        self._call = call
-        self._client = client
-        self._catalogue = Catalogue(client, keys)
-        self._snapshot = snapshot
+        self._shards = shards
+        self._call = first.call
+        self._client = first.client
+        self._catalogue = Catalogue(first.client, first.keys)
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
         self._is_used = False
-        self._num_workers: TTLCache[str, int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
-        self._failures: tuple[float, dict[str, ModelFailure]] = (-CATALOGUE_TTL_S, {})
+        self._num_workers: TTLCache[tuple[int, str], int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
+        self._reports: TTLCache[int, dict[str, ModelFailure]] = TTLCache(
+            MAX_PARTITIONS, CATALOGUE_TTL_S
+        )
         self._max_memory: tuple[float, int] | None = None  # when it was read (s), bytes
         self._tokenizers: LRUCache[str, ModelTokenizer] = LRUCache(MAX_TOKENIZERS)
         # one at a time, because loading takes several times the tokenizer's size
@@ -172,62 +167,87 @@ class KnownModels:
 
     async def num_live_workers(self, model: str) -> int:
         """The number of live workers of a model. A positive number may be a second old."""
-        if (known := self._num_workers.get(model)) is not None:
+        return sum([await self.num_live_in(shard, model) for shard in await self._shards.all()])
+
+    async def num_live_in(self, shard: GatewayShard, model: str) -> int:
+        """The same of one partition."""
+        if (known := self._num_workers.get((shard.number, model))) is not None:
             return known
+        catalogue = Catalogue(shard.client, shard.keys)
         try:
-            num_workers = await self._call(lambda: self._catalogue.num_live_workers(model))
+            num_workers = await shard.call(lambda: catalogue.num_live_workers(model))
         except WireError:  # `snapshots` reports it
             return 0
         if num_workers:
-            self._num_workers[model] = num_workers
+            self._num_workers[shard.number, model] = num_workers
         return num_workers
 
     async def failures(self) -> dict[str, ModelFailure]:
         """Returns the models without a live worker that cannot stay up, at most a second old. Some
         were never published."""
-        now_s = time.monotonic()
-        if now_s - self._failures[0] > CATALOGUE_TTL_S:
-            reported = await self._call(self._catalogue.starts.failures)
-            failed = {
-                model: failure
-                for model, failure in reported.items()
-                if not await self.num_live_workers(model)
-            }
-            self._failures = now_s, failed
-        return self._failures[1]
+        found = dict[str, ModelFailure]()
+        for shard in await self._shards.all():
+            for model, failure in (await self._reported(shard)).items():
+                if not await self.num_live_workers(model):
+                    found[model] = failure
+        return found
+
+    async def failure_in(self, shard: GatewayShard, model: str) -> ModelFailure | None:
+        """Why the model cannot stay up in a partition; None if it can, or a worker lives there."""
+        failure = (await self._reported(shard)).get(model)
+        return failure if failure and not await self.num_live_in(shard, model) else None
+
+    async def _reported(self, shard: GatewayShard) -> dict[str, ModelFailure]:
+        """The reports of a partition, at most a second old."""
+        if (known := self._reports.get(shard.number)) is not None:
+            return known
+        reports = await shard.call(Starts(shard.client, shard.keys).failures)
+        self._reports[shard.number] = reports
+        return reports
 
     async def expected_start(self, model: str) -> ExpectedStart | None:
-        """The model's next worker, if one was announced."""
+        """The model's next worker, in any partition, if one was announced."""
+        found = [await self.expected_in(shard, model) for shard in await self._shards.all()]
+        return min((each for each in found if each), key=lambda s: s.ready_in_s, default=None)
+
+    async def expected_in(self, shard: GatewayShard, model: str) -> ExpectedStart | None:
+        """The same of one partition."""
         with suppress(WireError):
-            return await self._call(lambda: self._catalogue.starts.expected(model))
+            return await shard.call(lambda: Starts(shard.client, shard.keys).expected(model))
         return None
 
-    async def worker_wait(self, model: str) -> "WorkerWait | None":
-        """What a waiting job of the model waits for beside its turn; None if a worker lives."""
-        if await self.num_live_workers(model):
+    async def worker_wait(self, model: str, shard: GatewayShard) -> WorkerWait | None:
+        """What a waiting job of the model waits for beside its turn; None if a worker lives in its
+        partition."""
+        if await self.num_live_in(shard, model):
             return None
-        start = await self.expected_start(model)
+        start = await self.expected_in(shard, model)
         return WorkerWait(None if start is None else start.ready_in_s)
 
     async def num_wanted(self) -> dict[str, int]:
         """How many workers there should be by model, where somebody decides that."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for model in sorted({*await self.models(), *self.declared}):
-            with suppress(WireError):
-                num = await self._call(partial(self._catalogue.starts.num_wanted, model))
-                found |= {} if num is None else {model: num}
+            for shard in await self._shards.all():
+                starts = Starts(shard.client, shard.keys)
+                with suppress(WireError):
+                    num = await shard.call(partial(starts.num_wanted, model))
+                    if num is not None:
+                        found[model] += num
         return found
 
-    async def explained(self, model: str, refused: JobRefused) -> JobRefused:
-        """The refusal; if there is no worker because the model cannot stay up, one that says so."""
+    async def explained(self, model: str, shard: GatewayShard, refused: JobRefused) -> JobRefused:
+        """The refusal; for want of a worker it says why, as far as that is known, and where."""
         if refused.code is not ErrorCode.NO_WORKERS:
             return refused
-        failure = (await self.failures()).get(model)
-        if failure is not None:
+        if (failure := await self.failure_in(shard, model)) is not None:
             return model_failed(model, failure)
-        if refused.retry_after_s is None and (start := await self.expected_start(model)):
-            refused.retry_after_s = start.ready_in_s  # announced in partition 0 alone
-        return refused
+        if (num := len(await self._shards.all())) == 1:
+            return refused
+        message = f"{refused.message} in partition {shard.number} of {num}, which is this tenant's"
+        return JobRefused(
+            refused.code, message, retry_after_s=refused.retry_after_s, rates=refused.rates
+        )
 
     async def max_memory_bytes(self) -> int:
         """The bytes that Redis may use, at most a minute old; 0: unknown."""
@@ -251,6 +271,9 @@ class KnownModels:
                     log.error("model left out of the metrics: %s model=%s", exc, name)
         self._spoiled = frozenset(spoiled)
         return found
+
+    async def _snapshot(self, model: str, lanes: Sequence[str]) -> FleetSnapshot:
+        return merged(await self._shards.each(lambda shard: shard.functions.snapshot(model, lanes)))
 
 
 def model_failed(name: str, failure: ModelFailure) -> JobRefused:

@@ -1,41 +1,29 @@
 """The partitions as one gateway calls them, each with a circuit breaker: a partition that does not
-answer stops no other one; and the bounds that they share."""
+answer stops no other one."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeVar
 
-from cachetools import LRUCache
-from msgspec.structs import replace
-
-from contract.connection import broker_errors, connect, now_ms, repeated
+from contract.connection import connect
 from contract.errors import (
     BrokerFull,
     BrokerReplica,
     BrokerUnavailable,
     BrokerUnfit,
     CommandDenied,
-    ErrorCode,
-    JobRefused,
-    WireError,
-    wire_errors,
 )
-from contract.function_types import Submission
-from contract.jobs import Job
 from contract.library import check_fitness, ensure_library
-from contract.partitions import MapChanged
 from contract.shards import Shard, Shards
-from contract.shares import PERIOD_S, rebalanced
 from gateway.redis.hints import Hints
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger("batchway.gateway")
 
 MAX_CALLS = 128  # concurrent calls of a partition, each on its own connection; others wait
-_MAX_BOUNDS = 1000  # of lanes of models, that a gateway remembers
 
 T = TypeVar("T")
 
@@ -129,62 +117,9 @@ class GatewayShard(Shard):
 
 
 class GatewayShards(Shards[GatewayShard]):
-    """All partitions of one gateway process. `clock`: monotonic seconds."""
+    """All partitions of one gateway process, which makes the namespace if it is not made."""
 
-    def __init__(self, settings: GatewaySettings, clock: Callable[[], float]) -> None:
-        super().__init__(lambda number: GatewayShard(settings, number), settings.partitions, clock)
-        self._bounds: LRUCache[tuple[str, str], int] = LRUCache(_MAX_BOUNDS)
-        self._max_bytes = 0
-        self._refusing: set[int] = set()
-        self._balanced_s = float("-inf")
-
-    def note(self, job: Job, submission: Submission) -> None:
-        """The fleet's bounds, as a submission names them."""
-        self._bounds[job.model, job.lane] = submission.lane_bound_tokens
-        self._max_bytes = submission.max_stored_bytes
-
-    async def note_refusal(self, number: int, refusal: JobRefused) -> None:
-        """A partition has refused a job: if for its part of a bound, that is to become larger."""
-        if refusal.limit == "lane_tokens" or refusal.code is ErrorCode.STORAGE_FULL:
-            self._refusing.add(number)
-            await self.rebalance()
-
-    async def rebalance(self) -> None:
-        """Shares the bounds out otherwise if the rule of contract/shares.py says so: one gateway of
-        all, once a period. Does nothing where a partition does not answer."""
-        if self._map.is_single or self._clock() - self._balanced_s < PERIOD_S:
-            return
-        self._balanced_s = self._clock()
-        with suppress(BrokerUnavailable, CommandDenied, WireError, MapChanged):
-            await self.refresh()
-            known, refusing = self._map, frozenset(self._refusing)
-            self._refusing.clear()
-            time_ms = await self.first.call(lambda: now_ms(self.first.client))
-            if time_ms - known.shared_ms < PERIOD_S * 1000:
-                return
-            used = {number: await self._used(self.at(number)) for number in known.numbers}
-            parts = rebalanced(known, used, refusing)
-            if parts is None:
-                return
-            entries = {n: replace(known.entries[n], share=part) for n, part in parts.items()}
-            await self.ask(0, lambda homes: homes.chart(known, entries, time_ms))
-            log.info("bounds shared out otherwise parts=%s", parts)
-            await self.refresh()
-
-    async def _used(self, shard: GatewayShard) -> float:
-        """How much of the fleet's bounds a partition uses: of the lane, or of the storage, of which
-        it uses most."""
-
-        async def read() -> list[bytes | None]:
-            with broker_errors(shard.client, "HGET"):
-                async with shard.client.pipeline(transaction=False) as pipe:
-                    pipe.hget(shard.keys.of("stored", "tenants"), "")
-                    for model, lane in bounds:
-                        pipe.hget(shard.keys.of("counters", model, lane), "queued_tokens")
-                    return list(await repeated(pipe.execute))
-
-        bounds = {names: bound for names, bound in self._bounds.items() if bound}
-        limits = [self._max_bytes, *bounds.values()]
-        with wire_errors("what waits in lanes"):
-            found = zip(await shard.call(read), limits, strict=True)
-            return max(0.0, *(int(value or 0) / limit for value, limit in found if limit), 0.0)
+    def __init__(self, settings: GatewaySettings) -> None:
+        super().__init__(
+            lambda number: GatewayShard(settings, number), settings.partitions, makes=True
+        )

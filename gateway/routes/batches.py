@@ -1,7 +1,7 @@
 """POST and GET /v1/batches; GET /v1/batches/{id}; POST /v1/batches/{id}/cancel."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -168,10 +168,12 @@ async def create_batch(
         metadata=body.metadata,
         output_lifetime_s=lifetime.seconds if lifetime else gateway.settings.file_lifetime_s,
     )
-    batch_id = new_batch_id(await gateway.broker.home_of(caller.tenant))
+    shard = await gateway.broker.shards.home(caller.tenant)
+    batch_id = new_batch_id(shard.number)
+    terms: dict[str, Any] = {"window_s": _WINDOW_S, "callback": callback}
     try:
         await gateway.broker.ask_batches(
-            lambda batches: batches.add(batch_id, asked, window_s=_WINDOW_S, callback=callback)
+            shard, lambda batches: batches.add(batch_id, asked, **terms)
         )
     except BatchesFull:
         message = f"{MAX_OPEN} batches of this tenant have not ended, and no more may be open"
@@ -183,7 +185,8 @@ async def _check_fed(gateway: ThisGateway) -> None:
     """Raises ApiError (503) if nobody would run the batch."""
     if gateway.settings.feeds_batches:
         return
-    if not await gateway.broker.ask_batches(lambda batches: batches.are_fed()):
+    first = gateway.broker.shards.first
+    if not await gateway.broker.ask_batches(first, lambda batches: batches.are_fed()):
         message = (
             "no gateway that runs batches was alive within the last hour: an operator must act"
         )
@@ -198,8 +201,9 @@ async def list_batches(
     after: Annotated[str, Query(description="the `last_id` of the page before")] = "",
 ) -> BatchList:
     """A page of the tenant's batches, youngest first."""
+    shard = await gateway.broker.shards.home(caller.tenant)
     found = await gateway.broker.ask_batches(
-        lambda batches: batches.page(caller.tenant, after=after, max_batches=limit + 1)
+        shard, lambda batches: batches.page(caller.tenant, after=after, max_batches=limit + 1)
     )
     if found is None:
         message = "after is no batch that is kept here: start at the first page"
@@ -217,8 +221,9 @@ async def get_batch(caller: JobsReader, gateway: ThisGateway, batch_id: str) -> 
 async def cancel_batch(caller: JobsWriter, gateway: ThisGateway, batch_id: str) -> BatchObject:
     """Ends a batch with what is finished; 409 if it is ending or has ended otherwise."""
     await _shown(gateway, caller.tenant, batch_id)
+    shard = await gateway.broker.shards.of(batch_id)
     status = await gateway.broker.ask_batches(
-        lambda batches: batches.cancel(batch_id, caller.tenant)
+        shard, lambda batches: batches.cancel(batch_id, caller.tenant)
     )
     if status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
         message = f"the batch cannot be cancelled any more: it is {status}"
@@ -230,7 +235,8 @@ async def _shown(gateway: ThisGateway, tenant: str, batch_id: str) -> BatchObjec
     """Raises ApiError (404)."""
     found = None
     if _BATCH_ID.fullmatch(batch_id):
-        found = await gateway.broker.ask_batches(lambda batches: batches.find(batch_id, tenant))
+        shard = await gateway.broker.shards.of(batch_id)
+        found = await gateway.broker.ask_batches(shard, lambda b: b.find(batch_id, tenant))
     if found is None:
         raise not_found("this batch", "batch_not_found")
     return batch_object(found)

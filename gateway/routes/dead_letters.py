@@ -52,15 +52,18 @@ async def list_dead_letters(
 ) -> DeadCallbacks:
     """The tenant's undelivered callback messages, youngest first."""
     before_ms = None if before is None else round(before * 1000)
-    outbox = gateway.broker.outbox
-    letters = await outbox.dead(caller.tenant, limit=limit, before_ms=before_ms)
+    shard = await gateway.broker.shards.home(caller.tenant)
+    letters = await shard.call(
+        lambda: shard.outbox.dead(caller.tenant, limit=limit, before_ms=before_ms)
+    )
     return DeadCallbacks(data=[_shown(letter) for letter in letters])
 
 
 @router.get("/v1/callbacks/dead/{job_id}", responses=answers(404))
 async def get_dead_letter(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> DeadCallback:
     """One job's undelivered callback message."""
-    letters = await gateway.broker.outbox.dead(caller.tenant, job_id=job_id)
+    shard = await gateway.broker.shards.of(job_id)
+    letters = await shard.call(lambda: shard.outbox.dead(caller.tenant, job_id=job_id))
     if not letters:
         raise _unknown()
     return _shown(letters[0])
@@ -71,12 +74,12 @@ async def replay_dead_letter(
     caller: JobsWriter, gateway: ThisGateway, job_id: JobId
 ) -> ReplayedCallback:
     """Delivers the message again, with the same id and a new count of attempts; 202."""
-    outbox = gateway.broker.outbox
+    shard = await gateway.broker.shards.of(job_id)
     if caller.terms.lanes:
-        letters = await outbox.dead(caller.tenant, job_id=job_id)
+        letters = await shard.call(lambda: shard.outbox.dead(caller.tenant, job_id=job_id))
         for letter in letters:  # one if the job has an undelivered message, else none
             caller.check_lane(letter.record.lane)
-    state = await outbox.replay(job_id, caller.tenant)
+    state = await shard.call(lambda: shard.outbox.replay(job_id, caller.tenant))
     if state is None:
         raise _unknown()
     if state is OutboxState.DELIVERED:

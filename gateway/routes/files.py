@@ -129,14 +129,16 @@ async def list_files(
     after: Annotated[str, Query(description="the `last_id` of the page before")] = "",
 ) -> FileList:
     """A page of the tenant's files."""
+    shard = await gateway.broker.shards.home(caller.tenant)
     found = await gateway.broker.ask_files(
+        shard,
         lambda files: files.page(
             caller.tenant,
             purpose=purpose or "",
             after=after,
             is_oldest_first=order == "asc",
             max_files=limit + 1,
-        )
+        ),
     )
     if found is None:
         message = "after is no file that is kept here: start at the first page"
@@ -197,7 +199,8 @@ async def get_content(
 async def delete_file(caller: JobsWriter, gateway: ThisGateway, file_id: str) -> DeletedFile:
     """Deletes a file. Batches that read it fail."""
     _check_id(file_id)
-    if not await gateway.broker.ask_files(lambda files: files.drop(file_id, caller.tenant)):
+    shard = await gateway.broker.shards.of(file_id)
+    if not await gateway.broker.ask_files(shard, lambda files: files.drop(file_id, caller.tenant)):
         raise no_such_file()
     await delete_objects(gateway, file_id)
     return DeletedFile(id=file_id)
@@ -206,7 +209,8 @@ async def delete_file(caller: JobsWriter, gateway: ThisGateway, file_id: str) ->
 async def known_file(gateway: Gateway, caller: Caller, file_id: str) -> StoredFile:
     """The tenant's file. Raises ApiError (404)."""
     _check_id(file_id)
-    file = await gateway.broker.ask_files(lambda files: files.find(file_id, caller.tenant))
+    shard = await gateway.broker.shards.of(file_id)
+    file = await gateway.broker.ask_files(shard, lambda files: files.find(file_id, caller.tenant))
     if file is None:
         raise no_such_file()
     return file
@@ -233,14 +237,15 @@ async def _stored(
     if num_bytes > most:
         raise ApiError(413, "body_too_large", f"the file has more than {most} bytes", param="file")
     filename = os.path.basename(upload.filename or "upload")[:MAX_FILENAME]
+    shard = await gateway.broker.shards.home(caller.tenant)
     file = StoredFile(
-        id=new_file_id(await gateway.broker.home_of(caller.tenant)),
+        id=new_file_id(shard.number),
         tenant=caller.tenant,
         num_bytes=num_bytes,
         purpose=purpose,
         filename=filename,
     )
-    await gateway.broker.ask_files(lambda files: files.begin(file.id))
+    await gateway.broker.ask_files(shard, lambda files: files.begin(file.id))
     await write_content(store, file.id, content)
     most = gateway.settings.max_tenant_file_bytes
     return file_object(await recorded(gateway, file, lifetime_s, most))

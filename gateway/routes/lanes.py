@@ -85,7 +85,7 @@ async def pause_lane(caller: JobsWriter, gateway: ThisGateway, asked: PauseBody)
     line, by = _line(caller, asked)
     await _check_names(gateway, line)
     try:
-        pause = await gateway.broker.pauses.pause(line, by)
+        pause = await gateway.broker.pause(line, by)
     except TooManyPauses:
         raise tenant_quota("tenants may have no more pauses: resume one first") from None
     return _shown(pause)
@@ -96,7 +96,7 @@ async def resume_lane(caller: JobsWriter, gateway: ThisGateway, asked: PauseBody
     """Ends the pause of the same names; 404 if there is none."""
     line, by = _line(caller, asked)
     try:
-        was_paused = await gateway.broker.pauses.resume(line, by)
+        was_paused = await gateway.broker.resume(line, by)
     except PausedByOperator:
         message = "an operator has paused this: a key with the scope 'admin' can resume it"
         raise ApiError(403, "missing_scope", message) from None
@@ -109,7 +109,7 @@ async def resume_lane(caller: JobsWriter, gateway: ThisGateway, asked: PauseBody
 @router.get("/v1/lanes/paused")
 async def list_pauses(caller: JobsReader, gateway: ThisGateway) -> PauseList:
     """What is paused, the oldest first: all for `admin`, else what holds the tenant's jobs."""
-    found = await gateway.broker.pauses.all()
+    found = await gateway.broker.pauses()
     is_admin = caller.has(Scope.ADMIN)
     own = [each for each in found if is_admin or each.line.tenant in ("", caller.tenant)]
     return PauseList(data=[_shown(each) for each in own])

@@ -2,13 +2,15 @@
 /v1/callbacks/dead/replay; GET /v1/operations; GET and POST …/cancel of one."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, Path
 from pydantic import BaseModel, Field, model_validator
 
+from contract import operation_parts
 from contract.api_keys import Scope
 from contract.function_types import TenantLimits, Wanted
+from contract.ids import in_partition
 from contract.jobs import PUBLIC_STATUSES
 from contract.operations import (
     MAX_OPEN,
@@ -20,7 +22,7 @@ from contract.operations import (
 )
 from gateway.files import tenant_quota
 from gateway.follow.job_objects import UnixSeconds
-from gateway.http.errors import MISSING, NO_RETRY, ApiError, not_found
+from gateway.http.errors import MISSING, NO_RETRY, ApiError, not_found, readable
 from gateway.http.handlers import answers
 from gateway.prepare.admission import (
     ALL_TENANTS,
@@ -140,12 +142,11 @@ async def _begin(
         metadata=asked.metadata or {},
     )
     limits = TenantLimits() if caller.has(Scope.ADMIN) else caller.limits
-    names = {"owner": caller.tenant, "tenant": tenant}
-    operation_id = new_operation_id()
+    terms: dict[str, Any] = {"owner": caller.tenant, "tenant": tenant, "limits": limits}
+    shards, new_id = gateway.broker.shards, new_operation_id()
     try:
-        await gateway.broker.ask_operations(
-            lambda operations: operations.add(operation_id, kind, wanted, limits=limits, **names)
-        )
+        with readable("operation"):
+            operation_id = await operation_parts.add(shards, new_id, kind, wanted, **terms)
     except OperationsFull:
         message = f"{MAX_OPEN} operations of this tenant have not ended, and no more may be open"
         raise tenant_quota(message) from None
@@ -166,9 +167,8 @@ OperationId = Annotated[str, Depends(operation_id_of)]
 @router.get("/v1/operations")
 async def list_operations(caller: JobsReader, gateway: ThisGateway) -> OperationList:
     """The tenant's operations of the last week, at most 100, youngest first."""
-    found = await gateway.broker.ask_operations(
-        lambda operations: operations.of_owner(caller.tenant)
-    )
+    with readable("operation"):
+        found = await operation_parts.of_owner(gateway.broker.shards, caller.tenant)
     return OperationList(data=[_shown(each) for each in found])
 
 
@@ -179,7 +179,9 @@ async def get_operation(
     """An operation's state and counts."""
     found = await _found(gateway, caller, operation_id)
     if found.state is OperationState.RUNNING and not gateway.settings.feeds_batches:
-        await work(gateway, operation_id)  # a function on Lambda works only while it answers
+        # A function on Lambda works only while it answers.
+        for shard in await gateway.broker.shards.of_list(found.tenant):
+            await work(gateway, shard, in_partition(operation_id, shard.number))
         found = await _found(gateway, caller, operation_id)
     return _shown(found)
 
@@ -190,7 +192,8 @@ async def stop_operation(
 ) -> OperationObject:
     """Ends an operation where it is; 409 if it has ended otherwise."""
     await _found(gateway, caller, operation_id)
-    state = await gateway.broker.ask_operations(lambda operations: operations.stop(operation_id))
+    with readable("operation"):
+        state = await operation_parts.stop(gateway.broker.shards, operation_id)
     if state is not None and state is not OperationState.CANCELLED:
         message = f"the operation has ended before: {state}"
         raise ApiError(409, "already_terminal", message, headers=NO_RETRY)
@@ -199,7 +202,8 @@ async def stop_operation(
 
 async def _found(gateway: Gateway, caller: Caller, operation_id: str) -> Operation:
     """Raises ApiError (404) also for another tenant's, but for an admin."""
-    found = await gateway.broker.ask_operations(lambda operations: operations.find(operation_id))
+    with readable("operation"):
+        found = await operation_parts.find(gateway.broker.shards, operation_id)
     if found is None or (found.owner != caller.tenant and not caller.has(Scope.ADMIN)):
         raise _unknown()
     return found

@@ -106,7 +106,7 @@ async def create_upload(
     lifetime = body.expires_after
     lifetime_s = lifetime.seconds if lifetime else gateway.settings.file_lifetime_s
     name = os.path.basename(body.filename) or "upload"
-    partition = await gateway.broker.home_of(caller.tenant)
+    partition = (await gateway.broker.shards.home(caller.tenant)).number
     upload = Upload.new(
         caller.tenant, body.bytes, name, file_lifetime_s=lifetime_s, partition=partition
     )
@@ -167,7 +167,8 @@ async def complete_upload(
     upload = await _known(gateway, caller, upload_id)
     parts = _checked_parts(upload.record, body, await asyncio.to_thread(store.sizes, upload_id))
     file = upload.file()
-    await gateway.broker.ask_files(lambda files: files.begin(upload.file().id))
+    shard = await gateway.broker.shards.of(file.id)
+    await gateway.broker.ask_files(shard, lambda files: files.begin(upload.file().id))
     joined = Joined(store, [(key_of(upload_id, name), num_bytes) for name, num_bytes in parts])
     await asyncio.to_thread(store.write, content_key(file.id), joined.buffered())
     if body.md5 is not None and body.md5.lower() != joined.md5:
@@ -206,7 +207,8 @@ def _checked_parts(
 
 
 async def _forget(gateway: Gateway, caller: Caller, upload_id: str) -> None:
-    await gateway.broker.ask_files(lambda files: files.drop(upload_id, caller.tenant))
+    shard = await gateway.broker.shards.of(upload_id)
+    await gateway.broker.ask_files(shard, lambda files: files.drop(upload_id, caller.tenant))
     await delete_objects(gateway, upload_id)
 
 
@@ -214,8 +216,9 @@ async def _known(gateway: Gateway, caller: Caller, upload_id: str) -> Upload:
     """The tenant's upload. Raises ApiError (404)."""
     found = None
     if _ID.fullmatch(upload_id):
+        shard = await gateway.broker.shards.of(upload_id)
         found = await gateway.broker.ask_files(
-            lambda files: files.find_upload(upload_id, caller.tenant)
+            shard, lambda files: files.find_upload(upload_id, caller.tenant)
         )
     if found is None:
         raise not_found("this upload", "upload_not_found")
@@ -227,7 +230,8 @@ async def _file_of(gateway: Gateway, caller: Caller, upload_id: str) -> StoredFi
     if not _ID.fullmatch(upload_id):
         return None
     file_id = file_of_upload(upload_id)
-    return await gateway.broker.ask_files(lambda files: files.find(file_id, caller.tenant))
+    shard = await gateway.broker.shards.of(file_id)
+    return await gateway.broker.ask_files(shard, lambda files: files.find(file_id, caller.tenant))
 
 
 def _shown(

@@ -23,6 +23,7 @@ from gateway.http.errors import ApiError, RecordUnreadable, UnknownJob
 from gateway.prepare.admission import bound_of, stored_bounds
 from gateway.prepare.job_bodies import check_secret
 from gateway.prepare.vectors import vector_bytes
+from gateway.redis.shards import GatewayShard
 from gateway.runners.submission import check_first_calls
 from gateway.state import Gateway
 
@@ -37,39 +38,42 @@ class _NoRoom(Exception):
     """A job is refused for now."""
 
 
-async def run_operations(gateway: Gateway) -> None:
-    """Works until cancelled."""
+async def run_operations(gateway: Gateway, shard: GatewayShard) -> None:
+    """Works on the operations of a partition until cancelled."""
     while True:
         has_worked = False
         if not gateway.drain.has_begun:
             with contextlib.suppress(BatchwayError):  # the breaker logs that Redis is down
-                has_worked = await work(gateway)
+                has_worked = await work(gateway, shard)
         await asyncio.sleep(0 if has_worked else gateway.settings.poll_s)
 
 
-async def work(gateway: Gateway, only: str = "") -> bool:
-    """Works for about a second on one operation that no other gateway holds; `only`: on this.
-    Returns whether there is more to do at once. Raises BatchwayError."""
+async def work(gateway: Gateway, shard: GatewayShard, only: str = "") -> bool:
+    """Works for about a second on one operation of a partition that no other gateway holds; `only`:
+    on this. Returns whether there is more to do at once. Raises BatchwayError."""
     ask, token = gateway.broker.ask_operations, secrets.token_hex(8)
-    operation_id = await ask(lambda o: o.take(token, lease_s=LEASE_S, only=only))
+    operation_id = await ask(shard, lambda o: o.take(token, lease_s=LEASE_S, only=only))
     if operation_id is None:
         return False
-    operation = await ask(lambda o: o.find(operation_id))
+    operation = await ask(shard, lambda o: o.find(operation_id))
     if operation is None:
         return False
-    run = _Run(gateway, operation, token)
+    run = _Run(gateway, shard, operation, token)
     try:
         return await run.advance()
     finally:
         with contextlib.suppress(BatchwayError):  # then the lease lapses
-            await ask(lambda o: o.give_back(operation_id, token))
+            await ask(shard, lambda o: o.give_back(operation_id, token))
 
 
 class _Run:
     """An operation that this gateway holds."""
 
-    def __init__(self, gateway: Gateway, operation: Operation, token: str) -> None:
+    def __init__(
+        self, gateway: Gateway, shard: GatewayShard, operation: Operation, token: str
+    ) -> None:
         self._gateway = gateway
+        self._shard = shard
         self._operation = operation
         self._token = token
 
@@ -103,13 +107,14 @@ class _Run:
         """Raises LeaseLost."""
         most = _REPLAYS if self._operation.kind == "replay" else MAX_STEP_JOBS
         return await self._gateway.broker.ask_operations(
+            self._shard,
             lambda operations: operations.step(
                 self._operation.id,
                 self._token,
                 lease_s=LEASE_S,
                 reported=reported,
                 max_jobs=most if max_jobs is None else max_jobs,
-            )
+            ),
         )
 
     async def _end_calls(self, step: Step) -> None:
@@ -146,7 +151,7 @@ class _Run:
             job, submission = await self._prepared(*found)
             if job.flow is not None:
                 await check_first_calls(self._gateway, job, submission)
-            await self._gateway.submit(job, submission, is_derived=True)
+            await self._gateway.submit(job, submission)
         except (BrokerUnavailable, PayloadUnavailable):
             raise
         except JobRefused as exc:

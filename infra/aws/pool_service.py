@@ -26,12 +26,11 @@ from typing import Any
 import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
-from contract.connection import broker_errors, now_ms, redis_url_of
+from contract.connection import broker_errors, connect, now_ms, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.pauses import Line, Pauses
-from contract.shards import OpenShards
 from contract.starts import ANY_LANE, Starts
 from contract.telemetry.metrics import embedded_line
 from infra.aws.pool_metrics import FleetLines
@@ -87,19 +86,12 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class PoolWatch:
-    """Reads the pool's state. Every method raises BrokerUnavailable. `shards`: the partitions;
-    None: there is one."""
+    """Reads the pool's state in its partition. Every method raises BrokerUnavailable."""
 
     client: redis.asyncio.Redis
     keys: Keys
     model: str
     lanes: Sequence[str]
-    shards: OpenShards | None = None
-
-    async def _places(self) -> list[tuple[redis.asyncio.Redis, Keys]]:
-        if self.shards is None:
-            return [(self.client, self.keys)]
-        return [(shard.client, shard.keys) for shard in await self.shards.all()]
 
     async def _queued_tokens(self, lane: str, pauses: Sequence[Line]) -> int:
         """What waits in a lane for workers: not what is paused."""
@@ -107,15 +99,12 @@ class PoolWatch:
         tenants = {line.tenant for line in own if line.lane in ("", lane)}
         if "" in tenants:
             return 0
-        num_tokens = 0
-        for client, keys in await self._places():
-            key = keys.of("counters", self.model, lane)
-            waiting = int(await client.hget(key, "queued_tokens") or 0)
-            for tenant in tenants:
-                key = keys.of("line", self.model, lane, tenant)
-                waiting -= int(await client.hget(key, "tokens") or 0)
-            num_tokens += max(0, waiting)
-        return num_tokens
+        key = self.keys.of("counters", self.model, lane)
+        num_tokens = int(await self.client.hget(key, "queued_tokens") or 0)
+        for tenant in tenants:
+            key = self.keys.of("line", self.model, lane, tenant)
+            num_tokens -= int(await self.client.hget(key, "tokens") or 0)
+        return max(0, num_tokens)
 
     async def look(self) -> PoolState:
         since_ms = await now_ms(self.client) - int(WORKER_TTL_S * 1000)
@@ -127,16 +116,12 @@ class PoolWatch:
             )
             incarnations = tuple(name.decode() for name in names)
             seen = [await self._worker(name) for name in incarnations]
-            # A worker tells each partition what that may count on, together its whole rate at most.
-            rate = 0.0
-            for client, keys in await self._places():
-                part: Any = await client.hget(keys.of("pool", self.model), "tokens_per_s")
-                rate = max(rate, float(part or 0))
+            rate = await self.client.hget(self.keys.of("pool", self.model), "tokens_per_s")
         starts = Starts(self.client, self.keys)
         lanes = (*self.lanes, ANY_LANE)
         wishes = [await starts.is_wanted(self.model, lane) for lane in lanes]
         workers = tuple(worker for worker in seen if worker is not None)
-        return PoolState(queued, workers, rate or None, incarnations, any(wishes))
+        return PoolState(queued, workers, float(rate or 0) or None, incarnations, any(wishes))
 
     async def _worker(self, incarnation: str) -> ReadyWorker | None:
         raw: Any = await self.client.hgetall(self.keys.of("worker", incarnation))
@@ -145,9 +130,7 @@ class PoolWatch:
         info = json.loads(raw.get(b"info") or b"{}")
         num_blocks = info.get("num_blocks") or 0
         used = num_blocks - info.get("num_free_blocks", num_blocks)
-        num_jobs = 0
-        for client, keys in await self._places():
-            num_jobs += int(await client.scard(keys.of("own", incarnation)))
+        num_jobs = int(await self.client.scard(self.keys.of("own", incarnation)))
         return ReadyWorker(incarnation, num_jobs, used / num_blocks if num_blocks else 0.0)
 
 
@@ -376,16 +359,14 @@ def emitter_of(given: argparse.Namespace) -> Callable[[str], object]:
 
 
 async def serve(
-    given: argparse.Namespace, client_of: Callable[[str], Any], redis_url: str, namespace: str
+    given: argparse.Namespace, client_of: Callable[[str], Any], redis_url: str, keys: Keys
 ) -> None:
     """Runs until cancelled. Raises ValueError. `client_of` creates boto3's client of a service."""
     policy, workforce = policy_of(given), workforce_of(given, client_of)
-    async with OpenShards(redis_url, namespace) as shards:
-        first = shards.first
-        lanes = tuple(policy.wait_targets_s)
-        watch = PoolWatch(first.client, first.keys, given.model_name, lanes, shards)
-        emit = emitter_of(given)
-        await PoolService(policy, watch, first.functions, workforce, emit=emit).run()
+    async with connect(redis_url, keys) as client:
+        watch = PoolWatch(client, keys, given.model_name, tuple(policy.wait_targets_s))
+        functions, emit = Functions(client, keys), emitter_of(given)
+        await PoolService(policy, watch, functions, workforce, emit=emit).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -399,7 +380,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     namespace = os.environ.get("BATCHWAY_NAMESPACE") or "default"
     try:
-        asyncio.run(serve(given, _client_of, url, namespace))
+        keys = Keys(namespace, int(os.environ.get("BATCHWAY_PARTITION") or 0))
+        asyncio.run(serve(given, _client_of, url, keys))
     except ValueError as exc:
         print(exc, file=sys.stderr)
         return 2

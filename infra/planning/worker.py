@@ -22,7 +22,7 @@ from workers.supervisor.claims import Claims
 from workers.supervisor.drain import Drain
 from workers.supervisor.held_job import Choice, HeldJob
 from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.worker_broker import AllPartitions
+from workers.supervisor.worker_broker import WorkerBroker
 
 if TYPE_CHECKING:
     from workers.ipc.channel import EngineClient
@@ -102,7 +102,7 @@ class Worker:
         settings = WorkerSettings(redis_url="", served_model_name=MODEL, engine=fleet.options)
         self.settings = settings
         self.name = f"worker-{number}"
-        self.broker = AllPartitions(settings, self.name, now_s, queue.client)
+        self.broker = WorkerBroker(settings, self.name, now_s, queue.client)
         self.link = EngineLink(fleet.options)
         self.holding = Holding(self.link)
         self.claims = Claims(settings, self.broker, self.holding, now_s)

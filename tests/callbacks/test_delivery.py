@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from msgspec.structs import replace
 from standardwebhooks import Webhook
 
 from contract.callbacks import Callback, CallbackKind, Secrets
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append
 from contract.functions import Functions
+from contract.ids import in_partition, partition_of
 from contract.jobs import FinishReason, Job, JobStatus
 from contract.keys import Keys
 from contract.outbox import DeadLetter, Outbox
+from contract.partitions import made_number
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.callbacks_process import quick_settings
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
@@ -50,10 +53,16 @@ def to_url(url: str, **options: Any) -> Callback:
 
 
 async def ended_job(
-    functions: Functions, callback: Callback, text: str = "said", *, tenant: str = "t"
+    functions: Functions,
+    callback: Callback,
+    text: str = "said",
+    *,
+    tenant: str = "t",
+    partition: int = 0,
 ) -> Job:
     """A job that ran on a worker and succeeded with one token."""
     job = make_job(tenant)
+    job = replace(job, id=in_partition(job.id, partition))
     await functions.submit(job, make_submission(callback=callback))
     [claimed] = await claim(functions)
     delta = ChoiceDelta(0, 0, (7,), text, FinishReason.STOP)
@@ -92,6 +101,19 @@ async def test_a_callback_is_signed_and_thin(
     assert data["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
     assert data["result_url"] == f"/v1/jobs/{job.id}"
     assert "said" not in json.dumps(message.body)
+
+
+async def test_messages_of_all_partitions_are_delivered(
+    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+) -> None:
+    """By one process, which began before the namespace was made."""
+    async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
+        await made_number(redis_client, Keys("test"), 3)
+        for number in range(3):
+            functions = Functions(redis_client, Keys("test", number))
+            await ended_job(functions, to_url(receiver.url("/")), partition=number)
+        await receiver.until(lambda: len(receiver.messages) == 3)
+    assert {partition_of(message.body["data"]["id"]) for message in receiver.messages} == {0, 1, 2}
 
 
 async def test_a_full_message_contains_the_output(

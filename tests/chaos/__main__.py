@@ -43,7 +43,7 @@ def main() -> int:
         batch_lines=options.batches,
     )
     if options.cluster:
-        fleet = FleetOptions(num_partitions=4, awaits=options.cluster == "awaited")
+        fleet = FleetOptions(num_workers=5, num_partitions=4, awaits=options.cluster == "awaited")
         campaign = replace(campaign, fleet=fleet)
     if options.model == "vllm":  # whose next start needs the cores more than callers do
         campaign = replace(campaign, callers=FEW_CALLERS)

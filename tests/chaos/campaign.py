@@ -195,7 +195,7 @@ async def _disturb(options: CampaignOptions, callers: Callers, injector: Injecto
 async def _rest(fleet: Fleet) -> None:
     """I14: without faults every job ends, and every callback is delivered. Returns when this is
     done or the time limit has passed."""
-    for keys in await fleet.all_keys():
+    for keys in fleet.all_keys():
         async with connect(fleet.redis_url, keys) as client:
 
             async def is_at_rest() -> bool:
@@ -219,7 +219,7 @@ async def _reckon(
     async with contextlib.AsyncExitStack() as stack:
         places = [
             (keys, await stack.enter_async_context(connect(fleet.redis_url, keys)))
-            for keys in await fleet.all_keys()
+            for keys in fleet.all_keys()
         ]
         for keys, client in places:
             has_key |= await _jobs_of(options, ledger, callers.oracle, client, keys)

@@ -1,18 +1,14 @@
-"""The campaign's cluster: three primaries with a replica each, which take over; partitions are
-added and drained, tenants moved.
+"""The campaign's cluster: three primaries with a replica each, which take over.
 
 Each server is reached through a port in front of it, which it announces: there a replica is held
 up before its primary is killed, so that a kill loses writes. With `awaits` a reply passes once the
 replica has all that was written before it, as in services that log each write in two zones;
 without, at once. Servers keep nothing on disk: one that was killed starts again, empty, as a
 replica.
-
-Over 300 lines: the servers and the ports in front of them, which act together in a failover.
 """
 
 import asyncio
 import random
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -21,12 +17,10 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from contract.connection import end_tasks
+from contract.connection import connect, end_tasks
 from contract.errors import BrokerUnavailable
 from contract.keys import Keys
-from contract.partitions import PartitionMap, open_partitions
-from contract.shards import OpenShards
-from infra.partitions_command import EXIT_LEFT
+from contract.partitions import made_number
 from tests.chaos.ledger import Cut
 from tests.chaos.proxy import Link
 from tests.cluster import NUM_SLOTS, Node, RedisCluster, slot_of, until
@@ -34,10 +28,6 @@ from tests.cluster import NUM_SLOTS, Node, RedisCluster, slot_of, until
 MAX_LAG_S = 0.5  # of a replica
 REST_S = 3.0  # between two failovers: each grants leases a grace
 NUM_SHARDS = 3
-_MAX_PARTITIONS = 8  # those included that are drained: their jobs are kept
-_MIN_ACTIVE = 2
-_COMMAND_TIMEOUT_S = 150.0  # repeats included
-_KILL_RATE = 0.3  # of commands, while they run
 
 
 class EntryLink(Link):
@@ -143,7 +133,7 @@ class ChaosCluster:
         self._awaits = awaits
         self._cluster = RedisCluster()
         self._shards: list[Shard] = []
-        self._busy: set[str] = set()
+        self._is_busy = False
         self._open = AsyncExitStack()
         self.entry = self.new_entry()
 
@@ -171,9 +161,8 @@ class ChaosCluster:
         for shard in self._shards:  # replicas come again, through the links
             shard.primary.run("CLIENT", "KILL", "TYPE", "replica")
         await asyncio.to_thread(until, self._cluster.is_whole)
-        opened = OpenShards(self.entry.url, self._namespace)
-        self.shards = await self._open.enter_async_context(opened)
-        await open_partitions(self.shards.ask, self._num_partitions)
+        async with connect(self.entry.url, Keys(self._namespace)) as client:
+            await made_number(client, Keys(self._namespace), self._num_partitions)
 
     async def close(self) -> None:
         await self._open.aclose()
@@ -182,38 +171,28 @@ class ChaosCluster:
         self._cluster.__exit__()
 
     def is_struck(self, cut: Cut, partition: int) -> bool:
-        """Whether a cut may have struck what a partition holds, or the homes of its tenants."""
-        tags = (Keys(self._namespace, number).tag for number in (0, partition))
-        return cut.shard in [shard_of(tag) for tag in tags]
+        """Whether a cut may have struck what a partition holds."""
+        return cut.shard == shard_of(Keys(self._namespace, partition).tag)
 
     # --- servers ------------------------------------------------------------------------------
 
     async def kill_primary(self) -> bool:
-        return await self._alone("servers", self._kill_primary)
+        return await self._alone(self._kill_primary)
 
     async def promote_replica(self) -> bool:
-        return await self._alone("servers", self._promote_replica)
+        return await self._alone(self._promote_replica)
 
-    async def add_partition(self) -> bool:
-        return await self._alone("partitions", self._add_partition)
-
-    async def drain_partition(self) -> bool:
-        return await self._alone("partitions", self._drain_partition)
-
-    async def move_tenant(self) -> bool:
-        return await self._alone("partitions", self._move_tenant)
-
-    async def _alone(self, place: str, fault: Callable[[], Awaitable[bool]]) -> bool:
-        """False without an effect if another fault is under way there, or nobody answers."""
-        if place in self._busy:
+    async def _alone(self, fault: Callable[[], Awaitable[bool]]) -> bool:
+        """False without an effect if another fault is under way, or nobody answers."""
+        if self._is_busy:
             return False
-        self._busy.add(place)
+        self._is_busy = True
         try:
             return await fault()
         except BrokerUnavailable:
             return False
         finally:
-            self._busy.discard(place)
+            self._is_busy = False
 
     async def _kill_primary(self) -> bool:
         """kill -9, with the replica behind. The server returns as its successor's replica."""
@@ -259,57 +238,6 @@ class ChaosCluster:
         """Waits until the replica has what its primary has, and both know the cluster whole."""
         await asyncio.to_thread(until, lambda: _has_followed(shard))
         await asyncio.sleep(REST_S)
-
-    # --- partitions ---------------------------------------------------------------------------
-
-    async def _add_partition(self) -> bool:
-        if len((await self.known()).entries) >= _MAX_PARTITIONS:
-            return False
-        return await self._command(0, "add")
-
-    async def _drain_partition(self) -> bool:
-        active = _active(await self.known())
-        if len(active) <= _MIN_ACTIVE:
-            return False
-        return await self._command(EXIT_LEFT, "drain", self._rng.choice(active[1:]))
-
-    async def _move_tenant(self) -> bool:
-        homes = await self.shards.ask(0, lambda homes: homes.tenants())
-        if not homes:
-            return False
-        tenant = self._rng.choice(sorted(homes))
-        places = {*_active(await self.known())} - {homes[tenant].number}
-        return await self._command(0, "move", tenant, self._rng.choice(sorted(places)))
-
-    async def known(self) -> PartitionMap:
-        return await self.shards.ask(0, lambda homes: homes.map())
-
-    async def _command(self, wanted: int, *words: object) -> bool:
-        """`batchway partitions`, repeated until it has done its work; sometimes it is killed."""
-        shared = (f"--redis-url={self.entry.url}", f"--namespace={self._namespace}")
-        command = [sys.executable, "-m", "infra", "partitions", *map(str, words), *shared]
-        async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-            while True:
-                process = await asyncio.create_subprocess_exec(
-                    *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-                )
-                try:
-                    if self._rng.random() < _KILL_RATE:
-                        async with asyncio.timeout(self._rng.uniform(0.5, 2.0)):
-                            await process.wait()
-                    status = await process.wait()
-                except TimeoutError:
-                    continue
-                finally:
-                    if process.returncode is None:
-                        process.kill()
-                        await process.wait()
-                if status in (0, wanted):
-                    return True
-
-
-def _active(known: PartitionMap) -> list[int]:
-    return [n for n in known.numbers if known.entries[n].state == "active"]
 
 
 def _names(node: Node) -> set[int]:

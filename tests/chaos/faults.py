@@ -25,9 +25,8 @@ from tests.chaos.seats import LEASE_S, Seat, WorkerSeat
 
 ENGINE_CORE = "engine core kill -9"  # of vLLM only
 REDIS_FAILOVER = "redis failover"
-CHANGES = ("partition added", "partition drained", "tenant moved")
 FAILOVERS = ("primary kill -9", "replica promoted")
-_ONLY_BY_NAME = (ENGINE_CORE, REDIS_FAILOVER, *FAILOVERS, *CHANGES)
+_ONLY_BY_NAME = (ENGINE_CORE, REDIS_FAILOVER, *FAILOVERS)
 _MAX_AT_ONCE = 4
 _REDIS_REST_S = 3.0  # between two faults of Redis: each of its restarts grants leases a grace
 _STRIKE_TIMEOUT_S = 3.0  # for a doomed link to be used
@@ -290,9 +289,6 @@ _KINDS: dict[str, tuple[float, Callable[[Injector], Awaitable[bool]]]] = {
     REDIS_FAILOVER: (1, Injector.fail_over),
     "primary kill -9": (10, lambda i: i.at_cluster(ChaosCluster.kill_primary)),
     "replica promoted": (6, lambda i: i.at_cluster(ChaosCluster.promote_replica)),
-    "partition added": (3, lambda i: i.at_cluster(ChaosCluster.add_partition)),
-    "partition drained": (3, lambda i: i.at_cluster(ChaosCluster.drain_partition)),
-    "tenant moved": (8, lambda i: i.at_cluster(ChaosCluster.move_tenant)),
     "redis memory full": (1, Injector.fill_redis),
     "reply lost": (5, Injector.lose_reply),
     "reply cut": (4, Injector.cut_reply),
@@ -305,6 +301,5 @@ _OF_PROCESSES = ("worker ", "engine ", "gateway ", "callbacks ")
 CLUSTER_KINDS = (
     *(kind for kind in KINDS if kind.startswith(_OF_PROCESSES) and kind != ENGINE_CORE),
     *FAILOVERS,
-    *CHANGES,
 )
 VLLM_KINDS = tuple(kind for kind in KINDS if kind == ENGINE_CORE or kind not in _ONLY_BY_NAME)

@@ -39,7 +39,9 @@ class FleetOptions:
     hash_model: HashModelOptions = HASH_MODEL
     mistake: Mistake = Mistake.NONE  # planted in every process
     models: str = ""  # the text of models.yaml; "": none
-    num_partitions: int = 0  # on a cluster of three shards; 0: one server
+    num_partitions: int = (
+        0  # on a cluster of three shards, at most as many as workers; 0: one server
+    )
     awaits: bool = False  # whether the cluster answers once a replica has a write
 
 
@@ -100,10 +102,10 @@ class Fleet:
         await self._make_api_keys()
         for number in range(self._options.num_workers):
             place = await self._place(f"worker-{number}", lifeline_fd)
+            partition = number % (self._options.num_partitions or 1)
+            settings = {**self._options.worker, "partition": partition}
             self.workers.append(
-                WorkerSeat(
-                    place, settings=self._options.worker, hash_model=self._options.hash_model
-                )
+                WorkerSeat(place, settings=settings, hash_model=self._options.hash_model)
             )
         for number in range(self._options.num_gateways):
             place = await self._place(f"gateway-{number}", lifeline_fd)
@@ -120,11 +122,11 @@ class Fleet:
         """For observers."""
         return self.redis.url if self.cluster is None else self.cluster.entry.url
 
-    async def all_keys(self) -> list[Keys]:
+    def all_keys(self) -> list[Keys]:
         """Of all partitions."""
         if self.cluster is None:
             return [Keys(NAMESPACE)]
-        return [Keys(NAMESPACE, number) for number in (await self.cluster.known()).numbers]
+        return [Keys(NAMESPACE, number) for number in range(self._options.num_partitions)]
 
     async def _make_api_keys(self) -> None:
         """In a cluster callers are of several tenants."""

@@ -32,7 +32,6 @@ from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.operations import OperationKind, Operations, new_operation_id
 from contract.outbox import Outbox, Taken
-from contract.partitions import Homes
 from contract.pauses import Line, Pauses
 from infra.embedded_redis import EmbeddedRedis
 from workers.callbacks.service import MAX_TAKEN
@@ -91,7 +90,7 @@ async def at_once(calls: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 class CrowdedRedis:
-    """The state. `home`: version of the tenants' homes, once there is a map of partitions."""
+    """The state."""
 
     def __init__(self, server: EmbeddedRedis) -> None:
         self.rng = random.Random(1)
@@ -101,10 +100,9 @@ class CrowdedRedis:
         self.client = connect(server.url, self.keys, command_timeout_s=60.0)
         self.meter = Meter(self.client, server.pid)
         where = self.client, self.keys
-        self.functions, self.outbox, self.homes = Functions(*where), Outbox(*where), Homes(*where)
+        self.functions, self.outbox = Functions(*where), Outbox(*where)
         self.batches, self.files = Batches(*where), Files(*where)
         self.operations, self.pauses = Operations(*where), Pauses(*where)
-        self.home = 0
         self.open = TENANTS  # those that submit jobs
         self.held: list[Claimed] = []  # by HOLDER, with short logs
         self.long: list[Claimed] = []  # by HOLDER, with long ones
@@ -161,7 +159,6 @@ class CrowdedRedis:
             "limits": LIMITS,
             "lane_bound_tokens": 10**9,
             "metadata": {"team": "a", "run": job.id[-8:]},
-            "home": self.home,
         }
         return Submission(**(defaults | terms))
 

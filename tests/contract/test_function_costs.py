@@ -18,7 +18,6 @@ from contract.function_types import MAX_CLAIM, Blame, FairRoom, JobMark, LaneRoo
 from contract.jobs import Job, JobStatus
 from contract.library import library_source  # before tests set a clock in it
 from contract.operations import OperationKind
-from contract.partitions import Entry, PartitionMap
 from contract.pauses import Line
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.crowded_redis import (
@@ -83,7 +82,7 @@ def new_jobs(crowd: CrowdedRedis, number: int, **fields: Any) -> Iterator[Job]:
 # --- callers
 
 
-simple("enter", "counts a call", lambda c, n: c.functions.enter(TENANTS[n], LIMITS, home=c.home))
+simple("enter", "counts a call", lambda c, n: c.functions.enter(TENANTS[n], LIMITS))
 
 
 @case("submit", "with metadata and a callback")
@@ -191,7 +190,6 @@ async def _(crowd: CrowdedRedis) -> Calls:
 
 simple("snapshot", "five lanes", lambda c, n: c.functions.snapshot(MODEL, SERVED))
 simple("watch", "five lanes", lambda c, n: c.functions.watch(MODEL, SERVED))
-simple("waiting", "five lanes", lambda c, n: c.functions.waiting(MODEL, HOLDER, SERVED))
 
 
 # --- workers
@@ -575,7 +573,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
         yield crowd.batches.cancel(await crowd.add_batch(tenant), tenant)
 
 
-# --- pauses and partitions
+# --- pauses
 
 
 @case("pause", "with 100 others")
@@ -588,56 +586,6 @@ async def _(crowd: CrowdedRedis) -> Calls:
 async def _(crowd: CrowdedRedis) -> Calls:
     for tenant in TENANTS[120:125]:
         yield crowd.pauses.resume(Line(model=MODEL, lane=URGENT, tenant=tenant), "tenant")
-
-
-@case("chart", "the first map")
-async def _(crowd: CrowdedRedis) -> Calls:
-    entries: dict[int, Entry | None] = {n: Entry() for n in range(64)}
-    yield crowd.homes.chart(PartitionMap(), entries)
-    crowd.home = 1
-
-
-@case("chart", "removes a partition, with 256 homes")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for n in range(60, 63):
-        known = await crowd.homes.map()
-        yield crowd.homes.chart(known, {n: None})
-
-
-@case("home", "of a new tenant")
-async def _(crowd: CrowdedRedis) -> Calls:
-    known = await crowd.homes.map()
-    for n in range(5):
-        yield crowd.homes.find(f"new-{n}", known)
-
-
-@case("settle", "256 tenants with something in eight other partitions")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for n in range(256):
-        parts = [[str(m) if m else "", 1, 1_000, 1_000, "0:0"] for m in range(8)]
-        meters = ["0", 0, "0", 0]
-        yield crowd.homes.arrive(f"guest-{n:03}", 2, 9, [*meters, parts])
-
-
-simple("lower", "of one", lambda c, n: c.homes.lower(f"guest-{n:03}", 1, [1, 10 - n, 9, "0:0"]))
-
-
-@case("left", "of all that moved away")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for _ in range(3):
-        yield crowd.homes.left([*TENANTS])
-
-
-@case("depart", "a tenant with something in eight partitions")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for n in range(5):
-        yield crowd.homes.depart(f"guest-{n:03}", 3)
-
-
-@case("move", "a tenant")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for tenant in TENANTS[:5]:
-        yield crowd.homes.begin_move(tenant, 5)
 
 
 # --- the measurement

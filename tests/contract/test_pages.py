@@ -27,7 +27,6 @@ from contract.jobs import Endpoint, JobStatus
 from contract.keys import Keys
 from contract.operations import OperationKind, Operations, new_operation_id
 from contract.outbox import Outbox
-from contract.partitions import Homes
 from contract.pauses import Line, Pauses
 from tests.contract.some_calls import LEASE_S, claim, make_job, make_submission, pass_time, tokens
 
@@ -264,12 +263,3 @@ async def test_busy_servers_of_one_tenant_only_delay_another_by_a_call(
     await post("one", 1)
     assert await outbox.take(**terms) == []
     assert len(await outbox.take(**terms)) == 1
-
-
-async def test_what_many_tenants_left_is_told_of_each(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    await submitted(functions, 1, "t120")
-    found = await Homes(redis_client, keys).left([f"t{n}" for n in range(MANY)])
-    assert len(found) == MANY
-    assert [n for n, left in enumerate(found) if left[1]] == [120]

@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from infra.embedded_redis import EmbeddedRedis
-from tests.cluster import num_test_partitions, plain_client
+from tests.cluster import plain_client
 from tests.e2e.questions import KEYS
 from tests.infra.stack import Stack, running_demo_stack
 from tests.vllm_environment import vllm_arguments
@@ -18,7 +18,6 @@ def stack(redis_server: EmbeddedRedis, request: pytest.FixtureRequest) -> Iterat
     arguments: tuple[str, ...] = (
         f"--redis-url={redis_server.url}",
         f"--namespace={KEYS.namespace}",
-        f"--partitions={num_test_partitions()}",
     )
     if request.param == "vllm":
         arguments += vllm_arguments()

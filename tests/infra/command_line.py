@@ -2,7 +2,7 @@
 
 import argparse
 
-from infra import callbacks_command, jobs_command, keys_command, lanes_command, partitions_command
+from infra import callbacks_command, jobs_command, keys_command, lanes_command
 from infra.argparse_compat import shown_options
 from infra.parser import build_parser
 
@@ -15,7 +15,6 @@ COMMANDS = (
     *(f"jobs {action}" for action in jobs_command.JOB_ACTIONS),
     "jobs calibration",
     *(f"lanes {action}" for action in lanes_command.LANES_ACTIONS),
-    *(f"partitions {action}" for action in partitions_command.PARTITIONS_ACTIONS),
     "ab report",
     *(f"jobs quarantine {action}" for action in jobs_command.ACTIONS),
 )

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from contract.jobs import Job, JobStatus
 from contract.keys import Keys
 from contract.replays import replayed_id
 from contract.roster import Roster
-from contract.shards import OpenShards
 from infra.embedded_redis import EmbeddedRedis
 from infra.jobs_command import JobRefusal, Quarantine
 from tests.contract.some_calls import claim, make_job, make_submission
@@ -28,11 +26,8 @@ ABOUT = {"prompt_sha256": "ab12", "prompt_tokens": 3, "model": "m", "lane": "sta
 
 
 @pytest.fixture
-async def quarantine(
-    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
-) -> AsyncIterator[Quarantine]:
-    async with OpenShards(redis_server.url, "test") as shards:
-        yield Quarantine(redis_client, keys, shards)
+def quarantine(redis_client: redis.asyncio.Redis, keys: Keys) -> Quarantine:
+    return Quarantine(redis_client, keys)
 
 
 @pytest.fixture
@@ -131,7 +126,7 @@ async def test_the_command_drains_workers_and_waits(
     async with fleet(redis_server.url, 1, slow, drain_s=3.0) as [worker]:
         job = await caller.submit("go on", max_tokens=480)
         await caller.has_output(job, 2)
-        [there] = await roster.workers()
+        [there] = await roster.workers(["m"])
         both = ("--worker", there.incarnation, "--worker", "nobody")
         status, _, err = await run_cli(redis_server, "drain", *both)
         assert (status, "there is no worker nobody; nothing was changed" in err) == (1, True)

@@ -185,6 +185,22 @@ def test_a_data_directory_keeps_jobs_across_restarts(tmp_path: Path) -> None:
     assert job["attempt"] == 1
 
 
+def test_each_partition_gets_a_worker(tmp_path: Path) -> None:
+    """The namespace keeps its number. Fewer workers than partitions are refused, before anything
+    starts where the number is given."""
+    kept = (f"--data-dir={tmp_path}", "--drain-s=0")
+    with running_stack(*kept, "--partitions=2", "--workers=2") as stack:
+        assert (
+            stack.complete().headers["x-job-id"].startswith("job-1-")
+        )  # the partition of its name
+        assert httpx.get(f"{stack.url}/readyz").json()["workers"] == {MODEL: 2}
+        assert stack.end() == 0
+    for given, status in (((), 1), (("--partitions=2",), 2)):
+        with running_stack(*kept, *given) as stack:
+            assert stack.wait() == status
+            stack.wait_for("2 partitions need as many workers of each model, but 'm' has 1")
+
+
 def test_the_durable_profile_needs_a_data_directory() -> None:
     with running_stack("--durability=durable") as stack:
         assert stack.wait() == 2

@@ -16,8 +16,7 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
 from contract.keys import Keys
 from contract.library import ensure_library
-from contract.partitions import open_partitions
-from contract.shards import OpenShards
+from contract.partitions import made_number
 from infra import record_command
 from infra.cli import main
 from infra.embedded_redis import EmbeddedRedis
@@ -93,11 +92,10 @@ async def test_a_recording_counts_what_later_workers_computed_again(
 async def test_a_recording_has_the_jobs_of_all_partitions(
     redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
+    await made_number(redis_client, Keys("default"), 3)
     for number in range(3):
         functions = Functions(redis_client, Keys("default", number))
         await functions.submit(*some_job(f"job-{number}-0"))
-    async with OpenShards(redis_server.url, "default") as shards:
-        await open_partitions(shards.ask, 3)
     out = tmp_path / "recording.jsonl"
     await asyncio.to_thread(record_command.record, redis_server.url, "default", out, 0.1)
     assert len(read_recording(out)[1]) == 3

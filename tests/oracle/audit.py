@@ -395,15 +395,12 @@ class Audit:
                 assert float(value) >= 0, f"no figure is negative: {key} {name}: holds {value}"
             if record.number("reserved"):
                 found[key] = {"reserved": record.number("reserved")}
-            names = ("reserved", "away", "away_bytes")
-            with self.client.pipeline() as pipe:  # at one moment: others may lower what is away
-                pipe.hmget(f"{self.keys.tag}:{key}", names)
+            with self.client.pipeline() as pipe:  # at one moment
+                pipe.hget(f"{self.keys.tag}:{key}", "reserved")
                 pipe.ttl(f"{self.keys.tag}:{key}")
-                values, ttl_s = pipe.execute()
-            has = {n: int(value or 0) for n, value in zip(names, values, strict=True)}
-            expires = ttl_s > 0
-            assert expires != any(has.values()), (
-                f"I15: idle ones go: {key} has {has}; it expires: {expires}"
+                reserved, ttl_s = pipe.execute()
+            assert (ttl_s > 0) != (int(reserved or 0) > 0), (
+                f"I15: idle ones go: {key} has {reserved}; it expires: {ttl_s > 0}"
             )
         same("I11: reservations", found, by_records)
 

@@ -68,7 +68,7 @@ async def test_released_jobs_run_before_waiting_ones(
 
 async def order_drain(roster: Roster, worker: WorkerProcess) -> str:
     """Orders the only worker to drain; returns its incarnation."""
-    [view] = await roster.workers()
+    [view] = await roster.workers(["m"])
     assert str(worker.pid) in view.incarnation
     assert await roster.drain([view.incarnation]) == [True]
     return view.incarnation
@@ -88,7 +88,7 @@ async def test_a_worker_drains_on_an_order_through_redis(
             return view is not None and view.is_draining
 
         await until(is_draining)
-        assert await roster.workers() == []
+        assert await roster.workers(["m"]) == []
         late = await caller.submit("late")
         assert_exact(job, await caller.answer(job), SLOW)
         assert await asyncio.to_thread(worker.wait, 20) == 0
@@ -103,7 +103,7 @@ async def test_a_missed_drain_order_is_found_by_the_heartbeat(
     """The message is only a hint; the order stays in the worker's record."""
     async with fleet(redis_server.url, 1, drain_s=1.0) as [worker]:
         await caller.num_workers(1)
-        [view] = await roster.workers()
+        [view] = await roster.workers(["m"])
         await caller.client.hset(keys.of("worker", view.incarnation), "order", "drain")
         assert await asyncio.to_thread(worker.wait, 20) == 0
 

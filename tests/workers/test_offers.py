@@ -3,26 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import redis.asyncio
 
 from contract.events import Tokens
-from contract.function_types import Claimed, Release
 from contract.functions import Functions
-from contract.jobs import Job, new_job_id
+from contract.jobs import Job
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.some_calls import LEASE_S, make_job, make_submission
 from tests.fakes import HashModelOptions, expected_output
 from tests.fleet import Caller, fleet, until
-from tests.hash_worker import hash_worker_settings
-from tests.workers.test_room import READY
 from tests.workers.test_supervisor import assert_exact
-from workers.ipc.messages import EngineLoad, EngineOptions
-from workers.supervisor.claims import Claims
-from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.worker_broker import AllPartitions
 
 pytestmark = pytest.mark.anyio
 
@@ -143,38 +134,3 @@ async def test_no_job_leaves_where_no_other_worker_has_room(
             await caller.functions.cancel(job.id, caller.tenant)
         for job in waiting:
             assert_exact(job, await caller.answer(job), MODEL)
-
-
-@pytest.fixture
-def holding() -> Holding:
-    """The held jobs of a worker whose engine is ready and idle."""
-    link = EngineLink(EngineOptions(model_path="hash", max_num_seqs=NUM_PLACES), ready=READY)
-    link.load = EngineLoad(num_free_blocks=READY.num_blocks)
-    return Holding(link)
-
-
-async def test_a_worker_of_several_partitions_takes_offers_from_each(
-    functions: Functions,
-    redis_client: redis.asyncio.Redis,
-    redis_server: EmbeddedRedis,
-    holding: Holding,
-) -> None:
-    """Where nothing waits, it claims when it looks; nothing for which it lacks KV blocks."""
-    settings = hash_worker_settings(redis_server.url)
-    broker, offered, taken = AllPartitions(settings, "w1"), list[str](), list[str]()
-    for partition, num_prompt in ((0, 3), (1, 3), (1, READY.num_blocks * READY.block_size)):
-        part = Functions(redis_client, Keys("test", partition))
-        job = msgspec.structs.replace(make_job(num_prompt=num_prompt), id=new_job_id(partition))
-        await part.submit(job, make_submission())
-        limits = {"lease_s": LEASE_S, "max_jobs": 1, "max_tokens": 10_000}
-        await part.claim("w2", "m", ["standard"], **limits)  # type: ignore[arg-type]
-        await part.release("w2", [Release(job.id, 1, "offer")])
-        offered.append(job.id)
-        broker.part(partition)
-
-    async def start(claimed: list[Claimed]) -> None:
-        taken.extend(job.job.id for job in claimed)
-
-    await Claims(settings, broker, holding).claim_while_room(start, lambda: False)
-    await broker.aclose()
-    assert sorted(taken) == sorted(offered[:2])

@@ -1,14 +1,22 @@
 """The calls of a worker that renew its leases, and how often they do."""
 
+import asyncio
+import tempfile
+
 import pytest
 import redis.asyncio
 
+from contract.catalogue import Catalogue
 from contract.function_types import Append, LaneRoom
 from contract.functions import Functions
 from contract.keys import Keys
+from contract.partitions import made_number
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import make_job, make_submission, tokens
+from tests.fakes import HashModelOptions
+from tests.fleet import WorkerProcess, until
 from tests.hash_worker import hash_worker_settings
+from workers.supervisor.supervisor import EXIT_LOAD_FAILED
 from workers.supervisor.worker_broker import WorkerBroker
 
 pytestmark = pytest.mark.anyio
@@ -85,3 +93,30 @@ async def test_a_claim_counts_as_contact_only_if_the_worker_holds_no_other_job(
     await claim([first])
     assert lane.last_contact_s == claimed_s
     await lane.aclose()
+
+
+@pytest.mark.e2e
+async def test_a_worker_of_a_partition_that_is_not_there_ends(
+    redis_client: redis.asyncio.Redis, redis_server: EmbeddedRedis
+) -> None:
+    """With a sentence. One of a partition that is there publishes its model in partition 0."""
+    await made_number(redis_client, Keys("test"), 2)
+    with tempfile.TemporaryFile() as output:
+        worker = WorkerProcess(redis_server.url, HashModelOptions(), output=output, partition=2)
+        assert await asyncio.to_thread(worker.wait, 60) == EXIT_LOAD_FAILED
+        output.seek(0)
+        assert b"there is no partition 2: the namespace 'test' has 2, from 0 on" in output.read()
+    catalogue = Catalogue(redis_client, Keys("test"))
+    assert await catalogue.models() == []
+    worker = WorkerProcess(redis_server.url, HashModelOptions(), partition=1)
+    try:
+        own = Catalogue(redis_client, Keys("test", 1))
+
+        async def is_live() -> bool:
+            return await own.num_live_workers("m") == 1
+
+        await until(is_live)
+        assert [card.name for card in await catalogue.models()] == ["m"]
+        assert await catalogue.num_live_workers("m") == 0
+    finally:
+        await worker.close()

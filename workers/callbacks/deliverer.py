@@ -31,8 +31,6 @@ from contract.outbox import Outbox, OutboxRecord, Taken
 from contract.payloads.encoding import decode_log
 from contract.payloads.store import ObjectStore, PayloadLost, PayloadUnavailable
 from contract.response_events import ResponseEvents, decode_record
-from contract.shards import Shard
-from contract.spread import SpreadOutbox
 from contract.telemetry.tracing import Tracing, parent_of, traceparent_of
 from contract.vector_answers import VectorAnswer, num_vector_bytes
 from workers.callbacks.destinations import MAX_BYTES, AwsSender
@@ -173,13 +171,13 @@ class CallbackSettings:
 
 
 class Deliverer:
-    """Makes attempts, many at a time, on one event loop."""
+    """Makes attempts for the messages of a partition, many at a time, on one event loop."""
 
     def __init__(
         self,
         settings: CallbackSettings,
-        outbox: Outbox | SpreadOutbox[Shard],
-        functions: Functions | SpreadOutbox[Shard],
+        outbox: Outbox,
+        functions: Functions,
         catalogue: Catalogue,
         webhooks: WebhookSender,
         aws: AwsSender,

@@ -17,7 +17,6 @@ from tokenizers.decoders import DecodeStream
 
 from contract.events import ChoiceDelta, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import Claimed, JobMark
-from contract.ids import partition_of
 from contract.jobs import Endpoint, FinishReason, Job, MarkKind, ObjectRef
 from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE, ReasoningFormat, ToolFormat
@@ -284,7 +283,6 @@ class HeldJob:
         self.num_vector_bytes = 0  # of a prefill-only job's output so far
         self.token_times_s: dict[int, float] = {}  # of each choice's last token (engine clock)
         self._marks: list[_Mark] = []  # that are not logged yet
-        self.partition = partition_of(claimed.job.id)
         self._deadline_s = claimed.deadline_s
         # Read for every held job at every claim.
         self._num_prompt_tokens = claimed.job.num_prompt_tokens

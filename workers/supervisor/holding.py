@@ -12,7 +12,7 @@ Over 300 lines: what a worker holds, how fast it is, and what room that leaves.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cachetools import LRUCache
@@ -187,7 +187,6 @@ class Holding:
     job_left: asyncio.Event = field(default_factory=asyncio.Event)
     spans: JobSpans = field(default_factory=lambda: JobSpans(Tracing("batchway-worker")))
     tokens_after_cancel: int = 0
-    on_left: Callable[[HeldJob], None] = lambda _: None
     _num_drained: int = 0  # served of jobs that left, less what others served before they came
     _cancelled: LRUCache[tuple[str, int], bool] = field(
         default_factory=lambda: LRUCache(_MAX_CANCELLED)
@@ -236,7 +235,6 @@ class Holding:
             return
         del self.jobs[job.job.id]
         self.spans.note_end(job, how)
-        self.on_left(job)
         self._num_drained += job.num_drained
         if not job.is_complete:
             self.engine.send([StopJob(job.job.id, job.epoch)])

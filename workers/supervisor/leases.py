@@ -20,8 +20,8 @@ from workers.supervisor.engine_keeper import RESTART_S
 from workers.supervisor.gpu_use import GpuUse
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
-from workers.supervisor.publisher import Publishers
-from workers.supervisor.worker_broker import AllPartitions, make_card
+from workers.supervisor.publisher import Publisher
+from workers.supervisor.worker_broker import WorkerBroker, make_card
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class LeaseKeeper:
     def __init__(
         self,
         settings: WorkerSettings,
-        broker: AllPartitions,
+        broker: WorkerBroker,
         engine: EngineLink,
         holding: Holding,
-        publisher: Publishers,
+        publisher: Publisher,
         meter: Meter,
         drain: Drain,
         on_drain_order: Callable[[], None],
@@ -123,7 +123,9 @@ class LeaseKeeper:
                 settings.served_model_name, ready, lanes, truncates=settings.auto_truncate
             )
             await self._broker.publish_model(card, ready.tokenizer)
-        except BrokerFull as exc:  # functions still run, and free memory
+        except BrokerUnfit:
+            raise
+        except (BrokerFull, BrokerUnavailable) as exc:  # leases are renewed all the same
             log.warning("model not published: %s", exc)
             self._is_published = False
 
@@ -147,15 +149,13 @@ class LeaseKeeper:
         """Drops all jobs before their leases expire, if Redis has not renewed them: another worker
         may run them then."""
         while True:
-            for part in self._broker.parts():
-                silent_s = time.monotonic() - part.last_contact_s
-                held = self._holding.jobs.values()
-                jobs = [job for job in held if job.partition == part.partition]
-                if jobs and silent_s > self._settings.self_fence_s:
-                    log.warning("self-fence silent_s=%.1f jobs_held=%d", silent_s, len(jobs))
-                    self._publisher.clear(part.partition)
-                    for job in jobs:
-                        self._holding.drop(job)
+            silent_s = time.monotonic() - self._broker.last_contact_s
+            jobs = list(self._holding.jobs.values())
+            if jobs and silent_s > self._settings.self_fence_s:
+                log.warning("self-fence silent_s=%.1f jobs_held=%d", silent_s, len(jobs))
+                self._publisher.clear()
+                for job in jobs:
+                    self._holding.drop(job)
             await asyncio.sleep(self._settings.lease_s / 20)
 
     async def _sweep(self) -> None:

@@ -28,7 +28,7 @@ from contract.payloads.store import (
 )
 from workers.supervisor.held_job import MAX_VECTOR_BYTES, HeldJob
 from workers.supervisor.holding import Holding
-from workers.supervisor.worker_broker import AllPartitions, WorkerBroker
+from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
 
@@ -236,48 +236,3 @@ def _release_of(job: HeldJob, verdict: Verdict) -> Release:
         return Release(job.job.id, job.epoch, "drain")
     message = "more output than its cap"
     return Release(job.job.id, job.epoch, "error", ErrorCode.ENGINE_ERROR, message)
-
-
-class Publishers(Publisher):
-    """One publisher for each partition, so that one which does not answer stops no other."""
-
-    def __init__(self, broker: AllPartitions, holding: Holding, results: ResultKeeper) -> None:
-        super().__init__(broker, holding, results)
-        self._parts: dict[int, Publisher] = {}
-        self._changed = asyncio.Event()
-
-    def note(self, job: HeldJob) -> None:
-        self._of(job).note(job)
-
-    def fail(self, job: HeldJob, code: str, message: str) -> None:
-        self._of(job).fail(job, code, message)
-
-    def clear(self, partition: int | None = None) -> None:
-        """Discards all output, or that for one partition."""
-        for number, part in self._parts.items():
-            if partition in (None, number):
-                part.clear()
-
-    async def run(self) -> None:
-        tasks = dict[int, asyncio.Task[None]]()
-        try:
-            while True:
-                for number in self._parts.keys() - tasks.keys():
-                    tasks[number] = asyncio.create_task(self._parts[number].run())
-                self._changed.clear()
-                changing = asyncio.create_task(self._changed.wait())
-                done, _ = await asyncio.wait(
-                    {changing, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED
-                )
-                await end_tasks(changing)
-                for task in done - {changing}:
-                    task.result()  # raises what ended it
-        finally:
-            await end_tasks(*tasks.values())
-
-    def _of(self, job: HeldJob) -> Publisher:
-        if (part := self._parts.get(job.partition)) is None:
-            part = Publisher(self._broker, self._holding, self._results)
-            self._parts[job.partition] = part
-            self._changed.set()
-        return part

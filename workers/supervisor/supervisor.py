@@ -30,8 +30,8 @@ from workers.supervisor.job_spans import JobSpans
 from workers.supervisor.leases import LeaseKeeper
 from workers.supervisor.metrics import Meter, MetricsUnservable, serve_metrics
 from workers.supervisor.prompts import PromptFetcher
-from workers.supervisor.publisher import Publishers, ResultKeeper, tidy
-from workers.supervisor.worker_broker import AllPartitions, WorkerBroker
+from workers.supervisor.publisher import Publisher, ResultKeeper, tidy
+from workers.supervisor.worker_broker import WorkerBroker
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ class Supervisor:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._broker = AllPartitions(settings, new_incarnation())
+        self._broker = WorkerBroker(settings, new_incarnation())
         self._engine = EngineLink(settings.engine_options())
         logs.stamp(self._engine.options.batching_version)
         self._tracing = Tracing("batchway-worker")
         self._holding = Holding(self._engine, spans=JobSpans(self._tracing))
         self._store = open_store(settings.object_store)
         self._results = ResultKeeper(self._store, settings.object_min_bytes, self._broker)
-        self._publisher = Publishers(self._broker, self._holding, self._results)
+        self._publisher = Publisher(self._broker, self._holding, self._results)
         self._prompts = PromptFetcher(
             self._store, self._broker, self._holding, self._publisher, self._run
         )
@@ -82,7 +82,6 @@ class Supervisor:
         self._notice = SpotNotice(settings.spot_notice) if settings.spot_notice else None
         self._claims_over = asyncio.Event()
         self._claims = Claims(settings, self._broker, self._holding)
-        self._broker.share_of = self._claims.rotation.share
 
     def drain(self, why: str = "signal") -> None:
         """Stops claiming. The worker ends when its jobs have ended or the budget is spent."""
@@ -258,19 +257,15 @@ class Supervisor:
     async def _leave(self, held: list[HeldJob]) -> None:
         """Releases unfinished jobs, also those of a claim whose reply was lost, and deregisters. If
         Redis stays unreachable, the leases expire."""
-        await asyncio.gather(*(self._leave_one(part, held) for part in self._broker.parts()))
-
-    async def _leave_one(self, part: WorkerBroker, held: list[HeldJob]) -> None:
-        """Leaves a partition."""
-        claims = [(job.job.id, job.epoch) for job in held if job.partition == part.partition]
-        counted = self._leases.counted() if part is self._broker else {}
+        claims = [(job.job.id, job.epoch) for job in held]
         while True:
             with contextlib.suppress(BrokerUnavailable, CommandDenied, WireError):
-                unknown = await part.mine([job_id for job_id, _ in claims])
+                unknown = await self._broker.mine([job_id for job_id, _ in claims])
                 claims += [(claimed.job.id, claimed.epoch) for claimed in unknown]
                 if claims:
-                    await part.release([Release(i, epoch, "drain") for i, epoch in claims])
-                await part.leave(counted)
+                    items = [Release(i, epoch, "drain") for i, epoch in claims]
+                    await self._broker.release(items)
+                await self._broker.leave(self._leases.counted())
                 return
             await asyncio.sleep(_RETRY_S)
 

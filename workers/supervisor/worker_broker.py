@@ -1,10 +1,7 @@
 """A worker's calls of Redis: claims, appends, heartbeats, releases, subscriptions.
 
-A worker is a worker of every partition, under one incarnation. Each call goes to the partition that
-its job's id names; a partition that does not answer stops no other one. Partition 0 has what is not
-a tenant's: the model's card, the metrics, the order to drain.
-
-Over 300 lines: each call in one partition, and the same over all of them.
+A worker serves one partition. Only its model's card and tokenizer are published in partition 0,
+where gateways look models up.
 """
 
 import asyncio
@@ -12,17 +9,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import redis.asyncio
 from msgspec.structs import replace
 
 from contract.catalogue import Catalogue, clear_orphan, orphaned_jobs
 from contract.codec import encode_tokenizer
-from contract.connection import connect, end_tasks
+from contract.connection import connect
 from contract.consumer import listen
-from contract.errors import BatchwayError, BrokerFull, BrokerUnavailable
+from contract.errors import BrokerFull
 from contract.events import LogEntry
 from contract.function_types import (
     Append,
@@ -34,12 +30,11 @@ from contract.function_types import (
     WorkerCapacity,
     WorkerState,
 )
-from contract.ids import partition_of
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.library import check_fitness, ensure_library
 from contract.model_cards import ModelCard, TokenizerFiles
-from contract.partitions import Homes, lower_rests
+from contract.partitions import MAX_PARTITIONS, PartitionsDiffer, known_number
 from contract.payloads.store import ObjectStore
 from contract.roster import Roster
 from contract.starts import Starts
@@ -53,17 +48,12 @@ _ORPHANED_JOBS = 20  # per call
 _SCORING_LANE = "scoring"  # the default of prefill-only models
 _OWN_FORMAT = "template"  # the name of a format that only the model's chat template shows
 _RENEWAL_INTERVAL = 0.05  # of a lease: appends renew leases at most this often
-_MAP_S, _SINGLE_MAP_S = 1.0, 5.0  # between two looks at the map; while there is none
 
-T = TypeVar("T")
-Item = TypeVar("Item", Append, Release, Blame)
 Verdicts = list[tuple[Verdict | JobStatus, int]]
-_Report = tuple[str, WorkerState, WorkerCapacity]  # of a heartbeat
 
 
 class WorkerBroker:
-    """The Redis calls of one worker incarnation in one partition. Each raises
-    BrokerUnavailable."""
+    """The Redis calls of one worker incarnation. Each raises BrokerUnavailable."""
 
     def __init__(
         self,
@@ -71,16 +61,13 @@ class WorkerBroker:
         incarnation: str,
         clock: Callable[[], float] = time.monotonic,
         client: redis.asyncio.Redis | None = None,
-        partition: int = 0,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self.incarnation = incarnation
-        self.partition = partition
-        self._keys = Keys(settings.namespace, partition)
+        self._keys = Keys(settings.namespace, settings.partition)
         self._client = client or connect(settings.redis_url, self._keys)
         self._functions = Roster(self._client, self._keys)
-        self.homes = Homes(self._client, self._keys)
         self.last_contact_s = clock()  # when the last call that renewed the leases was sent
         self._appends_renewed_s = -math.inf  # when an append last renewed
 
@@ -92,8 +79,21 @@ class WorkerBroker:
         await ensure_library(self._client)
 
     async def publish_model(self, card: ModelCard, tokenizer: TokenizerFiles) -> None:
-        """Publishes the model card and tokenizer, so that gateways accept jobs for the model."""
-        await Catalogue(self._client, self._keys).publish(card, tokenizer)
+        """Publishes the model card and tokenizer, so that gateways accept jobs for the model.
+        Raises PartitionsDiffer where the namespace has no such partition."""
+        keys = Keys(self._settings.namespace)
+        client = connect(self._settings.redis_url, keys) if self._keys.partition else self._client
+        try:
+            number = await known_number(client, keys, None)
+            if self._keys.partition >= (number or MAX_PARTITIONS):
+                raise PartitionsDiffer(
+                    f"there is no partition {self._keys.partition}: the namespace "
+                    f"{keys.namespace!r} has {number}, from 0 on"
+                )
+            await Catalogue(client, keys).publish(card, tokenizer)
+        finally:
+            if client is not self._client:
+                await client.aclose()
 
     async def claim(
         self,
@@ -102,7 +102,6 @@ class WorkerBroker:
         rooms: Mapping[str, LaneRoom],
         free_tokens: int = 0,
         is_idle: bool,
-        only_offers: bool = False,
         config_version: str,
     ) -> list[Claimed]:
         """Claims from these lanes (name to minimum share) as far as there is room, then what other
@@ -119,7 +118,6 @@ class WorkerBroker:
             max_tokens=free_tokens,
             rooms=rooms,
             is_idle=is_idle,
-            only_offers=only_offers,
             config_version=config_version + arm,
         )
         if is_idle:
@@ -135,11 +133,6 @@ class WorkerBroker:
         if not known_ids:
             self._note_renewal(sent_s)
         return found
-
-    async def waiting(self, lanes: Sequence[str]) -> tuple[int, dict[str, float]]:
-        """What waits here for this worker (`waiting` of contract/functions.py)."""
-        model = self._settings.served_model_name
-        return await self._functions.waiting(model, self.incarnation, lanes)
 
     async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
         """A job's whole log; empty if the job is gone."""
@@ -255,220 +248,6 @@ class WorkerBroker:
                 swept.num_expired,
                 swept.num_unattended,
             )
-
-
-class AllPartitions(WorkerBroker):
-    """The broker of partition 0, and through it those of the others. `on_wake` is told in which
-    partition a job waits; `share_of` tells which part of the worker a partition may count on."""
-
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        incarnation: str,
-        clock: Callable[[], float] = time.monotonic,
-        client: redis.asyncio.Redis | None = None,
-    ) -> None:
-        super().__init__(settings, incarnation, clock, client)
-        self._others: dict[int, WorkerBroker] = {}
-        self._changed = asyncio.Event()  # the partitions have
-        self._read_s = -math.inf
-        self._report: _Report | None = None
-        self.on_wake: Callable[[int], None] = lambda _: None
-        self.share_of: Callable[[int], float] = lambda _: 1.0
-
-    def parts(self) -> list[WorkerBroker]:
-        """The brokers of all partitions, each of which makes the calls of one."""
-        return [self, *self._others.values()] if self._others else [self]
-
-    def part(self, number: int) -> WorkerBroker:
-        """The broker of a partition, whether the map has it yet or not."""
-        if number == self.partition:
-            return self
-        if (found := self._others.get(number)) is None:
-            found = WorkerBroker(self._settings, self.incarnation, self._clock, partition=number)
-            self._others[number] = found
-            self._changed.set()
-        return found
-
-    async def aclose(self) -> None:
-        await asyncio.gather(*(part.aclose() for part in self._others.values()))
-        await super().aclose()
-
-    # --- the map
-
-    async def refresh(self) -> None:
-        """Reads the map, and begins to serve new partitions. Raises BrokerUnavailable."""
-        now_s = self._clock()
-        if now_s - self._read_s < (_MAP_S if self._others else _SINGLE_MAP_S):
-            return
-        known = await self.homes.map()
-        self._read_s = now_s
-        for number in known.entries.keys() - self._others.keys() - {0}:
-            part = self.part(number)
-            log.info("partition served number=%d", number)
-            if self._report is not None:
-                await self._beat(part, [], self._report, {})
-        for number in self._others.keys() - known.entries.keys():
-            gone = self._others.pop(number)
-            self._changed.set()
-            await gone.aclose()
-
-    # --- calls about jobs
-
-    async def read_log(self, job_id: str, tenant: str) -> list[LogEntry]:
-        return await WorkerBroker.read_log(self.part(partition_of(job_id)), job_id, tenant)
-
-    async def append(self, items: Sequence[Append]) -> Verdicts:
-        return await self._spread(items, WorkerBroker.append)
-
-    async def release(self, items: Sequence[Release]) -> Verdicts:
-        return await self._spread(items, WorkerBroker.release)
-
-    async def blame(self, items: Sequence[Blame]) -> Verdicts:
-        return await self._spread(items, WorkerBroker.blame)
-
-    async def _spread(
-        self,
-        items: Sequence[Item],
-        call: Callable[[WorkerBroker, Sequence[Item]], Awaitable[Verdicts]],
-    ) -> Verdicts:
-        """One call for each partition that has jobs in it. Raises BrokerUnavailable if one does not
-        answer, after the others did: the calls may be repeated."""
-        if not self._others:
-            return await call(self, items)
-        groups = dict[int, list[int]]()
-        for place, item in enumerate(items):
-            groups.setdefault(partition_of(item.job_id), []).append(place)
-
-        async def ask(number: int, places: list[int]) -> Verdicts:
-            return await call(self.part(number), [items[place] for place in places])
-
-        replies = await _all(ask(number, places) for number, places in groups.items())
-        found = dict[int, tuple[Verdict | JobStatus, int]]()
-        for places, reply in zip(groups.values(), replies, strict=True):
-            found |= dict(zip(places, reply, strict=True))
-        return [found[place] for place in range(len(items))]
-
-    # --- calls about the worker
-
-    async def heartbeat(
-        self,
-        held: Sequence[tuple[str, int]],
-        info: str,
-        state: WorkerState,
-        capacity: WorkerCapacity,
-        counted: Mapping[str, int],
-    ) -> list[str]:
-        report = self._report = info, state, capacity
-        if not self._others:
-            return await self._beat(self, held, report, counted)
-        parts = list(self._others.values())
-        own, *others = await asyncio.gather(
-            self._beat(self, held, report, counted),
-            *(self._beat(part, held, report, {}) for part in parts),
-            return_exceptions=True,
-        )
-        lost = list[str]()
-        for part, reply in zip(parts, others, strict=True):
-            if isinstance(reply, BatchwayError):
-                log.warning("heartbeat failed partition=%d: %s", part.partition, reply)
-            elif isinstance(reply, BaseException):
-                raise reply
-            else:
-                lost += reply
-        if isinstance(own, BaseException):
-            raise own
-        return lost + own
-
-    async def _beat(
-        self,
-        part: WorkerBroker,
-        held: Sequence[tuple[str, int]],
-        report: _Report,
-        counted: Mapping[str, int],
-    ) -> list[str]:
-        info, state, capacity = report
-        own = [pair for pair in held if partition_of(pair[0]) == part.partition]
-        if self._others:
-            capacity = self._capacity(part.partition, capacity, len(held) - len(own))
-        return await WorkerBroker.heartbeat(part, own, info, state, capacity, counted)
-
-    def _capacity(self, number: int, whole: WorkerCapacity, num_other: int) -> WorkerCapacity:
-        """What jobs of a partition may count on: its part of the rate, and the places that jobs of
-        others do not take."""
-        places = max(1, whole.max_jobs - num_other) if whole.max_jobs else 0
-        tokens = whole.max_tokens * places // whole.max_jobs if whole.max_jobs else 0
-        rate = round(whole.tokens_per_s * self.share_of(number), 3)
-        return replace(whole, tokens_per_s=rate, max_jobs=places, max_tokens=tokens)
-
-    async def report_start(self, took_s: float) -> None:
-        await super().report_start(took_s)
-        await self._tell_others(lambda part: part.report_start(took_s))
-
-    async def announce_start(self, ready_in_s: float) -> None:
-        await super().announce_start(ready_in_s)
-        await self._tell_others(lambda part: part.announce_start(ready_in_s))
-
-    async def _tell_others(self, tell: Callable[[WorkerBroker], Awaitable[None]]) -> None:
-        for part in list(self._others.values()):
-            try:
-                await tell(part)
-            except BatchwayError as exc:
-                log.warning("not told partition=%d: %s", part.partition, exc)
-
-    async def delete_orphaned_objects(self, store: ObjectStore) -> None:
-        await super().delete_orphaned_objects(store)
-        await _all(part.delete_orphaned_objects(store) for part in self._others.values())
-
-    async def sweep(self) -> None:
-        with contextlib.suppress(BrokerUnavailable):
-            await self.refresh()
-        others = list(self._others.values())
-        await _all((super().sweep(), *(part.sweep() for part in others)))
-        if others:
-            await _all(lower_rests(self._ask, part.partition) for part in self.parts())
-
-    async def _ask(self, number: int, call: Callable[[Homes], Awaitable[T]], /) -> T:
-        return await call(self.part(number).homes)
-
-    async def listen(self, wake: asyncio.Event, control: "asyncio.Queue[str]") -> None:
-        tasks = dict[int, asyncio.Task[None]]()
-        try:
-            while True:
-                self._changed.clear()
-                numbers = {part.partition for part in self.parts()}
-                for number in numbers - tasks.keys():
-                    heard = _Wake(wake, lambda number=number: self.on_wake(number))  # type: ignore[misc]
-                    listening = WorkerBroker.listen(self.part(number), heard, control)
-                    tasks[number] = asyncio.create_task(listening)
-                await end_tasks(*(tasks.pop(number) for number in tasks.keys() - numbers))
-                await self._changed.wait()
-        finally:
-            await end_tasks(*tasks.values())
-
-
-class _Wake(asyncio.Event):
-    """Passes on that jobs wait, after `note`."""
-
-    def __init__(self, wake: asyncio.Event, note: Callable[[], None]) -> None:
-        super().__init__()
-        self._wake = wake
-        self._note = note
-
-    def set(self) -> None:
-        self._note()
-        self._wake.set()
-
-
-async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Runs calls at once, to their ends, and then raises the first error."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    found = list[T]()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        found.append(result)
-    return found
 
 
 def make_card(

@@ -161,7 +161,7 @@ async def _model_errors(leased: LeasedBatch, validation: Validation) -> list[Lin
     card = (await broker.known.models()).get(validation.model)
     if card is None:
         if validation.model in broker.known.declared:
-            await broker.want_worker(validation.model)
+            await broker.request_worker(leased.shard, validation.model)
             raise NotAnnounced(validation.model, None)
         return [LineError("model_not_found", "the model does not exist", number, "body.model")]
     try:
@@ -183,7 +183,7 @@ async def _lines(leased: LeasedBatch) -> AsyncIterator[bytes | None]:
     """Raises InputLost."""
     batch, broker = leased.batch, leased.gateway.broker
     file_id = batch.asked.input_file_id
-    file = await broker.ask_files(lambda files: files.find(file_id, batch.tenant))
+    file = await broker.ask_files(leased.shard, lambda files: files.find(file_id, batch.tenant))
     if file is None:
         raise InputLost
     most = leased.gateway.settings.max_body_bytes

@@ -1,5 +1,5 @@
-"""The gateway's feeder: leases unfinished batches and runs them, unless its gateway is not to feed
-batches; deletes objects that are due.
+"""The gateway's feeder of a partition: leases unfinished batches and runs them, unless its gateway
+is not to feed batches; deletes objects that are due.
 
 Any number of gateways feed. A batch whose feeder died is leased by another once its lease has
 lapsed, and goes on after its last written parts.
@@ -14,6 +14,7 @@ from collections import Counter
 from contract.connection import end_tasks
 from contract.errors import BatchwayError
 from gateway.files import delete_objects
+from gateway.redis.shards import GatewayShard
 from gateway.runners.batches import lease
 from gateway.runners.batches.batch_run import run_batch
 from gateway.runners.batches.lease import LeasedBatch
@@ -21,15 +22,16 @@ from gateway.state import Gateway
 
 log = logging.getLogger("batchway.gateway")
 
-MAX_BATCHES = 4  # in progress at a time in one gateway
+MAX_BATCHES = 4  # of a partition in progress at a time in one gateway
 MAX_CHECKS = 2  # that it validates or ends meanwhile
 
 
 class Feeder:
-    """The batches that one gateway process runs."""
+    """The batches of a partition that one gateway process runs."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, shard: GatewayShard) -> None:
         self._gateway = gateway
+        self._shard = shard
         self._checking: set[asyncio.Task[None]] = set()
         self._running: dict[asyncio.Task[None], str] = {}  # the tenants of batches in progress
 
@@ -83,17 +85,18 @@ class Feeder:
         """Newly leased batches. Tells all gateways that there is a feeder, even with no room."""
         token, taken = secrets.token_hex(8), []
         batch_ids = await self._gateway.broker.ask_batches(
+            self._shard,
             lambda batches: batches.take(
                 token,
                 lease_s=lease.LEASE_S,
                 in_progress=in_progress,
                 max_batches=max_batches,
                 max_more=max_more,
-            )
+            ),
         )
         for batch_id in batch_ids:
             with contextlib.suppress(BatchwayError):  # its lease lapses
-                taken.append(await LeasedBatch.taken(self._gateway, batch_id, token))
+                taken.append(await LeasedBatch.taken(self._gateway, self._shard, batch_id, token))
         return taken
 
     async def _run(self, leased: LeasedBatch, *, runs_lines: bool) -> None:
@@ -116,8 +119,8 @@ class Feeder:
 
     async def _delete_due(self) -> None:
         """Deletes expired files and uploads, and the parts of batches that have ended."""
-        broker = self._gateway.broker
-        for object_id in await broker.ask_files(lambda files: files.due()):
+        ask_files, shard = self._gateway.broker.ask_files, self._shard
+        for object_id in await ask_files(shard, lambda files: files.due()):
             if object_id.startswith(("file-", "upload_")):
-                await broker.ask_files(lambda files: files.drop(object_id))  # noqa: B023
+                await ask_files(shard, lambda files: files.drop(object_id))  # noqa: B023
             await delete_objects(self._gateway, object_id)

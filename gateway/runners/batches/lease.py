@@ -1,11 +1,13 @@
 """A batch that this feeder holds: its lease, its status, and the end of its window."""
 
-from typing import Any, Self
+from collections.abc import Awaitable, Callable
+from typing import Any, Self, TypeVar
 
-from contract.batches import Batch, BatchStatus, LeaseLost, Part
+from contract.batches import Batch, Batches, BatchStatus, LeaseLost, Part
 from contract.consumer import keep_leases
 from contract.payloads.store import ObjectStore
 from gateway.files import store_of
+from gateway.redis.shards import GatewayShard
 from gateway.state import Gateway
 
 LEASE_S = 15.0
@@ -13,24 +15,28 @@ _RENEW_S = 1.0
 
 CANCELLED, EXPIRED = "batch_cancelled", "batch_expired"
 
+T = TypeVar("T")
+
 
 class LeasedBatch:
     """A batch and its lease. `batch` is as when the lease began; `status` is the latest known."""
 
-    def __init__(self, gateway: Gateway, batch: Batch, token: str) -> None:
+    def __init__(self, gateway: Gateway, shard: GatewayShard, batch: Batch, token: str) -> None:
         self.gateway = gateway
+        self.shard = shard
         self.batch = batch
         self.token = token
         self.status = batch.status
         self._now_ms = batch.created_ms
 
     @classmethod
-    async def taken(cls, gateway: Gateway, batch_id: str, token: str) -> Self:
-        """Reads a batch whose lease has just been taken. Raises LeaseLost, BrokerUnavailable."""
-        found = await gateway.broker.ask_batches(lambda batches: batches.find(batch_id))
+    async def taken(cls, gateway: Gateway, shard: GatewayShard, batch_id: str, token: str) -> Self:
+        """Reads a batch of a partition whose lease has just been taken. Raises LeaseLost,
+        BrokerUnavailable."""
+        found = await gateway.broker.ask_batches(shard, lambda batches: batches.find(batch_id))
         if found is None:
             raise LeaseLost(batch_id)
-        leased = cls(gateway, found, token)
+        leased = cls(gateway, shard, found, token)
         await leased.save()  # tells the time: the window may have ended
         return leased
 
@@ -52,22 +58,26 @@ class LeasedBatch:
 
     async def parts(self) -> dict[int, Part]:
         """The parts that are recorded, by number. Raises BrokerUnavailable."""
-        return await self.gateway.broker.ask_batches(lambda batches: batches.parts(self.batch.id))
+        return await self.ask(lambda batches: batches.parts(self.batch.id))
 
     async def save(self, *, gives_back: bool = False, **progress: Any) -> None:
         """Records progress. Raises LeaseLost, StatusChanged, BrokerUnavailable."""
         lease_s = 0.0 if gives_back else LEASE_S
-        self.status, self._now_ms = await self.gateway.broker.ask_batches(
+        self.status, self._now_ms = await self.ask(
             lambda batches: batches.save(self.batch.id, self.token, lease_s=lease_s, **progress)
         )
 
     async def refresh(self) -> None:
         """Renews the lease and reads the batch again. Raises LeaseLost, BrokerUnavailable."""
         await self.save()
-        found = await self.gateway.broker.ask_batches(lambda batches: batches.find(self.batch.id))
+        found = await self.ask(lambda batches: batches.find(self.batch.id))
         if found is None:
             raise LeaseLost(self.batch.id)
         self.batch, self.status = found, found.status
+
+    async def ask(self, ask: Callable[[Batches], Awaitable[T]]) -> T:
+        """One call to the records of the batch's partition."""
+        return await self.gateway.broker.ask_batches(self.shard, ask)
 
     async def keep(self) -> None:
         """Renews the lease until it is lost."""

@@ -113,8 +113,7 @@ class PartRun:
                 await asyncio.sleep(pause_s or self._poll_s)
 
     async def _states(self, job_ids: Sequence[str]) -> list[str | None]:
-        tenant = self._leased.batch.tenant
-        return await self._broker.ask_batches(lambda batches: batches.job_states(job_ids, tenant))
+        return await self._leased.ask(lambda batches: batches.job_states(job_ids))
 
     async def _submit(self, job_id: str) -> float:
         """Submits a line's job, or keeps the error of a line that cannot run. Returns the seconds
@@ -131,7 +130,7 @@ class PartRun:
             try:
                 if job.flow is not None:
                     await check_first_calls(gateway, job, submission)
-                await gateway.submit(job, submission, is_derived=True)
+                await gateway.submit(job, submission)
             except JobRefused as exc:
                 error = to_api_error(exc)
                 if error.status in (429, 503) and await self._may_fit(job, submission, exc):

@@ -140,7 +140,8 @@ class FlowService:
         published, so that no call of one could ask."""
         called = {model for each in self._definitions.values() for _, model in members(each)}
         for model in sorted(called & set(self._broker.known.declared) - cards.keys()):
-            await self._broker.want_worker(model)
+            for shard in await self._broker.shards.all():
+                await self._broker.request_worker(shard, model)
 
     async def _withdraw(self, flows: Sequence[str]) -> None:
         """Withdraws those of `flows` that are not in the file and that no other gateway runs.
@@ -166,11 +167,8 @@ class FlowService:
                 await worker.aclose()
 
     async def _serve(self, card: ModelCard) -> None:
-        shards = {shard.number: shard.keys for shard in await self._broker.shards.all()}
-        for keys in shards.values():
-            await self._serve_in(card, keys)
-        for key in [key for key in self._workers if key[1] not in shards]:
-            self._leaving[self._workers.pop(key)] = self._broker.clock()
+        for shard in await self._broker.shards.all():
+            await self._serve_in(card, shard.keys)
 
     async def _serve_in(self, card: ModelCard, keys: Keys) -> None:
         place = card.name, keys.partition

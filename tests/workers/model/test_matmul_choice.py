@@ -11,6 +11,7 @@ import torch
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.processors import ISAS
 from workers.ipc.messages import EngineOptions
+from workers.model import matmul_choice
 from workers.model.loader import load_model
 from workers.model.matmul_choice import ROWS, Processor, Product, Products, Shape, find_processor
 from workers.model.native.kernels import DTYPES, Kernels
