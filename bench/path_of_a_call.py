@@ -59,6 +59,7 @@ _ASGI = (
     "gateway.http.arrivals",
     "gateway.http.connections",
     "gateway.http.middleware",
+    "gateway.http.uvicorn_compat",
     "gateway.prepare.revocation",
 )
 _CHATS = (False, False, False, True, True, True)  # whether it is a stream

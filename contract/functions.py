@@ -77,7 +77,6 @@ BOOT_GRACE_S = 10.0  # for leases and attendance after a restart of Redis
 IDEMPOTENCY_TTL_S = 24 * 3600
 # Bytes that a finished job takes in Redis beside its arguments, as measured.
 _RECORD_BYTES = 6_500
-_LOGPROB_BYTES = 18  # in msgpack: head, id below 2^32 and float64
 _BYTES_PER_OUTPUT_TOKEN = 13
 
 _SIZE = struct.Struct("<I")
@@ -455,11 +454,8 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
     s, limits = submission, submission.limits
     parts = encoded_parts(job, s)
     terms: dict[str, str | int | float] = {
-        "prompt_tokens": job.num_prompt_tokens,
+        **job.queue_terms(),
         "max_tokens": s.max_output_tokens,
-        "choices": job.num_places,
-        "expected_tokens": job.params.expected_tokens * job.num_choices,
-        "is_steered": job.params.is_steered,
         "deadline_ms": int(s.deadline_s * 1000),
         "ttl_ms": int(s.retention_s * 1000),
         "max_attempts": s.max_attempts,
@@ -474,40 +470,23 @@ def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ..
         "tokens_per_min": limits.tokens_per_min,
         "concurrent_tokens": limits.concurrent_tokens,
         "batch_price": s.batch_price,
-        "weight": job.weight,
         "lane_share": limits.lane_share,
         "stored_bytes": stored_bytes(job, s, parts),
         "max_tenant_bytes": s.max_tenant_stored_bytes,
         "max_bytes": s.max_stored_bytes,
         "vector_bytes": s.vector_bytes,
-        "logprob_bytes": logprob_bytes(job.params.logprobs),
-        "prompt_logprob_bytes": job.num_prompt_tokens * logprob_bytes(job.params.prompt_logprobs),
         "is_counted": s.is_counted,
         "is_passing": s.is_passing,
         "needs_worker": s.needs_worker,
         "cold_ms": int(s.cold_start_s * 1000),
-        "is_stored": job.has_objects,
         "callback_to": "" if s.callback is None else s.callback.destination(job.tenant),
         "callback_started": s.callback is not None and s.callback.notifies_start,
         "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
-        "part": _part(job),
         "call_prompt_tokens": s.call_prompt_tokens,
     }
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane
     return *names, encoded, encode(terms), metadata, callback
-
-
-def logprob_bytes(num_top: int | None) -> int:
-    """The most that one TokenLogprob takes in a log, with so many of the most likely tokens."""
-    return 0 if num_top is None else _LOGPROB_BYTES * (1 + num_top)
-
-
-def _part(job: Job) -> str:
-    """Whether the job is a flow's, a call of one, or both."""
-    if job.flow is not None:
-        return "nested" if job.parent else "parent"
-    return "child" if job.parent else ""
 
 
 def _append_item(item: Append) -> bytes:

@@ -14,6 +14,7 @@ from contract.endpoints import Endpoint as Endpoint
 from contract.flows import FlowCall
 from contract.ids import new_id
 
+_LOGPROB_BYTES = 18  # in msgpack: head, id below 2^32 and float64
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
 DEFAULT_LANES = ("interactive", "standard", "batch", "scoring")
 
@@ -254,12 +255,35 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         prefill-only."""
         return 1 if self.pooling is not None else self.num_choices
 
+    def queue_terms(self) -> dict[str, str | int | float]:
+        """What the queue needs to know of it, by the names of submit.lua."""
+        num_prompt_tokens, params = self.num_prompt_tokens, self.params
+        part = "child" if self.parent else ""
+        if self.flow is not None:
+            part = "nested" if self.parent else "parent"
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "choices": self.num_places,
+            "expected_tokens": params.expected_tokens * self.num_choices,
+            "is_steered": params.is_steered,
+            "weight": self.weight,
+            "logprob_bytes": logprob_bytes(params.logprobs),
+            "prompt_logprob_bytes": num_prompt_tokens * logprob_bytes(params.prompt_logprobs),
+            "is_stored": self.has_objects,
+            "part": part,
+        }
+
     @property
     def num_prompt_tokens(self) -> int:
         """The number of tokens of all prompts."""
         return sum(map(len, self.prompts)) or (
             self.stored_prompt.num_tokens if self.stored_prompt else 0
         )
+
+
+def logprob_bytes(num_top: int | None) -> int:
+    """The most that one TokenLogprob takes in a log, with so many of the most likely tokens."""
+    return 0 if num_top is None else _LOGPROB_BYTES * (1 + num_top)
 
 
 def cut_tokens(job: Job) -> dict[str, int]:

@@ -12,16 +12,15 @@ class Keys(msgspec.Struct, frozen=True):
 
     namespace: str = "default"
     partition: int = 0
+    tag: str = ""  # follows from them
 
     def __post_init__(self) -> None:
         if not self.namespace or set(self.namespace) & set("{}:* \n"):
             raise ValueError(
                 f"namespace {self.namespace!r} may not be empty or hold any of '{{}}:* '"
             )
-
-    @property
-    def tag(self) -> str:
-        return f"{{bw:{self.namespace}:{self.partition}}}"
+        tag = f"{{bw:{self.namespace}:{self.partition}}}"
+        msgspec.structs.force_setattr(self, "tag", tag)
 
     def of(self, *parts: str) -> str:
         """The key whose name behind the tag consists of these parts."""

@@ -90,7 +90,7 @@ class Shards(Generic[S]):
     async def home(self, tenant: str) -> S:
         """The partition of a tenant."""
         shards = await self.all()
-        return shards[partition_of_tenant(tenant, len(shards))]
+        return shards[0] if len(shards) == 1 else shards[partition_of_tenant(tenant, len(shards))]
 
     async def of_list(self, tenant: str) -> list[S]:
         """The partitions with what a tenant has; '': with what all have."""

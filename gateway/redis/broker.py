@@ -194,7 +194,7 @@ class Broker:
         """Queues a job in its tenant's partition, which its id names then. The calls of a flow are
         where it is. Raises JobRefused, PayloadUnavailable."""
         shard = await self._shard_of(job)
-        placed = replace(job, id=in_partition(job.id, shard.number))
+        placed = replace(job, id=in_partition(job.id, shard.number)) if shard.number else job
         held = await self.payloads.offloaded(placed)
         terms = await self._bounded(submission)
         try:
@@ -215,6 +215,8 @@ class Broker:
         """The submission with a partition's part of the fleet's bounds, which are equal. Those of a
         tenant stay as they are."""
         num, s = len(await self.shards.all()), submission
+        if num == 1:
+            return submission
         return replace(
             s,
             limits=replace(s.limits, lane_share=min(1.0, s.limits.lane_share * num)),
@@ -261,7 +263,7 @@ class Broker:
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
         shard = await self._shard_of(job)
-        placed = replace(job, id=in_partition(job.id, shard.number))
+        placed = replace(job, id=in_partition(job.id, shard.number)) if shard.number else job
         terms = await self._bounded(submission)
         quote = await shard.call(lambda: shard.functions.quote(placed, terms))
         await self._note_refusal(placed, quote.refusal)

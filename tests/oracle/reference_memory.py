@@ -10,8 +10,8 @@ from typing import NamedTuple
 from contract.codec import encode
 from contract.events import LogEntry
 from contract.function_types import Submission
-from contract.functions import encoded_parts, logprob_bytes
-from contract.jobs import Job
+from contract.functions import encoded_parts
+from contract.jobs import Job, logprob_bytes
 
 RECORD_BYTES = 9_000
 CALLBACK_BYTES = 3_000
