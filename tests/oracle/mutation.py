@@ -46,6 +46,15 @@ _QUIET = re.compile(r"'(?:[^'\\]|\\.)*'|--.*")
 _STATEMENT = re.compile(r" +[a-z_]+(?:\.[a-z_]+)*\(")
 
 
+_TICK = """
+local ticks = 0
+local function tick()
+  ticks = ticks + 1
+  if ticks > 2000000 then error('an endless loop') end
+end
+"""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One change of one line of a file."""
@@ -99,7 +108,9 @@ def library_with(mutant: Mutant) -> str:
     whole = (LUA / mutant.file).read_text("utf-8")
     source = library.library_source()
     assert source.count(whole) == 1, mutant.file
-    return source.replace(whole, mutant.source)
+    head, _, rest = source.replace(whole, mutant.source).partition("\n")
+    rest = re.sub(r"^( *)(repeat|while .* do)$", r"\1\2 tick()", rest, flags=re.M)
+    return f"{head}\n{_TICK}{rest}"
 
 
 class _Next:
@@ -125,7 +136,8 @@ class Campaign:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._failed = self._failed or report.failed
-        if report.failed and not self._seconds: print(report.longreprtext)
+        if report.failed and not self._seconds:
+            print(report.longreprtext)
 
     def pytest_report_teststatus(self) -> tuple[str, str, str]:
         return "", "", ""
@@ -133,7 +145,6 @@ class Campaign:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = [item for item in session.items if item.get_closest_marker("campaign") is None]
         call = library.Partition._call
-        original = library.library_source
         with pytest.MonkeyPatch.context() as patch:
             for item in items:
                 names = self._called[item.nodeid]
@@ -149,21 +160,24 @@ class Campaign:
         print(f"{len(items)} tests in {sum(self._seconds.values()):.0f} s", flush=True)
         with pytest.MonkeyPatch.context() as patch:
             for number, mutant in enumerate(self._wanted, 1):
-                source = _guarded(library_with(mutant) if isinstance(mutant, Mutant) else mutant.apply(original()))
+                source = library_with(mutant)
                 patch.setattr(clock, "library_source", lambda source=source: source)
                 began = time.monotonic()
                 found_by = self._find(mutant, items)
                 took = time.monotonic() - began
                 if found_by is None:
                     self.left.append(mutant)
-                print(f"{number}/{len(self._wanted)} {took:.1f} s {'found by ' + found_by if found_by else 'LEFT'}: {mutant}", flush=True)
+                print(
+                    f"{number}/{len(self._wanted)} {took:.1f} s {'found by ' + found_by if found_by else 'LEFT'}: {mutant}",
+                    flush=True,
+                )
         return True
 
     def _find(self, mutant: Any, items: list[pytest.Item]) -> str | None:
-        kills = self._kills[getattr(mutant, "file", "")]
+        kills = self._kills[mutant.file]
 
         def place(item: pytest.Item) -> tuple[bool, float]:
-            is_near = getattr(mutant, "file", "") in self._called[item.nodeid] or bool(kills[item.nodeid])
+            is_near = mutant.file in self._called[item.nodeid] or bool(kills[item.nodeid])
             return not is_near, self._seconds[item.nodeid] / (1 + kills[item.nodeid])
 
         for item in sorted(items, key=place):
@@ -178,40 +192,29 @@ class Campaign:
         return not self._failed
 
 
-_TICK = "local ticks = 0\nlocal function tick()\n  ticks = ticks + 1\n  if ticks > 2000000 then error('an endless loop') end\nend\n"
-
-
-def _guarded(source: str) -> str:
-    head, _, rest = source.partition("\n")
-    rest = re.sub(r"^( *)(repeat|while .* do)$", r"\1\2 tick()", rest, flags=re.M)
-    return f"{head}\n{_TICK}{rest}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--of", type=int, default=1)
     parser.add_argument("--only", default="")
-    parser.add_argument("--old", action="store_true")
     parser.add_argument("tests", nargs="*", default=TESTS)
     args = parser.parse_args()
-    if args.old:
-        from tests.oracle.files_mutants import FILES_MUTANTS
-        from tests.oracle.mutants import MUTANTS
-        from tests.oracle.operations_mutants import OPERATIONS_MUTANTS
-        from tests.oracle.outbox_mutants import OUTBOX_MUTANTS
-
-        wanted: list[Any] = [*MUTANTS, *OUTBOX_MUTANTS, *FILES_MUTANTS, *OPERATIONS_MUTANTS]
-        wanted = [m for m in wanted if args.only in m.part]
-    else:
-        wanted = [m for path in sorted(LUA.glob("*.lua")) for m in mutants(path)]
-        wanted = [m for m in wanted if m.is_drawn(args.of) and m.file.startswith(args.only)]
+    wanted = [m for path in sorted(LUA.glob("*.lua")) for m in mutants(path)]
+    wanted = [m for m in wanted if m.is_drawn(args.of) and m.file.startswith(args.only)]
     campaign = Campaign(wanted)
-    options = ["-qq", "--tb=no", "--show-capture=no", "-p", "no:cacheprovider", "-m", "not campaign"]
+    options = [
+        "-qq",
+        "--tb=no",
+        "--show-capture=no",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not campaign",
+    ]
     options += ["-s", "--capture=no", "-o", "timeout=20", "-o", "timeout_method=signal"]
     pytest.main([*options, *args.tests], plugins=[campaign])
     print(f"{len(campaign.left)} of {len(wanted)} mutants are left")
     for mutant in campaign.left:
-        print(mutant if isinstance(mutant, Mutant) else f"{mutant.part}: {mutant.name}")
+        print(mutant)
     return bool(campaign.left)
 
 

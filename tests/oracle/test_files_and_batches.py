@@ -47,7 +47,11 @@ def test_a_tenant_s_files_have_a_bound(world: World) -> None:
     assert (again.created_ms, num_bytes(world)) == (first.created_ms, 25)
     assert add(world, "d", 5, most=30).id == "d"
     assert add(world, "e", 99).id == "e", "0 is no bound"
-    assert (files(world), files(world, after="c"), files(world, after="b")) == (["a", "c"], ["d", "e"], None)
+    assert (files(world), files(world, after="c"), files(world, after="b")) == (
+        ["a", "c"],
+        ["d", "e"],
+        None,
+    )
     world.audit.check()
 
 
@@ -107,7 +111,9 @@ def batch(world: World, name: str, tenant: str = "t", **terms: Any) -> str:
     return str(world.told(world.batches.add(name, asked, **({"window_s": 60} | terms))))
 
 
-def take(world: World, token: str, most: int = 9, more: int = 0, *, runs: bool = False) -> list[str]:
+def take(
+    world: World, token: str, most: int = 9, more: int = 0, *, runs: bool = False
+) -> list[str]:
     terms: dict[str, Any] = {"lease_s": LEASE_S, "in_progress": runs}
     return world.run(world.batches.take(token, max_batches=most, max_more=more, **terms))
 
@@ -115,7 +121,10 @@ def take(world: World, token: str, most: int = 9, more: int = 0, *, runs: bool =
 def save(world: World, status: str | None = None, expected: str | None = None, **terms: Any) -> str:
     """The status afterwards, or the error."""
     name, token = terms.pop("name", "a"), terms.pop("token", "1")
-    terms |= {"status": status and BatchStatus(status), "expected": expected and BatchStatus(expected)}
+    terms |= {
+        "status": status and BatchStatus(status),
+        "expected": expected and BatchStatus(expected),
+    }
     reply = world.told(world.batches.save(name, token, **({"lease_s": LEASE_S} | terms)))
     return reply if isinstance(reply, str) else str(reply[0])
 
@@ -151,7 +160,10 @@ SAVES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [{"status": "in_progress", "expected": "validating"}] * 2,
         ["in_progress"] * 2,
     ),
-    "another than expected": ([{"status": "finalizing", "expected": "in_progress"}], ["StatusChanged"]),
+    "another than expected": (
+        [{"status": "finalizing", "expected": "in_progress"}],
+        ["StatusChanged"],
+    ),
     "another end": ([{"status": "failed"}, {"status": "completed"}], ["failed", "StatusChanged"]),
     "the same end": ([{"status": "failed"}] * 2, ["failed"] * 2),
     "progress after the end": ([{"status": "failed"}, {"fields": {"total": 9}}], ["failed"] * 2),

@@ -13,10 +13,18 @@ DAY_S = 86_400
 
 
 def add(
-    world: World, name: str, kind: str = "cancel", *, owner: str = "t", tenant: str = "t", **wanted: Any
+    world: World,
+    name: str,
+    kind: str = "cancel",
+    *,
+    owner: str = "t",
+    tenant: str = "t",
+    **wanted: Any,
 ) -> str:
     terms = {"owner": owner, "tenant": tenant}
-    return str(world.told(world.operations.add(name, OperationKind(kind), Wanted(**wanted), **terms)))
+    return str(
+        world.told(world.operations.add(name, OperationKind(kind), Wanted(**wanted), **terms))
+    )
 
 
 def take(world: World, token: str = "1", only: str = "") -> str | None:
@@ -44,7 +52,9 @@ def some_jobs(world: World) -> None:
     """Eight of t, two in each second: 0 failed, 1 succeeded, 2 and 3 run; one of u waits."""
     for i in range(8):
         metadata = {"colour": "red"} if i % 2 else {}
-        world.submit(f"{i}", lane=LANES[i % 3 == 2], metadata=metadata, callback=URLS[0] if i < 2 else None)
+        world.submit(
+            f"{i}", lane=LANES[i % 3 == 2], metadata=metadata, callback=URLS[0] if i < 2 else None
+        )
         world.pass_time(i % 2)
     assert world.claim(jobs=2, lanes=LANES[:1]) == ["0", "1"]
     world.append("0", 1, "failed")
@@ -108,7 +118,9 @@ def test_ended_jobs_are_handed_out_to_be_submitted_again(world: World, name: str
         counts = {"matched": num, "done": num - 1, "failed": 1}
         fields = {"state": reported.state, "job_ids": (), "cursor": reported.cursor}
         assert step(world, reported=Step(**fields, **counts)) == f"completed {num}/{num - 1}/1"
-        assert step(world, reported=Step(**fields, matched=9, done=9, failed=9)).endswith(f" {num}/{num - 1}/1")
+        assert step(world, reported=Step(**fields, matched=9, done=9, failed=9)).endswith(
+            f" {num}/{num - 1}/1"
+        )
 
 
 def test_a_page_goes_on_behind_what_was_reported(world: World) -> None:
@@ -141,6 +153,9 @@ def test_dead_letters_are_replayed(world: World, name: str) -> None:
     some_jobs(world)
     for taken in world.take():
         world.done(taken, "dead")
+    world.submit("x", callback=URLS[1])
+    world.cancel("x")
+    assert world.due() == ["x cancelled"]
     add(world, "a", "replay_callbacks", **terms)
     assert finish(world, max_looks=1) == f"completed {counts}"
     assert len(world.run(world.outbox.dead("t"))) == 2 - int(counts[0])
@@ -202,7 +217,11 @@ def test_a_tenant_s_open_operations_have_a_bound(world: World) -> None:
     """One that is added again is the same; those of others and ended ones do not count."""
     add(world, "u", owner="u")
     assert [add(world, f"{i}") for i in range(MAX_OPEN)] == ["None"] * MAX_OPEN
-    assert (add(world, "x"), add(world, "0"), add(world, "v", owner="u")) == ("OperationsFull", "None", "None")
+    assert (add(world, "x"), add(world, "0"), add(world, "v", owner="u")) == (
+        "OperationsFull",
+        "None",
+        "None",
+    )
     assert str(world.run(world.operations.stop("0"))) == "cancelled"
     assert (add(world, "0"), add(world, "x")) == ("None", "None")
     found = world.run(world.operations.find("0"))

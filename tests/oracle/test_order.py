@@ -3,6 +3,8 @@
 A job of these tests costs 10 tokens unless it says otherwise: a prompt of 3, and a cap of 7.
 """
 
+import random
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -175,9 +177,15 @@ def rooms(**each: tuple[int, ...]) -> dict[str, LaneRoom]:
 
 ROOMS: dict[str, tuple[Mapping[str, LaneRoom], list[str]]] = {
     "none for a lane": (rooms(batch=(9, 99)), ["b0", "b1", "b2"]),
-    "few slots for the first lane": (rooms(interactive=(1, 99), batch=(9, 99)), ["t0", "b0", "b1", "b2"]),
+    "few slots for the first lane": (
+        rooms(interactive=(1, 99), batch=(9, 99)),
+        ["t0", "b0", "b1", "b2"],
+    ),
     "slots are of all": (rooms(interactive=(2, 99), batch=(3, 99)), ["t0", "t1", "b0"]),
-    "few tokens for the first lane": (rooms(interactive=(9, 10), batch=(9, 99)), ["t0", "b0", "b1", "b2"]),
+    "few tokens for the first lane": (
+        rooms(interactive=(9, 10), batch=(9, 99)),
+        ["t0", "b0", "b1", "b2"],
+    ),
     "tokens are of all": (rooms(interactive=(2, 20), batch=(9, 30)), ["t0", "t1", "b0"]),
     "slots for the other alone": (rooms(interactive=(0, 99), batch=(1, 99)), ["b0"]),
 }
@@ -345,7 +353,11 @@ def test_of_eight_workers_two_run_suspects(world: World) -> None:
     submit(world, "t1", "t2", "t3")
     world.claim("w0")
     assert [world.blame(f"t{i}", worker="w0") for i in (1, 2, 3)] == ["OK"] * 3
-    assert [world.claim(f"w{i}", is_idle=True) for i in range(3)] == [["t1 alone"], ["t2 alone"], []]
+    assert [world.claim(f"w{i}", is_idle=True) for i in range(3)] == [
+        ["t1 alone"],
+        ["t2 alone"],
+        [],
+    ]
 
 
 def test_a_suspect_whose_time_is_over_ends(world: World) -> None:
@@ -392,7 +404,8 @@ def test_the_first_claim_is_counted_and_its_wait_compared(world: World) -> None:
 
 def test_a_moved_job_has_no_prediction_and_goes_behind(world: World) -> None:
     """It gets a place in its new lane; its charge comes with it where it runs."""
-    submit(world, "t1", "t2", "u1")
+    submit(world, "t1", "u1")
+    submit(world, "t2", cost=30)
     submit(world, "t3", lane="batch")
     assert world.move("t1", "batch") == "OK"
     assert world.waits("t1") == (1, 10, None)
@@ -405,6 +418,47 @@ def test_a_moved_job_has_no_prediction_and_goes_behind(world: World) -> None:
     assert world.claim() == ["t4", "u2", "u3", "t5"], "t has paid in batch for three"
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 4.0), (0.5, 3.0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_service_is_by_weight(world: World, seed: int, weights: tuple[float, float]) -> None:
+    """Two tenants always have waiting jobs of any cost. Their service, divided by weight, never
+    differs by more than twice the largest cost."""
+    rng, had = random.Random(seed), Counter[str]()
+    costs = [rng.randint(4, 40) for _ in range(60)]
+    for i, cost in enumerate(costs):
+        submit(world, f"{'tu'[i % 2]}{i}", cost=cost, weight=weights[i % 2])
+    while True:
+        world.claim(rng.choice("wxy"), jobs=rng.randint(1, 4))
+        for item in world.reply:
+            had[item.job.tenant] += item.cost_tokens
+        if any(world.redis("EXISTS", f"q:m:{LANES[0]}:{tenant}") == 0 for tenant in "tu"):
+            break
+        if all(world.redis("ZSCORE", f"active:m:{LANES[0]}", tenant) for tenant in "tu"):
+            apart = had["t"] / weights[0] - had["u"] / weights[1]
+            assert abs(apart) <= 2 * max(costs) / min(weights)
+        else:
+            break
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_a_lane_waits_no_longer_than_its_share_allows(world: World, share: float) -> None:
+    """While an urgent lane has waiting jobs, the next job of `batch` waits for at most cost / share
+    tokens of the other and one job's."""
+    rng, passed = random.Random(0), 0
+    costs = [rng.randint(4, 40) for _ in range(60)]
+    for i, cost in enumerate(costs):
+        submit(world, f"t{i}", cost=cost)
+        submit(world, f"b{i}", lane="batch", cost=cost)
+    heads = iter(costs)
+    head = next(heads)
+    while world.redis("EXISTS", f"active:m:{LANES[0]}"):
+        world.claim(jobs=rng.randint(1, 5), min_shares={"batch": share})
+        for item in world.reply:
+            passed = 0 if item.job.lane == "batch" else passed + item.cost_tokens
+            head = next(heads) if item.job.lane == "batch" else head
+            assert passed <= head / share + max(costs)
+
+
 # An offer, what happens to it, and what another worker gets.
 OFFERS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "it is taken": (None, {}, ["t1"]),
@@ -413,6 +467,11 @@ OFFERS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "a worker with little room": (None, {"tokens": 9}, []),
     "a worker with room": (None, {"tokens": 10}, ["t1"]),
     "a lane with little room": (None, {"rooms": rooms(interactive=(1, 9))}, []),
+    "a worker with less room than its lane": (
+        None,
+        {"tokens": 9, "rooms": rooms(interactive=(1, 99))},
+        [],
+    ),
     "a lane with room": (None, {"rooms": rooms(interactive=(1, 10))}, ["t1"]),
     "another lane": (None, {"lanes": ("batch",)}, []),
     "it has gone on": (lambda w: w.append("t1"), {}, []),

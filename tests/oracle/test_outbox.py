@@ -42,7 +42,13 @@ def test_a_job_s_messages_are_posted_as_its_callback_asks(world: World) -> None:
     assert world.due() == []
     world.claim()
     assert world.due() == ["a started"]
-    for num, told in ((1, []), (1, ["a progress"]), (3, ["a progress"]), (0, []), (1, ["a progress"])):
+    for num, told in (
+        (1, []),
+        (1, ["a progress"]),
+        (3, ["a progress"]),
+        (0, []),
+        (1, ["a progress"]),
+    ):
         world.append("a", num)
         assert world.due() == told
     world.append("a", 2)
@@ -80,15 +86,35 @@ def test_a_message_says_what_happened(world: World) -> None:
 # What happens to a taken message, and the replies of start, renew and done to its first taker.
 HOLDS: dict[str, tuple[Any, tuple[bool, bool, str], str]] = {
     "nothing": (lambda w: None, (True, True, "OK"), "delivered"),
-    "it is renewed": (lambda w: (w.pass_time(9), renew(w, FIRST), w.pass_time(9)), (True, True, "OK"), "delivered"),
-    "it is started": (lambda w: (w.pass_time(9), start(w, FIRST), w.pass_time(9), w.take()), (True, True, "OK"), "delivered"),
+    "it is renewed": (
+        lambda w: (w.pass_time(9), renew(w, FIRST), w.pass_time(9)),
+        (True, True, "OK"),
+        "delivered",
+    ),
+    "it is started": (
+        lambda w: (w.pass_time(9), start(w, FIRST), w.pass_time(9), w.take()),
+        (True, True, "OK"),
+        "delivered",
+    ),
     "its lease lapses": (lambda w: w.pass_time(LEASE_S), (True, True, "OK"), "delivered"),
-    "another takes it": (lambda w: (w.pass_time(LEASE_S), w.take()), (False, False, "FENCED"), "taken"),
-    "it is visited in time": (lambda w: (w.pass_time(LEASE_S - 0.001), w.take()), (True, True, "OK"), "delivered"),
+    "another takes it": (
+        lambda w: (w.pass_time(LEASE_S), w.take()),
+        (False, False, "FENCED"),
+        "taken",
+    ),
+    "it is visited in time": (
+        lambda w: (w.pass_time(LEASE_S - 0.001), w.take()),
+        (True, True, "OK"),
+        "delivered",
+    ),
     "it was delivered": (lambda w: w.done(FIRST, "delivered"), (False, False, "OK"), "delivered"),
     "it is to be tried again": (lambda w: w.done(FIRST, "retry", 5), (False, False, "OK"), "due"),
     "it was given up": (lambda w: w.done(FIRST, "dead"), (False, False, "OK"), "dead"),
-    "its record is gone": (lambda w: w.redis("DEL", f"out:{FIRST.job_id}"), (False, False, "GONE"), "None"),
+    "its record is gone": (
+        lambda w: w.redis("DEL", f"out:{FIRST.job_id}"),
+        (False, False, "GONE"),
+        "None",
+    ),
 }
 FIRST = Taken(job_id("a"), 1)
 
@@ -162,6 +188,8 @@ def test_a_destination_has_a_bound(world: World) -> None:
     taken = world.take(50, 2)
     assert sorted(names(taken)) == ["a", "b", "e"]
     assert world.take(50, 2) == []
+    ended(world, "f")
+    assert world.take(50, 2) == [], "a new message does not pass the bound"
     world.done(next(each for each in taken if each.job_id == job_id("a")), "delivered")
     assert len(world.take(50, 2)) == 1
     world.pass_time(LEASE_S)
@@ -180,7 +208,9 @@ def test_tenants_take_turns_and_leave_a_place(world: World) -> None:
     assert sorted(name[0] for name in names(world.take(3, 2))) == ["t", "u"]
     assert [len(world.take(room, 2)) for room in (1, 2, 2, 2, 50)] == [0, 1, 0, 0, 5]
     world.pass_time(LEASE_S)
-    assert sorted(name[0] for name in names(world.take(2, 2))) == ["t", "u"], "lapsed leases are free"
+    assert sorted(name[0] for name in names(world.take(2, 2))) == ["t", "u"], (
+        "lapsed leases are free"
+    )
     world.audit.check()
 
 

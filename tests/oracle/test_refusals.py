@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from contract.function_types import TenantLimits
-from tests.oracle.world import LANES, NOW_MS, TALKATIVE, World
+from tests.oracle.walk import contents
+from tests.oracle.world import LANES, NOW_MS, World
 
 COST = 13  # of a job with default terms: a prompt of 3 tokens and 10 of output
 
@@ -16,6 +17,13 @@ def crowd(world: World, num: int = 2, *, lane: str = LANES[0], tenant: str = "t"
     world.beat(rate=13.0, jobs=1, tokens=13)
     for i in range(num):
         assert world.submit(f"{lane}{tenant}{i}", tenant, lane) == "new"
+
+
+def shared(world: World) -> None:
+    """As `crowd`, with a waiting job of a lane that is guaranteed half of the rate."""
+    crowd(world)
+    world.beat(rate=13.0, jobs=1, tokens=13, shares={"batch": 0.5})
+    world.submit("b", "u", "batch")
 
 
 def limits(**limits: Any) -> dict[str, Any]:
@@ -87,12 +95,33 @@ REFUSALS: dict[str, tuple[Callable[[World], Any], dict[str, Any], str]] = {
     ),
     "tokens": (used(0, 30, 0), limits(tokens_per_min=42), "tenant_quota tokens_per_min 1.429"),
     "tokens that just fit": (used(0, 29, 0), limits(tokens_per_min=42), "OK"),
-    "tokens that leak": (used(0, 42, 10), limits(tokens_per_min=42), "tenant_quota tokens_per_min 8.572"),
-    "tokens above the limit": (crowd, limits(tokens_per_min=12), "tenant_quota tokens_per_min None"),
+    "tokens that leak": (
+        used(0, 42, 10),
+        limits(tokens_per_min=42),
+        "tenant_quota tokens_per_min 8.572",
+    ),
+    "tokens above the limit": (
+        crowd,
+        limits(tokens_per_min=12),
+        "tenant_quota tokens_per_min None",
+    ),
+    "tokens at half the price": (
+        used(0, 30, 0),
+        limits(tokens_per_min=37) | {"lane": "batch", "batch_price": 0.5},
+        "OK",
+    ),
     "a job of the whole limit": (lambda w: None, limits(tokens_per_min=13), "OK"),
-    "unfinished tokens": (crowd, limits(concurrent_tokens=30), "tenant_quota concurrent_tokens 0.693"),
+    "unfinished tokens": (
+        crowd,
+        limits(concurrent_tokens=30),
+        "tenant_quota concurrent_tokens 0.693",
+    ),
     "unfinished tokens that fit": (crowd, limits(concurrent_tokens=39), "OK"),
-    "a job above the limit": (crowd, limits(concurrent_tokens=12), "tenant_quota concurrent_tokens None"),
+    "a job above the limit": (
+        crowd,
+        limits(concurrent_tokens=12),
+        "tenant_quota concurrent_tokens None",
+    ),
     "unfinished tokens, no rate": (
         lambda w: w.submit("a"),
         limits(concurrent_tokens=13),
@@ -116,8 +145,22 @@ REFUSALS: dict[str, tuple[Callable[[World], Any], dict[str, Any], str]] = {
         "OK",
     ),
     "a full lane": (crowd, {"lane_bound_tokens": 30}, "lane_full lane_tokens 0.693"),
+    "a full lane beside one with a share": (
+        shared,
+        {"lane_bound_tokens": 30},
+        "lane_full lane_tokens 1.385",
+    ),
+    "a share of a lane beside one with a share": (
+        shared,
+        limits(lane_share=0.5) | {"lane_bound_tokens": 60},
+        "tenant_quota lane_share 1.385",
+    ),
     "a lane that is full then": (crowd, {"lane_bound_tokens": 39}, "OK"),
-    "a job above the lane's bound": (crowd, {"lane_bound_tokens": 12}, "lane_full lane_tokens None"),
+    "a job above the lane's bound": (
+        crowd,
+        {"lane_bound_tokens": 12},
+        "lane_full lane_tokens None",
+    ),
     "another full lane": (lambda w: crowd(w, lane="batch"), {"lane_bound_tokens": 30}, "OK"),
     "a long wait": (crowd, {"lane_bound_s": 1.5}, "lane_full lane_wait 0.5"),
     "a wait that is allowed": (crowd, {"lane_bound_s": 2.0}, "OK"),
@@ -169,14 +212,6 @@ def test_a_quote_and_a_submission_say_the_same(world: World, name: str) -> None:
     world.audit.check()
 
 
-def contents(world: World) -> dict[str, Any]:
-    """All of Redis, but counts of refusals, promises, and the reading of the memory."""
-    passing = ("totals:", "promised:", "memory", "test_clock")
-    names = [key.decode() for key in world.client.keys(f"{world.keys.tag}:*")]
-    names = [name.removeprefix(f"{world.keys.tag}:") for name in names]
-    return {n: world.redis("DUMP", n) for n in names if not n.startswith(passing)}
-
-
 def test_the_first_reason_counts(world: World) -> None:
     """All reasons hold at once; then one after the other is gone."""
     world.beat(rate=13.0, jobs=1, tokens=13, lanes=("batch",))
@@ -189,7 +224,12 @@ def test_the_first_reason_counts(world: World) -> None:
     world.pass_time(16)
     terms: dict[str, Any] = {"deadline_s": 0.5, "lane_bound_s": 0.4, "lane_bound_tokens": 30}
     terms |= {"max_tenant_stored_bytes": 1, "max_stored_bytes": 1, "needs_worker": True}
-    bounds = {"requests_per_min": 1, "tokens_per_min": 14, "concurrent_tokens": 30, "lane_share": 0.5}
+    bounds = {
+        "requests_per_min": 1,
+        "tokens_per_min": 14,
+        "concurrent_tokens": 30,
+        "lane_share": 0.5,
+    }
 
     def gone(name: str) -> None:
         if name in bounds:
@@ -272,10 +312,26 @@ def test_a_promise_is_at_most_an_hour(world: World) -> None:
 
 KEYS_OF_CALLS = {
     "the same id": (dict(), dict(), "known first"),
-    "the same key": ({"idempotency_key": "k", "body_hash": "b"}, {"idempotency_key": "k", "body_hash": "b"}, "known first"),
-    "another body": ({"idempotency_key": "k", "body_hash": "b"}, {"idempotency_key": "k", "body_hash": "c"}, "idempotency_mismatch - None"),
-    "another key": ({"idempotency_key": "k", "body_hash": "b"}, {"idempotency_key": "l", "body_hash": "b"}, "new"),
-    "another tenant": ({"idempotency_key": "k", "body_hash": "b"}, {"idempotency_key": "k", "body_hash": "b", "tenant": "u"}, "new"),
+    "the same key": (
+        {"idempotency_key": "k", "body_hash": "b"},
+        {"idempotency_key": "k", "body_hash": "b"},
+        "known first",
+    ),
+    "another body": (
+        {"idempotency_key": "k", "body_hash": "b"},
+        {"idempotency_key": "k", "body_hash": "c"},
+        "idempotency_mismatch - None",
+    ),
+    "another key": (
+        {"idempotency_key": "k", "body_hash": "b"},
+        {"idempotency_key": "l", "body_hash": "b"},
+        "new",
+    ),
+    "another tenant": (
+        {"idempotency_key": "k", "body_hash": "b"},
+        {"idempotency_key": "k", "body_hash": "b", "tenant": "u"},
+        "new",
+    ),
 }
 
 
@@ -364,6 +420,7 @@ LENGTHS = {
     "longer ones": ([2] * 4 + [7], {}, 6),  # 2 + 0.2 · 5
     "shorter ones": ([7] * 4 + [2], {}, 10),  # 7 − 0.02 · 5
     "none": ([2] * 5, {"cap": 0}, 3),
+    "of several choices": ([4] * 5, {"outputs_of": 2}, 5),
     "some that were cut": ([2] * 5 + [10], {}, 7),  # 2 + 0.2 · 8
     "some that failed": ([6] * 5 + [-1, -1, -1], {}, 9),
     "failures alone": ([-1] * 5, {}, 13),
@@ -374,9 +431,11 @@ LENGTHS = {
 def test_a_cost_is_learned_from_outputs(world: World, name: str) -> None:
     """Outputs of so many tokens; a negative one fails after as many."""
     outputs, terms, cost = LENGTHS[name]
+    n = terms.get("outputs_of", 1)
     for i, num in enumerate(outputs):
-        world.run_job(f"{i}", abs(num), "succeeded" if num > 0 else "failed")
-    assert world.quote("job", **terms) == "OK"
+        world.run_job(f"{i}", abs(num), "succeeded" if num > 0 else "failed", n=n)
+    asked = {name: value for name, value in terms.items() if name != "outputs_of"}
+    assert world.quote("job", **asked) == "OK"
     assert world.reply.cost_tokens == cost
 
 
@@ -416,16 +475,41 @@ PLACES: dict[str, tuple[Jobs, dict[str, Any], tuple[int, int, float | None]]] = 
     "nobody": ([], {}, (0, 0, 0.0)),
     "nobody, one runs": ([("t", "interactive", "runs", 20)], {}, (0, 0, 2.0)),
     "own": ([("t", "interactive", "waits", 20)] * 2, {}, (2, 40, 4.0)),
-    "another's twice as many": ([("u", "interactive", "waits", 20)] * 2 + [("t", "interactive", "waits", 20)], {}, (2, 40, 4.0)),
+    "another's twice as many": (
+        [("u", "interactive", "waits", 20)] * 2 + [("t", "interactive", "waits", 20)],
+        {},
+        (2, 40, 4.0),
+    ),
     "others alone": ([("u", "interactive", "waits", 20)] * 2, {}, (0, 0, 0.0)),
     "a lane above": ([("u", "interactive", "waits", 20)], {"lane": "batch"}, (1, 20, 2.0)),
     "a lane below": ([("u", "batch", "waits", 20)], {}, (0, 0, 0.0)),
-    "running ones of both": ([("u", "batch", "runs", 20), ("u", "interactive", "runs", 40)], {}, (0, 0, 4.0)),
-    "room beside what runs": ([("t", "interactive", "runs", 20)], {"jobs": 2, "tokens": 33}, (0, 0, 0.0)),
-    "no room in tokens": ([("t", "interactive", "runs", 20)], {"jobs": 2, "tokens": 32}, (0, 0, 2.0)),
+    "running ones of both": (
+        [("u", "batch", "runs", 20), ("u", "interactive", "runs", 40)],
+        {},
+        (0, 0, 4.0),
+    ),
+    "room beside what runs": (
+        [("t", "interactive", "runs", 20)],
+        {"jobs": 2, "tokens": 33},
+        (0, 0, 0.0),
+    ),
+    "no room in tokens": (
+        [("t", "interactive", "runs", 20)],
+        {"jobs": 2, "tokens": 32},
+        (0, 0, 2.0),
+    ),
     "no room in jobs": ([("t", "interactive", "runs", 20)], {"jobs": 1, "tokens": 99}, (0, 0, 2.0)),
     "half computed": ([("t", "interactive", "half", 20)], {}, (0, 0, 1.0)),
-    "of weight 3": ([("u", "interactive", "waits", 20)] * 3 + [("t", "interactive", "waits", 20)], {"weight": 3.0}, (1, 26, 2.6)),
+    "of others of weight 3": (
+        [("u3", "interactive", "waits", 20)] * 3 + [("t", "interactive", "waits", 20)],
+        {},
+        (4, 80, 8.0),
+    ),
+    "of weight 3": (
+        [("u", "interactive", "waits", 20)] * 3 + [("t", "interactive", "waits", 20)],
+        {"weight": 3.0},
+        (1, 26, 2.6),
+    ),
 }
 
 
@@ -437,7 +521,7 @@ def test_the_work_ahead_tells_the_wait(world: World, name: str) -> None:
     terms = {key: value for key, value in terms.items() if key not in capacity}
     world.beat(rate=10.0, **capacity)
     for i, (tenant, lane, state, cost) in enumerate(before):
-        world.submit(f"{i}", tenant, lane, cap=cost - 3)
+        world.submit(f"{i}", tenant, lane, cap=cost - 3, weight=float(tenant[1:] or 1))
         if state != "waits":
             assert world.claim(lanes=[lane]) == [f"{i}"]
         if state == "half":

@@ -8,7 +8,7 @@ import pytest
 from contract.events import End
 from contract.function_types import JobMark, TenantLimits, Wanted
 from contract.jobs import JobStatus
-from tests.oracle.world import LANES, LEASE_S, REF, TALKATIVE, World, job_id
+from tests.oracle.world import LANES, LEASE_S, REF, World, job_id
 
 Act = Callable[[World], Any]
 
@@ -81,7 +81,12 @@ def test_each_item_of_an_append_has_its_own_verdict(world: World) -> None:
     running(world, "e")
     world.cancel("b")
     items = [world.says("a", 2), world.says("b"), world.says("c", 1, "succeeded")]
-    items += [world.says("d"), world.says("d", 1, shift=1), world.says("e"), world.says("a", 9, shift=1)]
+    items += [
+        world.says("d"),
+        world.says("d", 1, shift=1),
+        world.says("e"),
+        world.says("a", 9, shift=1),
+    ]
     expected = ["OK 4", "cancelled 0", "OK 5", "OK 4", "OK 5", "OK 2", "OVER 4"]
     reply = world.run(world.functions.append("w", items, lease_s=LEASE_S))
     assert [f"{verdict} {number}" for verdict, number in reply] == expected
@@ -173,7 +178,12 @@ def test_errors_end_a_job_and_drains_do_not(world: World) -> None:
     world.submit("a", max_attempts=2)
     assert attempts(world, "drain", 3) == ["OK"] * 3
     assert attempts(world, "error", 3) == ["OK", "failed", "failed"]
-    assert world.field("a", "attempt", "releases", "code", "message") == ["2", "3", "engine_error", "it broke"]
+    assert world.field("a", "attempt", "releases", "code", "message") == [
+        "2",
+        "3",
+        "engine_error",
+        "it broke",
+    ]
 
 
 def test_a_job_is_released_thirty_two_times(world: World) -> None:
@@ -329,7 +339,10 @@ def test_a_pool_has_the_means_of_its_live_workers(world: World) -> None:
 
 # A call on a job in each state: waiting, running, ended, another's or gone.
 CALLS: dict[str, tuple[Callable[[World, str], str], list[str]]] = {
-    "cancel": (lambda w, name: w.cancel(name), ["cancelled", "cancelled", "succeeded", "None", "None"]),
+    "cancel": (
+        lambda w, name: w.cancel(name),
+        ["cancelled", "cancelled", "succeeded", "None", "None"],
+    ),
     "delete": (lambda w, name: w.delete(name), ["queued", "streaming", "True", "False", "False"]),
     "detach": (lambda w, name: w.detach(name, 5, 5), ["OK", "OK", "succeeded", "None", "None"]),
     "move": (lambda w, name: w.move(name, "batch"), ["OK", "OK", "succeeded", "None", "None"]),
@@ -454,7 +467,12 @@ def some_jobs(world: World) -> None:
     """Eight jobs of t, the oldest first, two in each second; one of u."""
     for i in range(8):
         metadata = {"colour": "red"} if i % 2 else {"colour": "blue", "size": "1"}
-        world.submit(f"{i}", lane=LANES[i % 3 == 2], metadata=metadata if i else {}, model="n" if i == 5 else "m")
+        world.submit(
+            f"{i}",
+            lane=LANES[i % 3 == 2],
+            metadata=metadata if i else {},
+            model="n" if i == 5 else "m",
+        )
         world.pass_time(i % 2)
     world.claim(jobs=3)
     world.append("0", 1, "failed")
@@ -479,19 +497,47 @@ LISTS: dict[str, tuple[Wanted, dict[str, Any], list[str]]] = {
     "lanes": (Wanted(lanes=frozenset(LANES)), {"max_jobs": 2}, ["7", "6", "after 6"]),
     "a model": (Wanted(model="n"), {}, ["5"]),
     "a status": (Wanted(statuses=frozenset([JobStatus.QUEUED])), {}, ["7", "6", "5", "4", "2"]),
-    "ended ones": (Wanted(statuses=frozenset([JobStatus.FAILED, JobStatus.SUCCEEDED])), {}, ["1", "0"]),
+    "ended ones": (
+        Wanted(statuses=frozenset([JobStatus.FAILED, JobStatus.SUCCEEDED])),
+        {},
+        ["1", "0"],
+    ),
     "an error": (Wanted(error_code="engine_error"), {}, ["0"]),
     "a colour": (Wanted(metadata={"colour": "red"}), {}, ["7", "5", "3", "1"]),
     "a colour and a size": (Wanted(metadata={"colour": "blue", "size": "1"}), {}, ["6", "4", "2"]),
     "a size that none has": (Wanted(metadata={"colour": "red", "size": "1"}), {}, []),
     "later ones": (Wanted(created_after_ms=START + 2000), {}, ["7", "6"]),
     "earlier ones": (Wanted(created_before_ms=START + 1000), {}, ["1", "0"]),
-    "those between": (Wanted(created_after_ms=START, created_before_ms=START + 2000), {}, ["3", "2"]),
-    "earlier ones, by page": (Wanted(created_before_ms=START + 2000), {"max_jobs": 3}, ["3", "2", "1", "after 1"]),
-    "earlier ones, behind one": (Wanted(created_before_ms=START + 2000), {"after": "job-0-2"}, ["1", "0"]),
-    "earlier ones, behind a younger": (Wanted(created_before_ms=START + 2000), {"after": "job-0-6"}, ["3", "2", "1", "0"]),
-    "behind a place": (Wanted(), {"after": f"{START + 1000} job-0-3", "max_jobs": 2}, ["2", "1", f"after {START} job-0-1"]),
-    "behind a place of no job": (Wanted(), {"after": f"{START + 1000} job-0-x"}, ["3", "2", "1", "0"]),
+    "those between": (
+        Wanted(created_after_ms=START, created_before_ms=START + 2000),
+        {},
+        ["3", "2"],
+    ),
+    "earlier ones, by page": (
+        Wanted(created_before_ms=START + 2000),
+        {"max_jobs": 3},
+        ["3", "2", "1", "after 1"],
+    ),
+    "earlier ones, behind one": (
+        Wanted(created_before_ms=START + 2000),
+        {"after": "job-0-2"},
+        ["1", "0"],
+    ),
+    "earlier ones, behind a younger": (
+        Wanted(created_before_ms=START + 2000),
+        {"after": "job-0-6"},
+        ["3", "2", "1", "0"],
+    ),
+    "behind a place": (
+        Wanted(),
+        {"after": f"{START + 1000} job-0-3", "max_jobs": 2},
+        ["2", "1", f"after {START} job-0-1"],
+    ),
+    "behind a place of no job": (
+        Wanted(),
+        {"after": f"{START + 1000} job-0-x"},
+        ["3", "2", "1", "0"],
+    ),
 }
 
 
@@ -568,7 +614,10 @@ def test_marks_are_noted_by_the_clock_of_redis(world: World) -> None:
     running(world)
     world.pass_time(2)
     world.append("a", marks=(JobMark("prefill", 900, 300, 3, 1500),))
-    assert world.field("a", "runs").splitlines()[1] == f"prefill {world.now_ms - 900} {world.now_ms - 300} 3 1500"
+    assert (
+        world.field("a", "runs").splitlines()[1]
+        == f"prefill {world.now_ms - 900} {world.now_ms - 300} 3 1500"
+    )
 
 
 def test_a_bill_is_what_was_used(world: World) -> None:
@@ -589,11 +638,19 @@ MEMORY: dict[str, tuple[int | str, list[tuple[str, str]], str]] = {
     "any": ("free", [("t", "interactive")] * 3, "new"),
     "of one job": (9_000, [], "lane_full lane_memory None"),
     "of some": (120_000, [("t", "interactive")] * 2, "new"),
-    "the rest is for others": (60_000, [("t", "interactive")] * 3, "tenant_quota tenant_memory 10.0"),
+    "the rest is for others": (
+        60_000,
+        [("t", "interactive")] * 3,
+        "tenant_quota tenant_memory 10.0",
+    ),
     "of another tenant": (60_000, [("u", "interactive")] * 3, "new"),
     "all is taken": (40_000, [("u", "interactive")] * 3, "lane_full lane_memory 10.0"),
     "its own part": (400_000, [("u", "batch")] * 40, "new"),
-    "more than its own part": (400_000, [("u", "batch")] * 31 + [("t", "interactive")], "lane_full lane_memory 10.0"),
+    "more than its own part": (
+        400_000,
+        [("u", "batch")] * 31 + [("t", "interactive")],
+        "lane_full lane_memory 10.0",
+    ),
 }
 
 

@@ -31,11 +31,10 @@ from contract.function_types import (
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, ObjectRef, SamplingParams, StoredPrompt
 from contract.keys import Keys
-from contract.library import ensure_library
 from contract.operations import Operations
 from contract.outbox import DoneVerdict, Outbox, Outcome, Taken
 from contract.pauses import Line, Pauses
-from tests.clock import TEST_CLOCK
+from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.oracle.audit import Audit
 
 LANES = ("interactive", "batch")
@@ -50,9 +49,9 @@ T = TypeVar("T")
 
 
 @contextmanager
-def new_world(redis_url: str) -> Iterator["World"]:
+def new_world(redis_url: str, caller: Any = None) -> Iterator["World"]:
     """An empty partition with the library loaded."""
-    world = World(redis_url)
+    world = World(redis_url, caller)
     try:
         yield world
     finally:
@@ -62,15 +61,14 @@ def new_world(redis_url: str) -> Iterator["World"]:
 class World:
     """Callers, workers and time. Keeps what each worker believes to hold."""
 
-    def __init__(self, redis_url: str, keys: Keys = Keys("world")) -> None:  # noqa: B008
-        self.keys = keys
+    def __init__(self, redis_url: str, caller: Any = None) -> None:
+        """`caller`: a client for the calls of functions, in place of its own."""
+        self.keys = keys = Keys("world")
         self.client = redis.Redis.from_url(redis_url)
         self.client.flushall()
+        self.client.function_load(library_with_test_clock(), replace=True)
         self._loop = asyncio.new_event_loop()
-        self._client = connect(redis_url, keys)
-        loader = connect(redis_url, keys)
-        self.run(ensure_library(loader))
-        self.run(loader.aclose())
+        self._client = caller or connect(redis_url, keys)
         self.functions = Functions(self._client, keys)
         self.outbox = Outbox(self._client, keys)
         self.pauses = Pauses(self._client, keys)
@@ -235,7 +233,8 @@ class World:
         """An item by the worker's belief; `shift` 1 leaves a gap, -1 repeats an event."""
         known, number = self.held[worker].get(name, (1, 1))
         start = self.logged[name]
-        event = Tokens((ChoiceDelta(0, start, tuple(range(num)), "x" * num),)) if num else None
+        token_ids = tuple(range(start, start + num))
+        event = Tokens((ChoiceDelta(0, start, token_ids, "x" * num),)) if num else None
         terms.setdefault("code", "engine_error" if fin == "failed" else "")
         terms["fin"] = JobStatus(fin) if fin else ""
         epoch = known if epoch is None else epoch
