@@ -1,10 +1,11 @@
-"""A world for each test."""
+"""A world for each test, and the calls of scripts on it."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from infra.embedded_redis import EmbeddedRedis
+from tests.oracle.scripts import Calls
 from tests.oracle.world import World, new_world
 
 
@@ -12,3 +13,8 @@ from tests.oracle.world import World, new_world
 def world(redis_server: EmbeddedRedis) -> Iterator[World]:
     with new_world(redis_server.url) as world:
         yield world
+
+
+@pytest.fixture
+def calls(world: World) -> Calls:
+    return Calls(world)

@@ -6,271 +6,224 @@ import pytest
 
 from contract.function_types import Wanted
 from contract.jobs import JobStatus
-from contract.operations import MAX_OPEN, OperationKind, Step
-from tests.oracle.world import LANES, LEASE_S, NOW_MS, URLS, World, job_id, name_of
+from contract.operations import OperationKind, Step
+from tests.oracle.scripts import Calls, scripts
+from tests.oracle.world import LANES, LEASE_S, World, name_of
 
-DAY_S = 86_400
-
-
-def add(
-    world: World,
-    name: str,
-    kind: str = "cancel",
-    *,
-    owner: str = "t",
-    tenant: str = "t",
-    **wanted: Any,
-) -> str:
-    terms = {"owner": owner, "tenant": tenant}
-    return str(
-        world.told(world.operations.add(name, OperationKind(kind), Wanted(**wanted), **terms))
-    )
-
-
-def take(world: World, token: str = "1", only: str = "") -> str | None:
-    return world.run(world.operations.take(token, lease_s=LEASE_S, only=only))
-
-
-def step(world: World, name: str = "a", token: str = "1", **terms: Any) -> str:
-    """State, counts and jobs of a step, or the error; `world.reply` keeps the step."""
-    world.reply = world.told(world.operations.step(name, token, **({"lease_s": LEASE_S} | terms)))
-    if not isinstance(world.reply, Step):
-        return str(world.reply)
-    s: Step = world.reply
-    return " ".join([str(s.state), f"{s.matched}/{s.done}/{s.failed}", *map(name_of, s.job_ids)])
-
-
-def finish(world: World, name: str = "a", **terms: Any) -> str:
-    """Steps until it has ended."""
-    take(world, "1", name)
-    while (said := step(world, name, **terms)).startswith("running"):
-        pass
-    return said
-
-
-def some_jobs(world: World) -> None:
-    """Eight of t, two in each second: 0 failed, 1 succeeded, 2 and 3 run; one of u waits."""
-    for i in range(8):
-        metadata = {"colour": "red"} if i % 2 else {}
-        world.submit(
-            f"{i}", lane=LANES[i % 3 == 2], metadata=metadata, callback=URLS[0] if i < 2 else None
-        )
-        world.pass_time(i % 2)
-    assert world.claim(jobs=2, lanes=LANES[:1]) == ["0", "1"]
-    world.append("0", 1, "failed")
-    world.append("1", 1, "succeeded")
-    world.claim(jobs=1)
-    world.submit("u", "u")
-
-
-CANCELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "all": ({}, ["2", "3", "4", "5", "6", "7"]),
-    "of all tenants": ({"tenant": ""}, ["2", "3", "4", "5", "6", "7", "u"]),
-    "of another": ({"tenant": "u"}, ["u"]),
-    "a lane": ({"lanes": frozenset(["batch"])}, ["2", "5"]),
-    "a colour": ({"metadata": {"colour": "red"}}, ["3", "5", "7"]),
-    "a model": ({"model": "n"}, []),
-    "later ones": ({"created_after_ms": NOW_MS + 2000}, ["6", "7"]),
-    "earlier ones": ({"created_before_ms": NOW_MS + 2000}, ["2", "3"]),
-    "those between": ({"created_after_ms": NOW_MS, "created_before_ms": NOW_MS + 2000}, ["2", "3"]),
+WANTED = {
+    "all": Wanted(),
+    "batch": Wanted(lanes=frozenset(["batch"])),
+    "red": Wanted(metadata={"colour": "red"}),
+    "n": Wanted(model="n"),
+    "failed": Wanted(statuses=frozenset([JobStatus.FAILED])),
+    "error": Wanted(error_code="engine_error"),
+    "since0": Wanted(created_after_ms=1_700_000_000_000),
+    "since2": Wanted(created_after_ms=1_700_000_002_000),
+    "before0": Wanted(created_before_ms=1_700_000_000_000),
+    "before2": Wanted(created_before_ms=1_700_000_002_000),
+    "between": Wanted(created_after_ms=1_700_000_000_000, created_before_ms=1_700_000_002_000),
 }
 
 
-@pytest.mark.parametrize("looks", [(1, 20), (500, 20), (3, 2)])
-@pytest.mark.parametrize("name", CANCELS)
-def test_what_is_meant_is_cancelled_once(world: World, name: str, looks: tuple[int, int]) -> None:
+class OperationCalls(Calls):
+    """Gateways that work on operations."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.step_before: Step | None = None
+
+    def some(self) -> None:
+        """Eight jobs of t, two in each second: t0 failed, t1 succeeded, t2 and t3 run; u1 waits."""
+        world = self._world
+        for i in range(8):
+            metadata, callback = {"colour": "red"} if i % 2 else {}, "a" if i < 2 else ""
+            lane = LANES[i % 3 == 2]
+            world.submit(f"t{i}", lane=lane, metadata=metadata, callback=callback)
+            world.pass_time(i % 2)
+        assert world.claim(jobs=2, lanes=LANES[:1]) == ["t0", "t1"]
+        world.append("t0", 1, "failed")
+        world.append("t1", 1, "succeeded")
+        world.claim(jobs=1)
+        world.submit("u1")
+
+    def add(
+        self, name: str, wanted: str = "all", kind: str = "cancel", owner: str = "t", tenant: Any = "t"
+    ) -> Any:
+        terms = {"owner": owner, "tenant": tenant or ""}
+        call = self._world.operations.add(name, OperationKind(kind), WANTED[wanted], **terms)
+        return self._world.told(call)
+
+    def take(self, token: int = 1, only: str = "") -> Any:
+        return self._world.run(self._world.operations.take(str(token), lease_s=LEASE_S, only=only))
+
+    def step(self, name: str = "a", token: int = 1, **terms: Any) -> str:
+        """State, matched, done, failed and the jobs of a step, or the error."""
+        terms.setdefault("lease_s", LEASE_S)
+        said = self._world.told(self._world.operations.step(name, str(token), **terms))
+        if not isinstance(said, Step):
+            return str(said)
+        self.step_before = said
+        counts = f"{said.matched}/{said.done}/{said.failed}"
+        return " ".join([str(said.state), counts, *map(name_of, said.job_ids)])
+
+    def report(self, matched: int, done: int, failed: int, **terms: Any) -> str:
+        """A step that reports the jobs of the one before."""
+        assert self.step_before is not None
+        before = Step(self.step_before.state, matched, done, failed, (), self.step_before.cursor)
+        return self.step(reported=before, **terms)
+
+    def finish(self, name: str = "a", **terms: Any) -> str:
+        """Steps until it has ended."""
+        self.take(1, name)
+        while (said := self.step(name, **terms)).startswith("running"):
+            pass
+        return said
+
+    def back(self, name: str) -> None:
+        self._world.run(self._world.operations.give_back(name, "1"))
+
+    def next(self, num: int) -> list[str]:
+        """The operations that are taken and given back one after another."""
+        names = []
+        for _ in range(num):
+            names.append(str(self.take()))
+            self.back(names[-1])
+        return names
+
+    def stop(self, name: str = "a") -> Any:
+        return self._world.run(self._world.operations.stop(name))
+
+    def of(self, name: str, *fields: str) -> list[Any]:
+        return [self._world.redis("HGET", f"operation:{name}", field) for field in fields]
+
+    def ended(self, status: str = "cancelled") -> list[str]:
+        """The jobs that have ended so."""
+        names = [f"t{i}" for i in range(8)] + ["u1"]
+        return [name for name in names if self._world.status(name) == status]
+
+    def give_up(self) -> None:
+        """All messages that are due."""
+        for taken in self._world.take():
+            self._world.done(taken, "dead")
+
+
+@pytest.fixture
+def calls(world: World) -> OperationCalls:
+    return OperationCalls(world)
+
+
+@pytest.mark.parametrize("bounds", ["max_looks=1", "max_looks=500 max_jobs=20", "max_jobs=2"])
+@scripts("""
+all: add a -> t2 t3 t4 t5 t6 t7
+of all tenants: add a tenant= -> t2 t3 t4 t5 t6 t7 u1
+of another: add a tenant=u -> u1
+a lane: add a batch -> t2 t5
+a colour: add a red -> t3 t5 t7
+a model: add a n -> -
+later ones: add a since2 -> t6 t7
+earlier ones: add a before2 -> t2 t3
+those between: add a between -> t2 t3
+""")
+def test_what_is_meant_is_cancelled_once(calls: Calls, script: list[str], bounds: str) -> None:
     """In steps of any size."""
-    terms, expected = CANCELS[name]
-    some_jobs(world)
-    add(world, "a", **terms)
-    most = {"max_looks": looks[0], "max_jobs": looks[1]}
-    num = len(expected)
-    assert finish(world, **most) == f"completed {num}/{num}/0"
-    cancelled = [n for n in "234567" if world.status(n) == "cancelled"]
-    cancelled += ["u"] if world.status("u", "u") == "cancelled" else []
-    assert cancelled == expected
-    assert [world.status("0"), world.status("1")] == ["failed", "succeeded"]
-    assert step(world) == f"completed {num}/{num}/0"
-    world.audit.check()
+    add, _, expected = script[0].partition(" -> ")
+    num = len(expected.replace("-", "").split())
+    calls.run(["some", add, f"finish a {bounds} -> completed {num}/{num}/0", f"ended -> {expected}"])
+    calls.run([f"step -> completed {num}/{num}/0", "redis ZCARD operations_open -> 0"])
 
 
-REPLAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "all": ({}, ["1", "0"]),
-    "a status": ({"statuses": frozenset([JobStatus.FAILED])}, ["0"]),
-    "an error": ({"error_code": "engine_error"}, ["0"]),
-    "a lane": ({"lanes": frozenset(["batch"])}, []),
-}
+@scripts("""
+all, until they are reported
+  add a all replay; take; step; step -> running 0/0/0 t1 t0
+  report 2 1 1 -> completed 2/1/1
+  report 9 9 9 -> completed 2/1/1
+a status: add a failed replay; take; step -> running 0/0/0 t0
+an error: add a error replay; take; step -> running 0/0/0 t0
+a lane: add a batch replay; take; step -> completed 0/0/0
+page by page
+  add a all replay; take; step max_jobs=1 -> running 0/0/0 t1
+  report 1 1 0 max_jobs=1 -> running 1/1/0 t0
+  step max_jobs=1 -> running 1/1/0 t0
+  step max_jobs=0 -> running 1/1/0
+""")
+def test_ended_jobs_are_handed_out_to_be_submitted_again(calls: Calls, script: list[str]) -> None:
+    calls.run(["some", *script])
 
 
-@pytest.mark.parametrize("name", REPLAYS)
-def test_ended_jobs_are_handed_out_to_be_submitted_again(world: World, name: str) -> None:
-    """Until they are reported with the cursor behind them."""
-    terms, expected = REPLAYS[name]
-    some_jobs(world)
-    add(world, "a", "replay", **terms)
-    assert take(world) == "a"
-    words = " ".join(["", *expected])
-    num = len(expected)
-    state = "running" if expected else "completed"
-    assert (step(world), step(world)) == (f"{state} 0/0/0{words}",) * 2
-    reported = world.reply
-    if expected:
-        counts = {"matched": num, "done": num - 1, "failed": 1}
-        fields = {"state": reported.state, "job_ids": (), "cursor": reported.cursor}
-        assert step(world, reported=Step(**fields, **counts)) == f"completed {num}/{num - 1}/1"
-        assert step(world, reported=Step(**fields, matched=9, done=9, failed=9)).endswith(
-            f" {num}/{num - 1}/1"
-        )
+@scripts("""
+all: add a all replay_callbacks; finish max_looks=1 -> completed 2/2/0
+a status: add a failed replay_callbacks; finish -> completed 1/1/0
+a colour: add a red replay_callbacks; finish -> completed 1/1/0
+later ones: add a since0 replay_callbacks; finish -> completed 0/0/0
+earlier ones: add a before2 replay_callbacks; finish -> completed 2/2/0
+earlier ones, of then: add a before0 replay_callbacks; finish -> completed 0/0/0
+of another: add a all replay_callbacks tenant=u; finish -> completed 0/0/0
+they are due then: add a failed replay_callbacks; finish; due -> t0:failed
+""")
+def test_dead_letters_are_replayed(calls: Calls, script: list[str]) -> None:
+    """Not what was delivered."""
+    calls.run(["some; give_up; submit t9 callback=b; cancel t9; due -> t9:cancelled", *script])
 
 
-def test_a_page_goes_on_behind_what_was_reported(world: World) -> None:
-    some_jobs(world)
-    add(world, "a", "replay")
-    take(world)
-    assert step(world, max_jobs=1) == "running 0/0/0 1"
-    reported = Step(world.reply.state, 1, 1, 0, (), world.reply.cursor)
-    assert step(world, max_jobs=1, reported=reported) == "running 1/1/0 0"
-    assert step(world, max_jobs=0, reported=reported) == "running 1/1/0"
-    assert step(world, max_jobs=1) == "running 1/1/0 0"
+@scripts("""
+by a lease, which each step renews
+  step -> LeaseLost
+  take -> a
+  take 2 -> None
+  take 2 a -> None
+  step a 2 -> LeaseLost
+  pass_time 9.999; step max_jobs=1; pass_time 9.999; step max_jobs=1 -> running 2/2/0
+  pass_time 10; step -> LeaseLost
+  take 2 -> a
+  step -> LeaseLost
+it may be given back
+  take; step lease_s=0 max_jobs=0 -> running 0/0/0
+  step -> LeaseLost
+  take 2; step a 2 -> completed 6/6/0
+one that has ended is not taken: take; step lease_s=0; take 2; take 2 a -> None
+one that is stopped goes no further
+  take; step max_jobs=2; stop -> cancelled
+  of a finished -> 1700000004000
+  pass_time 1; stop -> cancelled
+  of a finished -> 1700000004000
+  step -> cancelled 2/2/0
+  ended -> t6 t7
+  stop b -> None
+  redis ZCARD operations_open -> 0
+one that has ended is not stopped: take; step; stop -> completed
+another: take 1 b -> None
+""")
+def test_one_gateway_at_a_time_works_on_an_operation(calls: Calls, script: list[str]) -> None:
+    calls.run(["some; add a", *script])
 
 
-LETTERS: dict[str, tuple[dict[str, Any], str]] = {
-    "all": ({}, "2/2/0"),
-    "a status": ({"statuses": frozenset([JobStatus.FAILED])}, "1/1/0"),
-    "a colour": ({"metadata": {"colour": "red"}}, "1/1/0"),
-    "later ones": ({"created_after_ms": NOW_MS}, "0/0/0"),
-    "later ones, then": ({"created_after_ms": NOW_MS - 1}, "2/2/0"),
-    "earlier ones": ({"created_before_ms": NOW_MS + 1}, "2/2/0"),
-    "earlier ones, then": ({"created_before_ms": NOW_MS}, "0/0/0"),
-    "of another": ({"tenant": "u"}, "0/0/0"),
-}
-
-
-@pytest.mark.parametrize("name", LETTERS)
-def test_dead_letters_are_replayed(world: World, name: str) -> None:
-    """By what is known of the jobs; a letter that was replayed meanwhile counts as no match."""
-    terms, counts = LETTERS[name]
-    some_jobs(world)
-    for taken in world.take():
-        world.done(taken, "dead")
-    world.submit("x", callback=URLS[1])
-    world.cancel("x")
-    assert world.due() == ["x cancelled"]
-    add(world, "a", "replay_callbacks", **terms)
-    assert finish(world, max_looks=1) == f"completed {counts}"
-    assert len(world.run(world.outbox.dead("t"))) == 2 - int(counts[0])
-    assert len(world.due()) == int(counts[0])
-    world.audit.check()
-
-
-def test_jobs_of_the_operation_s_moment_are_meant_and_later_ones_are_not(world: World) -> None:
-    world.submit("0")
-    add(world, "a")
-    world.submit("1")
-    world.pass_time(0.001)
-    world.submit("2")
-    assert finish(world) == "completed 2/2/0"
-    assert [world.status(name) for name in "012"] == ["cancelled", "cancelled", "queued"]
-
-
-def test_one_gateway_at_a_time_works_on_an_operation(world: World) -> None:
-    """By its lease, which each step renews; it may be given back."""
-    some_jobs(world)
-    assert add(world, "a") == "None"
-    assert step(world) == "LeaseLost"
-    assert (take(world), take(world, "2"), take(world, "2", "a")) == ("a", None, None)
-    assert step(world, token="2") == "LeaseLost"
-    for i in range(3):
-        world.pass_time(LEASE_S - 0.001)
-        assert step(world, max_jobs=1) == f"running {i + 1}/{i + 1}/0"
-    world.pass_time(LEASE_S)
-    assert step(world) == "LeaseLost"
-    assert (take(world, "2"), step(world)) == ("a", "LeaseLost")
-    assert step(world, token="2", lease_s=0.0, max_jobs=0) == "running 3/3/0"
-    assert step(world, token="2") == "LeaseLost"
-    assert take(world, "3") == "a"
-    assert step(world, token="3") == "completed 6/6/0"
-    world.pass_time(LEASE_S)
-    assert take(world, "4") is None
-    assert take(world, "4", "a") is None
-
-
-def test_operations_take_turns(world: World) -> None:
-    """The one that was worked on longest ago comes first, also where the clock stands still."""
-    for name in "cba":
-        add(world, name)
-        world.pass_time(0.001)
-    world.pass_time(-0.001)
-
-    def taken() -> str:
-        name = take(world)
-        assert name is not None
-        world.run(world.operations.give_back(name, "1"))
-        return name
-
-    assert [taken() for _ in range(8)] == ["c", "b", "a", "c", "b", "a", "c", "b"]
-    assert take(world, "2", "c") == "c"
-    assert world.run(world.operations.take("2", lease_s=LEASE_S, only="none")) is None
-
-
-def test_a_tenant_s_open_operations_have_a_bound(world: World) -> None:
-    """One that is added again is the same; those of others and ended ones do not count."""
-    add(world, "u", owner="u")
-    assert [add(world, f"{i}") for i in range(MAX_OPEN)] == ["None"] * MAX_OPEN
-    assert (add(world, "x"), add(world, "0"), add(world, "v", owner="u")) == (
-        "OperationsFull",
-        "None",
-        "None",
-    )
-    assert str(world.run(world.operations.stop("0"))) == "cancelled"
-    assert (add(world, "0"), add(world, "x")) == ("None", "None")
-    found = world.run(world.operations.find("0"))
-    assert found is not None
-    assert (str(found.state), found.finished_ms) == ("cancelled", world.now_ms)
-    listed = world.run(world.operations.of_owner("t"))
-    assert len(listed) == MAX_OPEN + 1
-    week_s = 8 * DAY_S
-    assert week_s - 9 < world.redis("TTL", "operations:t") <= week_s
-    assert week_s - DAY_S - 9 < world.redis("TTL", "operation:0") <= week_s - DAY_S
-    assert world.redis("TTL", "operation:1") == -1
-    world.pass_time(week_s)
-    world.run(world.operations.stop("1"))
-    add(world, "y")
-    assert world.redis("ZRANGE", "operations:t", 0, -1) == ["y"]
-
-
-def test_a_stopped_operation_goes_no_further(world: World) -> None:
-    some_jobs(world)
-    add(world, "a")
-    take(world)
-    step(world, max_jobs=2)
-    assert str(world.run(world.operations.stop("a"))) == "cancelled"
-    world.pass_time(1)
-    assert str(world.run(world.operations.stop("a"))) == "cancelled"
-    assert world.run(world.operations.stop("none")) is None
-    found = world.run(world.operations.find("a"))
-    assert found is not None
-    assert found.finished_ms == world.now_ms - 1000
-    assert step(world) == "cancelled 2/2/0"
-    assert world.status("2") != "cancelled"
-    assert world.redis("ZCARD", "operations_open") == 0
-
-
-def test_an_operation_ends_after_a_day(world: World) -> None:
-    world.run_job("0", retention_s=9 * DAY_S)
-    add(world, "a", "replay")
-    world.pass_time(DAY_S)
-    take(world)
-    assert step(world) == "running 0/0/0 0"
-    world.pass_time(0.001)
-    assert step(world) == "expired 0/0/0 0"
-    assert world.redis("ZCARD", "operations_open") == 0
-    assert world.redis("HGET", "operation:a", "finished") == str(world.now_ms)
-
-
-def test_the_calls_of_flows_are_left_to_their_flows(world: World) -> None:
-    world.submit("0")
-    world.submit("1", parent=job_id("0"))
-    add(world, "a")
-    assert finish(world) == "completed 1/1/0"
-    assert [world.status(name) for name in "01"] == ["cancelled", "queued"]
+@scripts("""
+the one that was worked on longest ago comes first, also where the clock stands still
+  add c; pass_time 0.001; add b; pass_time 0.001; add a; next 8 -> c b a c b a c b
+  take 1 b -> b
+a tenant's open ones have a bound
+  add z owner=u; add a; add b; add c; add d; add e; add f; add g; add h; add i; add j; add k; add l; add m; add n
+  add o; add p -> None
+  add q -> OperationsFull
+  add a -> None
+  add y owner=u -> None
+  stop a; add a; of a state -> cancelled
+  add q -> None
+they are listed for a week after they may have ended
+  add a; redis TTL operations:t -> 691200
+  redis TTL operation:a -> -1
+  stop a; redis TTL operation:a -> 604800
+  pass_time 691200; add b; redis ZRANGE operations:t 0 -1 -> b
+one that waits for room is given up after a day
+  run_job t0 retention_s=999999; add a all replay; pass_time 86400; take; step -> running 0/0/0 t0
+  pass_time 0.001; step -> expired 0/0/0 t0
+  redis ZCARD operations_open -> 0
+jobs of its own moment are meant, and later ones are not
+  submit t0; add a; submit t1; pass_time 0.001; submit t2; finish -> completed 2/2/0
+  status t2 -> queued
+the calls of flows are left to their flows
+  submit t0; submit t1 parent=job-0-t0; add a; finish -> completed 1/1/0
+  status t1 -> queued
+""")
+def test_operations_take_turns_and_end(calls: Calls, script: list[str]) -> None:
+    calls.run(script)

@@ -1,6 +1,7 @@
 """One partition of a real Redis with a clock that stands still, and short calls of its functions.
 
-Jobs have names in place of ids. Replies are short texts, so that a table can hold them.
+Jobs have names in place of ids; the first letter of a name is the job's tenant. Replies are short
+texts, so that a table of decisions can hold them (scripts.py).
 """
 
 import asyncio
@@ -24,15 +25,15 @@ from contract.function_types import (
     LaneRoom,
     Release,
     Submission,
+    TenantLimits,
     Wanted,
     WorkerCapacity,
-    WorkerState,
 )
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, ObjectRef, SamplingParams, StoredPrompt
 from contract.keys import Keys
 from contract.operations import Operations
-from contract.outbox import DoneVerdict, Outbox, Outcome, Taken
+from contract.outbox import DoneVerdict, Outbox, Taken
 from contract.pauses import Line, Pauses
 from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.oracle.audit import Audit
@@ -40,11 +41,17 @@ from tests.oracle.audit import Audit
 LANES = ("interactive", "batch")
 LEASE_S = 10.0
 NOW_MS = 1_700_000_000_000
+PROMPT = 3  # tokens of each job
 REF = ObjectRef("store", "key", "0" * 64, 1)
-URLS = tuple(Callback(kind=CallbackKind.URL, target=f"https://{host}/x") for host in "ab")
-TALKATIVE = Callback(
-    kind=CallbackKind.URL, target="https://b/x", notifies_start=True, progress_tokens=2
-)
+CALLBACKS = {
+    name: Callback(
+        kind=CallbackKind.URL,
+        target=f"https://{name}/",
+        notifies_start=name == "talks",
+        progress_tokens=2 if name == "talks" else 0,
+    )
+    for name in ("a", "b", "talks", *(f"c{i}" for i in range(8)))
+}
 T = TypeVar("T")
 
 
@@ -79,7 +86,7 @@ class World:
         # worker → job → epoch and next number
         self.held: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
         self.logged: Counter[str] = Counter()  # output tokens of each job
-        self.reply: Any = None  # the last reply of submit, quote or claim, as it came
+        self.reply: Any = None  # the last one that is kept as it came
         self.now_ms = NOW_MS
         self.pass_time(0)
 
@@ -111,23 +118,25 @@ class World:
         reply = self.client.execute_command(verb, f"{self.keys.tag}:{key}", *words)  # type: ignore[no-untyped-call]
         return _text(reply)
 
-    def field(self, job: str, *names: str) -> Any:
-        """Fields of a job's record, as text."""
-        found = [self.redis("HGET", f"job:{job_id(job)}", name) for name in names]
-        return found[0] if len(names) == 1 else found
+    def field(self, job: str, *names: str) -> list[str]:
+        """Fields of a job's record."""
+        return [self.redis("HGET", f"job:{job_id(job)}", name) for name in names]
 
     # --- callers ------------------------------------------------------------------------------
 
-    def submit(self, name: str, tenant: str = "t", lane: str = "interactive", **terms: Any) -> str:
-        """'new', 'known <job>', or the refusal: code, limit, s to a retry. Terms: see `_asked`."""
-        return self._answered(self.functions.submit(*_asked(name, tenant, lane, **terms)))
+    def submit(self, *names: str, **terms: Any) -> str:
+        """'new', 'known <job>', or the refusal of the last: code, limit, s to a retry. Terms: see
+        `_asked`."""
+        said = ""
+        for name in names:
+            said = self._answered(self.functions.submit(*_asked(name, **terms)))
+        return said
 
-    def quote(self, name: str, tenant: str = "t", lane: str = "interactive", **terms: Any) -> str:
+    def quote(self, name: str, **terms: Any) -> str:
         """'OK', or the refusal."""
-        return self._answered(self.functions.quote(*_asked(name, tenant, lane, **terms)))
+        return self._answered(self.functions.quote(*_asked(name, **terms)))
 
     def _answered(self, call: Awaitable[Any]) -> str:
-        self.reply = None
         try:
             self.reply = self.run(call)
         except JobRefused as refused:
@@ -139,47 +148,49 @@ class World:
             return _refusal(self.reply.refusal) if self.reply.refusal else "OK"
         return "new" if self.reply.is_new else f"known {name_of(self.reply.job_id)}"
 
-    @property
-    def place(self) -> tuple[int, int, float | None]:
+    def ahead(self) -> tuple[int, int, float | None]:
         """Of the last reply: jobs ahead, tokens ahead, s until it starts."""
         found = self.reply.position
         return found.num_jobs_ahead, found.num_tokens_ahead, found.eta_s
 
-    def waits(self, name: str, tenant: str = "t") -> tuple[int, int, float | None] | None:
+    def view(self, name: str, tenant: str = "") -> Any:
+        """A job as its caller reads it; None where the tenant has none."""
+        found = self.run(self.functions.read(job_id(name), tenant or name[0], max_events=999))
+        self.reply = found[0] if found else None
+        return self.reply
+
+    def status(self, name: str, tenant: str = "") -> str:
+        found = self.view(name, tenant)
+        return str(found.status) if found else "none"
+
+    def waits(self, name: str) -> Any:
         """The place of a waiting job, as its caller reads it."""
-        found = self.run(self.functions.read(job_id(name), tenant))
-        if found is None or found[0].position is None:
-            return None
-        self.reply = found[0]
-        return self.place
+        return self.ahead() if self.view(name).position else None
 
-    def status(self, name: str, tenant: str = "t") -> str:
-        found = self.run(self.functions.read(job_id(name), tenant))
-        return "none" if found is None else str(found[0].status)
-
-    def listed(self, tenant: str = "t", wanted: Wanted = Wanted(), **terms: Any) -> list[str]:  # noqa: B008
-        """The names of a page; then, where there is more, `after <job>`."""
+    def listed(self, tenant: str, wanted: Wanted = Wanted(), **terms: Any) -> list[str]:  # noqa: B008
+        """The names of a page; then, where there is more, `after:<job>`."""
         page = self.run(self.functions.list_jobs(tenant, wanted, **terms))
         if page is None:
             return ["none"]
         names = [name_of(view.job.id) for view in page.views]
-        return [*names, f"after {name_of(page.position)}"] if page.position else names
+        return [*names, f"after:{name_of(page.position)}"] if page.position else names
 
-    def cancel(self, name: str, tenant: str = "t") -> str:
-        return str(self.run(self.functions.cancel(job_id(name), tenant)))
+    def cancel(self, name: str, tenant: str = "") -> Any:
+        return self.run(self.functions.cancel(job_id(name), tenant or name[0]))
 
-    def delete(self, name: str, tenant: str = "t") -> str:
-        return str(self.run(self.functions.delete(job_id(name), tenant)))
+    def delete(self, name: str, tenant: str = "") -> Any:
+        return self.run(self.functions.delete(job_id(name), tenant or name[0]))
 
-    def detach(self, name: str, deadline_s: float, retention_s: float, tenant: str = "t") -> str:
+    def detach(self, name: str, deadline_s: float, retention_s: float, tenant: str = "") -> Any:
         terms = {"deadline_s": deadline_s, "retention_s": retention_s}
-        return str(self.run(self.functions.detach(job_id(name), tenant, **terms)))
+        return self.run(self.functions.detach(job_id(name), tenant or name[0], **terms))
 
-    def move(
-        self, name: str, lane: str = "", deadline_s: float | None = None, tenant: str = "t"
-    ) -> str:
+    def move(self, name: str, lane: str = "", deadline_s: float | None = None, tenant: str = "") -> Any:
         terms: dict[str, Any] = {"lane": lane, "deadline_s": deadline_s}
-        return str(self.run(self.functions.reprioritise(job_id(name), tenant, **terms)))
+        return self.run(self.functions.reprioritise(job_id(name), tenant or name[0], **terms))
+
+    def attend(self, *names: str) -> int:
+        return self.run(self.functions.attend(list(map(job_id, names))))
 
     def pause(self, lane: str = "", tenant: str = "") -> None:
         self.run(self.pauses.pause(Line("m", lane, tenant), "operator"))
@@ -200,7 +211,7 @@ class World:
         loses_reply: bool = False,
         **options: Any,
     ) -> list[str]:
-        """The names of the claimed jobs; behind that of a suspect `alone`."""
+        """The names of the claimed jobs; behind that of a suspect `!`."""
         bounds = {"lease_s": LEASE_S, "max_jobs": jobs, "max_tokens": tokens, "rooms": rooms}
         found = self.run(self.functions.claim(worker, "m", lanes, **bounds, **options))
         return self._believe(worker, found, loses_reply=loses_reply)
@@ -210,14 +221,12 @@ class World:
         found = self.run(self.functions.mine(worker, known, lease_s=LEASE_S))
         return sorted(self._believe(worker, found))
 
-    def _believe(
-        self, worker: str, found: list[Claimed], *, loses_reply: bool = False
-    ) -> list[str]:
+    def _believe(self, worker: str, found: list[Claimed], *, loses_reply: bool = False) -> list[str]:
         self.reply = found
         if not loses_reply:
             held = {name_of(item.job.id): (item.epoch, item.next_number) for item in found}
             self.held[worker].update(held)
-        return [name_of(item.job.id) + (" alone" if item.is_alone else "") for item in found]
+        return [name_of(item.job.id) + ("!" if item.is_alone else "") for item in found]
 
     def says(
         self,
@@ -271,35 +280,31 @@ class World:
         self,
         worker: str = "w",
         rate: float = 0.0,
-        state: WorkerState = "up",
         *,
         stream: float = 0.0,
         jobs: int = 0,
         tokens: int = 0,
         lanes: Sequence[str] = LANES,
-        shares: Mapping[str, float] | None = None,
+        min_shares: Mapping[str, float] | None = None,
         info: str = "{}",
         **options: Any,
     ) -> list[str]:
         """The names of the jobs that the worker lost."""
-        capacity = WorkerCapacity(rate, stream, tokens, jobs, tuple(lanes), shares or {})
+        capacity = WorkerCapacity(rate, stream, tokens, jobs, tuple(lanes), min_shares or {})
         held = [(job_id(name), epoch) for name, (epoch, _) in sorted(self.held[worker].items())]
-        says = {"lease_s": LEASE_S, "info": info, "capacity": capacity, "state": state, **options}
+        says = {"lease_s": LEASE_S, "info": info, "capacity": capacity, **options}
         lost = self.run(self.functions.heartbeat(worker, "m", held, **says))
         for each in lost:
             del self.held[worker][name_of(each)]
         return [name_of(each) for each in lost]
 
-    def sweep(self) -> tuple[int, int, int, int]:
-        """Lapsed, expired, unattended, forgotten jobs."""
-        found = self.run(self.functions.sweep())
-        return found.num_lapsed, found.num_expired, found.num_unattended, found.num_forgotten
+    def drain(self, *workers: str) -> list[bool]:
+        return self.run(self.functions.drain(workers))
 
-    def run_job(self, name: str, num: int = 1, fin: str = "succeeded", **terms: Any) -> None:
-        """Submits, claims and ends a job that nothing precedes."""
-        assert self.submit(name, **terms) == "new"
-        assert name in self.claim(lanes=[terms.get("lane", LANES[0])])
-        assert self.append(name, num, fin).startswith("OK")
+    def sweep(self, max_jobs: int = 400) -> tuple[int, int, int, int]:
+        """Lapsed, expired, unattended, forgotten jobs."""
+        found = self.run(self.functions.sweep(max_jobs))
+        return found.num_lapsed, found.num_expired, found.num_unattended, found.num_forgotten
 
     # --- deliverers of callbacks --------------------------------------------------------------
 
@@ -307,16 +312,16 @@ class World:
         terms = {"lease_s": LEASE_S, "max_messages": room, "max_per_target": per_target}
         return self.run(self.outbox.take(**terms))  # type: ignore[arg-type]
 
-    def done(self, taken: Taken, outcome: Outcome, delay_s: float = 0.0) -> DoneVerdict:
+    def done(self, taken: Taken, outcome: Any, delay_s: float = 0.0) -> DoneVerdict:
         return self.run(self.outbox.done(taken, outcome, delay_s=delay_s))
 
     def due(self) -> list[str]:
-        """The jobs of the messages that are due now, each with its kind; delivers them."""
+        """The messages that are due now, `<job>:<kind>`; delivers them."""
         told = []
         while taken := self.take():
             for each in taken:
                 record = self.run(self.outbox.start(each, lease_s=LEASE_S))
-                told.append(f"{name_of(each.job_id)} {record.kind if record else None}")
+                told.append(f"{name_of(each.job_id)}:{record.kind if record else None}")
                 self.done(each, "delivered")
         return told
 
@@ -329,45 +334,58 @@ def name_of(each: str) -> str:
     return each.removeprefix("job-0-")
 
 
+def contents(world: World) -> dict[str, Any]:
+    """All of Redis, but counts of refusals, promises, and the reading of the memory."""
+    passing = ("totals:", "promised:", "memory", "test_clock")
+    names = [key.decode() for key in world.client.keys(f"{world.keys.tag}:*")]
+    names = [name.removeprefix(f"{world.keys.tag}:") for name in names]
+    return {n: world.redis("DUMP", n) for n in names if not n.startswith(passing)}
+
+
 def _refusal(refused: JobRefused) -> str:
     return " ".join([refused.code, refused.limit or "-", str(refused.retry_after_s)])
 
 
+_LIMITS = TenantLimits.__struct_fields__
+
+
 def _asked(
     name: str,
-    tenant: str,
-    lane: str,
     *,
-    prompt: int = 3,
-    cap: int = 10,
+    lane: str = LANES[0],
+    cost: int = 10,
+    cap: int | None = None,
     n: int = 1,
     weight: float = 1.0,
     expects: int = 0,
     grammar: str = "",
     model: str = "m",
-    parent: str | None = None,
+    parent: str = "",
     is_stored: bool = False,
+    callback: str = "",
     **terms: Any,
 ) -> tuple[Job, Submission]:
-    """A job with a prompt of so many tokens and `cap` output tokens in all; other terms are those
-    of a Submission."""
+    """A job with a prompt of three tokens. `cap`: output tokens in all, at first the `cost` without
+    the prompt; other terms are those of a Submission and of TenantLimits."""
+    cap = cost - PROMPT if cap is None else cap
     job = Job(
         id=job_id(name),
-        tenant=tenant,
+        tenant=name[0],
         model=model,
         lane=lane,
         endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=() if is_stored else tuple(range(prompt)),
-        stored_prompt=StoredPrompt(REF, prompt, 1) if is_stored else None,
+        prompt_ids=() if is_stored else tuple(range(PROMPT)),
+        stored_prompt=StoredPrompt(REF, PROMPT, 1) if is_stored else None,
         params=SamplingParams(
             max_tokens=cap // n, seed=0, n=n, expected_tokens=expects, grammar=grammar
         ),
         created_s=0,
         weight=weight,
-        **({"parent": parent} if parent else {}),
+        parent=parent,
     )
+    limits = TenantLimits(**{name: terms.pop(name) for name in _LIMITS if name in terms})
     fields = {"max_output_tokens": cap, "deadline_s": 600.0, "retention_s": 600.0} | terms
-    return job, Submission(**fields)
+    return job, Submission(**fields, limits=limits, callback=CALLBACKS.get(callback))
 
 
 def _text(reply: Any) -> Any:
