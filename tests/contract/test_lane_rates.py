@@ -1,6 +1,6 @@
 """Drain rates and predicted waits of lanes while other lanes have work, on a real Redis.
 
-The clock stands still. tests/oracle compares every figure with the reference.
+The clock stands still.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Retry times of refused callers: one after another, as room becomes free.
 
-tests/oracle compares each retry time with the reference; these tests check the promises to users.
+The retry times are in the tables of tests/oracle; these tests check the promises to users.
 """
 
 import math

@@ -50,7 +50,7 @@ from tests.oracle.world import new_world
 PASSWORD = "a-password"
 NAMES = sorted(REDIS_ROLES)
 FUNCTIONS = sorted({name for role in REDIS_ROLES.values() for name in role.functions.split()})
-MOVING = set(["home", "move", "chart", "settle", "depart", "left", "lower", "waiting"])
+MOVING = {"home", "move", "chart", "settle", "depart", "left", "lower", "waiting"}
 READING = {"read", "list", "quote", "outbox_dead", "snapshot", "watch", "left", "waiting"}
 FORBIDDEN = """
 EVAL 'return 1' 0|EVAL_RO 'return 1' 0|EVALSHA 0 0|EVALSHA_RO 0 0|SCRIPT LOAD x|SCRIPT FLUSH

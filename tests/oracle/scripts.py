@@ -1,8 +1,8 @@
 """Tables of decisions: scripts of calls, each with the reply that it must get.
 
-A script is a line with its title, then calls, in that line or indented below it: `call; call -> reply`.
-The reply is that of the last call. A call is a method of `Calls` or of World, with words as a shell has
-them, `name=value` for options. After each script the records are audited.
+A script is a line with its title, then calls, in that line or indented below it:
+`call; call -> reply`, with the reply to the last call. A call is a method of `Calls` or of World,
+with words as a shell has them, and `name=value` for options. At last the records are audited.
 """
 
 import shlex
@@ -19,6 +19,7 @@ from tests.oracle.world import NOW_MS, World, contents, job_id
 def scripts(text: str) -> pytest.MarkDecorator:
     """Runs a test for each script of the text, as its argument `script`."""
     found: dict[str, list[str]] = {}
+    title = ""
     for line in text.strip().splitlines():
         if line.startswith(" "):
             found[title].append(line.strip())
@@ -113,11 +114,13 @@ class Calls:
         return self._world.told(self._world.functions.enter(tenant, limits))
 
     def two(self, *names: str, **terms: Any) -> list[str]:
-        """One append of several items of `w`, a token each; `+` behind a name leaves a gap, `.` ends
-        the job."""
-        ends = {"fin": "succeeded"}
+        """One append of a token each to several jobs of `w`; `+` behind a name leaves a gap, `.`
+        ends the job."""
+        ends: dict[str, Any] = {"fin": "succeeded"}
         said = [
-            self._world.says(name[:2], shift=name.endswith("+"), **(ends if name[2:] == "." else {}))
+            self._world.says(
+                name[:2], shift=name.endswith("+"), **(ends if name[2:] == "." else {})
+            )
             for name in names
         ]
         return self._world.append_all(said, **terms)
@@ -156,7 +159,7 @@ def _option(name: str, text: str) -> Any:
     if name in ("shares", "metadata"):
         return {key: _value(value) for key, value in (part for part in parts if part != [""])}
     if name == "rooms":
-        return {lane: LaneRoom(*map(int, room)) for lane, *room in parts}
+        return {lane: LaneRoom(*(int(n) for n in room)) for lane, *room in parts}  # type: ignore[arg-type]
     if name == "fair":  # lane:slots:tokens,tenant:slots:tokens,…
         (lane, slots, tokens), *held = parts
         of_tenants = {tenant: (int(a), int(b)) for tenant, a, b in held}

@@ -67,9 +67,7 @@ class FileCalls(Calls):
             said = str(self._world.told(self._world.batches.add(name, asked, **terms)))
         return said
 
-    def feed(
-        self, token: int, most: int = 9, more: int = 0, *, runs: bool = False
-    ) -> list[str]:
+    def feed(self, token: int, most: int = 9, more: int = 0, *, runs: bool = False) -> list[str]:
         """What a feeder takes."""
         terms: dict[str, Any] = {"max_batches": most, "max_more": more, "in_progress": runs}
         return self._world.run(self._world.batches.take(str(token), lease_s=LEASE_S, **terms))
@@ -147,11 +145,13 @@ def test_a_file_counts_until_it_is_dropped(calls: Calls, script: list[str]) -> N
 
 @scripts("""
 its way: save t1 in_progress; save t1 finalizing; save t1 completed -> completed
-a repetition moves no time: save t1 in_progress; pass_time 1; save t1 in_progress; of t1 in_progress_at -> 1700000000000
+a repetition moves no time
+  save t1 in_progress; pass_time 1; save t1 in_progress; of t1 in_progress_at -> 1700000000000
 what is expected: save t1 in_progress validating -> in_progress
 what was expected: save t1 in_progress validating; save t1 in_progress validating -> in_progress
 another than expected: save t1 finalizing in_progress -> StatusChanged
-nothing is recorded then: save t1 finalizing in_progress total=9; of t1 total status -> None validating
+nothing is recorded then
+  save t1 finalizing in_progress total=9; of t1 total status -> None validating
 another end: save t1 failed; save t1 completed -> StatusChanged
 the same end: save t1 failed; save t1 failed -> failed
 progress after the end: save t1 failed; save t1 total=9 -> failed
@@ -170,7 +170,8 @@ a lapsed lease is lost
   save t1 token=2 -> validating
   feed 3 -> -
 parts are kept, until they are lost
-  save t1 in_progress part=0 completed=5 total=9; save t1 part=1 completed=6; save t1 lost=0; parts t1 -> 1
+  save t1 in_progress part=0 completed=5 total=9; save t1 part=1 completed=6; save t1 lost=0
+  parts t1 -> 1
   of t1 completed total in_progress_at -> 6 9 1700000000000
   redis TTL batch:t1 -> -1
 all is kept for a month after the end, and objects are deleted after a minute

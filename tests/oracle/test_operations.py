@@ -47,9 +47,14 @@ class OperationCalls(Calls):
         world.submit("u1")
 
     def add(
-        self, name: str, wanted: str = "all", kind: str = "cancel", owner: str = "t", tenant: Any = "t"
+        self,
+        name: str,
+        wanted: str = "all",
+        kind: str = "cancel",
+        owner: str = "t",
+        tenant: Any = "t",
     ) -> Any:
-        terms = {"owner": owner, "tenant": tenant or ""}
+        terms: dict[str, Any] = {"owner": owner, "tenant": tenant or ""}
         call = self._world.operations.add(name, OperationKind(kind), WANTED[wanted], **terms)
         return self._world.told(call)
 
@@ -128,7 +133,9 @@ def test_what_is_meant_is_cancelled_once(calls: Calls, script: list[str], bounds
     """In steps of any size."""
     add, _, expected = script[0].partition(" -> ")
     num = len(expected.replace("-", "").split())
-    calls.run(["some", add, f"finish a {bounds} -> completed {num}/{num}/0", f"ended -> {expected}"])
+    calls.run(
+        ["some", add, f"finish a {bounds} -> completed {num}/{num}/0", f"ended -> {expected}"]
+    )
     calls.run([f"step -> completed {num}/{num}/0", "redis ZCARD operations_open -> 0"])
 
 
@@ -202,7 +209,8 @@ the one that was worked on longest ago comes first, also where the clock stands 
   add c; pass_time 0.001; add b; pass_time 0.001; add a; next 8 -> c b a c b a c b
   take 1 b -> b
 a tenant's open ones have a bound
-  add z owner=u; add a; add b; add c; add d; add e; add f; add g; add h; add i; add j; add k; add l; add m; add n
+  add z owner=u; add a; add b; add c; add d; add e; add f; add g; add h; add i; add j; add k
+  add l; add m; add n
   add o; add p -> None
   add q -> OperationsFull
   add a -> None

@@ -1,4 +1,4 @@
-"""Which waiting job a worker gets next. A job costs 10 tokens where a script does not say otherwise."""
+"""Which waiting job a worker gets next. A job costs 10 tokens, unless a script says otherwise."""
 
 import random
 from collections import Counter
@@ -226,7 +226,8 @@ it has waited long: pass_time 2.5; claim x -> t1
 it is no longer offered: pass_time 2.501; claim x -> -
 a waiting job comes first: submit u1; claim x jobs=1 -> u1
 a waiting job is left out: submit u1; claim x only_offers=True -> t1
-a job that waits for room: submit u1 cost=50; redis HSET job:job-0-u1 passed 8; claim x tokens=20 -> -
+a job that waits for room
+  submit u1 cost=50; redis HSET job:job-0-u1 passed 8; claim x tokens=20 -> -
 a job of an A/B: redis HSET job:job-0-t1 arm 'control x'; claim x -> -
 it is another's then
   claim x; field t1 epoch attempt -> 2 1

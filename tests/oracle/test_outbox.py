@@ -27,6 +27,10 @@ class OutboxCalls(Calls):
         self.taken = found | self.taken
         return sorted(found)
 
+    def tenants(self, room: int) -> list[str]:
+        """Whose messages are taken."""
+        return [name[0] for name in self.take(room)]
+
     def again(self, name: str) -> None:
         """Another attempt holds the message."""
         [self.taken[name]] = self._world.take()
@@ -42,7 +46,9 @@ class OutboxCalls(Calls):
         return self._world.done(self.taken[name], outcome, delay_s)
 
     def out(self, name: str, *fields: str) -> list[Any]:
-        return [self._world.redis("HGET", f"out:{job_id(name)}", each) for each in fields or ["state"]]
+        return [
+            self._world.redis("HGET", f"out:{job_id(name)}", each) for each in fields or ["state"]
+        ]
 
     def replay(self, name: str, tenant: str = "") -> Any:
         return self._world.run(self._world.outbox.replay(job_id(name), tenant or name[0]))
@@ -72,7 +78,8 @@ the start once, each second token, and the end
   append t1 0; due -> -
   release t1; claim; due -> -
 the newest replaces one that waits, and no progress comes with the end
-  submit t1 callback=talks; claim; append t1 2; append t1 1; append t1 1 succeeded; due -> t1:succeeded
+  submit t1 callback=talks; claim; append t1 2; append t1 1; append t1 1 succeeded
+  due -> t1:succeeded
 the end alone
   submit t1 callback=a; submit t2; claim; append t1 4; due -> -
   cancel t1; cancel t2; due -> t1:cancelled
@@ -80,7 +87,8 @@ the first claim is a start, no later one
   submit t1 callback=talks; claim; release t1; due -> t1:started
   claim; due -> -
 it says what happened
-  submit t1 callback=a; claim; append t1 2 failed; out t1 kind code number failures tokens -> failed engine_error 1 0 2
+  submit t1 callback=a; claim; append t1 2 failed
+  out t1 kind code number failures tokens -> failed engine_error 1 0 2
   out t1 prompt_tokens tenant lane -> 3 t interactive
 """)
 def test_messages_are_posted_as_a_callback_asks(calls: Calls, script: list[str]) -> None:
@@ -148,15 +156,17 @@ a destination has a bound of messages in flight, and delays no other
   done t1; take -> t3
   pass_time 10; take 50 1; watched -> 3 0
 a tenant has four times the places that remain
-  ended u0 u1; ended t0 callback=c0; ended t1 callback=c1; ended t2 callback=c2; ended t3 callback=c3
-  ended t4 callback=c4; ended t5 callback=c5; ended t6 callback=c6; ended t7 callback=c7; pass_time 1
-  take 4 -> t0 t1 u0
-  take 3 -> t2 u1
-  take 1 -> -
-  take 2 -> t3
-  take 2 -> -
-  take 50 -> t4 t5 t6 t7
-  pass_time 10; take 2 -> t3 u0
+  ended u0 u1; ended t0 callback=c0; ended t1 callback=c1; ended t2 callback=c2
+  ended t3 callback=c3
+  ended t4 callback=c4; ended t5 callback=c5; ended t6 callback=c6; ended t7 callback=c7
+  pass_time 1
+  tenants 4 -> t t u
+  tenants 3 -> t u
+  tenants 1 -> -
+  tenants 2 -> t
+  tenants 2 -> -
+  tenants 50 -> t t t t
+  pass_time 10; tenants 2 -> t u
 one place is for a tenant without any
   ended t1 t2; take 1 -> t1
   take 1 -> -
@@ -164,7 +174,8 @@ one place is for a tenant without any
   take 0 -> -
 messages that wait are counted: ended t1 t2; ended t3 callback=b; ended u1; take 1; watched -> 3 0
 letters are listed the youngest first
-  ended t1 t2; ended u1 callback=b; take; done t1 dead; pass_time 1; done u1 dead; pass_time 1; done t2 dead
+  ended t1 t2; ended u1 callback=b; take; done t1 dead; pass_time 1; done u1 dead; pass_time 1
+  done t2 dead
   dead t -> t2 t1
   dead t limit=1 -> t2
   dead t job_id=job-0-t1 -> t1

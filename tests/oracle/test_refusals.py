@@ -31,7 +31,8 @@ a share of no bound: submit t1 t2; ask t9 lane_share=0.1 -> OK
 a late end, no rate: submit t1 t2; ask t9 deadline_s=0.5 -> OK
 a cold start in time: ask t9 cold_start_s=9 deadline_s=9 -> OK
 a late cold start: ask t9 cold_start_s=9 deadline_s=8 -> deadline_infeasible - 1.0
-unfinished tokens, no rate: submit t1; ask t9 concurrent_tokens=10 -> tenant_quota concurrent_tokens None
+unfinished tokens, no rate
+  submit t1; ask t9 concurrent_tokens=10 -> tenant_quota concurrent_tokens None
 """)
 def test_a_quote_and_a_submission_say_the_same(calls: Calls, script: list[str]) -> None:
     """What is refused writes nothing but its promise."""
@@ -69,8 +70,10 @@ def test_what_waits_bounds_what_comes(calls: Calls, script: list[str]) -> None:
 @scripts("""
 requests: ask t9 requests_per_min=2 -> tenant_quota requests_per_min 30.0
 requests that leak: pass_time 30; ask t9 requests_per_min=2 -> OK
-requests that leak in half a second: pass_time 29.5; ask t9 requests_per_min=2 -> tenant_quota requests_per_min 0.5
-requests of the future: pass_time -30; ask t9 requests_per_min=2 -> tenant_quota requests_per_min 30.0
+requests that leak in half a second
+  pass_time 29.5; ask t9 requests_per_min=2 -> tenant_quota requests_per_min 0.5
+requests of the future
+  pass_time -30; ask t9 requests_per_min=2 -> tenant_quota requests_per_min 30.0
 more requests: ask t9 requests_per_min=3 -> OK
 tokens: ask t9 tokens_per_min=60 -> tenant_quota tokens_per_min 1.0
 tokens that just fit: ask t9 tokens_per_min=61 -> OK
@@ -78,8 +81,10 @@ tokens that leak: pass_time 1; ask t9 tokens_per_min=60 -> OK
 tokens above the limit: ask t9 tokens_per_min=9 -> tenant_quota tokens_per_min None
 a job of the whole limit: pass_time 400; ask t9 tokens_per_min=10 -> OK
 tokens at half the price: ask t9 tokens_per_min=56 lane=batch batch_price=0.5 -> OK
-too many at half the price: ask t9 tokens_per_min=55 lane=batch batch_price=0.5 -> tenant_quota tokens_per_min 1.091
-the price of another lane: ask t9 tokens_per_min=60 batch_price=0.5 -> tenant_quota tokens_per_min 1.0
+too many at half the price
+  ask t9 tokens_per_min=55 lane=batch batch_price=0.5 -> tenant_quota tokens_per_min 1.091
+the price of another lane
+  ask t9 tokens_per_min=60 batch_price=0.5 -> tenant_quota tokens_per_min 1.0
 """)
 def test_meters_leak(calls: Calls, script: list[str]) -> None:
     """The tenant's hold 2 requests and 51 tokens."""
@@ -189,7 +194,8 @@ a repetition is not counted, and meets no limit
   submit t2 requests_per_min=1 -> tenant_quota requests_per_min 60.0
   redis HGET totals:m refusals_total:interactive:tenant_quota -> 1
 a refused one is not known
-  submit u2 idempotency_key=k body_hash=b lane_bound_tokens=1; submit u3 idempotency_key=k body_hash=b -> new
+  submit u2 idempotency_key=k body_hash=b lane_bound_tokens=1
+  submit u3 idempotency_key=k body_hash=b -> new
 """)
 def test_a_repeated_call_meets_its_job(calls: Calls, script: list[str]) -> None:
     calls.run(["submit t1 idempotency_key=k body_hash=b requests_per_min=1", *script])
@@ -199,7 +205,8 @@ def test_a_repeated_call_meets_its_job(calls: Calls, script: list[str]) -> None:
 it is counted once
   enter t 2; submit t1 requests_per_min=2 is_counted=True; redis HGET tenant:t requests -> 1
   enter t 2; submit t1 requests_per_min=2 is_counted=True; redis HGET tenant:t requests -> 1
-  enter t 2; submit t2 requests_per_min=2 is_counted=True lane_bound_tokens=1 -> lane_full lane_tokens None
+  enter t 2
+  submit t2 requests_per_min=2 is_counted=True lane_bound_tokens=1 -> lane_full lane_tokens None
   redis HGET tenant:t requests -> 1
   enter t 2 -> None
   enter t 2 -> JobRefused

@@ -38,7 +38,8 @@ a lapsed lease that nobody took: pass_time 10; append t1 -> OK 5
 each item has its own verdict
   unsound; start t2 t3 t4 t5 events=2; cancel t2; cancel t5
   two t1 t2 t3. t4 t4+ t5 -> OK 5 cancelled 0 OK 5 OK 4 OK 5 cancelled 0
-a refused one leaves the log as it is: append t1 1 shift=1; append t1 5; append t1 1 worker=x; log t1 -> 1 2 3
+a refused one leaves the log as it is
+  append t1 1 shift=1; append t1 5; append t1 1 worker=x; log t1 -> 1 2 3
 """)
 def test_an_event_is_appended_once_by_its_holder(calls: Calls, script: list[str]) -> None:
     calls.run(["start t1 events=3", *script])
@@ -148,7 +149,8 @@ a worker finds what a lost reply gave it
   pass_time 2; sweep -> 1 0 0 0
   append t2 -> OK 2
 after a restart of Redis leases and attendance last for a grace
-  start t1; submit t2 attendance_s=5; sweep; redis SET runid 'another 0'; pass_time 11; sweep -> 0 0 0 0
+  start t1; submit t2 attendance_s=5; sweep; redis SET runid 'another 0'; pass_time 11
+  sweep -> 0 0 0 0
   submit t3 deadline_s=1; pass_time 9.999; sweep -> 0 1 0 0
   pass_time 0.001; sweep -> 1 0 1 0
 an order to drain reaches live workers
@@ -156,7 +158,8 @@ an order to drain reaches live workers
   redis HGET worker:w order -> drain
   redis EXISTS worker:x -> 0
 a pool has the means of its live workers
-  beat w 10 jobs=4 tokens=100; beat x 30 jobs=2; beat y; redis HMGET pool:m tokens_per_s max_jobs max_tokens -> 20 3 100
+  beat w 10 jobs=4 tokens=100; beat x 30 jobs=2; beat y
+  redis HMGET pool:m tokens_per_s max_jobs max_tokens -> 20 3 100
   submit t1 cost=120; place t2 -> 1 120 0.0
   beat x state=draining; beat y state=draining; place t3 cost=200 -> 2 130 13.0
 a detached job needs no caller, and nothing gets shorter
@@ -311,7 +314,8 @@ LISTS: dict[str, tuple[Wanted, dict[str, Any], str]] = {
 def test_a_list_has_what_is_wanted_the_youngest_first(world: World, name: str) -> None:
     want, terms, expected = LISTS[name]
     some_jobs(world)
-    found = world.listed(**({"tenant": "t", "wanted": want} | terms))
+    options: dict[str, Any] = {"tenant": "t", "wanted": want} | terms
+    found = world.listed(**options)
     words = [word.removeprefix("t").replace(":t", ":") for word in found]
     assert " ".join(words) == expected
 
@@ -357,7 +361,14 @@ def test_lanes_and_workers_are_told_as_they_are(world: World, calls: Calls) -> N
         lane = found.lanes[LANES[0]]
         aside = [(each.worker.incarnation, each.state, each.for_s) for each in found.aside]
         lives = [worker.incarnation for worker in found.workers]
-        return lane.num_queued, lane.queued_tokens, lane.num_running, lane.oldest_wait_s, lives, aside
+        return (
+            lane.num_queued,
+            lane.queued_tokens,
+            lane.num_running,
+            lane.oldest_wait_s,
+            lives,
+            aside,
+        )
 
     said = seen("start t1; pass_time 1; submit t2; pass_time 2; submit u3 cost=20; beat w; beat x")
     assert said == (2, 30, 1, 2.0, ["w", "x"], [])
@@ -395,7 +406,8 @@ none: redis SET memory 0; submit t9 -> memory_full
 any: submit t1 t2 t3; redis SET memory free; ask t9 -> OK
 less than of one job: redis SET memory 9000; ask t9 -> lane_full lane_memory None
 of some: submit t1 t2; redis SET memory 120000; ask t9 -> OK
-the rest is for others: submit t1 t2 t3; redis SET memory 60000; ask t9 -> tenant_quota tenant_memory 10.0
+the rest is for others
+  submit t1 t2 t3; redis SET memory 60000; ask t9 -> tenant_quota tenant_memory 10.0
 one of the others: submit u1 u2 u3; redis SET memory 60000; ask t9 -> OK
 all is taken: submit u1 u2 u3; redis SET memory 40000; ask t9 -> lane_full lane_memory 10.0
 """)
@@ -418,5 +430,7 @@ def test_results_that_are_old_give_way(world: World, calls: Calls) -> None:
         calls.run([f"run_job t{i} is_passing=True; pass_time 1"])
     calls.run(["submit u1 is_passing=True; pass_time 8.999; redis SET memory 90000"])
     calls.run(["submit t8 -> lane_full lane_memory 10.0", "status t0 -> succeeded"])
-    calls.run(["pass_time 4.001; redis SET memory 90000; submit t8 -> new", "status t9 -> succeeded"])
+    calls.run(
+        ["pass_time 4.001; redis SET memory 90000; submit t8 -> new", "status t9 -> succeeded"]
+    )
     assert [world.status(f"t{i}") for i in range(6)] == ["none"] * 4 + ["succeeded"] * 2

@@ -185,7 +185,9 @@ class World:
         terms = {"deadline_s": deadline_s, "retention_s": retention_s}
         return self.run(self.functions.detach(job_id(name), tenant or name[0], **terms))
 
-    def move(self, name: str, lane: str = "", deadline_s: float | None = None, tenant: str = "") -> Any:
+    def move(
+        self, name: str, lane: str = "", deadline_s: float | None = None, tenant: str = ""
+    ) -> Any:
         terms: dict[str, Any] = {"lane": lane, "deadline_s": deadline_s}
         return self.run(self.functions.reprioritise(job_id(name), tenant or name[0], **terms))
 
@@ -212,8 +214,9 @@ class World:
         **options: Any,
     ) -> list[str]:
         """The names of the claimed jobs; behind that of a suspect `!`."""
-        bounds = {"lease_s": LEASE_S, "max_jobs": jobs, "max_tokens": tokens, "rooms": rooms}
-        found = self.run(self.functions.claim(worker, "m", lanes, **bounds, **options))
+        bounds: dict[str, Any] = {"lease_s": LEASE_S, "max_jobs": jobs, "max_tokens": tokens}
+        options |= bounds | {"rooms": rooms}
+        found = self.run(self.functions.claim(worker, "m", lanes, **options))
         return self._believe(worker, found, loses_reply=loses_reply)
 
     def mine(self, worker: str = "w") -> list[str]:
@@ -221,7 +224,9 @@ class World:
         found = self.run(self.functions.mine(worker, known, lease_s=LEASE_S))
         return sorted(self._believe(worker, found))
 
-    def _believe(self, worker: str, found: list[Claimed], *, loses_reply: bool = False) -> list[str]:
+    def _believe(
+        self, worker: str, found: list[Claimed], *, loses_reply: bool = False
+    ) -> list[str]:
         self.reply = found
         if not loses_reply:
             held = {name_of(item.job.id): (item.epoch, item.next_number) for item in found}
@@ -337,7 +342,8 @@ def name_of(each: str) -> str:
 def contents(world: World) -> dict[str, Any]:
     """All of Redis, but counts of refusals, promises, and the reading of the memory."""
     passing = ("totals:", "promised:", "memory", "test_clock")
-    names = [key.decode() for key in world.client.keys(f"{world.keys.tag}:*")]
+    keys: Any = world.client.keys(f"{world.keys.tag}:*")
+    names = [key.decode() for key in keys]
     names = [name.removeprefix(f"{world.keys.tag}:") for name in names]
     return {n: world.redis("DUMP", n) for n in names if not n.startswith(passing)}
 
