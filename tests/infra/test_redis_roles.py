@@ -235,7 +235,7 @@ def test_every_function_runs_under_every_role_that_has_it(server: EmbeddedRedis)
         for name in NAMES:
             run_command(admin, "ACL SETUSER", name, f"%R~{TEST_CLOCK}")
         try:
-            for seed in range(4):
+            for seed in range(6):
                 for draws in (Walk, OutboxWalk, FilesWalk, OperationsWalk):
                     with new_world(server.url, RoleClients(server.url, turns, calls)) as world:
                         walk(world, draws, seed, 150, check_every=0)

@@ -79,7 +79,7 @@ class Walk:
 
     def steps(self) -> Steps:
         """Weights and calls."""
-        often, seldom = (6, 2) if self.is_slow else (3, 1)
+        often, seldom = (6, 4) if self.is_slow else (3, 2)
         return [
             *((20, self.submit), (24, self.claim), (30, self.append), (8, self.release)),
             *((5, self.blame), (5, self.heartbeat), (3, self.mine), (6, self.cancel)),
@@ -402,6 +402,8 @@ class Walk:
         """What is watched is what is so. And calls that change no job."""
         call = self.world.functions.enter(self.rng.choice(TENANTS), TenantLimits(**self.limits))
         assert self.world.told(call) in (None, "JobRefused")
+        name, tenant, entry = self.of_caller()
+        assert self.world.status(name, tenant) == (entry.status if entry else "none")
         worker = self.rng.choice(WORKERS)
         is_live = self.world.redis("EXISTS", f"worker:{worker}") == 1
         assert self.world.drain(worker) == [is_live]
