@@ -169,5 +169,5 @@ def _option(name: str, text: str) -> Any:
 
 def _told(reply: Any) -> str:
     if isinstance(reply, list | tuple):
-        return " ".join(map(str, reply)) or "-"
+        return " ".join(map(_told, reply)) or "-"
     return str(round(reply, 3)) if isinstance(reply, float) else str(reply)

@@ -216,7 +216,8 @@ one without jobs leaves a record that expires
   enter t 2; redis HGET tenant:t reserved -> 0
   redis TTL tenant:t -> 86400
 one without a limit leaves none
-  enter t 0; redis EXISTS tenant:t -> 0
+  enter t 0 -> None
+  redis EXISTS tenant:t -> 0
 """)
 def test_a_call_enters_before_its_job(calls: Calls, script: list[str]) -> None:
     calls.run(script)
@@ -233,6 +234,7 @@ it has what was used, at the price of the lane
   cancel t3; number HGET tenant:t tokens -> 11.5
   pass_time 60; append t2 1 failed; number HGET tenant:t tokens -> 0.0
   submit t4 requests_per_min=9; number HGET tenant:t tokens -> 0.0
+  run_job t5 6 tokens_per_min=60; number HGET tenant:t tokens -> 9.0
 a cost grows with what is drawn, by the excess and 32 tokens, up to the cap
   outputs 1 1 1 1 1; submit t9 cap=100 tokens_per_min=1000; claim; append t9; field t9 cost -> 4
   append t9; field t9 cost -> 37
@@ -297,3 +299,33 @@ others of weight 3: submit u1 u2 u3 cost=20 weight=3; submit t1 cost=20; place t
 def test_the_work_ahead_tells_the_wait(calls: Calls, script: list[str]) -> None:
     """Jobs and tokens ahead, s until it starts."""
     calls.run(["beat rate=10 jobs=1 tokens=20", *script])
+
+
+@scripts("""
+what other lanes are guaranteed is left out while they have work
+  beat rate=10 jobs=1 tokens=1000 lanes=interactive,standard,batch shares=standard:0.2,batch:0.1
+  submit t1 t2 t3 t4 t5 t6 t7; quote t9; ahead -> 7 70 7.0
+  submit u1 lane=batch; submit u2 lane=standard; quote t9; ahead -> 7 70 10.0
+  quote t9 lane_bound_s=8 -> lane_full lane_wait 2.0
+a lower lane has the rate that urgent lanes leave, by what was claimed of late
+  submit t1 t2 t3 t4 t5; claim lanes=interactive,standard; submit t6 t7 t8 t9 lane=standard
+  quote t0 lane=standard; ahead -> 4 40 10.0
+  pass_time 15; quote t0 lane=standard; ahead -> 4 40 6.667
+  pass_time 5; beat rate=10 jobs=1 tokens=1000 lanes=interactive,standard,batch
+  quote t0 lane=standard; ahead -> 4 40 5.0
+jobs that began together end together; those of less urgent lanes give way
+  submit t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 lane=standard; claim w 10 lanes=standard
+  quote u9 lane=standard; ahead -> 0 0 10.0
+  quote u9; ahead -> 0 0 1.0
+  submit v0 v1 v2 v3 v4 v5 v6 v7 v8 v9; claim w 10; quote u9 lane=standard; ahead -> 0 0 20.0
+  beat rate=10 jobs=1 tokens=1000 lanes=interactive,standard,batch shares=standard:0.5
+  quote u9 lane=standard; ahead -> 0 0 10.0
+a flooded lane above leaves a guaranteed share, or a twentieth
+  beat rate=10 jobs=1 tokens=1000 lanes=interactive,standard,batch shares=standard:0.2
+  submit t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 u0 u1 u2 u3 u4 u5 u6 u7 u8 u9
+  claim w 10; submit v1 v2 lane=standard; quote v9 lane=standard; ahead -> 12 120 15.0
+  quote v9 lane=batch deadline_s=9999; ahead -> 12 120 260.0
+""")
+def test_lanes_share_the_rate_of_the_workers(calls: Calls, script: list[str]) -> None:
+    lanes = "lanes=interactive,standard,batch"
+    calls.run([f"beat rate=10 jobs=1 tokens=1000 {lanes}", *script])
