@@ -234,7 +234,7 @@ it has what was used, at the price of the lane
   cancel t3; number HGET tenant:t tokens -> 11.5
   pass_time 60; append t2 1 failed; number HGET tenant:t tokens -> 0.0
   submit t4 requests_per_min=9; number HGET tenant:t tokens -> 0.0
-  run_job t5 6 tokens_per_min=60; number HGET tenant:t tokens -> 9.0
+  cancel t4; run_job t5 6 tokens_per_min=60; number HGET tenant:t tokens -> 9.0
 a cost grows with what is drawn, by the excess and 32 tokens, up to the cap
   outputs 1 1 1 1 1; submit t9 cap=100 tokens_per_min=1000; claim; append t9; field t9 cost -> 4
   append t9; field t9 cost -> 37
@@ -271,6 +271,7 @@ no output: outputs 2 2 2 2 2; costs t9 cap=0 -> 3
 one that was cut and is longer: outputs 2 2 2 2 2 10; costs t9 -> 7
 some that failed: outputs 6 6 6 6 6 -1 -1 -1; costs t9 -> 9
 failures alone: outputs -1 -1 -1 -1 -1; costs t9 -> 13
+a failure does not begin it: outputs -1 2 2 2 2; costs t9 -> 13
 outputs that a caller steers lower the cap slowly
   outputs 1 1 1 1 1 grammar=x; redis GET lengths:m:interactive:t -> 9.9282157121440004 5
   costs t9 cap=30 -> 13
