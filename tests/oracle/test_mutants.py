@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.oracle.mutation import EQUAL, LUA, mutants
+from tests.oracle.mutation import KNOWN, LUA, mutants
 
 
 @pytest.mark.campaign
@@ -16,6 +16,6 @@ def test_a_sample_of_mutants_is_found() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_mutants_that_are_equal_to_the_library_are_in_it() -> None:
+def test_mutants_that_may_stay_can_be_made() -> None:
     found = {(m.file, m.text, m.change) for path in LUA.glob("*.lua") for m in mutants(path)}
-    assert EQUAL.keys() <= found
+    assert KNOWN.keys() <= found, KNOWN.keys() - found

@@ -235,3 +235,14 @@ the calls of flows are left to their flows
 """)
 def test_operations_take_turns_and_end(calls: Calls, script: list[str]) -> None:
     calls.run(script)
+
+
+@pytest.mark.parametrize("num_looks", [1, 2, 7, 500])
+def test_jobs_of_one_moment_are_all_met(calls: Calls, num_looks: int) -> None:
+    """However many a step reads, and if the job where it stopped has been forgotten since."""
+    names = [f"t{i:02}" for i in range(20)]
+    looks = f"max_looks={num_looks}"
+    calls.run([f"submit {' '.join(names)}; add a; take; step a {looks}"])
+    for name in names:
+        calls.do(f"delete {name}")
+    calls.run([f"finish a {looks} -> completed 20/20/0"])

@@ -34,6 +34,8 @@ a cancelled job: cancel t1; append t1 -> cancelled 0
 an ended job: append t1 1 succeeded; append t1 -> succeeded 0
 in time: pass_time 599.999; append t1 -> OK 5
 at its deadline: pass_time 600; append t1 -> expired 0
+past its former deadline: detach t1 700 9; pass_time 650; append t1 -> OK 5
+an ended job leaves no packed progress: append t1 1 succeeded; redis EXISTS run:w -> 0
 a lapsed lease that nobody took: pass_time 10; append t1 -> OK 5
 each item has its own verdict
   unsound; start t2 t3 t4 t5 events=2; cancel t2; cancel t5
