@@ -80,6 +80,28 @@ KNOWN = {
         "local num_read, num_paused = 0, 0",
         "0 1",
     ): "it reads once more, behind the last",
+    (
+        "_queue.lua",
+        "num_read, last = num_read + 1, entry[1]",
+        "+",
+    ): "tests/contract/test_pages.py finds it: many paused jobs in front",
+    (
+        "_shared.lua",
+        "local text = type(result) == 'table' and result.err or tostring(result)",
+        "and",
+    ): "errors of records that other programs wrote are in tests/hostile",
+    ("_shared.lua", "return nil, false", "false"): "so are they here",
+    (
+        "blame.lua",
+        "for _, old in ipairs(redis.call('ZRANGE', tag .. ':quarantine', 0,"
+        " -QUARANTINE_MAX - 1)) do",
+        "1",
+    ): "it takes a thousand poisonous jobs",
+    (
+        "heartbeat.lua",
+        "redis.call('HSET', pool, 'measured_at', now)",
+        "dropped",
+    ): "it saves time alone: tests/contract/test_function_costs.py",
 }
 _QUIET = re.compile(r"'(?:[^'\\]|\\.)*'|--.*")
 _STATEMENT = re.compile(r" +[a-z_]+(?:\.[a-z_]+)*\(")

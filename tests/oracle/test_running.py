@@ -164,6 +164,9 @@ a pool has the means of its live workers
   redis HMGET pool:m tokens_per_s max_jobs max_tokens -> 20 3 100
   submit t1 cost=120; place t2 -> 1 120 0.0
   beat x state=draining; beat y state=draining; place t3 cost=200 -> 2 130 13.0
+a pool that has measured nothing has no rate, and one that did keeps it
+  beat w; redis HGET pool:m tokens_per_s -> None
+  beat w 10; beat w; redis HGET pool:m tokens_per_s -> 10
 a detached job needs no caller, and nothing gets shorter
   submit t1 t2 attendance_s=5 deadline_s=50 retention_s=70 is_passing=True; attend t1 t9 -> 1
   detach t1 40 60 -> OK
