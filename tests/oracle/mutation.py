@@ -91,6 +91,11 @@ KNOWN = {
         "and",
     ): "errors of records that other programs wrote are in tests/hostile",
     (
+        "_queue.lua",
+        "local tenants = redis.call('ZRANGE', active, first, first + MAX_TENANTS - 1)",
+        "1",
+    ): "it looks at one tenant twice",
+    (
         "snapshot.lua",
         "counted[5] = oldest_wait(tag, model, argv[i], #argv - 1, now)",
         "1",
