@@ -96,6 +96,16 @@ KNOWN = {
         "1",
     ): "it looks at one tenant twice",
     (
+        "_queue.lua",
+        "if found == nil then nothing = nil end",
+        "==",
+    ): "it bounds a search among many tenants otherwise",
+    (
+        "snapshot.lua",
+        "table.insert(counts, i % 2 == 1 and 'corrections_total:' .. part or part)",
+        "or",
+    ): "corrections of what other programs wrote are in tests/hostile",
+    (
         "snapshot.lua",
         "counted[5] = oldest_wait(tag, model, argv[i], #argv - 1, now)",
         "1",
