@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         if item.nodeid.startswith("tests/overload/"):
             return 3
-        if item.get_closest_marker("e2e") is not None or "test_protocol" in item.nodeid:
+        if item.get_closest_marker("e2e") is not None or "test_walks" in item.nodeid:
             return 0
         return 1 if _SHARING[1].match(item.nodeid) else 2
 

@@ -1,5 +1,4 @@
 -- Decides whether to accept a job and predicts when it would start. Writes nothing.
--- tests/oracle/reference_admission.py is the same in Python.
 
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
 local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact: no promise is needed

@@ -1,8 +1,7 @@
 -- Divides the memory of Redis between lanes and their tenants. A job counts in its lane, whatever its
 -- model, from its submission until it is forgotten: with its record and all that came with it, and with
 -- the log that is expected, from its end on with the log that it has. The bytes are an upper bound of
--- what Redis allocates (tests/contract/test_memory_bounds.py). tests/oracle/reference_memory.py is the
--- same in Python.
+-- what Redis allocates (tests/contract/test_memory_bounds.py).
 --
 -- Each lane has a part of its own, which no other lane can take. Beyond it a job is accepted if its
 -- tenant then holds, in this lane, at most four times what is left of the common rest: so there is room

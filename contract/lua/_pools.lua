@@ -1,9 +1,8 @@
--- The workers of a model and the rates at which they drain its lanes. tests/oracle/reference_pools.py is
--- the same in Python. The hash `pool:<model>` holds a worker's average rates and capacity, the lanes,
--- most urgent first, their minimum shares, and for each lane `used:<lane>`: `<window> <tokens claimed in
--- it> <tokens claimed in the window before>`; for each worker that lives and claims no jobs
--- `aside:<incarnation>`, since when (ms); `ready_at` and `start_ms` are those of contract/starts.py, which
--- the reference lacks.
+-- The workers of a model and the rates at which they drain its lanes. The hash `pool:<model>` holds a
+-- worker's average rates and capacity, the lanes, most urgent first, their minimum shares, and for each
+-- lane `used:<lane>`: `<window> <tokens claimed in it> <tokens claimed in the window before>`; for each
+-- worker that lives and claims no jobs `aside:<incarnation>`, since when (ms); `ready_at` and `start_ms`
+-- are those of contract/starts.py.
 local UNKNOWN = -1
 local WORKER_TTL_MS = 15000  -- a worker is live until this long after its last heartbeat
 local POOL = {'tokens_per_s', 'stream_tokens_per_s', 'max_tokens', 'max_jobs'}

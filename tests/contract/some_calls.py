@@ -1,12 +1,16 @@
 """Jobs and calls with default arguments, for the tests of the Redis functions."""
 
+from typing import Any
+
 import redis.asyncio
 
+from contract.callbacks import Callback, CallbackKind
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Claimed, Submission, Verdict
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
 from contract.keys import Keys
+from contract.outbox import Outbox
 from tests.clock import clock_key
 from tests.cluster import partition_of_test
 
@@ -65,6 +69,19 @@ async def append(
     functions: Functions, incarnation: str, *items: Append
 ) -> list[tuple[Verdict | JobStatus, int]]:
     return await functions.append(incarnation, items, lease_s=LEASE_S)
+
+
+async def dead_letter(functions: Functions, outbox: Outbox, **names: Any) -> str:
+    """The id of a job whose callback was given up."""
+    callback = Callback(kind=CallbackKind.URL, target="https://a.example/x")
+    terms = {"deadline_s": 900, "retention_s": 900, "callback": callback}
+    terms |= {"metadata": names.pop("metadata")} if "metadata" in names else {}
+    job = make_job(**names)
+    await functions.submit(job, make_submission(**terms))
+    await functions.cancel(job.id, job.tenant)
+    [taken] = await outbox.take(lease_s=10, max_messages=1, max_per_target=9)
+    await outbox.done(taken, "dead")
+    return job.id
 
 
 async def pass_time(client: redis.asyncio.Redis, keys: Keys, seconds: float) -> None:

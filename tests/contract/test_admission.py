@@ -1,38 +1,29 @@
 """Admission on a real Redis: exact quotas over many gateways, predicted waits, and fair shares.
-tests/oracle compares each reply with the reference; these tests check the promises to users.
+The tables of decisions are in tests/oracle; these tests check the promises to users.
 
 Over 300 lines: a test for each bound of admission.
 """
 
 import asyncio
 import sys
-from collections import Counter
-from typing import Any
 
 import pytest
-import redis.asyncio
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from msgspec import structs
 
 from contract.errors import ErrorCode, JobRefused
-from contract.function_types import Append, Submission, TenantLimits, WorkerCapacity
+from contract.function_types import Append, TenantLimits, WorkerCapacity
 from contract.functions import Functions
-from contract.jobs import Job, JobStatus
+from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
-from tests.clock import clock_key
 from tests.contract.some_calls import (
     append,
     claim,
     make_job,
     make_submission,
-    pass_time,
     tokens,
 )
 from tests.contract.submitter import COST, hammer
-from tests.oracle.reference import Reference
-from tests.oracle.reference_fairness import MAX_PASSED
 
 pytestmark = pytest.mark.anyio
 
@@ -69,91 +60,6 @@ async def test_fifty_gateways_admit_exactly_the_quota(
     there = [int((await other.communicate())[0]) for other in others]
 
     assert here + sum(there) == QUOTA_JOBS
-
-
-async def test_a_refused_job_leaves_nothing_behind(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """No record, no idempotency key, no charge: the same call counts as new when it is repeated."""
-    limits = TenantLimits(requests_per_min=1)
-    await functions.submit(make_job(), make_submission(limits=limits))
-    before = {
-        await redis_client.hget(keys.of("tenant", "t"), name) for name in ("requests", "reserved")
-    }
-    again = make_submission(limits=limits, idempotency_key="k", body_hash="b")
-    with pytest.raises(JobRefused):
-        await functions.submit(make_job(), again)
-
-    assert not await redis_client.exists(keys.of("idem", "t", "k"))
-    after = {
-        await redis_client.hget(keys.of("tenant", "t"), name) for name in ("requests", "reserved")
-    }
-    assert after == before
-    await pass_time(redis_client, keys, 60)
-    assert (await functions.submit(make_job(), again)).is_new
-
-
-async def test_a_rate_limit_reports_exactly_when_it_has_room(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """60 requests at once are within a limit of 60 per minute; the next must wait exactly one
-    second."""
-    await redis_client.set(clock_key(), "=1700000000000")
-    limits = TenantLimits(requests_per_min=60)
-    for left in reversed(range(60)):
-        submitted = await functions.submit(make_job(), make_submission(limits=limits))
-        assert submitted.rates.requests is not None
-        assert submitted.rates.requests.remaining == left
-    refused = await refusal(functions, limits=limits)
-    assert (refused.limit, refused.retry_after_s) == ("requests_per_min", 1.0)
-    await redis_client.set(clock_key(), "=1700000000999")
-    await refusal(functions, limits=limits)
-    await redis_client.set(clock_key(), "=1700000001000")
-    await functions.submit(make_job(), make_submission(limits=limits))
-
-
-async def test_unused_cost_is_refunded(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """13 tokens are reserved and 5 are used: 8 return to the rate limit, and all 13 to the
-    reservation."""
-    await redis_client.set(clock_key(), "=1700000000000")
-    limits = TenantLimits(tokens_per_min=100, concurrent_tokens=100)
-    job = make_job()
-    await functions.submit(job, make_submission(limits=limits))
-    assert await redis_client.hget(keys.of("tenant", "t"), "reserved") == b"13"
-    await functions.claim("w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=99)
-    await append(functions, "w1", Append(job.id, 1, 1, tokens(0, 7, 8), 2, JobStatus.SUCCEEDED))
-
-    figures: Any = await redis_client.hmget(keys.of("tenant", "t"), "tokens", "reserved")
-    assert [float(figure) for figure in figures] == [5.0, 0.0]
-    assert await redis_client.hmget(keys.of("job", job.id), "cost", "charge", "refund") == [
-        b"13",
-        b"5",
-        b"8",
-    ]
-
-
-async def test_waits_come_from_the_measured_rate(functions: Functions) -> None:
-    """130 waiting tokens at 13 per second take ten seconds. The lane's bound, the deadline and the
-    ETA use this figure."""
-    unknown = (await functions.submit(make_job(), make_submission())).position
-    assert unknown.eta_s is not None  # nothing is ahead, but no worker lives: a cold start
-    await beat(functions, WorkerCapacity(tokens_per_s=13.0, lanes=("standard",)))
-    jobs = [make_job() for _ in range(10)]
-    for job in jobs:
-        last = await functions.submit(job, make_submission())
-    assert (last.position.num_jobs_ahead, last.position.eta_s) == (10, 10.0)
-    found = await functions.read(jobs[-1].id, "t")
-    assert found is not None
-    assert found[0].position == last.position
-
-    late = await functions.quote(make_job(), make_submission(deadline_s=10.0))
-    assert late.refusal is not None
-    assert late.refusal.code is ErrorCode.DEADLINE_INFEASIBLE
-    assert (late.position.eta_s, late.refusal.retry_after_s) == (11.0, 1.0)
-    bound = await refusal(functions, lane_bound_s=8.0)
-    assert (bound.code, bound.retry_after_s) == (ErrorCode.LANE_FULL, 3.0)
 
 
 async def test_earlier_outputs_refuse_nobody_whom_nothing_precedes(functions: Functions) -> None:
@@ -209,24 +115,6 @@ async def test_a_tenant_below_its_share_has_no_predicted_wait(
         assert (found[0].position.eta_s == 0.0) == (eta_s == 0.0), found[0].position
 
 
-async def test_the_predicted_wait_respects_weights(functions: Functions) -> None:
-    """Two jobs of the same tenant wait before its third, and four of a tenant with twice the
-    weight."""
-    for _ in range(8):
-        await functions.submit(make_job("u", weight=2.0), make_submission())
-    for num_ahead in (0, 3, 6):
-        found = await functions.submit(make_job("t"), make_submission())
-        assert found.position.num_jobs_ahead == num_ahead
-
-
-async def test_without_a_worker_the_wait_includes_the_cold_start(functions: Functions) -> None:
-    """The first job waits until a worker has started. If a submission requires a running worker, it
-    is refused."""
-    submitted = await functions.submit(make_job(), make_submission(cold_start_s=40.0))
-    assert submitted.position.eta_s == 40.0
-    assert (await refusal(functions, needs_worker=True)).code is ErrorCode.NO_WORKERS
-
-
 async def test_a_cold_start_does_not_count_against_the_lane_s_bound(functions: Functions) -> None:
     """Otherwise a pool that starts on demand would never start. Jobs ahead in the queue still
     count."""
@@ -269,148 +157,3 @@ async def test_a_flood_on_one_model_refuses_nobody_of_another(functions: Functio
     other = structs.replace(make_job(), model="n")
     submitted = await functions.submit(other, make_submission(**terms))
     assert (submitted.position.num_jobs_ahead, submitted.position.eta_s) == (0, 0.0)
-
-
-async def test_an_unknown_lane_is_refused_by_name(functions: Functions) -> None:
-    """The message lists the known lanes."""
-    await beat(functions, WorkerCapacity(lanes=("fast", "slow")))
-    refused = await refusal(functions)
-    assert refused.code is ErrorCode.UNKNOWN_LANE
-    assert "fast, slow" in refused.message
-
-
-async def test_short_jobs_go_before_a_long_one_eight_times(functions: Functions) -> None:
-    """A job that does not fit does not block others, and is passed a limited number of times."""
-    long = make_job()
-    await functions.submit(long, make_submission(max_output_tokens=500))
-    for _ in range(MAX_PASSED + 3):
-        await functions.submit(make_job(), make_submission())
-
-    async def claimed(max_tokens: int) -> list[str]:
-        found = await functions.claim(
-            "w1", "m", ["standard"], lease_s=10, max_jobs=1, max_tokens=max_tokens
-        )
-        return [item.job.id for item in found]
-
-    for _ in range(MAX_PASSED):
-        [short] = await claimed(100)
-        assert short != long.id
-    assert await claimed(100) == []
-    assert await claimed(1000) == [long.id]
-    assert len(await claimed(100)) == 1
-
-
-def with_choices(num_prompts: int, n: int) -> Job:
-    """A job with prompts of three tokens each."""
-    job = make_job()
-    params = structs.replace(job.params, n=n)
-    if num_prompts == 1:
-        return structs.replace(job, params=params)
-    return structs.replace(
-        job, params=params, prompt_ids=(), prompt_list=(job.prompt_ids,) * num_prompts
-    )
-
-
-async def test_a_claim_fills_a_place_for_each_choice(functions: Functions) -> None:
-    """A job with 2 prompts and n = 2 takes four of five places. The next job gets the last place
-    although it has more choices: the rest wait in the engine, as those of a job larger than any
-    worker do."""
-    for job in (with_choices(2, 2), with_choices(8, 1), with_choices(1, 1)):
-        await functions.submit(job, make_submission())
-    sizes = [
-        [item.job.num_choices for item in await claim(functions, max_jobs=5)] for _ in range(2)
-    ]
-    assert sizes == [[4, 8], [1]]
-
-
-async def test_a_job_fits_if_one_of_its_choices_fits(functions: Functions) -> None:
-    """A list larger than any worker does not wait for an empty worker, and no job passes it."""
-    large, small = with_choices(8, 1), with_choices(1, 1)
-    await functions.submit(large, make_submission(max_output_tokens=80))
-    await functions.submit(small, make_submission())
-    assert await claim(functions, max_tokens=12) == []
-    assert [item.job.id for item in await claim(functions, max_tokens=13)] == [large.id]
-    assert [item.job.id for item in await claim(functions, max_tokens=13)] == [small.id]
-
-
-async def test_output_is_predicted_for_each_choice(functions: Functions) -> None:
-    """After jobs whose four choices had two tokens each, two tokens are predicted for one choice
-    and six for three prompts, up to the cap."""
-    for _ in range(5):
-        job = with_choices(2, 2)
-        await functions.submit(job, make_submission(max_output_tokens=40))
-        await claim(functions)
-        event = tokens(0, *range(8))
-        await append(functions, "w1", Append(job.id, 1, 1, event, 8, JobStatus.SUCCEEDED))
-    quotes = [
-        await functions.quote(with_choices(num_prompts, 1), make_submission(max_output_tokens=cap))
-        for num_prompts, cap in ((1, 10), (3, 30), (3, 5))
-    ]
-    assert [quote.cost_tokens for quote in quotes] == [3 + 2, 9 + 6, 9 + 5]
-
-
-def enqueue(reference: Reference, tenant: str, lane: str, cost: int, weight: float = 1.0) -> None:
-    job = make_job(tenant, lane, weight=weight)
-    reference.submit(job, Submission(cost - 3, 3600, 3600))
-
-
-costs = st.lists(st.integers(4, 40), min_size=60, max_size=60)
-claims = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size=25)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(costs=costs, claims=claims, weights=st.sampled_from([(1.0, 1.0), (1.0, 4.0), (0.5, 3.0)]))
-def test_waiting_tenants_are_served_by_weight(
-    costs: list[int], claims: list[tuple[str, int]], weights: tuple[float, float]
-) -> None:
-    """Three workers claim at random. Two tenants with jobs of any cost always have waiting jobs.
-    Their service, divided by weight, never differs by more than twice the largest cost.
-    (tests/oracle compares the reference with the functions.)"""
-    reference = Reference()
-    for index, cost in enumerate(costs):
-        enqueue(reference, "tu"[index % 2], "standard", cost, weights[index % 2])
-    had: Counter[str] = Counter()
-    for worker, max_jobs in claims:
-        for item in reference.claim(
-            worker, "m", ["standard"], lease_s=10, max_jobs=max_jobs, max_tokens=10**6
-        ):
-            had[item.job.tenant] += item.cost_tokens
-        waiting = {r.job.tenant for r in reference.records.values() if not r.owner}
-        if len(waiting) == 2:
-            apart = had["t"] / weights[0] - had["u"] / weights[1]
-            assert abs(apart) <= 2 * max(costs) / min(weights)
-
-
-@pytest.mark.campaign
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(costs=costs, share=st.sampled_from([0.05, 0.2, 0.5]), max_jobs=st.integers(1, 5))
-def test_a_lane_waits_no_longer_than_its_share_allows(
-    costs: list[int], share: float, max_jobs: int
-) -> None:
-    """While an urgent lane always has waiting jobs, batch's next job waits for at most cost / share
-    tokens of other lanes plus one job's. Unused capacity goes to batch."""
-    reference = Reference()
-    for cost in costs:
-        enqueue(reference, "t", "interactive", cost)
-        enqueue(reference, "t", "batch", cost)
-    passed, next_cost = 0, iter(costs)
-    head = next(next_cost)
-    while any(not r.owner for r in reference.records.values() if r.lane == "interactive"):
-        for item in reference.claim(
-            "w",
-            "m",
-            ["interactive", "batch"],
-            lease_s=10,
-            max_jobs=max_jobs,
-            max_tokens=10**6,
-            min_shares={"batch": share},
-        ):
-            if item.job.lane == "batch":
-                passed, head = 0, next(next_cost, 0)
-            else:
-                passed += item.cost_tokens
-                assert passed <= head / share + max(costs)
-    rest = reference.claim(
-        "w", "m", ["interactive", "batch"], lease_s=10, max_jobs=99, max_tokens=10**6
-    )
-    assert {item.job.lane for item in rest} <= {"batch"}

@@ -12,7 +12,6 @@ from tests.contract.some_calls import (
     claim,
     make_job,
     make_submission,
-    pass_time,
     tokens,
 )
 
@@ -34,17 +33,6 @@ def said_by(job_id: str, number: int, epoch: int = 1) -> Append:
     return Append(job_id, epoch, number, tokens(number - 1, 7), 1)
 
 
-async def test_a_reader_sees_every_event_at_once(functions: Functions) -> None:
-    """The record's sequence number and token count are those of the log, although other commands
-    write them."""
-    job_id = await running_job(functions, num_events=3)
-    found = await functions.read(job_id, "t", max_events=100)
-    assert found is not None
-    view, entries = found
-    assert (view.next_number, view.num_output_tokens) == (4, 3)
-    assert [entry.number for entry in entries] == [1, 2, 3]
-
-
 async def test_a_job_may_appear_twice_in_one_append(functions: Functions) -> None:
     """The second entry continues or repeats the first."""
     job_id = await running_job(functions)
@@ -52,28 +40,6 @@ async def test_a_job_may_appear_twice_in_one_append(functions: Functions) -> Non
     assert verdicts == [(Verdict.OK, 4), (Verdict.OK, 5)]
     again = await append(functions, "w1", said_by(job_id, 5), said_by(job_id, 5))
     assert again == [(Verdict.OK, 6), (Verdict.OK, 6)]
-
-
-async def test_an_older_claim_of_the_same_worker_is_fenced(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """A worker that lost a job and claimed it again cannot append with its former epoch."""
-    job_id = await running_job(functions)
-    await pass_time(redis_client, keys, 11)
-    await functions.sweep()
-    await claim(functions)
-    assert await append(functions, "w1", said_by(job_id, 3, epoch=2)) == [(Verdict.OK, 4)]
-    assert await append(functions, "w1", said_by(job_id, 4, epoch=1)) == [(Verdict.FENCED, 0)]
-
-
-async def test_a_running_job_may_pass_its_former_deadline(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """After its caller detached in the middle of the output, the later deadline counts."""
-    job_id = await running_job(functions)
-    assert await functions.detach(job_id, "t", deadline_s=600, retention_s=600) is Verdict.OK
-    await pass_time(redis_client, keys, 100)
-    assert await append(functions, "w1", said_by(job_id, 3)) == [(Verdict.OK, 4)]
 
 
 async def test_an_ended_job_leaves_no_packed_progress(

@@ -18,10 +18,8 @@ from tests.contract.some_calls import (
     claim,
     make_job,
     make_submission,
-    pass_time,
-    tokens,
 )
-from tests.contract.test_running import running_job, said_by
+from tests.contract.test_running import said_by
 
 pytestmark = pytest.mark.anyio
 
@@ -37,36 +35,6 @@ async def running_jobs(functions: Functions, num_jobs: int) -> list[str]:
     for job_id in job_ids:
         await append(functions, "w1", said_by(job_id, 1))
     return job_ids
-
-
-async def test_each_job_of_an_append_gets_its_own_verdict(functions: Functions) -> None:
-    """Appended, repeated, with a gap, with too much output, unknown, ended, with an older epoch."""
-    goes_on, repeats, leaps, talks, ends, says_and_ends, is_late = await running_jobs(functions, 7)
-    await functions.cancel(is_late, "t")
-    verdicts = await append(
-        functions,
-        "w1",
-        said_by(leaps, 3),
-        said_by(goes_on, 2),
-        said_by(repeats, 1),
-        Append(talks, 1, 2, tokens(1, *range(10)), 10),
-        Append("job-0-none", 1, 2, tokens(1, 7), 1),
-        Append(ends, 1, 2, fin=JobStatus.SUCCEEDED),
-        Append(says_and_ends, 1, 2, tokens(1, 7), 1, JobStatus.SUCCEEDED),
-        said_by(is_late, 2),
-        said_by(goes_on, 3, epoch=2),
-    )
-    assert verdicts == [
-        (Verdict.GAP, 2),
-        (Verdict.OK, 3),
-        (Verdict.OK, 2),
-        (Verdict.OVER, 1),
-        (Verdict.GONE, 0),
-        (Verdict.OK, 3),
-        (Verdict.OK, 4),
-        (JobStatus.CANCELLED, 0),
-        (Verdict.FENCED, 0),
-    ]
 
 
 async def test_an_end_keeps_its_message_and_the_key_of_its_log(functions: Functions) -> None:
@@ -87,21 +55,6 @@ async def test_an_end_keeps_its_message_and_the_key_of_its_log(functions: Functi
     assert succeeded is not None
     assert (failed[0].code, failed[0].message) == ("engine_error", message)
     assert succeeded[0].result == ref
-
-
-async def test_an_append_without_renewal_keeps_leases(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """On the fast path, and on the slow path of a first token."""
-    goes_on = await running_job(functions)
-    begins = make_job()
-    await functions.submit(begins, make_submission())
-    await claim(functions)
-    before = await redis_client.zrange(keys.of("leases"), 0, -1, withscores=True)
-    await pass_time(redis_client, keys, 5)
-    items = [said_by(goes_on, 3), said_by(begins.id, 1)]
-    assert await functions.append("w1", items, lease_s=0) == [(Verdict.OK, 4), (Verdict.OK, 2)]
-    assert await redis_client.zrange(keys.of("leases"), 0, -1, withscores=True) == before
 
 
 async def test_one_append_serves_many_jobs(functions: Functions) -> None:

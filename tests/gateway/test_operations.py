@@ -24,7 +24,7 @@ from contract.payloads.encoding import with_prompts
 from contract.replays import replayed_id
 from infra.embedded_redis import EmbeddedRedis
 from tests.batches.test_killed_gateway import gateway_process
-from tests.contract.test_operations import dead_letter
+from tests.contract.some_calls import dead_letter
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import LEASE_S, MODEL, FakeWorker

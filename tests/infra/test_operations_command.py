@@ -13,8 +13,7 @@ from contract.operations import Operations
 from contract.outbox import Outbox
 from contract.replays import replayed_id
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.some_calls import claim, make_job, make_submission
-from tests.contract.test_operations import dead_letter
+from tests.contract.some_calls import claim, dead_letter, make_job, make_submission
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.infra.test_jobs_command import run_cli

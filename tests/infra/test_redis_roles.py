@@ -3,16 +3,14 @@
 Over 300 lines: a table of what each role calls, and the tests that read it.
 """
 
-import asyncio
 import contextlib
 import itertools
 import os
-import random
 import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,27 +22,14 @@ import redis.asyncio
 from openai import AsyncOpenAI
 from redis.exceptions import NoPermissionError, ResponseError
 
-from contract.api_keys import KeyTerms
-from contract.batches import (
-    Batches,
-    BatchesFull,
-    BatchStatus,
-    LeaseLost,
-    NewBatch,
-    Part,
-    StatusChanged,
-    new_batch_id,
-)
 from contract.callbacks import Callback, CallbackKind
 from contract.connection import Listener, broker_errors, connect
 from contract.errors import CommandDenied
-from contract.files import Files, FilesFull, StoredFile, new_file_id
-from contract.function_types import Submission, Wanted
+from contract.function_types import Submission
 from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
-from contract.operations import OperationKind, Operations, new_operation_id
 from contract.pauses import Line, Pauses
 from contract.starts import ANY_LANE, Starts
 from infra.aws.pool_service import PoolWatch
@@ -58,10 +43,9 @@ from tests.clock import TEST_CLOCK
 from tests.fakes import encode_text
 from tests.fleet import fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.oracle import world as small_world
-from tests.oracle.postal_walk import PostalWalk
-from tests.oracle.walk import Walk
-from tests.oracle.whole_walk import walk
+from tests.oracle.other_walks import FilesWalk, OperationsWalk, OutboxWalk
+from tests.oracle.walk import Walk, walk
+from tests.oracle.world import new_world
 
 PASSWORD = "a-password"
 NAMES = sorted(REDIS_ROLES)
@@ -238,10 +222,8 @@ class RoleClients:
 
 
 @pytest.mark.campaign
-def test_every_function_runs_under_every_role_that_has_it(
-    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The protocol's random walk, with another user for each call. No permission is missing."""
+def test_every_function_runs_under_every_role_that_has_it(server: EmbeddedRedis) -> None:
+    """Random walks, with another user for each call. No permission is missing."""
     owned = {(name, f) for name in NAMES for f in REDIS_ROLES[name].functions.split()}
     owners = {f: sorted(name for name in NAMES if (name, f) in owned) for f in FUNCTIONS}
     turns: dict[str, Iterator[str]] = {f: itertools.cycle(names) for f, names in owners.items()}
@@ -250,99 +232,14 @@ def test_every_function_runs_under_every_role_that_has_it(
         make_users(admin, "world")
         for name in NAMES:
             run_command(admin, "ACL SETUSER", name, f"%R~{TEST_CLOCK}")
-        monkeypatch.setattr(small_world, "connect", lambda url, _: RoleClients(url, turns, calls))
         try:
-            for seed in range(8):
-                walk(server.url, seed, 150, audit_every=50, draws=Walk)
-                walk(server.url, seed, 80, audit_every=50, draws=PostalWalk)
-            asyncio.run(walk_of_files(RoleClients(server.url, turns, calls), random.Random(0)))
-            asyncio.run(walk_of_operations(RoleClients(server.url, turns, calls)))
+            for seed in range(6):
+                for draws in (Walk, OutboxWalk, FilesWalk, OperationsWalk):
+                    with new_world(server.url, RoleClients(server.url, turns, calls)) as world:
+                        walk(world, draws, seed, 150, check_every=0)
         finally:
             make_users(admin, "test")
     assert set(calls) == owned
-
-
-async def walk_of_operations(client: Any) -> None:
-    """Jobs that wait and jobs that have ended, and each kind of operation on them, each several
-    times."""
-    functions, operations = Functions(client, Keys("world")), Operations(client, Keys("world"))
-    for kind in (*OperationKind, *OperationKind, *OperationKind):
-        job = Job(
-            id=new_job_id(),
-            tenant="t",
-            model="m",
-            lane="batch",
-            endpoint=Endpoint.COMPLETIONS,
-            prompt_ids=(1,),
-            params=SamplingParams(max_tokens=4, seed=0),
-            created_s=0,
-        )
-        callback = Callback(kind=CallbackKind.URL, target="https://a/x", secret=SECRET)
-        await functions.submit(job, Submission(4, 600, 600, callback=callback))
-        operation_id, wanted = new_operation_id(), Wanted(lanes=frozenset(["batch"]))
-        await operations.add(operation_id, kind, wanted, owner="t", tenant="t")
-        assert await operations.take("token", lease_s=60) == operation_id
-        await operations.step(operation_id, "token", lease_s=60)
-        await operations.stop(operation_id)
-    await client.aclose()
-
-
-async def walk_of_files(client: Any, rng: random.Random) -> None:
-    """A random walk through the functions of files and batches."""
-    files, batches = Files(client, Keys("world")), Batches(client, Keys("world"))
-    callback = Callback(kind=CallbackKind.URL, target="https://a/x", secret=SECRET)
-    asked = NewBatch(
-        endpoint=Endpoint.COMPLETIONS,
-        input_file_id="file-x",
-        completion_window="24h",
-        terms=KeyTerms(tenant="t"),
-        output_lifetime_s=60,
-    )
-    file_ids, batch_ids, taken = [new_file_id()], [new_batch_id()], ["none"]
-
-    async def add_file() -> None:
-        file_ids.append(new_file_id())
-        file = StoredFile(id=file_ids[-1], tenant="t", num_bytes=1, purpose="batch", filename="a")
-        await files.begin(file.id)
-        with contextlib.suppress(FilesFull):
-            await files.add(file, lifetime_s=60, max_tenant_bytes=9)
-
-    async def add_batch() -> None:
-        batch_ids.append(new_batch_id())
-        with contextlib.suppress(BatchesFull):
-            await batches.add(batch_ids[-1], asked, window_s=60, callback=callback, max_open=9)
-
-    async def take() -> None:
-        in_progress = rng.random() < 0.5
-        taken.extend(
-            await batches.take("token", lease_s=60, in_progress=in_progress, max_batches=2)
-        )
-
-    async def save() -> None:
-        statuses = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.COMPLETED)
-        status = rng.choice([None, *statuses])
-        part = rng.choice([None, (0, None), (0, Part("token", 1, 0, 1, 0, False))])
-        with contextlib.suppress(LeaseLost, StatusChanged):
-            lease_s = rng.choice([0, 60, 60])
-            await batches.save(
-                rng.choice(taken), "token", lease_s=lease_s, status=status, part=part
-            )
-
-    steps: list[Callable[[], Awaitable[object]]] = [
-        add_file,
-        add_batch,
-        take,
-        save,
-        lambda: files.drop(rng.choice(file_ids), "t"),
-        lambda: files.find(rng.choice(file_ids), "t"),
-        lambda: files.due(),
-        lambda: batches.cancel(rng.choice(batch_ids), "t"),
-    ]
-    try:
-        for _ in range(200):
-            await rng.choice(steps)()
-    finally:
-        await client.aclose()
 
 
 @pytest.mark.e2e

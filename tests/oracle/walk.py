@@ -1,396 +1,460 @@
-"""A seeded random walk through a World.
+"""Random walks through a world, checked against a ledger of its jobs.
 
-Over 300 lines: how each step is drawn.
+A ledger knows each job's state, holder, attempts, events and times: what any order of calls may do
+to it. Which job a claim chooses, and whether there is room, is in the tables of decisions.
 """
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from contract.function_types import (
-    FairRoom,
-    JobMark,
-    LaneRoom,
-    TenantLimits,
-    Wanted,
-    WorkerCapacity,
-)
-from contract.jobs import JobStatus
-from contract.pauses import Line
-from tests.oracle.world import CALLBACKS, COLOURS, LANES, STATES, TENANTS, WORKERS, World
+from contract.function_types import TenantLimits, Wanted
+from contract.jobs import TERMINAL_STATUSES, JobStatus
+from tests.oracle.world import LANES, LEASE_S, REF, World, contents, job_id, name_of
 
-# Steps and their weights. A world with all kinds of steps stays small and has many conflicts. The
-# others have a long queue and many claims, or many refusals by limits, or much time that passes.
-_EVERYTHING = {
-    "submit": 16,
-    "quote": 1,
-    "read": 1,
-    "cancel": 10,
-    "reprioritise": 10,
-    "attend": 2,
-    "detach": 10,
-    "delete": 9,
-    "list": 8,
-    "claim": 16,
-    "mine": 5,
-    "append": 34,
-    "heartbeat": 7,
-    "drain": 2,
-    "release": 10,
-    "blame": 9,
-    "sweep": 8,
-    "restart": 1,
-    "fill_memory": 2,
-    "pass_time": 8,
-}
-_QUEUES = {
-    "enqueue": 40,
-    "claim": 34,
-    "append": 12,
-    "reprioritise": 5,
-    "release": 3,
-    "cancel": 2,
-    "read": 4,
-}
-_LIMITS = {
-    "submit": 40,
-    "quote": 4,
-    "read": 10,
-    "heartbeat": 10,
-    "claim": 16,
-    "append": 30,
-    "cancel": 3,
-    "reprioritise": 4,
-    "fill_memory": 3,
-    "pass_time": 8,
-    "sweep": 3,
-}
-_TIMES = {
-    "submit": 14,
-    "attend": 4,
-    "detach": 8,
-    "claim": 20,
-    "append": 10,
-    "go_on": 4,
-    "heartbeat": 5,
-    "release": 3,
-    "blame": 3,
-    "sweep": 14,
-    "pass_time": 14,
-}
-# Bytes that jobs may take: none, those of a few, of many, any number.
-ROOMS = (0, 40_000, 120_000, 400_000, None, None)
-STAGES = (_EVERYTHING, _QUEUES, _EVERYTHING, _LIMITS, _EVERYTHING, _TIMES)
+TENANTS, WORKERS = ("t", "u"), ("w", "x", "y")
+MAX_ATTEMPTS, MAX_CRASHES = 2, 2
+CHECK_EVERY = 10  # steps
+LEASE_MS = int(LEASE_S * 1000)
+Steps = list[tuple[int, Callable[[], Any]]]
+
+
+@dataclass
+class Entry:
+    """What must be so of a job."""
+
+    name: str
+    lane: str
+    cap: int
+    choices: int
+    created_ms: int
+    deadline_ms: int
+    retention_ms: int
+    attendance_ms: int
+    attended_ms: int  # cancelled then; 0: never
+    status: str = "queued"
+    holder: str = ""
+    lease_ms: int = 0
+    epoch: int = 0
+    attempt: int = 0
+    lapses: int = 0
+    crashes: int = 0
+    next: int = 1
+    tokens: int = 0
+    is_in_line: bool = True  # waits where it was submitted, neither returned nor moved
+    is_suspect: bool = False
+    forgotten_ms: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in TERMINAL_STATUSES
+
+    def end(self, status: str, now_ms: int) -> None:
+        self.status, self.holder, self.next = status, "", self.next + 1
+        self.forgotten_ms = now_ms + self.retention_ms
+
+    def give_back(self, *, is_suspect: bool = False) -> str:
+        self.status, self.holder, self.is_in_line = "queued", "", False
+        self.is_suspect = is_suspect
+        return "OK"
 
 
 class Walk:
     """Draws one step after another from one seed."""
 
     def __init__(self, world: World, seed: int) -> None:
-        self._world = world
-        self._rng = random.Random(seed)
-        self._pausing = random.Random(seed)
-        self._pauses = seed % 5 == 2  # the other worlds stay as they were
-        self._paused: list[Line] = []
-        self._limits = TenantLimits(
-            requests_per_min=self._rng.choice([0, 0, 3]),
-            tokens_per_min=self._rng.choice([0, 45]),
-            concurrent_tokens=self._rng.choice([0, 0, 28]),
-            lane_share=self._rng.choice([0.0, 0.4]),
-        )
-        self._weighing = random.Random(seed)  # its own, so that weights change no other step
-        self._weights = (0.5, 1.0, 4.0) if seed % 2 else (1.0,)
-        self._offering = random.Random(seed)
-        self._offers = seed % 4 == 3
-        self._entering = random.Random(seed)
-        self._marking = random.Random(seed)
-        self._batch_price = (1.0, 0.5, 0.3)[seed // 6 % 3]
-        self._stage = STAGES[seed % len(STAGES)]
-        self._measures = seed % 18 != 9  # in a third of the worlds of _LIMITS no worker does
+        self.world = world
+        self.rng = random.Random(seed)
+        self.ledger: dict[str, Entry] = {}
+        self.num_submitted = 0
+        self.paused: list[tuple[str, str]] = []
+        self.limits: dict[str, Any] = {
+            "requests_per_min": self.rng.choice([0, 0, 9]),
+            "tokens_per_min": self.rng.choice([0, 300]),
+            "concurrent_tokens": self.rng.choice([0, 0, 90]),
+            "lane_share": self.rng.choice([0.0, 0.5]),
+        }
+        self.is_slow = seed % 2 == 1  # much time passes
+
+    def steps(self) -> Steps:
+        """Weights and calls."""
+        often, seldom = (6, 4) if self.is_slow else (3, 2)
+        return [
+            *((20, self.submit), (24, self.claim), (30, self.append), (8, self.release)),
+            *((5, self.blame), (5, self.heartbeat), (3, self.mine), (6, self.cancel)),
+            *((6, self.move), (5, self.detach), (6, self.delete), (3, self.attend)),
+            *((3, self.list_jobs), (3, self.pause), (seldom, self.look), (often, self.sweep)),
+            (2 * often, lambda: self.world.pass_time(self.rng.choice([0.5, 3, 6, 11]))),
+        ]
 
     def step(self) -> None:
-        if self._pauses and self._pausing.random() < 0.05:
-            self._pause()
-        if self._offers and self._offering.random() < 0.1:
-            self._offer()
-        [name] = self._rng.choices(list(self._stage), list(self._stage.values()))
-        getattr(self, f"_{name}")()
+        weights, calls = zip(*self.steps(), strict=True)
+        self.rng.choices(calls, weights)[0]()
 
-    def _flip(self, probability: float) -> bool:
-        return self._rng.random() < probability
+    # --- what is drawn, and the ledger
 
-    def _job_id(self) -> str:
-        """Mostly one of the newest jobs, sometimes none."""
-        if not self._world.job_ids or self._flip(0.03):
-            return "job-0-none"
-        return self._rng.choice(self._world.job_ids[-8:])
+    def flip(self, probability: float) -> bool:
+        return self.rng.random() < probability
 
-    def _held(self) -> tuple[str, str]:
-        """A worker and a job: mostly one that the worker believes to hold."""
-        worker = self._rng.choice(WORKERS)
-        held = sorted(self._world.beliefs[worker])[-4:]
-        if held and self._flip(0.85):
-            return worker, self._rng.choice(held)
-        return worker, self._job_id()
+    def a_job(self) -> str:
+        """Mostly one of the youngest, of any state; sometimes none."""
+        return self.rng.choice([*list(self.ledger)[-8:], *list(self.ledger)[-3:], "none"])
 
-    def _quote(self) -> None:
-        self._submit(is_quote=True)
+    def a_held_job(self) -> tuple[str, str]:
+        """A worker and a job that it mostly believes to hold."""
+        worker = self.rng.choice(WORKERS)
+        held = sorted(self.world.held[worker])[-4:]
+        return worker, self.rng.choice(held) if held and self.flip(0.85) else self.a_job()
 
-    def _enqueue(self) -> None:
-        """Long deadlines, no limits, costs of every kind."""
-        rng = self._rng
-        cost = rng.choice([5, 8, 12, 30])
-        num_choices = rng.choice([1, 1, 3])
-        self._world.submit(
-            rng.choice(TENANTS),
-            rng.choice(LANES),
-            cost,
-            600,
-            num_choices=num_choices,
-            weight=self._weighing.choice(self._weights),
-        )
+    def of_caller(self) -> tuple[str, str, Entry | None]:
+        """A job, a tenant, mostly its own, and the entry where it is."""
+        name = self.a_job()
+        tenant = name[0] if self.flip(0.8) else self.rng.choice(TENANTS)
+        return name, tenant, self.ledger.get(name) if tenant == name[0] else None
 
-    def _submit(self, is_quote: bool = False) -> None:
-        rng = self._rng
-        key = (
-            rng.choice(["k1", "k2"]) + str(len(self._world.job_ids) // 5) if self._flip(0.3) else ""
-        )
-        repeats = None
-        if self._flip(0.1) and self._world.job_ids:
-            repeats, key = rng.choice(self._world.job_ids), ""
-        self._world.submit(
-            rng.choice(TENANTS),
-            rng.choice(LANES),
-            rng.choice([5, 8, 12, 30]),
-            rng.choice([2, 8, 60, 200]),
-            num_choices=rng.choice([1, 1, 3]),
-            attendance_s=rng.choice([0, 0, 9]),
-            key=key,
-            body=rng.choice("ab") if key else "",
-            repeats=repeats,
-            retention_s=rng.choice([30, 600]),
-            colour=rng.randrange(len(COLOURS)),
-            is_stored=self._flip(0.2),
-            is_quote=is_quote,
-            weight=self._weighing.choice(self._weights),
-            is_passing=self._weighing.random() < 0.5,
-            enters=self._entering.random() < 0.3,
-            **self._terms(),
-            callback=rng.choice([None, None, *CALLBACKS]),
-        )
+    def fence(self, worker: str, name: str, epoch: int) -> str | None:
+        """Why the worker may not change the job; it expires where its time is over."""
+        entry = self.ledger.get(name)
+        if entry is None:
+            return "GONE"
+        if entry.has_ended:
+            return entry.status
+        is_held = entry.holder == worker and entry.epoch == epoch
+        return None if is_held else "FENCED"
 
-    def _terms(self) -> dict[str, Any]:
-        """Some jobs get this world's limits and bounds, the others none."""
-        terms: dict[str, Any] = {"cold_start_s": self._rng.choice([0, 4])}
-        terms["needs_worker"] = self._flip(0.1)
-        terms["batch_price"] = self._batch_price
-        if self._flip(0.8 if self._stage is _LIMITS else 0.2):
-            terms["limits"] = self._limits
-        if self._stage is _LIMITS and self._flip(0.4):
-            terms["lane_bound_tokens"] = self._rng.choice([30, 45])
-        if self._stage is _LIMITS and self._flip(0.4):
-            terms["lane_bound_s"] = self._rng.choice([0.5, 3])
-        if self._stage is _LIMITS and self._flip(0.3):
-            terms[self._rng.choice(["max_stored_bytes", "max_tenant_stored_bytes"])] = 40_000
-        return terms
+    def expires(self, entry: Entry) -> bool:
+        if self.world.now_ms < entry.deadline_ms:
+            return False
+        entry.end("expired", self.world.now_ms)
+        return True
 
-    def _read(self) -> None:
-        queued = [i for i, r in self._world.reference.records.items() if r.state == "queued"]
-        job_id = self._rng.choice(queued) if queued and self._flip(0.9) else self._job_id()
-        self._world.read(job_id, self._rng.choice(TENANTS))
+    # --- callers
 
-    def _ended_or_any(self) -> str:
-        """Often an ended job, each kind of end equally often: callers may be late."""
-        ended: dict[str, list[str]] = {}
-        for job_id, record in self._world.reference.records.items():
-            if record.is_terminal:
-                ended.setdefault(record.state, []).append(job_id)
-        if not ended or self._flip(0.4):
-            return self._job_id()
-        return self._rng.choice(ended[self._rng.choice(sorted(ended))])
-
-    def _cancel(self) -> None:
-        self._world.cancel(self._ended_or_any(), self._rng.choice(TENANTS))
-
-    def _reprioritise(self) -> None:
-        lane = self._rng.choice(["", *LANES])
-        deadline_s = self._rng.choice([None, 5, 40])
-        tenant = self._rng.choice(TENANTS)
-        self._world.reprioritise(self._ended_or_any(), tenant, lane, deadline_s)
-
-    def _delete(self) -> None:
-        job_id = self._held()[1] if self._flip(0.6) else self._ended_or_any()
-        record = self._world.reference.records.get(job_id)
-        tenant = self._rng.choice(TENANTS)
-        if record is not None and self._flip(0.8):
-            tenant = record.job.tenant
-        self._world.delete(job_id, tenant)
-
-    def _list(self) -> None:
-        rng = self._rng
-        if self._flip(0.3):
-            self._world.list_after(self._job_id(), rng.choice(TENANTS))
+    def submit(self) -> None:
+        """A quote says the same; what is refused changes nothing."""
+        rng, world = self.rng, self.world
+        name = f"{rng.choice(TENANTS)}{self.num_submitted:03}"
+        if self.ledger and self.flip(0.05):
+            name = rng.choice(list(self.ledger)[-8:])
+        self.num_submitted += 1
+        choices = rng.choice([1, 1, 1, 3])
+        terms: dict[str, Any] = {"lane": rng.choice(LANES), "n": choices}
+        terms |= {"cap": rng.choice([1, 4, 9, 27, 80]) * choices, "expects": rng.choice([0, 0, 4])}
+        terms |= {"deadline_s": rng.choice([5, 60, 600]), "retention_s": rng.choice([30, 600])}
+        terms |= {"max_attempts": MAX_ATTEMPTS, "weight": rng.choice([1.0, 1.0, 3.0])}
+        terms |= {"attendance_s": rng.choice([0, 0, 9]), "batch_price": rng.choice([1.0, 0.5])}
+        terms |= {"is_stored": self.flip(0.2), "callback": rng.choice(["", "", "a", "b", "talks"])}
+        if self.flip(0.4):
+            bounds = {"lane_bound_tokens": rng.choice([0, 120]), "lane_bound_s": rng.choice([0, 3])}
+            terms |= self.limits | bounds
+        quoted, before = world.quote(name, **terms), contents(world)
+        said = world.submit(name, **terms)
+        if name in self.ledger:
+            assert said == f"known {name}"
             return
-        wanted = rng.choice(
-            [
-                Wanted(),
-                Wanted(statuses=frozenset(rng.sample(sorted(JobStatus), 3))),
-                Wanted(lanes=frozenset([rng.choice(LANES)]), model=rng.choice(["", "m", "other"])),
-                self._of_times(),
-                Wanted(metadata=rng.choice(COLOURS)),
-            ]
+        assert said == ("new" if quoted == "OK" else quoted)
+        if said != "new":
+            assert contents(world) == before, "a refusal changes nothing"
+            return
+        now_ms, attendance_ms = world.now_ms, int(terms["attendance_s"] * 1000)
+        self.ledger[name] = Entry(
+            *(name, terms["lane"], terms["cap"], choices, now_ms),
+            *(now_ms + terms["deadline_s"] * 1000, terms["retention_s"] * 1000),
+            *(attendance_ms, now_ms + attendance_ms if attendance_ms else 0),
         )
-        max_looks = rng.choice([2, 500])
-        tenant = rng.choice(TENANTS)
-        if self._pausing.random() < 0.3:
-            tenant = ""
-        self._world.list_jobs(tenant, wanted, max_looks=max_looks)
 
-    def _of_times(self) -> Wanted:
-        now_ms, draw = self._world.reference.now_ms, self._pausing.random()
-        if draw < 0.3:
-            return Wanted(created_before_ms=now_ms - 3000)
-        if draw < 0.6:
-            return Wanted(error_code="engine_error", created_before_ms=now_ms + 1)
-        return Wanted(created_after_ms=now_ms - 9000)
+    def cancel(self) -> None:
+        name, tenant, entry = self.of_caller()
+        said = self.world.cancel(name, tenant)
+        if entry and not entry.has_ended:
+            entry.end("cancelled", self.world.now_ms)
+        assert said == (entry and entry.status)
 
-    def _pause(self) -> None:
+    def move(self) -> None:
+        name, tenant, entry = self.of_caller()
+        lane, deadline_s = self.rng.choice(["", *LANES]), self.rng.choice([None, 5, 90])
+        said = self.world.move(name, lane, deadline_s, tenant)
+        if entry is None or entry.has_ended:
+            assert said == (entry and entry.status)
+            return
+        assert said == "OK"
+        if deadline_s is not None:
+            entry.deadline_ms = self.world.now_ms + deadline_s * 1000
+        entry.is_in_line = entry.is_in_line and lane in ("", entry.lane)
+        entry.lane = lane or entry.lane
+
+    def detach(self) -> None:
+        name, tenant, entry = self.of_caller()
+        seconds = self.rng.choice([5, 90])
+        said = self.world.detach(name, seconds, seconds, tenant)
+        if entry is None or entry.has_ended:
+            assert said == (entry and entry.status)
+            return
+        assert said == "OK"
+        entry.deadline_ms = max(entry.deadline_ms, self.world.now_ms + seconds * 1000)
+        entry.retention_ms = max(entry.retention_ms, seconds * 1000)
+        entry.attended_ms = entry.attendance_ms = 0
+
+    def delete(self) -> None:
+        name, tenant, entry = self.of_caller()
+        said = self.world.delete(name, tenant)
+        assert said == (entry is not None if entry is None or entry.has_ended else entry.status)
+        if said is True:
+            del self.ledger[name]
+
+    def attend(self) -> None:
+        name = self.a_job()
+        entry, num = self.ledger.get(name), self.world.attend(name)
+        assert num == bool(entry and entry.attendance_ms)
+        if entry and entry.attendance_ms:
+            entry.attended_ms = self.world.now_ms + entry.attendance_ms
+
+    def list_jobs(self) -> None:
+        """Page by page, all that are meant and no other."""
+        found, after = list[str](), ""
+        tenant, states = self.rng.choice(["", *TENANTS]), self.rng.sample(sorted(JobStatus), 4)
+        while True:
+            bounds = {"max_jobs": self.rng.choice([1, 3]), "max_looks": self.rng.choice([2, 500])}
+            wanted = Wanted(statuses=frozenset(map(JobStatus, states)))
+            page = self.world.listed(tenant, wanted, after=after, **bounds)
+            found += [name for name in page if ":" not in name]
+            if not page or ":" not in page[-1]:
+                break
+            after = job_id(page[-1].removeprefix("after:"))
+        entries = self.ledger.values()
+        meant = [e.name for e in entries if tenant in ("", e.name[0]) and e.status in states]
+        assert sorted(found) == sorted(meant)
+
+    def pause(self) -> None:
         """Pauses end more often than they begin."""
-        rng = self._pausing
-        if self._paused and rng.random() < 0.6:
-            self._world.resume(self._paused.pop(rng.randrange(len(self._paused))))
+        if self.paused and self.flip(0.7):
+            assert self.world.resume(*self.paused.pop())
             return
-        lane, tenant = rng.choice(["", *LANES]), rng.choice(["", *TENANTS])
-        line = Line(rng.choice(["", "m"]), lane, tenant)
-        if rng.random() < 0.1:
-            self._world.resume(line)  # mostly of none
-            self._paused = [each for each in self._paused if each != line]
-        elif lane or tenant:
-            self._world.pause(line)
-            self._paused = [*(each for each in self._paused if each != line), line]
+        line = self.rng.choice(["", *LANES]), self.rng.choice(["", *TENANTS])
+        if line != ("", "") and line not in self.paused:
+            self.world.pause(*line)
+            self.paused.append(line)
 
-    def _detach(self) -> None:
-        rng = self._rng
-        terms = (rng.choice([5, 40]), rng.choice([6, 900]))
-        self._world.detach(self._ended_or_any(), rng.choice(TENANTS), *terms)
+    # --- workers
 
-    def _attend(self) -> None:
-        self._world.attend([self._job_id(), self._job_id()])
+    def claim(self) -> None:
+        """What is claimed waited, is not paused, fits, and goes before those behind it."""
+        rng, world = self.rng, self.world
+        worker, slots, room = rng.choice(WORKERS), rng.choice([1, 2, 8]), rng.choice([12, 40, 1000])
+        waiting = {n for n, e in self.ledger.items() if e.status == "queued"}
+        options: dict[str, Any] = {"is_idle": self.flip(0.5), "loses_reply": self.flip(0.2)}
+        names = world.claim(worker, slots, room, min_shares={"batch": 0.3}, **options)
+        late = [name for name in waiting if world.now_ms >= self.ledger[name].deadline_ms]
+        for name in late:  # a claim ends those that it finds
+            if world.field(name, "state") == ["expired"]:
+                self.expires(self.ledger[name])
+        claimed = {name.removesuffix("!") for name in names}
+        assert len(claimed) == len(names)
+        for item in world.reply:
+            entry = self.ledger[name_of(item.job.id)]
+            if entry.name in waiting:
+                assert entry.status == "queued"
+                line = [(lane, of) for lane in ("", entry.lane) for of in ("", entry.name[0])]
+                assert not set(line) & set(self.paused)
+                assert item.is_alone == entry.is_suspect
+            else:
+                assert entry.holder not in ("", worker), "others take what a worker offers"
+                entry.attempt -= 1
+                entry.give_back()
+            if item.is_alone:
+                assert options["is_idle"]
+                assert len(names) == 1
+            else:
+                assert item.cost_tokens / entry.choices <= room
+                assert slots > 0
+                room, slots = room - item.cost_tokens, slots - entry.choices
+            if entry.is_in_line:
+                self.check_order(entry, waiting - claimed, item.cost_tokens / entry.choices)
+            entry.epoch, entry.attempt = entry.epoch + 1, entry.attempt + 1
+            found = item.epoch, item.attempt, item.next_number, item.num_logged_tokens
+            assert found == (entry.epoch, entry.attempt, entry.next, entry.tokens)
+            entry.status, entry.holder = "claimed", worker
+            entry.lease_ms = world.now_ms + LEASE_MS
 
-    def _claim(self) -> None:
-        rng = self._rng
-        worker = rng.choice(WORKERS)
-        is_idle = not self._world.beliefs[worker] or self._flip(0.5)
-        rooms = [(1, 30), (3, 9), (8, 1000)]
-        if self._stage is _QUEUES:
-            rooms = [(1, 30), (1, 14), (2, 14), (2, 9), (3, 1000)]
-        room = rng.choice(rooms)
-        by_lane = {
-            "interactive": LaneRoom(*room),
-            "batch": LaneRoom(*rng.choice([(0, 0), (1, 9), (2, 30)]), rng.choice([0, 1, 8])),
-        }
-        if self._flip(0.4):
-            held = {t: (rng.randint(0, 3), rng.randint(0, 30)) for t in TENANTS if self._flip(0.6)}
-            fair = FairRoom(rng.choice([2, 4, 7]), rng.choice([30, 60, 1000]), held)
-            by_lane["batch"] = LaneRoom(0, 0, fair=fair)
-        self._world.claim(
-            worker,
-            *room,
-            is_idle=is_idle,
-            loses_reply=self._flip(0.25),
-            rooms=by_lane if self._flip(0.3) else None,
+    def check_order(self, entry: Entry, left: set[str], cost: float) -> None:
+        """No older job of the same tenant and lane stays behind that fits as well."""
+        for other in map(self.ledger.__getitem__, left):
+            is_same = (other.name[0], other.lane) == (entry.name[0], entry.lane)
+            is_older = other.name < entry.name and other.status == "queued"
+            if is_same and is_older and other.is_in_line:
+                [other_cost] = self.world.field(other.name, "cost")
+                assert int(other_cost) / other.choices > cost, f"{other.name} was passed"
+
+    def append(self) -> None:
+        """Some tokens, or an end, to one of a worker's jobs, and a token to others beside it."""
+        rng, world = self.rng, self.world
+        worker, name = self.a_held_job()
+        fin = rng.choice(["", "", "", "succeeded", "failed"])
+        terms: dict[str, Any] = {"shift": rng.choice([0] * 6 + [-1, 1]), "worker": worker}
+        terms["result"] = REF if fin and self.flip(0.3) else None
+        says = [world.says(name, rng.choice([0, 1, 1, 2, 30]), fin, **terms)]
+        others = [n for n in sorted(world.held[worker])[-3:] if n != name and self.flip(0.3)]
+        says += [world.says(other, worker=worker) for other in others]
+        renews = self.flip(0.7)
+        expected = [self.verdict(worker, name_of(item.job_id), item, renews) for item in says]
+        assert world.append_all(says, worker, LEASE_S if renews else 0.0) == expected
+
+    def verdict(self, worker: str, name: str, item: Any, renews: bool) -> str:
+        if refusal := self.fence(worker, name, item.epoch):
+            return f"{refusal} 0"
+        entry = self.ledger[name]
+        if item.number != entry.next:
+            return f"{'OK' if item.number < entry.next else 'GAP'} {entry.next}"
+        if self.expires(entry):
+            return "expired 0"
+        if entry.tokens + item.num_tokens > entry.cap:
+            return f"OVER {entry.tokens}"
+        if item.event is not None:
+            entry.next, entry.tokens = entry.next + 1, entry.tokens + item.num_tokens
+            entry.status = "streaming"
+        if item.fin:
+            entry.end(item.fin, self.world.now_ms)
+        elif renews:
+            entry.lease_ms = self.world.now_ms + LEASE_MS
+        return f"OK {entry.next}"
+
+    def release(self) -> None:
+        worker, name = self.a_held_job()
+        epoch, _ = self.world.held[worker].get(name, (1, 1))
+        kind = self.rng.choice(["drain", "error", "offer"])
+        said, expected = self.world.release(name, kind, worker), self.fence(worker, name, epoch)
+        if expected is None:
+            entry = self.ledger[name]
+            if self.expires(entry):
+                expected = "expired"
+            elif kind == "error" and entry.attempt >= MAX_ATTEMPTS:
+                entry.end("failed", self.world.now_ms)
+                expected = "failed"
+            elif kind == "offer":
+                expected = "OK"
+            else:
+                entry.attempt -= kind == "drain"
+                expected = entry.give_back()
+        assert said == expected
+
+    def blame(self) -> None:
+        worker, name = self.a_held_job()
+        epoch, _ = self.world.held[worker].get(name, (1, 1))
+        said, expected = (
+            self.world.blame(name, MAX_CRASHES, worker),
+            self.fence(worker, name, epoch),
         )
+        if expected is None:
+            entry = self.ledger[name]
+            if not self.expires(entry):
+                entry.crashes += 1
+                if entry.crashes == MAX_CRASHES:
+                    entry.end("failed", self.world.now_ms)
+                else:
+                    entry.give_back(is_suspect=True)
+            expected = entry.status if entry.has_ended else "OK"
+        assert said == expected
 
-    def _mine(self) -> None:
-        self._world.mine(self._rng.choice(WORKERS))
+    def heartbeat(self) -> None:
+        """The worker learns which jobs it has lost; the leases of the others last on."""
+        worker, rng = self.rng.choice(WORKERS), self.rng
+        held = dict(self.world.held[worker])
+        capacity: dict[str, Any] = {"jobs": rng.choice([0, 3]), "tokens": rng.choice([0, 60])}
+        state = rng.choice(["up", "up", "up", "draining", "gone"])
+        lost = self.world.beat(worker, rng.choice([0.0, 7.0, 30.5]), state=state, **capacity)
+        gone = {name for name, (epoch, _) in held.items() if self.fence(worker, name, epoch)}
+        assert set(lost) == gone
+        for name in held.keys() - gone:
+            self.ledger[name].lease_ms = self.world.now_ms + LEASE_MS
 
-    def _append(self) -> None:
-        worker, job_id = self._held()
-        self._world.append(
-            worker,
-            job_id,
-            self._rng.choice([0, 1, 1, 1, 2, 30]),
-            self._rng.choice([""] * 7 + ["succeeded", "succeeded", "failed"]),
-            shift=self._rng.choice([0, 0, 0, 0, 0, 0, -1, 1]),
-            loses_reply=self._flip(0.1),
-            is_kept_elsewhere=self._flip(0.2),
-            beside=sorted(self._world.beliefs[worker])[-3:] if self._flip(0.3) else (),
-            renews=self._flip(0.6),
-            marks=self._marks(),
-        )
+    def mine(self) -> None:
+        """What a lost reply gave a worker."""
+        worker = self.rng.choice(WORKERS)
+        known = set(self.world.held[worker])
+        found = {name.removesuffix("!") for name in self.world.mine(worker)}
+        assert found == {name for name, e in self.ledger.items() if e.holder == worker} - known
+        for name in found:
+            self.ledger[name].lease_ms = self.world.now_ms + LEASE_MS
 
-    def _marks(self) -> tuple[JobMark, ...]:
-        rng = self._marking
-        if rng.random() < 0.7:
-            return ()
-        chunks = JobMark("prefill", 900, rng.randint(0, 900), 3, 1500)
-        return (chunks, JobMark("displaced", 7, 7, 1, 12)) if rng.random() < 0.5 else (chunks,)
+    # --- time, and the whole
 
-    def _go_on(self) -> None:
-        """A worker appends a token to some jobs, repeatedly for longer than a lease."""
-        worker, job_id = self._held()
-        beside = sorted(self._world.beliefs[worker])[-3:]
-        for _ in range(3):
-            self._world.append(worker, job_id, 1, "", shift=0, loses_reply=False, beside=beside)
-            self._world.pass_time(6)
-        self._world.sweep()
+    def sweep(self) -> None:
+        """Deadlines first, then callers who are gone, leases, and retentions."""
+        now_ms, counts = self.world.now_ms, [0, 0, 0, 0]
+        for name, entry in list(self.ledger.items()):
+            if entry.has_ended:
+                if entry.forgotten_ms <= now_ms:
+                    counts[3] += 1
+                    del self.ledger[name]
+            elif self.expires(entry):
+                counts[1] += 1
+            elif entry.attended_ms and entry.attended_ms <= now_ms:
+                entry.end("cancelled", now_ms)
+                counts[2] += 1
+            elif entry.holder and entry.lease_ms <= now_ms:
+                entry.give_back(is_suspect=entry.lapses > 0)
+                entry.lapses += 1
+                counts[0] += 1
+        assert self.world.sweep() == tuple(counts)
 
-    def _heartbeat(self) -> None:
-        rng = self._rng
-        capacity = WorkerCapacity(
-            tokens_per_s=rng.choice([0, 0, 7, 30.5]) if self._measures else 0.0,
-            stream_tokens_per_s=rng.choice([0, 0, 1.5, 20]),
-            max_tokens=rng.choice([0, 40]),
-            max_jobs=rng.choice([0, 3]),
-            lanes=LANES[:1] if self._flip(0.1) else LANES,
-            min_shares=rng.choice([{}, {"interactive": 0.3, "batch": 0.45}]),
-        )
-        state = rng.choices(STATES, (8, 1, 1))[0]
-        self._world.heartbeat(rng.choice(WORKERS), state, capacity)
+    def look(self) -> None:
+        """What is watched is what is so. And calls that change no job."""
+        call = self.world.functions.enter(self.rng.choice(TENANTS), TenantLimits(**self.limits))
+        assert self.world.told(call) in (None, "JobRefused")
+        name, tenant, entry = self.of_caller()
+        assert self.world.status(name, tenant) == (entry.status if entry else "none")
+        worker = self.rng.choice(WORKERS)
+        is_live = self.world.redis("EXISTS", f"worker:{worker}") == 1
+        assert self.world.drain(worker) == [is_live]
+        for seen in self.world.run(self.world.functions.watch("m", LANES)).held:
+            entry = self.ledger[name_of(seen.job_id)]
+            assert (entry.holder, entry.tokens) == (seen.worker, seen.num_output_tokens)
+        lanes = self.world.run(self.world.functions.snapshot("m", LANES)).lanes
+        for lane, found in lanes.items():
+            entries = [e for e in self.ledger.values() if e.lane == lane]
+            assert found.num_queued == sum(e.status == "queued" for e in entries)
+            assert found.num_running == sum(e.holder != "" for e in entries)
 
-    def _release(self) -> None:
-        worker, job_id = self._held()
-        self._world.release(worker, job_id, self._rng.choice(["drain", "error"]))
+    def check(self) -> None:
+        """Every record and every log is as the ledger has it."""
+        names = ("state", "lane", "owner", "epoch", "attempt", "lapses", "crashes", "deadline")
+        for name, entry in self.ledger.items():
+            wanted = [entry.status, entry.lane, entry.holder, entry.epoch, entry.attempt]
+            wanted += [entry.lapses, entry.crashes, entry.deadline_ms]
+            assert self.world.field(name, *names) == list(map(str, wanted)), name
+            view = self.world.view(name)
+            assert (view.next_number, view.num_output_tokens) == (entry.next, entry.tokens)
+        self.world.audit.check()
 
-    def _offer(self) -> None:
-        """A worker offers jobs, and another may have room for some; before, one of them may go on,
-        move, be given back or blamed, or time pass."""
-        rng, world = self._offering, self._world
-        worker = rng.choice(WORKERS)
-        held = sorted(world.beliefs[worker])
-        offered = rng.sample(held, min(len(held), 3))
-        for job_id in offered:
-            world.release(worker, job_id, "offer")
-        event = rng.choice(["", "", "append", "move", "drain", "blame", "time"])
-        if offered and event == "append":
-            world.append(worker, offered[0], 1, "", shift=0, loses_reply=False)
-        elif offered and event == "move":
-            world.reprioritise(offered[0], rng.choice(TENANTS), rng.choice(LANES))
-        elif offered and event == "drain":
-            world.release(worker, offered[0], "drain")
-        elif offered and event == "blame":
-            world.blame(worker, offered[0], 2)
-        elif event == "time":
-            world.pass_time(rng.choice([1, 2.5, 3]))
-        room = rng.choice([(1, 8), (2, 30), (8, 1000)])
-        rooms = {lane: LaneRoom(room[0], rng.choice([8, 1000])) for lane in LANES}
-        if rng.random() < 0.5:
-            del rooms[rng.choice(LANES)]
-        world.claim(rng.choice(WORKERS), *room, is_idle=False, loses_reply=False, rooms=rooms)
+    def finish(self) -> None:
+        """Without faults, as time passes, every job ends and nothing is left."""
+        for seconds in (10_000, 10_000):
+            self.world.pass_time(seconds)
+            self.sweep()
+        self.world.audit.check_all_ended()
+        self.world.pass_time(10_000)
+        self.sweep()
+        while self.world.redis("EXISTS", "outbox"):
+            self.world.pass_time(100)
+            self.world.due()
+        self.world.audit.check_at_rest()
 
-    def _drain(self) -> None:
-        self._world.drain(self._rng.choice(WORKERS))
 
-    def _sweep(self) -> None:
-        self._world.sweep()
-
-    def _restart(self) -> None:
-        self._world.restart()
-
-    def _fill_memory(self) -> None:
-        self._world.fill_memory(self._rng.choice(ROOMS))
-
-    def _pass_time(self) -> None:
-        self._world.pass_time(self._rng.choice([1, 3, 6, 11]))
-
-    def _blame(self) -> None:
-        self._world.blame(*self._held(), self._rng.choice([2, 3]))
+def walk(
+    world: World, draws: type[Walk], seed: int, num_steps: int, check_every: int = CHECK_EVERY
+) -> None:
+    """One world from its first step to its end; 0: without checks. An error names the seed and the
+    step."""
+    steps = draws(world, seed)
+    for number in range(1, num_steps + 1):
+        try:
+            steps.step()
+            if check_every and number % check_every == 0:
+                steps.check()
+        except Exception as exc:
+            exc.add_note(f"{draws.__name__} {seed}, step {number}")
+            raise
+    if check_every:
+        steps.check()
+        steps.finish()

@@ -1,592 +1,404 @@
-"""A small world of callers, workers and time, run on Redis and on the reference at once.
+"""One partition of a real Redis with a clock that stands still, and short calls of its functions.
 
-Every reply is compared, and after every step the invariants are audited. The caller chooses the
-steps: Hypothesis, or a random walk.
-
-Over 300 lines: one method for each function.
+Jobs have names in place of ids; the first letter of a name is the job's tenant. Replies are short
+texts, so that a table of decisions can hold them (scripts.py).
 """
 
 import asyncio
-import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import msgspec
 import redis
-import redis.asyncio
-from msgspec.structs import replace
 
-from contract.callbacks import Callback, CallbackKind, OutboxState
+from contract.batches import Batches
+from contract.callbacks import Callback, CallbackKind
 from contract.connection import connect
 from contract.errors import BatchwayError, BrokerFull, JobRefused
 from contract.events import ChoiceDelta, Tokens
+from contract.files import Files
 from contract.function_types import (
     Append,
     Blame,
     Claimed,
-    JobMark,
-    JobPage,
     LaneRoom,
-    Quote,
     Release,
     Submission,
-    Submitted,
-    Swept,
+    TenantLimits,
     Wanted,
     WorkerCapacity,
-    WorkerState,
 )
 from contract.functions import Functions
-from contract.jobs import (
-    TERMINAL_STATUSES,
-    Endpoint,
-    Job,
-    JobStatus,
-    ObjectRef,
-    Pooling,
-    SamplingParams,
-    StoredPrompt,
-)
+from contract.jobs import Endpoint, Job, JobStatus, ObjectRef, SamplingParams, StoredPrompt
 from contract.keys import Keys
-from contract.library import library_source
-from contract.pauses import Line, Pause, Pauses
-from tests.clock import TEST_CLOCK, with_test_clock
+from contract.operations import Operations
+from contract.outbox import DoneVerdict, Outbox, Taken
+from contract.pauses import Line, Pauses
+from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.oracle.audit import Audit
-from tests.oracle.clerks import Clerks
-from tests.oracle.feeders import Feeders
-from tests.oracle.postmen import Postmen
-from tests.oracle.reference import Reference
-from tests.oracle.reference_admission import Lengths
-from tests.oracle.reference_operations import MAX_OPEN
 
 LANES = ("interactive", "batch")
-MIN_SHARES = {"batch": 0.3}
-TENANTS = ("t", "u")
-WORKERS = ("w1", "w2", "w3")
-STATES: tuple[WorkerState, ...] = ("up", "draining", "gone")
 LEASE_S = 10.0
-COLOURS: tuple[dict[str, str], ...] = ({}, {"colour": "red"}, {"colour": "blue", "size": "1"})
+NOW_MS = 1_700_000_000_000
+PROMPT = 3  # tokens of each job
 REF = ObjectRef("store", "key", "0" * 64, 1)
-CALLBACKS = (
-    Callback(kind=CallbackKind.URL, target="https://a/x"),
-    Callback(kind=CallbackKind.URL, target="https://b/x", notifies_start=True, progress_tokens=2),
-)
-MAX_PASSED = 3  # few, so that short walks reach it
-MIN_LENGTHS = 2
-GROWTH = 1
-
-EXPECTED = (0, 0, 4, 500)  # tokens, as callers say
-GRAMMARS = ("", '{"grammars": [{"lark_grammar": "start: /[0-9]+/"}]}')
-
+CALLBACKS = {
+    name: Callback(
+        kind=CallbackKind.URL,
+        target=f"https://{name}/",
+        notifies_start=name == "talks",
+        progress_tokens=2 if name == "talks" else 0,
+    )
+    for name in ("a", "b", "talks", *(f"c{i}" for i in range(8)))
+}
 T = TypeVar("T")
 
 
-@dataclass
+@contextmanager
+def new_world(redis_url: str, caller: Any = None) -> Iterator["World"]:
+    """An empty partition with the library loaded."""
+    world = World(redis_url, caller)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
 class World:
-    """One partition, its reference, and the jobs that each worker believes to hold."""
+    """Callers, workers and time. Keeps what each worker believes to hold."""
 
-    redis_url: str
-    source: str = field(default_factory=library_source)
-    keys: Keys = field(default_factory=lambda: Keys("world"))
-    audit_every: int = 1  # steps
-    reference: Reference = field(default_factory=lambda: Reference(MAX_PASSED, MIN_LENGTHS, GROWTH))
-    beliefs: dict[str, dict[str, tuple[int, int]]] = field(
-        default_factory=lambda: {worker: {} for worker in WORKERS}
-    )  # worker → job id → (epoch, next number)
-    replies: Counter[str] = field(default_factory=Counter)
-    job_ids: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._num_steps = 0
-        self._num_jobs = 0
-        self.loop = asyncio.new_event_loop()
-        self.client = redis.Redis.from_url(self.redis_url)
+    def __init__(self, redis_url: str, caller: Any = None) -> None:
+        """`caller`: a client for the calls of functions, in place of its own."""
+        self.keys = keys = Keys("world")
+        self.client = redis.Redis.from_url(redis_url)
         self.client.flushall()
-        source = with_test_clock(self.source)
-        source = source.replace("MAX_PASSED = 8 ", f"MAX_PASSED = {MAX_PASSED} ")
-        source = source.replace("MIN_LENGTHS = 5 ", f"MIN_LENGTHS = {MIN_LENGTHS} ")
-        source = source.replace("GROWTH = 32 ", f"GROWTH = {GROWTH} ")
-        source = source.replace(
-            "tonumber(argv[7])) then return {'FULL'}", f"{MAX_OPEN}) then return {{'FULL'}}"
-        )
-        # The memory is as a step has set it, not as it is.
-        source = source.replace("num_trusted = 0 ", "num_trusted = 2 ^ 52 ")
-        self.client.function_load(source, replace=True)
-        self.client.set(self.keys.of("memory"), "free")
-        # As if short outputs were known: many jobs of this tenant draw more than is predicted.
-        for lane in LANES:
-            self.reference.lengths["m", lane, TENANTS[0]] = Lengths(0.5, 9)
-            self.client.set(self.keys.of("lengths", "m", lane, TENANTS[0]), "0.5 9")
-        self.async_client = connect(self.redis_url, self.keys)
-        self.functions = Functions(self.async_client, self.keys)
-        self.pauses = Pauses(self.async_client, self.keys)
-        self.audit = Audit(self.client, self.keys)
-        self.postmen = Postmen(self)
-        self.feeders = Feeders(self)
-        self.clerks = Clerks(self)
-        self._freeze_clock()
-        self._hints: Any = self.client.pubsub(  # type: ignore[no-untyped-call]
-            ignore_subscribe_messages=True
-        )
-        self._hints.subscribe(self.keys.of("wake", "m"))
-        self._hints.get_message(timeout=5)  # the confirmation: from now on it receives messages
+        self.client.function_load(library_with_test_clock(), replace=True)
+        self._loop = asyncio.new_event_loop()
+        self._client = caller or connect(redis_url, keys)
+        self.functions = Functions(self._client, keys)
+        self.outbox = Outbox(self._client, keys)
+        self.pauses = Pauses(self._client, keys)
+        self.operations = Operations(self._client, keys)
+        self.files = Files(self._client, keys)
+        self.batches = Batches(self._client, keys)
+        self.audit = Audit(self.client, keys)
+        # worker → job → epoch and next number
+        self.held: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+        self.logged: Counter[str] = Counter()  # output tokens of each job
+        self.reply: Any = None  # the last one that is kept as it came
+        self.now_ms = NOW_MS
+        self.pass_time(0)
 
     def close(self) -> None:
-        self._hints.close()
-        self.loop.run_until_complete(self.async_client.aclose())
-        self.loop.close()
+        self.run(self._client.aclose())
+        self._loop.close()
         self.client.delete(TEST_CLOCK)
         self.client.close()
 
-    # --- time ---------------------------------------------------------------------------------
+    def run(self, call: Awaitable[T]) -> T:
+        async def awaited() -> T:
+            return await call
 
-    def _freeze_clock(self) -> None:
-        """Steps take no time: the clock of the functions moves only when a step moves it."""
-        seconds, _ = self.client.time()
-        self.reference.now_ms = seconds * 1000
-        self.hold_clock()
+        return self._loop.run_until_complete(awaited())
 
-    def hold_clock(self) -> None:
-        self.client.set(TEST_CLOCK, f"={self.reference.now_ms}")
+    def told(self, call: Awaitable[Any]) -> Any:
+        """The reply, or the name of the error."""
+        try:
+            return self.run(call)
+        except BatchwayError as error:
+            return type(error).__name__
 
     def pass_time(self, seconds: float) -> None:
-        self.reference.now_ms += int(seconds * 1000)
+        self.now_ms += round(seconds * 1000)
+        self.client.set(TEST_CLOCK, f"={self.now_ms}")
+
+    def redis(self, verb: str, key: str, *words: str | float) -> Any:
+        """A command on a key of the partition; text for bytes."""
+        reply = self.client.execute_command(verb, f"{self.keys.tag}:{key}", *words)  # type: ignore[no-untyped-call]
+        return _text(reply)
+
+    def field(self, job: str, *names: str) -> list[str]:
+        """Fields of a job's record."""
+        return [self.redis("HGET", f"job:{job_id(job)}", name) for name in names]
 
     # --- callers ------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        tenant: str,
-        lane: str,
-        cost: int,
-        deadline_s: float,
-        *,
-        attendance_s: float = 0.0,
-        key: str = "",
-        body: str = "",
-        repeats: str | None = None,
-        retention_s: float = 600,
-        colour: int = 0,
-        is_stored: bool = False,
-        num_choices: int = 1,
-        weight: float = 1.0,
-        is_quote: bool = False,
-        callback: Callback | None = None,
-        enters: bool = False,
-        **terms: Any,
-    ) -> None:
-        """`cost`: prompt and output cap; `terms`: limits and bounds, as Submission has them. Some
-        jobs are prefill-only, with two prompts of that cost."""
-        self._num_jobs += 1
-        is_prefill = self._num_jobs % 7 == 6
-        prompts = ((1,), (2,) * (cost - 1)) if is_prefill else ((1, 2, 3),)
-        num_prompt = sum(map(len, prompts))
-        job = Job(
-            id=repeats or f"job-0-{self._num_jobs:032x}",
-            tenant=tenant,
-            model="m",
-            lane=lane,
-            endpoint=Endpoint.COMPLETIONS,
-            prompt_ids=() if is_stored or is_prefill else prompts[0],
-            prompt_list=prompts if is_prefill and not is_stored else (),
-            stored_prompt=StoredPrompt(REF, num_prompt, len(prompts)) if is_stored else None,
-            pooling=Pooling() if is_prefill else None,
-            params=SamplingParams(max_tokens=0, seed=0)
-            if is_prefill
-            else SamplingParams(
-                max_tokens=cost - 3,
-                expected_tokens=EXPECTED[self._num_jobs % len(EXPECTED)],
-                seed=0,
-                n=num_choices,
-                grammar=GRAMMARS[self._num_jobs % 4 == 0],
-            ),
-            created_s=0,
-            weight=weight,
-        )
-        submission = Submission(
-            max_output_tokens=cost - num_prompt,
-            deadline_s=deadline_s,
-            retention_s=retention_s,
-            max_attempts=2,
-            idempotency_key=key,
-            body_hash=body,
-            attendance_s=attendance_s,
-            metadata=COLOURS[colour],
-            callback=callback,
-            **terms,
-        )
-        if enters:
-            if self._both("enter", tenant, submission.limits) is not None:
-                return
-            submission = msgspec.structs.replace(submission, is_counted=not is_quote)
-        if is_quote:
-            self._both("quote", job, submission)
-            return
-        reply = self._both("submit", job, submission)
-        if repeats is None and getattr(reply, "is_new", False):
-            self.job_ids.append(job.id)
+    def submit(self, *names: str, **terms: Any) -> str:
+        """'new', 'known <job>', or the refusal of the last: code, limit, s to a retry. Terms: see
+        `_asked`."""
+        said = ""
+        for name in names:
+            said = self._answered(self.functions.submit(*_asked(name, **terms)))
+        return said
 
-    def cancel(self, job_id: str, tenant: str) -> None:
-        self._both("cancel", job_id, tenant)
+    def quote(self, name: str, **terms: Any) -> str:
+        """'OK', or the refusal."""
+        return self._answered(self.functions.quote(*_asked(name, **terms)))
 
-    def reprioritise(
-        self, job_id: str, tenant: str, lane: str = "", deadline_s: float | None = None
-    ) -> None:
-        self._both("reprioritise", job_id, tenant, lane=lane, deadline_s=deadline_s)
+    def _answered(self, call: Awaitable[Any]) -> str:
+        try:
+            self.reply = self.run(call)
+        except JobRefused as refused:
+            self.reply = refused
+            return _refusal(refused)
+        except BrokerFull as full:
+            return str(full.code)
+        if hasattr(self.reply, "cost_tokens"):
+            return _refusal(self.reply.refusal) if self.reply.refusal else "OK"
+        return "new" if self.reply.is_new else f"known {name_of(self.reply.job_id)}"
 
-    def delete(self, job_id: str, tenant: str) -> None:
-        self._both("delete", job_id, tenant)
+    def ahead(self) -> tuple[int, int, float | None]:
+        """Of the last reply: jobs ahead, tokens ahead, s until it starts."""
+        found = self.reply.position
+        return found.num_jobs_ahead, found.num_tokens_ahead, found.eta_s
 
-    def list_jobs(
-        self, tenant: str, wanted: Wanted, *, max_jobs: int = 3, max_looks: int = 500
-    ) -> None:
-        """Reads the whole list, page by page."""
-        after = ""
-        while True:
-            page = self._both(
-                "list_jobs", tenant, wanted, after=after, max_jobs=max_jobs, max_looks=max_looks
-            )
-            after = page.position if page is not None else ""
-            if not after:
-                return
+    def view(self, name: str, tenant: str = "") -> Any:
+        """A job as its caller reads it; None where the tenant has none."""
+        found = self.run(self.functions.read(job_id(name), tenant or name[0], max_events=999))
+        self.reply = found[0] if found else None
+        return self.reply
 
-    def list_after(self, job_id: str, tenant: str) -> None:
-        self._both("list_jobs", tenant, Wanted(), after=job_id)
+    def status(self, name: str, tenant: str = "") -> str:
+        found = self.view(name, tenant)
+        return str(found.status) if found else "none"
 
-    def detach(self, job_id: str, tenant: str, deadline_s: float, retention_s: float) -> None:
-        self._both("detach", job_id, tenant, deadline_s=deadline_s, retention_s=retention_s)
+    def waits(self, name: str) -> Any:
+        """The place of a waiting job, as its caller reads it."""
+        return self.ahead() if self.view(name).position else None
 
-    def pause(self, line: Line) -> None:
-        self._both("pause", line, "operator")
+    def listed(self, tenant: str, wanted: Wanted = Wanted(), **terms: Any) -> list[str]:  # noqa: B008
+        """The names of a page; then, where there is more, `after:<job>`."""
+        page = self.run(self.functions.list_jobs(tenant, wanted, **terms))
+        if page is None:
+            return ["none"]
+        names = [name_of(view.job.id) for view in page.views]
+        return [*names, f"after:{name_of(page.position)}"] if page.position else names
 
-    def resume(self, line: Line) -> None:
-        self._both("resume", line, "operator")
+    def cancel(self, name: str, tenant: str = "") -> Any:
+        return self.run(self.functions.cancel(job_id(name), tenant or name[0]))
 
-    def attend(self, job_ids: list[str]) -> None:
-        self._both("attend", job_ids)
+    def delete(self, name: str, tenant: str = "") -> Any:
+        return self.run(self.functions.delete(job_id(name), tenant or name[0]))
+
+    def detach(self, name: str, deadline_s: float, retention_s: float, tenant: str = "") -> Any:
+        terms = {"deadline_s": deadline_s, "retention_s": retention_s}
+        return self.run(self.functions.detach(job_id(name), tenant or name[0], **terms))
+
+    def move(
+        self, name: str, lane: str = "", deadline_s: float | None = None, tenant: str = ""
+    ) -> Any:
+        terms: dict[str, Any] = {"lane": lane, "deadline_s": deadline_s}
+        return self.run(self.functions.reprioritise(job_id(name), tenant or name[0], **terms))
+
+    def attend(self, *names: str) -> int:
+        return self.run(self.functions.attend(list(map(job_id, names))))
+
+    def pause(self, lane: str = "", tenant: str = "") -> None:
+        self.run(self.pauses.pause(Line("m", lane, tenant), "operator"))
+
+    def resume(self, lane: str = "", tenant: str = "") -> bool:
+        return self.run(self.pauses.resume(Line("m", lane, tenant), "operator"))
 
     # --- workers ------------------------------------------------------------------------------
 
     def claim(
         self,
-        worker: str,
-        max_jobs: int,
-        max_tokens: int,
+        worker: str = "w",
+        jobs: int = 8,
+        tokens: int = 10_000,
         *,
-        is_idle: bool,
-        loses_reply: bool,
-        rooms: dict[str, LaneRoom] | None = None,
-    ) -> None:
-        room: dict[str, Any] = {"max_jobs": max_jobs, "max_tokens": max_tokens, "is_idle": is_idle}
-        room |= {"lease_s": LEASE_S, "min_shares": MIN_SHARES, "rooms": rooms}
-        claimed = self._both("claim", worker, "m", LANES, **room)
+        lanes: Sequence[str] = LANES,
+        rooms: Mapping[str, LaneRoom] | None = None,
+        loses_reply: bool = False,
+        **options: Any,
+    ) -> list[str]:
+        """The names of the claimed jobs; behind that of a suspect `!`."""
+        bounds: dict[str, Any] = {"lease_s": LEASE_S, "max_jobs": jobs, "max_tokens": tokens}
+        options |= bounds | {"rooms": rooms}
+        found = self.run(self.functions.claim(worker, "m", lanes, **options))
+        return self._believe(worker, found, loses_reply=loses_reply)
+
+    def mine(self, worker: str = "w") -> list[str]:
+        known = [job_id(name) for name in self.held[worker]]
+        found = self.run(self.functions.mine(worker, known, lease_s=LEASE_S))
+        return sorted(self._believe(worker, found))
+
+    def _believe(
+        self, worker: str, found: list[Claimed], *, loses_reply: bool = False
+    ) -> list[str]:
+        self.reply = found
         if not loses_reply:
-            self._believe(worker, claimed)
+            held = {name_of(item.job.id): (item.epoch, item.next_number) for item in found}
+            self.held[worker].update(held)
+        return [name_of(item.job.id) + ("!" if item.is_alone else "") for item in found]
 
-    def mine(self, worker: str) -> None:
-        known = sorted(self.beliefs[worker])
-        self._believe(worker, self._both("mine", worker, known, lease_s=LEASE_S, sort=True))
-
-    def append(
+    def says(
         self,
-        worker: str,
-        job_id: str,
-        num_tokens: int,
-        fin: str,
-        *,
-        shift: int,
-        loses_reply: bool,
-        is_kept_elsewhere: bool = False,
-        beside: Sequence[str] = (),
-        renews: bool = True,
-        marks: tuple[JobMark, ...] = (),
-    ) -> None:
-        """`shift` 0 is the next event; −1 repeats one, +1 leaves a gap. A token of each job in
-        `beside` comes first."""
-        result = REF if fin and is_kept_elsewhere else None
-        items = [self._said(worker, other, 1) for other in beside if other != job_id]
-        said = self._said(worker, job_id, num_tokens, shift, fin, result)
-        items.append(replace(said, marks=marks))
-        lease_s = LEASE_S if renews else 0.0
-        verdicts = self._both("append", worker, items, lease_s=lease_s)
-        for item, (verdict, next_number) in zip(items, verdicts, strict=True):
-            is_heard = item is not items[-1] or (shift == 0 and not loses_reply)
-            if verdict == "OK" and is_heard:
-                self.beliefs[worker][item.job_id] = (item.epoch, next_number)
-
-    def _said(
-        self,
-        worker: str,
-        job_id: str,
-        num_tokens: int,
-        shift: int = 0,
+        name: str,
+        num: int = 1,
         fin: str = "",
-        result: ObjectRef | None = None,
+        *,
+        worker: str = "w",
+        shift: int = 0,
+        epoch: int | None = None,
+        **terms: Any,
     ) -> Append:
-        """An append by the worker's knowledge of its job; the tokens continue where the log
-        ends."""
-        epoch, number = self.beliefs[worker].get(job_id, (1, 1))
-        record = self.reference.records.get(job_id)
-        start = record.num_tokens if record is not None else 0
-        event = Tokens((ChoiceDelta(0, start, tuple(range(num_tokens)), "x" * num_tokens),))
-        return Append(
-            job_id,
-            epoch,
-            max(1, number + shift),
-            event if num_tokens else None,
-            num_tokens,
-            fin and JobStatus(fin),  # type: ignore[arg-type]
-            "engine_error" if fin == "failed" else "",
-            "it broke" if fin == "failed" else "",
-            result,
-        )
+        """An item by the worker's belief; `shift` 1 leaves a gap, -1 repeats an event."""
+        known, number = self.held[worker].get(name, (1, 1))
+        start = self.logged[name]
+        token_ids = tuple(range(start, start + num))
+        event = Tokens((ChoiceDelta(0, start, token_ids, "x" * num),)) if num else None
+        terms.setdefault("code", "engine_error" if fin == "failed" else "")
+        terms["fin"] = JobStatus(fin) if fin else ""
+        epoch = known if epoch is None else epoch
+        return Append(job_id(name), epoch, max(1, number + shift), event, num, **terms)
 
-    def drain(self, worker: str) -> None:
-        self._both("drain", [worker])
+    def append_all(
+        self, items: Sequence[Append], worker: str = "w", lease_s: float = LEASE_S
+    ) -> list[str]:
+        """A verdict and a number for each item."""
+        reply = self.run(self.functions.append(worker, items, lease_s=lease_s))
+        for item, (verdict, number) in zip(items, reply, strict=True):
+            name = name_of(item.job_id)
+            if verdict == "OK":
+                is_new = number > self.held[worker].get(name, (1, 1))[1]
+                self.logged[name] += item.num_tokens if is_new else 0
+                self.held[worker][name] = (item.epoch, number)
+        return [f"{verdict} {number}" for verdict, number in reply]
 
-    def heartbeat(
+    def append(self, name: str, num: int = 1, fin: str = "", **terms: Any) -> str:
+        worker, lease_s = terms.get("worker", "w"), terms.pop("lease_s", LEASE_S)
+        return self.append_all([self.says(name, num, fin, **terms)], worker, lease_s)[0]
+
+    def release(self, name: str, kind: str = "drain", worker: str = "w") -> str:
+        epoch, _ = self.held[worker].get(name, (1, 1))
+        item = Release(job_id(name), epoch, kind, "engine_error", "it broke")  # type: ignore[arg-type]
+        return str(self.run(self.functions.release(worker, [item]))[0][0])
+
+    def blame(self, name: str, max_crashes: int = 2, worker: str = "w") -> str:
+        epoch, _ = self.held[worker].get(name, (1, 1))
+        items = [Blame(job_id(name), epoch, "{}")]
+        return str(self.run(self.functions.blame(worker, items, max_crashes=max_crashes))[0][0])
+
+    def beat(
         self,
-        worker: str,
-        state: WorkerState = "up",
-        capacity: WorkerCapacity = WorkerCapacity(),  # noqa: B008 - it is frozen
-    ) -> None:
-        held = [(job_id, epoch) for job_id, (epoch, _) in sorted(self.beliefs[worker].items())]
-        says: dict[str, Any] = {"info": "{}", "capacity": capacity, "state": state}
-        lost = self._both("heartbeat", worker, "m", held, lease_s=LEASE_S, **says)
-        for job_id in lost:
-            del self.beliefs[worker][job_id]
+        worker: str = "w",
+        rate: float = 0.0,
+        *,
+        stream: float = 0.0,
+        jobs: int = 0,
+        tokens: int = 0,
+        lanes: Sequence[str] = LANES,
+        min_shares: Mapping[str, float] | None = None,
+        info: str = "{}",
+        **options: Any,
+    ) -> list[str]:
+        """The names of the jobs that the worker lost."""
+        capacity = WorkerCapacity(rate, stream, tokens, jobs, tuple(lanes), min_shares or {})
+        held = [(job_id(name), epoch) for name, (epoch, _) in sorted(self.held[worker].items())]
+        says = {"lease_s": LEASE_S, "info": info, "capacity": capacity, **options}
+        lost = self.run(self.functions.heartbeat(worker, "m", held, **says))
+        for each in lost:
+            del self.held[worker][name_of(each)]
+        return [name_of(each) for each in lost]
 
-    def release(self, worker: str, job_id: str, kind: str) -> None:
-        epoch, _ = self.beliefs[worker].get(job_id, (1, 1))
-        release = Release(job_id, epoch, kind, "engine_error", "it broke")  # type: ignore[arg-type]
-        self._both("release", worker, [release])
+    def drain(self, *workers: str) -> list[bool]:
+        return self.run(self.functions.drain(workers))
 
-    def blame(self, worker: str, job_id: str, max_crashes: int) -> None:
-        epoch, _ = self.beliefs[worker].get(job_id, (1, 1))
-        self._both("blame", worker, [Blame(job_id, epoch, "{}")], max_crashes=max_crashes)
+    def sweep(self, max_jobs: int = 400) -> tuple[int, int, int, int]:
+        """Lapsed, expired, unattended, forgotten jobs."""
+        found = self.run(self.functions.sweep(max_jobs))
+        return found.num_lapsed, found.num_expired, found.num_unattended, found.num_forgotten
 
-    def sweep(self) -> None:
-        self._both("sweep", 1000)
+    # --- deliverers of callbacks --------------------------------------------------------------
 
-    def restart(self) -> None:
-        """As if Redis had been restarted: the next sweep sees another run id."""
-        if self.client.exists(self.keys.of("runid")):
-            self.client.set(self.keys.of("runid"), "another 0")
-            self.reference.restart()
+    def take(self, room: int = 50, per_target: int = 2) -> list[Taken]:
+        terms = {"lease_s": LEASE_S, "max_messages": room, "max_per_target": per_target}
+        return self.run(self.outbox.take(**terms))  # type: ignore[arg-type]
 
-    def fill_memory(self, room: int | None) -> None:
-        """Sets the bytes that jobs may take; None: without a bound."""
-        self.client.set(self.keys.of("memory"), "free" if room is None else room)
-        self.reference.memory_room = math.inf if room is None else room
+    def done(self, taken: Taken, outcome: Any, delay_s: float = 0.0) -> DoneVerdict:
+        return self.run(self.outbox.done(taken, outcome, delay_s=delay_s))
 
-    # --- the comparison -----------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Without faults, as time passes, everything must end."""
-        self.clerks.settle()
-        self.pass_time(10_000)
-        self.sweep()  # perhaps the one after a restart
-        self.pass_time(10_000)
-        self.sweep()
-        self.audit.check_all_ended()
-        self.pass_time(10_000)
-        self.sweep()
-        self.feeders.settle()
-        self.postmen.deliver_all()
-        self.hold_clock()
-        self.audit.check_at_rest()
-        self.audit.check_files_at_rest()
-
-    def _both(self, name: str, *args: Any, sort: bool = False, **options: Any) -> Any:
-        """Calls function and reference, compares replies and records, and audits Redis."""
-        self.hold_clock()
-        functions = self.pauses if name in ("pause", "resume") else self.functions
-        there = _comparable(self._call(getattr(functions, name), *args, **options))
-        here = _comparable(_outcome(lambda: getattr(self.reference, name)(*args, **options)))
-        if sort:
-            there, here = _by_id(there), _by_id(here)
-        assert there == here, f"{name}: Redis said {there!r}, the reference {here!r}"
-        self.job_ids = [job_id for job_id in self.job_ids if job_id in self.reference.records]
-        self.replies.update(f"{name} {kind}" for kind in _kinds(there))
-        self._compare_hints()
-        self.after_step()
-        return there
-
-    def after_step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps % self.audit_every == 0:
-            self._compare_records()
-            self.postmen.compare()
-            self.feeders.compare(TENANTS)
-            self.clerks.compare(TENANTS)
-            self.audit.check()
-
-    def _call(self, call: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> Any:
-        async def run() -> Any:
-            try:
-                return await call(*args, **options)
-            except JobRefused as refused:
-                return _refusal(refused)
-            except BrokerFull as refused:
-                return refused.code
-
-        return self.loop.run_until_complete(run())
-
-    def _compare_hints(self) -> None:
-        """The hint that a job waits is published to the workers of its model, once, with its
-        lane."""
-        self._hints.ping()  # its reply follows all earlier messages
-        there = []
-        while (message := self._hints.get_message(timeout=10)) is None or message["type"] != "pong":
-            if message is not None:
-                there.append(("m", message["data"].decode()))
-        assert there == self.reference.wakes, (
-            f"hints: {there}, the reference {self.reference.wakes}"
-        )
-        self.reference.wakes.clear()
-
-    def _compare_records(self) -> None:
-        rows: Any = self.client.zrange(self.keys.of("workers", "m"), 0, -1)
-        there_live = {row.decode() for row in rows}
-        here_live = self.reference.live_workers("m")
-        assert there_live == here_live, f"workers: {there_live}, the reference {here_live}"
-        fields = ("state", "lane", "owner", "epoch", "attempt", "lapses", "crashes", "cost")
-        records = self.reference.records
-        with self.client.pipeline(transaction=False) as pipe:
-            for job_id in records:
-                pipe.hmget(self.keys.of("job", job_id), fields)
-            replies: Any = pipe.execute()
-        for (job_id, record), values in zip(records.items(), replies, strict=True):
-            there = {name: value.decode() for name, value in zip(fields, values, strict=True)}
-            here = {
-                "state": record.state.value,
-                "lane": record.lane,
-                "owner": record.owner,
-                "epoch": str(record.epoch),
-                "attempt": str(record.attempt),
-                "lapses": str(record.lapses),
-                "crashes": str(record.crashes),
-                "cost": str(record.cost),
-            }
-            assert there == here, f"{job_id}: Redis has {there}, the reference {here}"
-        for of, known in self.reference.lengths.items():
-            raw: Any = self.client.get(self.keys.of("lengths", *of))
-            estimate, num_seen = (raw or b"0 0").split()
-            assert (float(estimate), int(num_seen)) == (known.estimate, known.num_seen), of
-        for lane in LANES:
-            waits: Any = self.client.lrange(self.keys.of("calibration", "m", lane), 0, -1)
-            noted = self.reference.calibrations.get(("m", lane), [])
-            assert [tuple(map(int, wait.split())) for wait in waits] == noted, f"waits in {lane}"
-        self._compare_snapshot()
-        orphaned: Any = self.client.smembers(self.keys.of("orphaned"))
-        forgotten = {job_id.decode() for job_id in orphaned}
-        assert forgotten == self.reference.orphaned, forgotten ^ self.reference.orphaned
-
-    def _compare_snapshot(self) -> None:
-        """The figures for metrics: totals as counted by the reference, lanes as in its records."""
-        self.hold_clock()
-        snapshot = self.loop.run_until_complete(self.functions.snapshot("m", LANES))
-        there = {
-            field: value
-            for field, value in snapshot.totals.items()
-            if value and not field.rpartition(":")[2].isdigit()  # of a bucket
-        }
-        assert there == self.reference.totals["m"], "totals"
-        for lane, found in snapshot.lanes.items():
-            states = [r.state for r in self.reference.records.values() if r.lane == lane]
-            num_queued = states.count(JobStatus.QUEUED)
-            num_running = sum(state not in TERMINAL_STATUSES for state in states) - num_queued
-            assert (found.num_queued, found.num_running) == (num_queued, num_running), lane
-        aside = {each.worker.incarnation: (each.state, each.for_s) for each in snapshot.aside}
-        now_ms = self.reference.now_ms
-        here = {w: (s, (now_ms - ms) / 1000) for w, (s, ms) in self.reference.aside.items()}
-        assert aside == here, f"workers that claim no jobs: {aside}, the reference {here}"
-        self.replies["snapshot totals"] += 1
-        watched = self.loop.run_until_complete(self.functions.watch("m", LANES))
-        for job in watched.held:
-            record = self.reference.records[job.job_id]
-            known = record.owner, record.job.tenant, record.lane, record.attempt, record.num_tokens
-            seen = job.worker, job.tenant, job.lane, job.attempt, job.num_output_tokens
-            assert seen == known, job.job_id
-        posted = [entry.state for entry in self.reference.outbox.entries.values()]
-        counted = watched.num_due_callbacks, watched.num_dead_callbacks
-        assert counted == (posted.count(OutboxState.DUE), posted.count(OutboxState.DEAD))
-        self.replies["watch some" if watched.held else "watch none"] += 1
-
-    def read(self, job_id: str, tenant: str) -> None:
-        """Compares the reported place of a job."""
-        self.hold_clock()
-        found = self.loop.run_until_complete(self.functions.read(job_id, tenant))
-        there = found[0].position if found is not None else None
-        here = self.reference.position(job_id, tenant)
-        assert there == here, f"{job_id}: Redis sees it at {there}, the reference at {here}"
-        self.replies["read " + ("nothing" if there is None else "place")] += 1
-
-    def _believe(self, worker: str, claimed: list[Claimed]) -> None:
-        for item in claimed:
-            self.beliefs[worker][item.job.id] = (item.epoch, item.next_number)
+    def due(self) -> list[str]:
+        """The messages that are due now, `<job>:<kind>`; delivers them."""
+        told = []
+        while taken := self.take():
+            for each in taken:
+                record = self.run(self.outbox.start(each, lease_s=LEASE_S))
+                told.append(f"{name_of(each.job_id)}:{record.kind if record else None}")
+                self.done(each, "delivered")
+        return told
 
 
-def _outcome(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except JobRefused as refused:
-        return _refusal(refused)
-    except BrokerFull as refused:
-        return refused.code
-    except BatchwayError as error:
-        return type(error).__name__
+def job_id(name: str) -> str:
+    return f"job-0-{name}"
 
 
-def _refusal(refused: JobRefused) -> tuple[Any, ...]:
-    """All fields of a refusal."""
-    figures = (refused.limit, refused.retry_after_s, refused.rates)
-    return ("refused", str(refused.code), refused.message, *figures)
+def name_of(each: str) -> str:
+    return each.removeprefix("job-0-")
 
 
-def _comparable(reply: Any) -> Any:
-    """Exceptions equal only themselves, so a quote's exception is replaced by its fields."""
-    if isinstance(reply, Quote) and reply.refusal is not None:
-        return replace(reply, refusal=_refusal(reply.refusal))
-    return reply
+def contents(world: World) -> dict[str, Any]:
+    """All of Redis, but counts of refusals, promises, and the reading of the memory."""
+    passing = ("totals:", "promised:", "memory", "test_clock")
+    keys: Any = world.client.keys(f"{world.keys.tag}:*")
+    names = [key.decode() for key in keys]
+    names = [name.removeprefix(f"{world.keys.tag}:") for name in names]
+    return {n: world.redis("DUMP", n) for n in names if not n.startswith(passing)}
 
 
-def _by_id(claimed: Any) -> Any:
-    return sorted(claimed, key=lambda item: item.job.id)
+def _refusal(refused: JobRefused) -> str:
+    return " ".join([refused.code, refused.limit or "-", str(refused.retry_after_s)])
 
 
-def _kinds(reply: Any) -> list[str]:
-    """Short names of replies, for counting them."""
-    if isinstance(reply, list):
-        return [kind for part in reply for kind in _kinds(part)] or ["nothing"]
-    if isinstance(reply, Claimed):
-        return ["alone" if reply.is_alone else "job"]
-    if isinstance(reply, Submitted):
-        return ["new" if reply.is_new else "known"]
-    if isinstance(reply, Quote):
-        refused: Any = reply.refusal
-        return _kinds(refused) if refused else ["OK"]
-    if isinstance(reply, Swept):
-        found = {
-            "lapsed": reply.num_lapsed,
-            "expired": reply.num_expired,
-            "unattended": reply.num_unattended,
-            "forgotten": reply.num_forgotten,
-        }
-        return [word for word, number in found.items() if number] or ["nothing"]
-    if isinstance(reply, JobPage):
-        return [("some" if reply.views else "none") + (" and more" if reply.position else "")]
-    if isinstance(reply, tuple) and reply[0] == "refused":
-        _, code, _, limit = reply[:4]
-        return [f"{code} {limit}" if code in ("tenant_quota", "lane_full") else code]
-    if isinstance(reply, tuple):
-        return [str(reply[0])]
-    if isinstance(reply, Pause):
-        return ["paused"]
-    if isinstance(reply, bool):
-        return [str(reply)]
-    if isinstance(reply, int):
-        return ["some" if reply else "none"]
-    return ["lost" if str(reply).startswith("job-") else str(reply)]
+_LIMITS = TenantLimits.__struct_fields__
+
+
+def _asked(
+    name: str,
+    *,
+    lane: str = LANES[0],
+    cost: int = 10,
+    cap: int | None = None,
+    n: int = 1,
+    weight: float = 1.0,
+    expects: int = 0,
+    grammar: str = "",
+    model: str = "m",
+    parent: str = "",
+    is_stored: bool = False,
+    callback: str = "",
+    **terms: Any,
+) -> tuple[Job, Submission]:
+    """A job with a prompt of three tokens. `cap`: output tokens in all, at first the `cost` without
+    the prompt; other terms are those of a Submission and of TenantLimits."""
+    cap = cost - PROMPT if cap is None else cap
+    job = Job(
+        id=job_id(name),
+        tenant=name[0],
+        model=model,
+        lane=lane,
+        endpoint=Endpoint.COMPLETIONS,
+        prompt_ids=() if is_stored else tuple(range(PROMPT)),
+        stored_prompt=StoredPrompt(REF, PROMPT, 1) if is_stored else None,
+        params=SamplingParams(
+            max_tokens=cap // n, seed=0, n=n, expected_tokens=expects, grammar=grammar
+        ),
+        created_s=0,
+        weight=weight,
+        parent=parent,
+    )
+    limits = TenantLimits(**{name: terms.pop(name) for name in _LIMITS if name in terms})
+    fields = {"max_output_tokens": cap, "deadline_s": 600.0, "retention_s": 600.0} | terms
+    return job, Submission(**fields, limits=limits, callback=CALLBACKS.get(callback))
+
+
+def _text(reply: Any) -> Any:
+    if isinstance(reply, bytes):
+        return reply.decode(errors="replace")
+    if isinstance(reply, dict):
+        return {_text(name): _text(value) for name, value in reply.items()}
+    if isinstance(reply, set):
+        return sorted(map(_text, reply))
+    return [_text(part) for part in reply] if isinstance(reply, list) else reply
