@@ -29,10 +29,8 @@ from typing import Any
 
 import httpx
 import redis.asyncio
-from transformers import BertConfig, BertForSequenceClassification
 
 from bench.hostile_calls import ATTACKS, CHAT, RERANKER, chat, slow_schema, structured
-from bench.models import save_tokenizer
 from bench.processes import child_peaks, forget_peak, memory_bytes, pid_of, running_batchway
 from bench.tables import markdown_table
 from contract.api_keys import ApiKeys, KeyTerms
@@ -302,6 +300,10 @@ async def _run_batches(client: Client, started: asyncio.Event) -> None:
 
 def make_reranker(folder: Path) -> Path:
     """Writes a reranker of random weights."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from bench.models import save_tokenizer
+
     shape: dict[str, Any] = {
         "vocab_size": 300,
         "hidden_size": 32,

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.models import make_model
 from tests.infra.stack import running_demo_stack
 from tests.vllm_environment import vllm_arguments
 
@@ -84,6 +83,8 @@ def answers(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("size", ["S", "M"], ids=["S on vllm", "M"])
 def test_both_engines_answer_alike(size: str, tmp_path: Path) -> None:
     vllm = vllm_arguments()  # skips where vLLM is not installed
+    from bench.models import make_model
+
     model = f"--model={make_model(size, tmp_path)}"
     ours = answers(model, "--dtype=float32")
     theirs = answers(model, *vllm)
