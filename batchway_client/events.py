@@ -31,29 +31,30 @@ class Event:
 
 
 class Parser:
-    """Splits the bytes of one connection into events."""
+    """Splits the bytes of one connection into events. `is_done`: the last one, [DONE], has come."""
 
     def __init__(self) -> None:
+        self.is_done = False
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        """Raises ValueError if data is no JSON."""
+        *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for block in blocks:
-            event = _event(block.decode())
-            if event is not None:
-                yield event
+            fields = _fields(block.decode())
+            data_ = fields.get("data")  # a comment has none
+            self.is_done |= data_ == _DONE
+            if data_ is not None and data_ != _DONE:
+                yield Event(fields.get("event", "message"), json.loads(data_), fields.get("id"))
 
 
-def _event(block: str) -> Event | None:
+def _fields(block: str) -> dict[str, str]:
     fields: dict[str, str] = {}
     for line in block.split("\n"):
         name, _, value = line.partition(":")
         if name:
             fields[name] = value.removeprefix(" ")
-    data = fields.get("data", _DONE)
-    if data == _DONE:  # also for a comment, which has no data
-        return None
-    return Event(fields.get("event", "message"), json.loads(data), fields.get("id"))
+    return fields
 
 
 class Position:

@@ -4,20 +4,21 @@ given times, or by a fixed number of callers."""
 import asyncio
 import enum
 import itertools
-import json
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 
+from batchway_client.events import Parser
 from infra.measure.workloads import Workload, WorkloadRequest
 
 PromptKind = Literal["ids", "text", "chat"]
 Sleep = Callable[[float], Awaitable[object]]
+T = TypeVar("T")
 
 KEY_VARIABLES = ("BATCHWAY_API_KEY", "OPENAI_API_KEY")
 _SHED_STATUSES = (429, 503)
@@ -41,8 +42,9 @@ class Outcome(enum.StrEnum):
 
 @dataclass(slots=True)
 class Call:
-    """A call. Times are seconds from the start of the run; `arrival_s` is when it was due.
-    `chunk_times_s` has one entry per piece of output; `token_ids` may be missing in answers."""
+    """A call. Times are seconds from the start of the run; `arrival_s` is when it was due, `head_s`
+    when the head of its answer came. `chunk_times_s` has one entry per piece of output;
+    `token_ids` may be missing in answers."""
 
     number: int
     num_prompt_tokens: int
@@ -55,6 +57,8 @@ class Call:
     num_output_tokens: int = 0
     chunk_times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    head_s: float = 0.0
+    headers: Mapping[str, str] = field(default_factory=dict)  # of the answer
 
     @property
     def ttft_s(self) -> float | None:
@@ -101,17 +105,7 @@ class Caller:
     ) -> None:
         """Records the call to its end; hangs up after `hang_up_after` pieces of output."""
         path, body = self.request_of(request)
-        call.sent_s = now_s()
-        try:
-            async with self.client.stream("POST", path, json=body) as response:
-                call.status = response.status_code
-                if response.status_code == 200:
-                    await _read(call, response, now_s, hang_up_after)
-                else:
-                    await _refused(call, response)
-        except httpx.HTTPError as exc:
-            call.outcome, call.reason = Outcome.FAILED, type(exc).__name__
-        call.end_s = now_s()
+        await exchange(self.client, call, path, body, now_s, hang_up_after=hang_up_after)
 
     def request_of(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
@@ -131,31 +125,61 @@ class Caller:
         return "chat/completions", body | {"messages": [{"role": "user", "content": text}]}
 
 
+async def exchange(
+    client: httpx.AsyncClient,
+    call: Call,
+    path: str,
+    body: Mapping[str, Any],
+    now_s: Callable[[], float] = time.monotonic,
+    *,
+    headers: Mapping[str, str] | None = None,
+    hang_up_after: int | None = None,
+) -> None:
+    """Sends a call whose answer is a stream, or posts a job, and records it to its end."""
+    call.sent_s = now_s()
+    try:
+        async with client.stream("POST", path, json=body, headers=headers) as response:
+            call.status, call.headers, call.head_s = response.status_code, response.headers, now_s()
+            if response.status_code == 200:
+                await _read(call, response, now_s, hang_up_after)
+            elif response.status_code == 202:
+                await response.aread()
+                call.outcome = Outcome.SUCCEEDED
+            else:
+                await _refused(call, response)
+    except httpx.HTTPError as exc:
+        call.outcome, call.reason = Outcome.FAILED, type(exc).__name__
+    call.end_s = now_s()
+
+
 async def _read(
     call: Call, response: httpx.Response, now_s: Callable[[], float], hang_up_after: int | None
 ) -> None:
     """Reads a stream and records it."""
-    num_reported, is_finished = None, False
-    async for data in _events(response):
-        if "error" in data:
-            call.reason = _reason(data["error"])
-            is_cancelled = call.reason == "cancelled"
-            call.outcome = Outcome.CANCELLED if is_cancelled else Outcome.FAILED
-            return
-        if usage := data.get("usage"):
-            num_reported = usage["completion_tokens"]
-            call.num_prompt_tokens = usage["prompt_tokens"]
-        for choice in data.get("choices") or ():
-            text = choice.get("text") or (choice.get("delta") or {}).get("content")
-            token_ids = choice.get("token_ids")
-            if text or token_ids:
-                call.chunk_times_s.append(now_s())
-                call.num_output_tokens += len(token_ids) if token_ids else 1
-                call.token_ids += token_ids or ()
-            is_finished |= choice.get("finish_reason") is not None
-        if hang_up_after is not None and len(call.chunk_times_s) >= hang_up_after:
-            call.outcome, call.reason = Outcome.CANCELLED, "hung up"
-            return
+    parser, num_reported, is_finished = Parser(), None, False
+    async for part in response.aiter_bytes():
+        for data in _events(parser, part):
+            if "error" in data:
+                call.reason = _reason(data["error"])
+                is_cancelled = call.reason == "cancelled"
+                call.outcome = Outcome.CANCELLED if is_cancelled else Outcome.FAILED
+                return
+            if usage := data.get("usage"):
+                num_reported = usage["completion_tokens"]
+                call.num_prompt_tokens = usage["prompt_tokens"]
+            for choice in data.get("choices") or ():
+                text = choice.get("text") or (choice.get("delta") or {}).get("content")
+                token_ids = choice.get("token_ids")
+                if text or token_ids:
+                    call.chunk_times_s.append(now_s())
+                    call.num_output_tokens += len(token_ids) if token_ids else 1
+                    call.token_ids += token_ids or ()
+                is_finished |= choice.get("finish_reason") is not None
+            if hang_up_after is not None and len(call.chunk_times_s) >= hang_up_after:
+                call.outcome, call.reason = Outcome.CANCELLED, "hung up"
+                return
+        if parser.is_done:
+            break
     if num_reported is not None:
         call.num_output_tokens = num_reported
     if is_finished:
@@ -164,23 +188,11 @@ async def _read(
         call.outcome, call.reason = Outcome.FAILED, "ended early"
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The data of each event up to [DONE]. Splits lines only at \\n: text may hold other line
-    ends.
-    """
-    rest = b""
-    async for part in response.aiter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            try:
-                yield json.loads(data)
-            except ValueError as exc:
-                raise httpx.DecodingError("an event that is no JSON") from exc
+def _events(parser: Parser, part: bytes) -> list[dict[str, Any]]:
+    try:
+        return [event.data for event in parser.feed(part)]
+    except ValueError as exc:
+        raise httpx.DecodingError("an event that is no JSON") from exc
 
 
 async def _refused(call: Call, response: httpx.Response) -> None:
@@ -266,12 +278,23 @@ async def run_load(
         progress(call)
 
     async with asyncio.TaskGroup() as group:
-        for call in sorted(calls, key=lambda call: call.arrival_s):
-            wait_s = call.arrival_s - now_s() if load.is_open else 0.0
-            if wait_s > 0:
-                await sleep(wait_s)
-            group.create_task(make(call))
+        in_order = sorted(calls, key=lambda call: call.arrival_s)
+        arrivals = ((call.arrival_s if load.is_open else 0.0, call) for call in in_order)
+        await arrive(arrivals, lambda call: group.create_task(make(call)), now_s, sleep)
     return LoadRun(load, tuple(calls), now_s())
+
+
+async def arrive(
+    arrivals: Iterable[tuple[float, T]],
+    begin: Callable[[T], object],
+    now_s: Callable[[], float],
+    sleep: Sleep = asyncio.sleep,
+) -> None:
+    """Begins each at its time, whatever has become of those before it."""
+    for at_s, each in arrivals:
+        if (wait_s := at_s - now_s()) > 0:
+            await sleep(wait_s)
+        begin(each)
 
 
 def _hang_ups(load: Load) -> list[int | None]:
