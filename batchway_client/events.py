@@ -42,10 +42,10 @@ class Parser:
         *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for block in blocks:
             fields = _fields(block.decode())
-            data_ = fields.get("data")  # a comment has none
-            self.is_done |= data_ == _DONE
-            if data_ is not None and data_ != _DONE:
-                yield Event(fields.get("event", "message"), json.loads(data_), fields.get("id"))
+            text = fields.get("data")  # a comment has none
+            self.is_done |= text == _DONE
+            if text is not None and text != _DONE:
+                yield Event(fields.get("event", "message"), json.loads(text), fields.get("id"))
 
 
 def _fields(block: str) -> dict[str, str]:

@@ -59,6 +59,7 @@ class Call:
     token_ids: list[int] = field(default_factory=list)
     head_s: float = 0.0
     headers: Mapping[str, str] = field(default_factory=dict)  # of the answer
+    is_done: bool = False  # its stream said so
 
     @property
     def ttft_s(self) -> float | None:
@@ -178,8 +179,7 @@ async def _read(
             if hang_up_after is not None and len(call.chunk_times_s) >= hang_up_after:
                 call.outcome, call.reason = Outcome.CANCELLED, "hung up"
                 return
-        if parser.is_done:
-            break
+        call.is_done = parser.is_done
     if num_reported is not None:
         call.num_output_tokens = num_reported
     if is_finished:

@@ -6,7 +6,6 @@ Over 300 lines: the steps of one run.
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,7 +95,6 @@ class CampaignOptions:
 
 async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = print) -> Report:
     """Runs until the end or until cancelled. Leaves no process behind."""
-    started_s = time.monotonic()
     rng = random.Random(options.seed)
     async with Fleet(_fleet_options(options), rng) as fleet, _receiver(options) as receiver:
         fleet.keeps_logs = options.keeps_logs
@@ -122,7 +120,7 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
             fleet.keeps_logs = True
             say(f"violations: logs are kept in {fleet.directory}")
         num_lost = fleet.cluster.num_bytes_lost if fleet.cluster else injector.num_bytes_lost
-        return Report(options, injector.counts, num_lost, ledger, started_s)
+        return Report(options, injector.counts, num_lost, ledger)
 
 
 def _ledger(options: CampaignOptions, fleet: Fleet) -> Ledger:

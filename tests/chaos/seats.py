@@ -212,7 +212,7 @@ class WorkerSeat(Seat):
             "max_crashes": 1000,
             **self._settings,
         }
-        return [sys.executable, "-m", "tests.chaos.worker", msgspec.json.encode(settings).decode()]
+        return [sys.executable, "-m", "tests.hash_worker", msgspec.json.encode(settings).decode()]
 
     def _environ(self) -> Mapping[str, str]:
         return {
@@ -231,4 +231,4 @@ class CallbacksSeat(Seat):
     def _command(self) -> Sequence[str]:
         settings = {"redis_url": self.link.url, "namespace": NAMESPACE, "drain_s": 1.0}
         fields = msgspec.json.encode(settings).decode()
-        return [sys.executable, "-m", "tests.chaos.callbacks", fields]
+        return [sys.executable, "-m", "tests.callbacks.callbacks_process", fields]
