@@ -22,7 +22,7 @@ from infra import cli, options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
 from infra.preconditions import RunningUp, check_store, write_note
-from tests.infra.command_line import COMMANDS, command_options
+from tests.infra.command_line import COMMANDS, call_cli, command_options
 from tests.markdown import code_blocks
 from workers.ipc.messages import EngineOptions
 from workers.settings import LANES
@@ -168,7 +168,7 @@ def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for command in (("up",), ("gateway", "--redis-url", "redis://127.0.0.1:1")):
-            done = run_cli(*command, "--port", str(port))
+            done = call_cli(*command, "--port", str(port))
             assert done.returncode == 2
             assert done.stderr.splitlines() == [
                 f"batchway {command[0]}: cannot listen on 127.0.0.1 port {port}: "
@@ -184,7 +184,7 @@ def test_what_is_no_origin_is_an_error(command: str) -> None:
         (("--allowed-origins", wrong), {}),
         ((), {"BATCHWAY_ALLOWED_ORIGINS": f"http://localhost:3000,{wrong}"}),
     ):
-        done = run_cli(command, "--port", "0", *words, REDIS_URL="redis://127.0.0.1:1", **environ)
+        done = call_cli(command, "--port", "0", *words, REDIS_URL="redis://127.0.0.1:1", **environ)
         assert done.returncode == 2
         assert f"BATCHWAY_ALLOWED_ORIGINS: {wrong!r} is no origin" in done.stderr
 
@@ -192,7 +192,7 @@ def test_what_is_no_origin_is_an_error(command: str) -> None:
 @pytest.mark.parametrize("command", ["up", "gateway"])
 def test_calls_from_other_hosts_need_a_key(command: str) -> None:
     """Listening beyond loopback without BATCHWAY_API_KEY is an error."""
-    done = run_cli(command, "--host", "0.0.0.0", "--port", "0", REDIS_URL="redis://127.0.0.1:1")
+    done = call_cli(command, "--host", "0.0.0.0", "--port", "0", REDIS_URL="redis://127.0.0.1:1")
     assert done.returncode == 2
     assert "BATCHWAY_API_KEY" in done.stderr
 
@@ -200,14 +200,14 @@ def test_calls_from_other_hosts_need_a_key(command: str) -> None:
 @pytest.mark.parametrize("command", ["gateway", "worker"])
 def test_parts_need_a_redis_url(command: str) -> None:
     """Only `up` starts a server."""
-    done = run_cli(command)
+    done = call_cli(command)
     assert done.returncode == 2
     assert "REDIS_URL" in done.stderr
 
 
 def test_a_data_directory_needs_the_embedded_redis(tmp_path: Path) -> None:
     """Otherwise it would be unused."""
-    done = run_cli("up", "--data-dir", str(tmp_path), REDIS_URL="redis://127.0.0.1:1")
+    done = call_cli("up", "--data-dir", str(tmp_path), REDIS_URL="redis://127.0.0.1:1")
     assert done.returncode == 2
     assert "--data-dir" in done.stderr
 
@@ -246,7 +246,7 @@ def test_another_object_store_for_a_namespace_is_an_error(
         check_store(server.url, "default", first)
         check_store(server.url, "another", second)
         arguments = ["--redis-url", server.url, *(["--object-store", second] if second else [])]
-        done = run_cli(command, *arguments, *(["--port", "0"] if command == "gateway" else []))
+        done = call_cli(command, *arguments, *(["--port", "0"] if command == "gateway" else []))
     assert done.returncode == 2
     assert "the namespace 'default' keeps its objects in dir:" in done.stderr
     assert ("given dir:" if second else "given no object store") in done.stderr
@@ -395,7 +395,7 @@ def test_the_manifest_in_the_guide_runs_a_command_that_exists() -> None:
 def test_a_second_node_needs_an_interpreter_but_no_redis(tmp_path: Path) -> None:
     """The error precedes any start."""
     node = ("--engine=vllm", "--nodes=2", "--node-rank=1", "--master=127.0.0.1:1")
-    done = run_cli("worker", *node, f"--engine-python={tmp_path}/python")
+    done = call_cli("worker", *node, f"--engine-python={tmp_path}/python")
     assert done.returncode == 2
     assert "no interpreter at" in done.stderr
 
@@ -469,7 +469,7 @@ def test_wrong_flows_are_an_error_before_anything_starts(
     """In one sentence."""
     path = tmp_path / "models.yaml"
     path.write_text(text)
-    done = run_cli("up", "--port=0", f"--models={path}")
+    done = call_cli("up", "--port=0", f"--models={path}")
     assert done.returncode == 2, done.stderr
     assert complaint in done.stderr
     assert len(done.stderr.splitlines()) == 1
