@@ -41,20 +41,12 @@ class Parser:
         """Raises ValueError if data is no JSON."""
         *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for block in blocks:
-            fields = _fields(block.decode())
+            lines = (line.partition(":") for line in block.decode().split("\n"))
+            fields = {name: value.removeprefix(" ") for name, _, value in lines if name}
             text = fields.get("data")  # a comment has none
             self.is_done |= text == _DONE
             if text is not None and text != _DONE:
                 yield Event(fields.get("event", "message"), json.loads(text), fields.get("id"))
-
-
-def _fields(block: str) -> dict[str, str]:
-    fields: dict[str, str] = {}
-    for line in block.split("\n"):
-        name, _, value = line.partition(":")
-        if name:
-            fields[name] = value.removeprefix(" ")
-    return fields
 
 
 class Position:

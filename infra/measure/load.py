@@ -42,8 +42,8 @@ class Outcome(enum.StrEnum):
 
 @dataclass(slots=True)
 class Call:
-    """A call. Times are seconds from the start of the run; `arrival_s` is when it was due, `head_s`
-    when the head of its answer came. `chunk_times_s` has one entry per piece of output;
+    """A call. Times are seconds from the start of the run; `arrival_s` is when it was due; `head_s`
+    is how long the head of its answer took. `chunk_times_s` has one entry per piece of output;
     `token_ids` may be missing in answers."""
 
     number: int
@@ -97,17 +97,6 @@ class Caller:
     prompt_kind: PromptKind = "ids"
     is_plain: bool = False
 
-    async def call(
-        self,
-        call: Call,
-        request: WorkloadRequest,
-        now_s: Callable[[], float],
-        hang_up_after: int | None = None,
-    ) -> None:
-        """Records the call to its end; hangs up after `hang_up_after` pieces of output."""
-        path, body = self.request_of(request)
-        await exchange(self.client, call, path, body, now_s, hang_up_after=hang_up_after)
-
     def request_of(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self.model,
@@ -136,11 +125,13 @@ async def exchange(
     headers: Mapping[str, str] | None = None,
     hang_up_after: int | None = None,
 ) -> None:
-    """Sends a call whose answer is a stream, or posts a job, and records it to its end."""
-    call.sent_s = now_s()
+    """Sends a call whose answer is a stream, or posts a job, and records it to its end. Hangs up
+    after `hang_up_after` pieces of output."""
+    call.sent_s, began_s = now_s(), time.monotonic()
     try:
         async with client.stream("POST", path, json=body, headers=headers) as response:
-            call.status, call.headers, call.head_s = response.status_code, response.headers, now_s()
+            call.status, call.headers = response.status_code, response.headers
+            call.head_s = time.monotonic() - began_s
             if response.status_code == 200:
                 await _read(call, response, now_s, hang_up_after)
             elif response.status_code == 202:
@@ -148,7 +139,7 @@ async def exchange(
                 call.outcome = Outcome.SUCCEEDED
             else:
                 await _refused(call, response)
-    except httpx.HTTPError as exc:
+    except (httpx.HTTPError, ValueError) as exc:  # ValueError: an event is no JSON
         call.outcome, call.reason = Outcome.FAILED, type(exc).__name__
     call.end_s = now_s()
 
@@ -159,7 +150,7 @@ async def _read(
     """Reads a stream and records it."""
     parser, num_reported, is_finished = Parser(), None, False
     async for part in response.aiter_bytes():
-        for data in _events(parser, part):
+        for data in (event.data for event in parser.feed(part)):
             if "error" in data:
                 call.reason = _reason(data["error"])
                 is_cancelled = call.reason == "cancelled"
@@ -186,13 +177,6 @@ async def _read(
         call.outcome = Outcome.SUCCEEDED
     else:
         call.outcome, call.reason = Outcome.FAILED, "ended early"
-
-
-def _events(parser: Parser, part: bytes) -> list[dict[str, Any]]:
-    try:
-        return [event.data for event in parser.feed(part)]
-    except ValueError as exc:
-        raise httpx.DecodingError("an event that is no JSON") from exc
 
 
 async def _refused(call: Call, response: httpx.Response) -> None:
@@ -274,7 +258,9 @@ async def run_load(
         async with permits:
             if not load.is_open:
                 call.arrival_s = now_s()
-            await caller.call(call, requests[call.number], now_s, hang_ups[call.number])
+            path, body = caller.request_of(requests[call.number])
+            hang_up_after = hang_ups[call.number]
+            await exchange(caller.client, call, path, body, now_s, hang_up_after=hang_up_after)
         progress(call)
 
     async with asyncio.TaskGroup() as group:

@@ -74,11 +74,6 @@ class Attempt(Call):
         return self.headers.get("x-job-id", "")
 
     @property
-    def answer_s(self) -> float:
-        """Until the head of the answer."""
-        return self.head_s - self.sent_s
-
-    @property
     def retry_after_s(self) -> float | None:
         found = self.headers.get("retry-after")
         return None if found is None else float(found)

@@ -100,7 +100,7 @@ class FloodReport:
                     ("interactive calls", self.interactive),
                 )
             },
-            "answer to a job (s)": _seconds([call.answer_s for call in self.jobs]),
+            "answer to a job (s)": _seconds([call.head_s for call in self.jobs]),
             "TTFT (s)": {
                 "calls": _seconds(self.ttfts(self.calls)),
                 "interactive calls": _seconds(self.ttfts(self.interactive)),

@@ -231,9 +231,9 @@ class OverloadReport:
             },
             "admission (ms)": {
                 "at the gateway, unloaded": _ms(self._admissions("unloaded")),
-                "whole call, unloaded": _ms([c.answer_s for c in self.of("unloaded")]),
+                "whole call, unloaded": _ms([c.head_s for c in self.of("unloaded")]),
                 "at the gateway, overload": _ms(self._admissions("overload")),
-                "whole refusal, overload": _ms([c.answer_s for c in sent if not c.is_admitted]),
+                "whole refusal, overload": _ms([c.head_s for c in sent if not c.is_admitted]),
             },
             "TTFT of light tenants (ms)": {
                 f"{lane or 'all'}, {name}": _ms(self.light_ttfts(phase, lane))
