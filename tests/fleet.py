@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import IO, Any, TypeVar
@@ -35,18 +35,19 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.
 
 
 class Program:
-    """`python -m MODULE SETTINGS_JSON`, in its own session. `output` receives what it prints."""
+    """`python -m MODULE …`, in its own session. `output` receives what it prints."""
 
     def __init__(
         self,
-        module: str,
-        settings: Mapping[str, Any],
+        *words: str,
         environ: Mapping[str, str] = MappingProxyType({}),
         output: IO[bytes] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(settings)],
+            [sys.executable, "-m", *words],
             env={**os.environ, **environ},
+            pass_fds=pass_fds,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -70,10 +71,16 @@ class Program:
         """SIGTERM to this process and those below it, as some service managers do."""
         os.killpg(self.pid, signal.SIGTERM)
 
+    def kill_group(self) -> None:
+        """kill -9 of this process and those below it, also of stopped ones."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
     def terminate(self) -> None:
         """SIGTERM, without waiting."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
 
     async def stop(self, timeout_s: float = 60.0) -> int:
         """Sends SIGTERM; returns the exit status."""
@@ -104,7 +111,8 @@ class WorkerProcess(Program):
         **settings: Any,
     ) -> None:
         environ = {HASH_MODEL_VARIABLE: msgspec.json.encode(model).decode()}
-        super().__init__("tests.hash_worker", {"redis_url": redis_url, **settings}, environ, output)
+        fields = json.dumps({"redis_url": redis_url, **settings})
+        super().__init__("tests.hash_worker", fields, environ=environ, output=output)
 
 
 @dataclass

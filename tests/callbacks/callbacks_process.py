@@ -40,7 +40,7 @@ class CallbacksProcess(Program):
     """One process."""
 
     def __init__(self, redis_url: str, **settings: Any) -> None:
-        fields = {"redis_url": redis_url, **settings}
+        fields = json.dumps({"redis_url": redis_url, **settings})
         super().__init__("tests.callbacks.callbacks_process", fields)
 
 

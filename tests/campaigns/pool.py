@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,7 +19,7 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
-from tests.fleet import Caller, WorkerProcess, fleet, until
+from tests.fleet import Caller, Program, WorkerProcess, fleet, until
 from tests.infra.stack import running_stack_without_settings
 from tests.oracle.audit import Audit
 
@@ -149,31 +147,22 @@ def gateway_process(
     writes its whole log to `output` if that is given, otherwise warnings to our stderr."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         fd = listener.fileno()
-        command = [sys.executable, "-m", "infra", "gateway", f"--listen-fd={fd}", "--drain-s=0"]
-        environ = os.environ | {"REDIS_URL": redis_url, "BATCHWAY_NAMESPACE": keys.namespace}
+        environ = {"REDIS_URL": redis_url, "BATCHWAY_NAMESPACE": keys.namespace}
         environ |= dict.fromkeys(_RETENTION_VARIABLES, f"{RETENTION_S:g}")
         environ["BATCHWAY_LANE_BOUND_S"] = "0"  # its small engines refuse none of the load
-        environ |= settings
-        environ.pop("BATCHWAY_API_KEY", None)
-        process = subprocess.Popen(
-            [*command, f"--log-level={'warning' if output is None else 'debug'}"],
-            env=environ,
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        environ |= {"BATCHWAY_API_KEY": "", **settings}
+        level = "warning" if output is None else "debug"
+        words = ("infra", "gateway", f"--listen-fd={fd}", "--drain-s=0", f"--log-level={level}")
+        program = Program(*words, environ=environ, output=output, pass_fds=[fd])
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         yield url
     finally:
-        process.terminate()
+        program.terminate()
         try:
-            process.wait(_END_TIMEOUT_S)
+            program.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            program.kill()
 
 
 async def until_it_answers(url: str) -> None:

@@ -5,8 +5,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from tests.chaos import mistakes
 from tests.chaos.mistakes import Mistake
 from tests.chaos.proxy import Link
 from tests.fakes import HashModelOptions
+from tests.fleet import Program
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from tests.infra.processes import command_of, descendants
 
@@ -51,12 +50,12 @@ class Seat:
         self._place = place
         self._log_path = place.log_path
         self._log_start = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program: Program | None = None
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "not started"
-        return self._process.pid
+        assert self._program is not None, "not started"
+        return self._program.pid
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -72,14 +71,10 @@ class Seat:
         """Spawns the process; `until_ready` waits until it serves."""
         with self._log_path.open("ab") as output:
             self._log_start = output.tell()
-            self._process = subprocess.Popen(
-                self._command(),
-                env={**os.environ, **self._common_environ(), **self._environ()},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[self._place.lifeline_fd],
-                start_new_session=True,
+            fd = self._place.lifeline_fd
+            own = {LIFELINE_VARIABLE: f"{fd}", mistakes.VARIABLE: self._place.mistake}
+            self._program = Program(
+                *self._words(), environ={**own, **self._environ()}, output=output, pass_fds=[fd]
             )
 
     async def until_ready(self, times: int = 1) -> None:
@@ -87,7 +82,7 @@ class Seat:
         TimeoutError, and AssertionError with the end of the log if the process has exited."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             while self.times_ready() < times:
-                if self._process is None or self._process.poll() is not None:
+                if self._program is None or not self._program.is_alive:
                     raise AssertionError(f"{self.name} has ended:\n{self.log()[-2000:]}")
                 await asyncio.sleep(_POLL_S)
 
@@ -109,27 +104,16 @@ class Seat:
             os.kill(pid, number)
 
     async def wait(self, timeout_s: float) -> int:
-        """The exit status. Raises TimeoutError."""
-        assert self._process is not None
-        async with asyncio.timeout(timeout_s):
-            while (status := self._process.poll()) is None:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-        return status
+        """The exit status. Raises subprocess.TimeoutExpired."""
+        assert self._program is not None
+        return await asyncio.to_thread(self._program.wait, timeout_s)
 
     def end(self) -> None:
         """Kills the process and its children, also stopped ones."""
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._program is not None:
+            self._program.kill_group()
 
-    def _common_environ(self) -> dict[str, str]:
-        return {
-            LIFELINE_VARIABLE: str(self._place.lifeline_fd),
-            mistakes.VARIABLE: self._place.mistake,
-        }
-
-    def _command(self) -> Sequence[str]:
+    def _words(self) -> Sequence[str]:
         raise NotImplementedError
 
     def _environ(self) -> Mapping[str, str]:
@@ -155,9 +139,9 @@ class GatewaySeat(Seat):
 
     _last_url = "http://127.0.0.1:9"  # discard: refuses
 
-    def _command(self) -> Sequence[str]:
+    def _words(self) -> Sequence[str]:
         return [
-            *(sys.executable, "-m", "tests.chaos.gateway", "--port=0", "--drain-s=0.5"),
+            *("tests.chaos.gateway", "--port=0", "--drain-s=0.5"),
             *(f"--redis-url={self.link.url}", f"--namespace={NAMESPACE}"),
             f"--models={self._models}",
         ]
@@ -201,7 +185,7 @@ class WorkerSeat(Seat):
         children = await asyncio.to_thread(descendants, self.pid)
         return next((pid for pid in children if "EngineCore" in command_of(pid)), None)
 
-    def _command(self) -> Sequence[str]:
+    def _words(self) -> Sequence[str]:
         settings = {
             "redis_url": self.link.url,
             "namespace": NAMESPACE,
@@ -212,7 +196,7 @@ class WorkerSeat(Seat):
             "max_crashes": 1000,
             **self._settings,
         }
-        return [sys.executable, "-m", "tests.hash_worker", msgspec.json.encode(settings).decode()]
+        return ["tests.hash_worker", msgspec.json.encode(settings).decode()]
 
     def _environ(self) -> Mapping[str, str]:
         return {
@@ -228,7 +212,7 @@ class CallbacksSeat(Seat):
 
     sign_of_readiness = "callbacks are delivered"
 
-    def _command(self) -> Sequence[str]:
+    def _words(self) -> Sequence[str]:
         settings = {"redis_url": self.link.url, "namespace": NAMESPACE, "drain_s": 1.0}
         fields = msgspec.json.encode(settings).decode()
-        return [sys.executable, "-m", "tests.callbacks.callbacks_process", fields]
+        return ["tests.callbacks.callbacks_process", fields]
