@@ -22,6 +22,7 @@ from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.batches import KILLS, Batcher, BatchOracle
 from tests.chaos.callers import Callers, Client
 from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
+from tests.chaos.deliveries import Delivery, check_deliveries
 from tests.chaos.faults import CLUSTER_KINDS, VLLM_KINDS, Injector
 from tests.chaos.fleet import HASH_MODEL, Fleet, FleetOptions
 from tests.chaos.flows import MODELS_YAML, FlowOracle, check_calls
@@ -29,7 +30,6 @@ from tests.chaos.ledger import Kind, Ledger, Violation
 from tests.chaos.mistakes import Mistake
 from tests.chaos.oracles import DemoOracle, HashOracle, Oracle
 from tests.chaos.report import Report
-from tests.chaos.tellings import Telling, check_tellings
 from tests.clock import clock_of, library_with_test_clock
 from tests.cluster import plain_client
 from tests.fleet import until
@@ -233,7 +233,7 @@ async def _reckon(
                 view, entries = read
                 statuses[job_id] = view.status
                 ledger.check_log(job_id, view.status, entries)
-        check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
+        check_deliveries(ledger, statuses, _deliveries(receiver), num_forged=len(receiver.forged))
         _judge_differences(ledger, callers.oracle)
         for keys, client in places:
             await _audit(ledger, fleet, client, keys)
@@ -282,10 +282,10 @@ async def _audit(ledger: Ledger, fleet: Fleet, client: redis.asyncio.Redis, keys
             ledger.violations.append(Violation(Kind.LOST, "audit", detail))
 
 
-def _tellings(receiver: Receiver) -> list[Telling]:
+def _deliveries(receiver: Receiver) -> list[Delivery]:
     deliveries = ((message, message.body["data"]) for message in receiver.messages)
     return [
-        Telling(data["id"], message.id, data["status"], message.was_accepted)
+        Delivery(data["id"], message.id, data["status"], message.was_accepted)
         for message, data in deliveries
     ]
 

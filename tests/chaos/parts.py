@@ -1,4 +1,4 @@
-"""Places in the fleet: each holds a process, which may be killed and is replaced by another."""
+"""The parts of a fleet: each is a process, which may be killed and is started again."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place of one process. The process exits when the other end of its lifeline closes."""
+class PartOptions:
+    """Of one part. Its process exits when the other end of its lifeline closes."""
 
     name: str
     link: Link
@@ -38,17 +38,17 @@ class Place:
     mistake: Mistake = Mistake.NONE
 
 
-class Seat:
-    """One place. `is_busy` is set during a fault; `link` is its own link to Redis."""
+class Part:
+    """One part. `is_busy` is set during a fault; `link` is its own link to Redis."""
 
     sign_of_readiness = ""  # in its log
 
-    def __init__(self, place: Place) -> None:
-        self.name = place.name
-        self.link = place.link
+    def __init__(self, options: PartOptions) -> None:
+        self.name = options.name
+        self.link = options.link
         self.is_busy = False
-        self._place = place
-        self._log_path = place.log_path
+        self._options = options
+        self._log_path = options.log_path
         self._log_start = 0
         self._program: Program | None = None
 
@@ -59,7 +59,7 @@ class Seat:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Keeps other faults away from this seat during one fault."""
+        """Keeps other faults away during one fault."""
         assert not self.is_busy
         self.is_busy = True
         try:
@@ -71,8 +71,8 @@ class Seat:
         """Spawns the process; `until_ready` waits until it serves."""
         with self._log_path.open("ab") as output:
             self._log_start = output.tell()
-            fd = self._place.lifeline_fd
-            own = {LIFELINE_VARIABLE: f"{fd}", mistakes.VARIABLE: self._place.mistake}
+            fd = self._options.lifeline_fd
+            own = {LIFELINE_VARIABLE: f"{fd}", mistakes.VARIABLE: self._options.mistake}
             self._program = Program(
                 *self._words(), environ={**own, **self._environ()}, output=output, pass_fds=[fd]
             )
@@ -120,13 +120,13 @@ class Seat:
         return {}
 
 
-class GatewaySeat(Seat):
+class GatewayPart(Part):
     """`batchway gateway`, on another free port after each start."""
 
     sign_of_readiness = "listening on"
 
-    def __init__(self, place: Place, models: str = "") -> None:
-        super().__init__(place)
+    def __init__(self, options: PartOptions, models: str = "") -> None:
+        super().__init__(options)
         self._models = models
 
     @property
@@ -159,19 +159,19 @@ class GatewaySeat(Seat):
         }
 
 
-class WorkerSeat(Seat):
+class WorkerPart(Part):
     """A supervisor with its engine process, on the hash model or on a real model."""
 
     sign_of_readiness = "ready model="
 
     def __init__(
         self,
-        place: Place,
+        options: PartOptions,
         *,
         settings: Mapping[str, Any],
         hash_model: HashModelOptions,
     ) -> None:
-        super().__init__(place)
+        super().__init__(options)
         self._settings = settings
         self._hash_model = hash_model
 
@@ -207,7 +207,7 @@ class WorkerSeat(Seat):
         }
 
 
-class CallbacksSeat(Seat):
+class CallbacksPart(Part):
     """`batchway callbacks`: relay and RQ worker, with shorter retry delays and leases."""
 
     sign_of_readiness = "callbacks are delivered"
