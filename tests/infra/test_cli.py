@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -214,7 +215,7 @@ def test_a_data_directory_needs_the_embedded_redis(tmp_path: Path) -> None:
 
 def test_an_absent_redis_is_an_error() -> None:
     """`up` with an address where nothing listens."""
-    done = run_cli("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
+    done = call_cli("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
     assert done.returncode == 1
     assert "no Redis to work with: Redis does not answer" in done.stderr
     assert "Traceback" not in done.stderr
@@ -226,7 +227,7 @@ def test_a_redis_that_evicts_keys_is_an_error(command: str, status: int) -> None
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         arguments = [] if command == "worker" else ["--port", "0"]
-        done = run_cli(command, *arguments, "--redis-url", server.url)
+        done = call_cli(command, *arguments, "--redis-url", server.url)
     assert done.returncode == status
     assert "maxmemory-policy is allkeys-lru; set it to noeviction" in done.stderr
     assert "Traceback" not in done.stderr
@@ -417,20 +418,26 @@ def test_a_worker_of_up_gets_the_same_options() -> None:
 @pytest.mark.parametrize(
     "command", ["jobs list", "keys list", "drain --worker none", "callbacks dead list"]
 )
-def test_operators_commands_need_a_redis(command: str, tmp_path: Path) -> None:
+def test_operators_commands_need_a_redis(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """REDIS_URL or a running `batchway up`."""
-    done = run_cli(*command.split(), TMPDIR=str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = call_cli(*command.split())
     assert done.returncode == 2
     assert "no Redis given" in done.stderr
 
 
-def test_one_of_several_running_stacks_must_be_named(tmp_path: Path) -> None:
+def test_one_of_several_running_stacks_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error lists their addresses, without those that have ended."""
     for number, pid in enumerate((os.getpid(), os.getppid(), 2**22 - 1)):
         folder = tmp_path / f"batchway-{number}"
         folder.mkdir()
         write_note(folder, RunningUp(pid, f"unix:///{number}.sock", "default", f"http://u{number}"))
-    done = run_cli("jobs", "list", TMPDIR=str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = call_cli("jobs", "list")
     assert done.returncode == 2
     assert "unix:///0.sock (at http://u0)" in done.stderr
     assert "unix:///1.sock" in done.stderr
