@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import httpx
 
@@ -18,7 +18,6 @@ from infra.measure.workloads import Workload, WorkloadRequest
 
 PromptKind = Literal["ids", "text", "chat"]
 Sleep = Callable[[float], Awaitable[object]]
-T = TypeVar("T")
 
 KEY_VARIABLES = ("BATCHWAY_API_KEY", "OPENAI_API_KEY")
 _SHED_STATUSES = (429, 503)
@@ -42,9 +41,8 @@ class Outcome(enum.StrEnum):
 
 @dataclass(slots=True)
 class Call:
-    """A call. Times are seconds from the start of the run; `arrival_s` is when it was due; `head_s`
-    is how long the head of its answer took. `chunk_times_s` has one entry per piece of output;
-    `token_ids` may be missing in answers."""
+    """A call. Times are seconds from the start of the run; `arrival_s` is when it was due.
+    `chunk_times_s` has one entry per piece of output; `token_ids` may be missing in answers."""
 
     number: int
     num_prompt_tokens: int
@@ -57,7 +55,7 @@ class Call:
     num_output_tokens: int = 0
     chunk_times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    head_s: float = 0.0
+    head_s: float = 0.0  # from sending to the head of the answer
     headers: Mapping[str, str] = field(default_factory=dict)  # of the answer
     is_done: bool = False  # its stream said so
 
@@ -125,8 +123,7 @@ async def exchange(
     headers: Mapping[str, str] | None = None,
     hang_up_after: int | None = None,
 ) -> None:
-    """Sends a call whose answer is a stream, or posts a job, and records it to its end. Hangs up
-    after `hang_up_after` pieces of output."""
+    """Sends a call, or a job; records it to its end, or to `hang_up_after` pieces of output."""
     call.sent_s, began_s = now_s(), time.monotonic()
     try:
         async with client.stream("POST", path, json=body, headers=headers) as response:
@@ -271,8 +268,8 @@ async def run_load(
 
 
 async def arrive(
-    arrivals: Iterable[tuple[float, T]],
-    begin: Callable[[T], object],
+    arrivals: Iterable[tuple[float, Any]],
+    begin: Callable[[Any], object],
     now_s: Callable[[], float],
     sleep: Sleep = asyncio.sleep,
 ) -> None:
