@@ -31,29 +31,22 @@ class Event:
 
 
 class Parser:
-    """Splits the bytes of one connection into events."""
+    """Splits the bytes of one connection into events. `is_done`: the last one, [DONE], has come."""
 
     def __init__(self) -> None:
+        self.is_done = False
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        """Raises ValueError if data is no JSON."""
+        *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for block in blocks:
-            event = _event(block.decode())
-            if event is not None:
-                yield event
-
-
-def _event(block: str) -> Event | None:
-    fields: dict[str, str] = {}
-    for line in block.split("\n"):
-        name, _, value = line.partition(":")
-        if name:
-            fields[name] = value.removeprefix(" ")
-    data = fields.get("data", _DONE)
-    if data == _DONE:  # also for a comment, which has no data
-        return None
-    return Event(fields.get("event", "message"), json.loads(data), fields.get("id"))
+            lines = (line.partition(":") for line in block.decode().split("\n"))
+            fields = {name: value.removeprefix(" ") for name, _, value in lines if name}
+            text = fields.get("data")  # a comment has none
+            self.is_done |= text == _DONE
+            if text is not None and text != _DONE:
+                yield Event(fields.get("event", "message"), json.loads(text), fields.get("id"))
 
 
 class Position:

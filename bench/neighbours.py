@@ -29,15 +29,15 @@ from typing import Any
 
 import httpx
 import redis.asyncio
-from transformers import BertConfig, BertForSequenceClassification
 
 from bench.hostile_calls import ATTACKS, CHAT, RERANKER, chat, slow_schema, structured
-from bench.models import save_tokenizer
 from bench.processes import child_peaks, forget_peak, memory_bytes, pid_of, running_batchway
 from bench.tables import markdown_table
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from infra.measure.load import Call as ServedCall
+from infra.measure.load import Outcome, exchange
 from infra.tables import percentile, write
 
 BATCHES = "three batches of slow schemas"
@@ -148,34 +148,23 @@ class Client:
     async def ttft_s(self, body: dict[str, Any]) -> float | None:
         """Returns the seconds until the first event of a stream with output; None if refused, or
         without an answer in time."""
-        sent_s, first_s = time.monotonic(), None
-        try:
-            async with self.http.stream("POST", CHAT, json={**body, "stream": True}) as answer:
-                async for line in answer.aiter_lines():
-                    if first_s is None and line.startswith("data:") and '"content"' in line:
-                        first_s = time.monotonic() - sent_s
-                return first_s if answer.status_code == 200 else None
-        except httpx.HTTPError:
-            return None
+        call = ServedCall(0, 0, 0.0)
+        await exchange(self.http, call, CHAT, {**body, "stream": True})
+        return call.ttft_from_sending_s if call.outcome is Outcome.SUCCEEDED else None
 
     async def gaps(self, found: list[float]) -> None:
         """Records the gaps of streams, one after another, until cancelled."""
         while True:
+            call = ServedCall(0, 0, 0.0)
             body = chat("Count to 200.", max_tokens=400, ignore_eos=True, stream=True)
-            last_s = None
             try:
-                async with self.http.stream("POST", CHAT, json=body) as answer:
-                    async for line in answer.aiter_lines():
-                        if line.startswith("data: {"):
-                            now_s = time.monotonic()
-                            if last_s is not None:
-                                found.append(now_s - last_s)
-                            last_s = now_s
-            except httpx.HTTPError:
-                await asyncio.sleep(_LOOK_S)
+                await exchange(self.http, call, CHAT, body)
             finally:
-                if last_s is not None:  # the gap that is still open
-                    found.append(time.monotonic() - last_s)
+                found += call.itls_s
+                if call.chunk_times_s:  # the gap that is still open
+                    found.append(time.monotonic() - call.chunk_times_s[-1])
+            if call.outcome is not Outcome.SUCCEEDED:
+                await asyncio.sleep(_LOOK_S)
 
 
 async def measure(turn: Turn, clients: dict[str, Client], seconds: float, pid: int) -> Turn:
@@ -302,6 +291,10 @@ async def _run_batches(client: Client, started: asyncio.Event) -> None:
 
 def make_reranker(folder: Path) -> Path:
     """Writes a reranker of random weights."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from bench.models import save_tokenizer
+
     shape: dict[str, Any] = {
         "vocab_size": 300,
         "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Workers as processes, and a caller that submits jobs and reads their logs to the end."""
+"""Programs as processes, workers above all, and a caller that submits jobs and reads their logs."""
 
 import asyncio
 import contextlib
@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from types import MappingProxyType
+from typing import IO, Any, TypeVar
 
 import msgspec
 import redis.asyncio
@@ -23,6 +24,7 @@ from tests.fakes import HashModelOptions, encode_text
 from tests.hash_engine import HASH_MODEL_VARIABLE
 
 TENANT = "t"
+P = TypeVar("P", bound="Program")
 
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
@@ -32,25 +34,20 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.
             await asyncio.sleep(0.01)
 
 
-class WorkerProcess:
-    """One worker on the hash model, in its own session. `output` receives what it prints."""
+class Program:
+    """`python -m MODULE …`, in its own session. `output` receives what it prints."""
 
     def __init__(
         self,
-        redis_url: str,
-        model: HashModelOptions,
-        *,
+        *words: str,
+        environ: Mapping[str, str] = MappingProxyType({}),
         output: IO[bytes] | None = None,
-        **settings: Any,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.hash_worker",
-                json.dumps({"redis_url": redis_url, **settings}),
-            ],
-            env=os.environ | {HASH_MODEL_VARIABLE: msgspec.json.encode(model).decode()},
+            [sys.executable, "-m", *words],
+            env={**os.environ, **environ},
+            pass_fds=pass_fds,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -66,18 +63,24 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """kill -9 of the supervisor alone. Its engine must end by itself."""
+        """kill -9 of this process alone. An engine below it must end by itself."""
         self._process.kill()
         self._process.wait()
 
     def terminate_group(self) -> None:
-        """SIGTERM to the supervisor and its engine, as some service managers do."""
+        """SIGTERM to this process and those below it, as some service managers do."""
         os.killpg(self.pid, signal.SIGTERM)
+
+    def kill_group(self) -> None:
+        """kill -9 of this process and those below it, also of stopped ones."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
 
     def terminate(self) -> None:
         """SIGTERM, without waiting."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
 
     async def stop(self, timeout_s: float = 60.0) -> int:
         """Sends SIGTERM; returns the exit status."""
@@ -85,7 +88,7 @@ class WorkerProcess:
         return await asyncio.to_thread(self.wait, timeout_s)
 
     def wait(self, timeout_s: float) -> int:
-        """Waits for a worker that ends by itself; returns its exit status."""
+        """Waits for a process that ends by itself; returns its exit status."""
         return self._process.wait(timeout_s)
 
     async def close(self) -> None:
@@ -94,6 +97,22 @@ class WorkerProcess:
                 await self.stop()
             except subprocess.TimeoutExpired:
                 self.kill()
+
+
+class WorkerProcess(Program):
+    """One worker on the hash model."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        model: HashModelOptions,
+        *,
+        output: IO[bytes] | None = None,
+        **settings: Any,
+    ) -> None:
+        environ = {HASH_MODEL_VARIABLE: msgspec.json.encode(model).decode()}
+        fields = json.dumps({"redis_url": redis_url, **settings})
+        super().__init__("tests.hash_worker", fields, environ=environ, output=output)
 
 
 @dataclass
@@ -230,11 +249,20 @@ class Caller:
 async def fleet(
     redis_url: str, number: int, model: HashModelOptions | None = None, **settings: Any
 ) -> AsyncIterator[list[WorkerProcess]]:
-    """Runs this many workers; ends those that still run at exit."""
-    workers = [
-        WorkerProcess(redis_url, model or HashModelOptions(), **settings) for _ in range(number)
-    ]
-    try:
+    """Runs this many workers."""
+    hash_model = model or HashModelOptions()
+    async with running(
+        WorkerProcess(redis_url, hash_model, **settings) for _ in range(number)
+    ) as workers:
         yield workers
+
+
+@contextlib.asynccontextmanager
+async def running(programs: Iterable[P]) -> AsyncIterator[list[P]]:
+    """Those that still run are ended at exit. Callers may replace items of the list."""
+    started: list[P] = []
+    try:
+        started += programs
+        yield started
     finally:
-        await asyncio.gather(*(worker.close() for worker in workers))
+        await asyncio.gather(*(program.close() for program in started))

@@ -1,4 +1,7 @@
-"""A real worker on the hash model: `python -m tests.hash_worker SETTINGS_JSON`."""
+"""A real worker on the hash model: `python -m tests.hash_worker SETTINGS_JSON`.
+
+In a campaign it makes the planted mistake, and ends with the campaign.
+"""
 
 import asyncio
 import logging
@@ -8,9 +11,13 @@ from typing import Any
 
 import msgspec
 
+from infra.child import end_with_parent
+from tests.chaos.mistakes import plant_in_worker
 from workers.ipc.messages import EngineOptions
 from workers.settings import WorkerSettings
 from workers.supervisor.supervisor import run_worker
+
+LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s"
 
 
 def hash_worker_settings(redis_url: str, **overrides: Any) -> WorkerSettings:
@@ -31,6 +38,9 @@ def hash_worker_settings(redis_url: str, **overrides: Any) -> WorkerSettings:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt="%H:%M:%S")
     fields = msgspec.json.decode(sys.argv[1])
-    sys.exit(asyncio.run(run_worker(hash_worker_settings(fields.pop("redis_url"), **fields))))
+    settings = hash_worker_settings(fields.pop("redis_url"), **fields)
+    end_with_parent(settings.drain_s)
+    plant_in_worker()
+    sys.exit(asyncio.run(run_worker(settings)))

@@ -31,6 +31,14 @@ for module in {modules!r}:
     importlib.import_module(module)
 """
 
+# Tests of models, and of what measures them. The others must start without torch.
+OF_MODELS = {"bench", "oracle", "real", "resume", "vllm_contract", "workers"}
+COLLECT = """
+import sys, pytest
+status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[1:]])
+print("status:", int(status), *sorted({"torch", "transformers", "vllm"} & sys.modules.keys()))
+"""
+
 LUA_FILES = sorted(p for p in ROOT.glob("contract/lua/*.lua") if not p.name.startswith("_"))
 SCRIPTS = sorted(p for p in [*ROOT.glob("scripts/*"), ROOT / ".ci" / "run"] if not p.suffix)
 
@@ -97,6 +105,16 @@ def test_a_package_imports_without_forbidden_packages(package: str, blocked: lis
     program = IMPORT_WITHOUT.format(blocked=blocked, modules=names)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_tests_of_models_import_torch() -> None:
+    """A collection of all other folders, in a process of its own. Where one test needs torch, the
+    test imports it."""
+    folders = {path.parent.name for path in ROOT.glob("tests/*/test_*.py")}
+    paths = [f"tests/{name}" for name in sorted(folders - OF_MODELS)]
+    command = [sys.executable, "-c", COLLECT, "--ignore=tests/e2e/test_vectors.py", *paths]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "status: 0", done.stdout[-2000:] + done.stderr
 
 
 @pytest.mark.parametrize("path", LUA_FILES, ids=lambda path: path.name)

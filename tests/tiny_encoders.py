@@ -1,21 +1,12 @@
-"""Tiny random models for vectors, saved as sentence-transformers or transformers saves them."""
+"""Tiny random models for vectors, saved as sentence-transformers or transformers saves them.
+
+Both are imported where a model is made: a soak of whole processes needs its names only."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.sentence_transformer.modules import (
-    Dense,
-    Normalize,
-    Pooling,
-    Transformer,
-)
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 WINDOW = 8  # tokens to each side, or in all, as the family counts
 _SPECIAL = ("<pad>", "[CLS]", "[SEP]", "<unk>")
@@ -89,6 +80,8 @@ def save_tokenizer(
 ) -> None:
     """Bytes as tokens, behind four special tokens; [CLS] … [SEP] around texts and pairs.
     `has_types`: the two texts of a pair differ in their types, as BERT's do."""
+    from transformers import PreTrainedTokenizerFast
+
     names = list(_SPECIAL)
     names.insert(pad_id, names.pop(0))
     special = {name: index for index, name in enumerate(names)}
@@ -119,12 +112,16 @@ def save_tokenizer(
 
 
 def make_config(family: str, **changes: Any) -> Any:
+    import transformers
+
     class_name, arguments = ENCODERS[family]
     return getattr(transformers, class_name)(**(arguments | changes))
 
 
 def save_base(family: str, folder: Path, auto_class: Any, seed: int = 0, **changes: Any) -> Path:
     """A transformers folder with a random model of that auto class, and a tokenizer."""
+    import torch
+
     torch.manual_seed(seed)
     config = make_config(family, **changes)
     model = auto_class.from_config(config)
@@ -153,6 +150,16 @@ def save_embedder(
     default_prompt: str | None = None,
 ) -> Path:
     """A folder that SentenceTransformer has saved."""
+    import torch
+    import transformers
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import (
+        Dense,
+        Normalize,
+        Pooling,
+        Transformer,
+    )
+
     base = save_base(family, folder / "base", transformers.AutoModel)
     modules: list[Any] = [Transformer(str(base))]
     modules.append(Pooling(32, pooling_mode=mode if isinstance(mode, str) else tuple(mode)))
@@ -172,12 +179,19 @@ def save_embedder(
 
 def save_classifier(family: str, folder: Path, num_labels: int, **changes: Any) -> Path:
     """A plain `*ForSequenceClassification` folder."""
+    import transformers
+
     auto_class = transformers.AutoModelForSequenceClassification
     return save_base(family, folder, auto_class, num_labels=num_labels, **changes)
 
 
 def save_reranker(folder: Path) -> Path:
     """As Qwen3-Reranker: a decoder, the log-odds of two tokens, and a template for pairs."""
+    import transformers
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.cross_encoder.modules import LogitScore
+    from sentence_transformers.sentence_transformer.modules import Transformer
+
     base = save_base("qwen3", folder / "base", transformers.AutoModelForCausalLM)
     save_tokenizer(base, PAIR_TEMPLATE)
     modules = [Transformer(str(base), transformer_task="text-generation"), LogitScore(40, 50)]

@@ -3,9 +3,9 @@
 Over 300 lines: a configuration for each family.
 """
 
+from importlib.metadata import version
 from typing import Any
 
-import transformers
 from packaging.version import Version
 
 VOCAB_SIZE = 320
@@ -314,7 +314,7 @@ PAGED_SINCE_5_24: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", _GPT2_NAMES | {"rotary_dim": 8}),
     "codegen": ("CodeGenConfig", _GPT2_NAMES | {"rotary_dim": 8}),
 }
-is_5_24 = Version(transformers.__version__) >= Version("5.24")
+is_5_24 = Version(version("transformers")) >= Version("5.24")
 (PAGED if is_5_24 else SEQUENTIAL).update(PAGED_SINCE_5_24)
 
 FAMILIES = PAGED | SEQUENTIAL

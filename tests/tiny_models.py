@@ -1,18 +1,15 @@
 """Tiny decoders with random weights, made on the spot and saved as checkpoints.
 
 Their greedy outputs vary, so that a wrong position, mask or neighbour changes tokens.
+torch is imported where a model is made: those who only name families do without.
 """
 
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from tests.tiny_families import EOS_ID, FAMILIES, VOCAB_SIZE
 
@@ -23,15 +20,19 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% 
 _SCAN_PARAMETERS = ("A_log", "dt_bias", ".D", "time_", "recurrent_param")
 
 
-def make_config(family: str, **changes: Any) -> PretrainedConfig:
-    """The configuration of a tiny model of a family."""
+def make_config(family: str, **changes: Any) -> Any:
+    """The configuration (a PretrainedConfig) of a tiny model of a family."""
+    import transformers
+
     class_name, arguments = FAMILIES[family]
-    config_class: Callable[..., PretrainedConfig] = getattr(transformers, class_name)
-    return config_class(**(arguments | changes))
+    return getattr(transformers, class_name)(**(arguments | changes))
 
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A tiny random model (a PreTrainedModel) whose greedy outputs vary."""
+    import torch
+    import transformers
+
     torch.manual_seed(seed)
     auto_class: Any = transformers.AutoModelForCausalLM
     model = auto_class.from_config(make_config(family, **changes))
@@ -42,8 +43,10 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
-def _enliven(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+def _enliven(name: str, parameter: Any, generator: Any) -> None:
     """Scales the weights, so that attention decides the next token."""
+    import torch
+
     noise = torch.randn(parameter.shape, generator=generator)
     if any(part in name for part in _SCAN_PARAMETERS):
         return
@@ -72,6 +75,8 @@ def _tokenizer_json() -> str:
 
 def save_tokenizer(folder: Path) -> None:
     """Writes a byte tokenizer with a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer_class: Any = PreTrainedTokenizerFast
     tokenizer = tokenizer_class(
         tokenizer_object=Tokenizer.from_str(_tokenizer_json()),

@@ -20,7 +20,6 @@ from workers.engine.interface import ModelRefused
 from workers.engine.sequence import RequestRefused
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, Request, StrategyOptions
-from workers.model.loader import load_model
 
 _TENANT, _LANE = "bench", "standard"
 _NUM_WARM_UP = 4  # requests
@@ -145,6 +144,8 @@ def make_request(number: int, drawn: WorkloadRequest) -> Request:
 
 
 def run(options: argparse.Namespace) -> int:
+    from workers.model.loader import load_model  # imports torch, which a simulation does not need
+
     try:
         workload = read_workload(options.workload)
         engine_options = EngineOptions(

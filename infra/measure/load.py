@@ -4,16 +4,16 @@ given times, or by a fixed number of callers."""
 import asyncio
 import enum
 import itertools
-import json
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
 
+from batchway_client.events import Parser
 from infra.measure.workloads import Workload, WorkloadRequest
 
 PromptKind = Literal["ids", "text", "chat"]
@@ -55,6 +55,9 @@ class Call:
     num_output_tokens: int = 0
     chunk_times_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    head_s: float = 0.0  # from sending to the head of the answer
+    headers: Mapping[str, str] = field(default_factory=dict)  # of the answer
+    is_done: bool = False  # its stream said so
 
     @property
     def ttft_s(self) -> float | None:
@@ -92,27 +95,6 @@ class Caller:
     prompt_kind: PromptKind = "ids"
     is_plain: bool = False
 
-    async def call(
-        self,
-        call: Call,
-        request: WorkloadRequest,
-        now_s: Callable[[], float],
-        hang_up_after: int | None = None,
-    ) -> None:
-        """Records the call to its end; hangs up after `hang_up_after` pieces of output."""
-        path, body = self.request_of(request)
-        call.sent_s = now_s()
-        try:
-            async with self.client.stream("POST", path, json=body) as response:
-                call.status = response.status_code
-                if response.status_code == 200:
-                    await _read(call, response, now_s, hang_up_after)
-                else:
-                    await _refused(call, response)
-        except httpx.HTTPError as exc:
-            call.outcome, call.reason = Outcome.FAILED, type(exc).__name__
-        call.end_s = now_s()
-
     def request_of(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self.model,
@@ -131,56 +113,67 @@ class Caller:
         return "chat/completions", body | {"messages": [{"role": "user", "content": text}]}
 
 
+async def exchange(
+    client: httpx.AsyncClient,
+    call: Call,
+    path: str,
+    body: Mapping[str, Any],
+    now_s: Callable[[], float] = time.monotonic,
+    *,
+    headers: Mapping[str, str] | None = None,
+    hang_up_after: int | None = None,
+) -> None:
+    """Sends a call, or a job; records it to its end, or to `hang_up_after` pieces of output."""
+    call.sent_s, began_s = now_s(), time.monotonic()
+    try:
+        async with client.stream("POST", path, json=body, headers=headers) as response:
+            call.status, call.headers = response.status_code, response.headers
+            call.head_s = time.monotonic() - began_s
+            if response.status_code == 200:
+                await _read(call, response, now_s, hang_up_after)
+            elif response.status_code == 202:
+                await response.aread()
+                call.outcome = Outcome.SUCCEEDED
+            else:
+                await _refused(call, response)
+    except (httpx.HTTPError, ValueError) as exc:  # ValueError: an event is no JSON
+        call.outcome, call.reason = Outcome.FAILED, type(exc).__name__
+    call.end_s = now_s()
+
+
 async def _read(
     call: Call, response: httpx.Response, now_s: Callable[[], float], hang_up_after: int | None
 ) -> None:
     """Reads a stream and records it."""
-    num_reported, is_finished = None, False
-    async for data in _events(response):
-        if "error" in data:
-            call.reason = _reason(data["error"])
-            is_cancelled = call.reason == "cancelled"
-            call.outcome = Outcome.CANCELLED if is_cancelled else Outcome.FAILED
-            return
-        if usage := data.get("usage"):
-            num_reported = usage["completion_tokens"]
-            call.num_prompt_tokens = usage["prompt_tokens"]
-        for choice in data.get("choices") or ():
-            text = choice.get("text") or (choice.get("delta") or {}).get("content")
-            token_ids = choice.get("token_ids")
-            if text or token_ids:
-                call.chunk_times_s.append(now_s())
-                call.num_output_tokens += len(token_ids) if token_ids else 1
-                call.token_ids += token_ids or ()
-            is_finished |= choice.get("finish_reason") is not None
-        if hang_up_after is not None and len(call.chunk_times_s) >= hang_up_after:
-            call.outcome, call.reason = Outcome.CANCELLED, "hung up"
-            return
+    parser, num_reported, is_finished = Parser(), None, False
+    async for part in response.aiter_bytes():
+        for data in (event.data for event in parser.feed(part)):
+            if "error" in data:
+                call.reason = _reason(data["error"])
+                is_cancelled = call.reason == "cancelled"
+                call.outcome = Outcome.CANCELLED if is_cancelled else Outcome.FAILED
+                return
+            if usage := data.get("usage"):
+                num_reported = usage["completion_tokens"]
+                call.num_prompt_tokens = usage["prompt_tokens"]
+            for choice in data.get("choices") or ():
+                text = choice.get("text") or (choice.get("delta") or {}).get("content")
+                token_ids = choice.get("token_ids")
+                if text or token_ids:
+                    call.chunk_times_s.append(now_s())
+                    call.num_output_tokens += len(token_ids) if token_ids else 1
+                    call.token_ids += token_ids or ()
+                is_finished |= choice.get("finish_reason") is not None
+            if hang_up_after is not None and len(call.chunk_times_s) >= hang_up_after:
+                call.outcome, call.reason = Outcome.CANCELLED, "hung up"
+                return
+        call.is_done = parser.is_done
     if num_reported is not None:
         call.num_output_tokens = num_reported
     if is_finished:
         call.outcome = Outcome.SUCCEEDED
     else:
         call.outcome, call.reason = Outcome.FAILED, "ended early"
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The data of each event up to [DONE]. Splits lines only at \\n: text may hold other line
-    ends.
-    """
-    rest = b""
-    async for part in response.aiter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            try:
-                yield json.loads(data)
-            except ValueError as exc:
-                raise httpx.DecodingError("an event that is no JSON") from exc
 
 
 async def _refused(call: Call, response: httpx.Response) -> None:
@@ -262,16 +255,29 @@ async def run_load(
         async with permits:
             if not load.is_open:
                 call.arrival_s = now_s()
-            await caller.call(call, requests[call.number], now_s, hang_ups[call.number])
+            path, body = caller.request_of(requests[call.number])
+            hang_up_after = hang_ups[call.number]
+            await exchange(caller.client, call, path, body, now_s, hang_up_after=hang_up_after)
         progress(call)
 
     async with asyncio.TaskGroup() as group:
-        for call in sorted(calls, key=lambda call: call.arrival_s):
-            wait_s = call.arrival_s - now_s() if load.is_open else 0.0
-            if wait_s > 0:
-                await sleep(wait_s)
-            group.create_task(make(call))
+        in_order = sorted(calls, key=lambda call: call.arrival_s)
+        arrivals = ((call.arrival_s if load.is_open else 0.0, call) for call in in_order)
+        await arrive(arrivals, lambda call: group.create_task(make(call)), now_s, sleep)
     return LoadRun(load, tuple(calls), now_s())
+
+
+async def arrive(
+    arrivals: Iterable[tuple[float, Any]],
+    begin: Callable[[Any], object],
+    now_s: Callable[[], float],
+    sleep: Sleep = asyncio.sleep,
+) -> None:
+    """Begins each at its time, whatever has become of those before it."""
+    for at_s, each in arrivals:
+        if (wait_s := at_s - now_s()) > 0:
+            await sleep(wait_s)
+        begin(each)
 
 
 def _hang_ups(load: Load) -> list[int | None]:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from infra.planning.devices import ITEM_BYTES, Precision
 from workers.engine.interface import Chunk, ModelRefused, Padding
 
@@ -35,6 +32,9 @@ class ModelShape:
 
 def read_shape(path: Path) -> ModelShape:
     """Reads a model's folder or its config.json. Raises ModelRefused."""
+    import torch  # takes seconds: who plans from other sizes does without
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     file = path / "config.json" if path.is_dir() else path
     try:
         written = json.loads(file.read_text("utf-8"))

@@ -1,19 +1,21 @@
 """A real `batchway callbacks` process with short retry delays.
 
-`python -m tests.callbacks.callbacks_process JSON`. Only the delays differ from production.
+`python -m tests.callbacks.callbacks_process JSON`. Only the delays differ from production, and
+in a campaign it ends with the campaign.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
-import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 from contract.callback_urls import AllowList
+from infra.child import end_with_parent
+from tests.fleet import Program, running
+from tests.hash_worker import LOG_FORMAT
 from workers.callbacks.deliverer import CallbackSettings
 from workers.callbacks.service import run_callbacks
 
@@ -34,48 +36,26 @@ def quick_settings(redis_url: str, **overrides: Any) -> CallbackSettings:
     return CallbackSettings(**(fields | overrides))
 
 
-class CallbacksProcess:
-    """One process, in its own session."""
+class CallbacksProcess(Program):
+    """One process."""
 
     def __init__(self, redis_url: str, **settings: Any) -> None:
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.callbacks.callbacks_process",
-                json.dumps({"redis_url": redis_url, **settings}),
-            ],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def kill(self) -> None:
-        """kill -9."""
-        self._process.kill()
-        self._process.wait()
-
-    async def stop(self) -> int:
-        """Sends SIGTERM; returns the exit status."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
-        return await asyncio.to_thread(self._process.wait, 30)
+        fields = json.dumps({"redis_url": redis_url, **settings})
+        super().__init__("tests.callbacks.callbacks_process", fields)
 
 
 @contextlib.asynccontextmanager
 async def callbacks_processes(
     redis_url: str, number: int, **settings: Any
 ) -> AsyncIterator[list[CallbacksProcess]]:
-    """Runs `number` processes. Callers may replace items of the list; its processes are stopped
-    at exit."""
-    running = [CallbacksProcess(redis_url, **settings) for _ in range(number)]
-    try:
-        yield running
-    finally:
-        await asyncio.gather(*(process.stop() for process in running))
+    """Runs `number` processes, which callers may replace."""
+    async with running(CallbacksProcess(redis_url, **settings) for _ in range(number)) as found:
+        yield found
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt="%H:%M:%S")
     fields = json.loads(sys.argv[1])
-    sys.exit(asyncio.run(run_callbacks(quick_settings(fields.pop("redis_url"), **fields))))
+    settings = quick_settings(fields.pop("redis_url"), **fields)
+    end_with_parent(settings.drain_s)
+    sys.exit(asyncio.run(run_callbacks(settings)))

@@ -4,15 +4,12 @@
 one. Every final message must be delivered at least once, under one id.
 """
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from contract.callbacks import Callback, CallbackKind
@@ -25,6 +22,7 @@ from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.callbacks_process import CallbacksProcess, callbacks_processes
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always, half_of_the_time
+from tests.campaigns.command_line import parser_of, run
 from tests.fakes import HashModelOptions, encode_text
 from tests.fleet import TENANT, fleet, until
 
@@ -61,10 +59,12 @@ class Report:
     p99_well_s: float
     p50_s: float
     max_s: float
-    took_s: float
 
-    def mistakes(self) -> list[str]:
-        """Violations of the guarantees."""
+    def figures(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def violations(self) -> list[str]:
         found = []
         if self.num_delivered != self.num_jobs:
             found.append(f"{self.num_jobs - self.num_delivered} ends were not delivered")
@@ -108,7 +108,7 @@ async def run_campaign(redis_url: str, plan: Plan) -> Report:
         ends = await _ends(functions, list(paths))
         num_dead = int(await client.zcard(keys.of("dead", TENANT)))
     await client.aclose()
-    return _report(plan, receiver, paths, ends, num_dead, time.monotonic() - started_s)
+    return _report(plan, receiver, paths, ends, num_dead)
 
 
 async def _kill(
@@ -176,7 +176,6 @@ def _report(
     paths: dict[str, str],
     ends: dict[str, float],
     num_dead: int,
-    took_s: float,
 ) -> Report:
     ids: dict[str, set[str]] = {}
     first_s: dict[str, float] = {}
@@ -200,31 +199,19 @@ def _report(
         p99_well_s=round(well[int(0.99 * (len(well) - 1))], 3),
         p50_s=round(statistics.median(latencies.values()), 3),
         max_s=round(max(latencies.values()), 3),
-        took_s=round(took_s, 1),
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Callbacks under failures, see docs/reliability.md."
-    )
+    parser = parser_of("callbacks-campaign", "Callbacks under failures, see docs/reliability.md.")
     parser.add_argument("--jobs", type=int, default=1000, help="(default: 1000)")
     parser.add_argument("--kills", type=int, default=50, help="kill -9 (default: 50)")
     parser.add_argument("--down-s", type=float, default=60.0, help="(default: 60 s)")
     parser.add_argument("--pace-s", type=float, default=0.2, help="between jobs (default: 0.2 s)")
-    parser.add_argument("--json", metavar="OUT", help="also writes the report here")
-    options = parser.parse_args()
-    plan = Plan(options.jobs, options.kills, options.down_s, pace_s=options.pace_s)
+    given = parser.parse_args()
+    plan = Plan(given.jobs, given.kills, given.down_s, pace_s=given.pace_s, seed=given.seed)
     with EmbeddedRedis() as server:
-        report = asyncio.run(run_campaign(server.url, plan))
-    shown: dict[str, Any] = {name: getattr(report, name) for name in report.__slots__}
-    for name, value in shown.items():
-        print(f"{name:20} {value}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(shown, indent=2) + "\n")
-    for mistake in report.mistakes():
-        print(f"WRONG: {mistake}", file=sys.stderr)
-    return 1 if report.mistakes() else 0
+        return run(lambda: run_campaign(server.url, plan), given.json)
 
 
 if __name__ == "__main__":

@@ -14,5 +14,5 @@ async def test_every_callback_is_delivered_despite_failures_and_kills() -> None:
     """At least once, under one id, signed. No callback is given up."""
     with EmbeddedRedis() as server:
         report = await run_campaign(server.url, PLAN)
-    assert report.mistakes() == []
+    assert report.violations == []
     assert report.num_attempts > report.num_jobs

@@ -4,13 +4,10 @@ Exit status 0 where nothing was violated, 1 where something was, 130 after a Ctr
 """
 
 import argparse
-import asyncio
-import json
-import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
+from tests.campaigns.command_line import parser_of, run
 from tests.chaos.campaign import (
     BATCH_CALLERS,
     FEW_CALLERS,
@@ -20,7 +17,6 @@ from tests.chaos.campaign import (
 )
 from tests.chaos.faults import KINDS
 from tests.chaos.fleet import FleetOptions
-from tests.chaos.report import Report
 from tests.vllm_environment import interpreter
 
 
@@ -51,31 +47,16 @@ def main() -> int:
         campaign = replace(campaign, callers=FLOW_CALLERS)
     if options.batches:
         campaign = replace(campaign, callers=BATCH_CALLERS)
-    try:
-        report = asyncio.run(_run(campaign))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted: all processes are ended", file=sys.stderr)
-        return 130
-    print(report.as_table())
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    return 0 if report.is_clean else 1
 
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
-async def _run(campaign: CampaignOptions) -> Report:
-    """SIGTERM, and a SIGINT that a background shell had ignored, end everything too."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    return await run_campaign(campaign, lambda line: print(line, file=sys.stderr, flush=True))
+    return run(lambda: run_campaign(campaign, say), options.json)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser = parser_of("chaos", __doc__)
     parser.add_argument("--faults", type=int, default=100, help="how many (default: 100)")
-    parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures there")
     parser.add_argument(
         "--model",
         choices=("hash", "demo", "vllm"),

@@ -5,19 +5,18 @@ The requests are in tests/chaos/clients.py.
 """
 
 import asyncio
-import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 
+from batchway_client.events import Event as Sse
+from batchway_client.events import Parser
 from tests.chaos.ledger import Event, Kind, Ledger, Story
 from tests.chaos.oracles import Ask, Oracle
 
 TIMEOUT = httpx.Timeout(connect=1.0, read=4.0, write=2.0, pool=None)
-TERMINAL = {"succeeded", "failed", "cancelled", "expired"}
 _PASSING = {"draining", "broker_unavailable", "no_workers", "lane_full"}  # codes: try again
 _LOST = {"job_not_found", "job_lost"}
 
@@ -28,35 +27,6 @@ class Broken(Exception):
 
 class Gone(Exception):
     """The gateway does not know the job."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sse:
-    """One complete server-sent event."""
-
-    id: str
-    event: str
-    data: str
-
-
-async def read_sse(response: httpx.Response) -> AsyncIterator[Sse]:
-    """Complete events only; one that was cut off is not returned. Raises Broken."""
-    id_, event, data = "", "", ""
-    try:
-        async for line in response.aiter_lines():
-            name, _, value = line.partition(": ")
-            match name:
-                case "id":
-                    id_ = value
-                case "event":
-                    event = value
-                case "data":
-                    data = value
-                case "" if data:
-                    yield Sse(id_, event, data)
-                    id_, event, data = "", "", ""
-    except httpx.HTTPError as exc:
-        raise Broken(type(exc).__name__) from exc
 
 
 class Callers:
@@ -187,23 +157,27 @@ class Client:
             raise Broken(type(exc).__name__) from exc
 
     async def _receive_all(self, story: Story, response: httpx.Response) -> bool:
-        """Whether the stream ended properly."""
-        async for sse in read_sse(response):
-            if sse.data == "[DONE]":
+        """Whether the stream ended properly. An event that was cut off is not received."""
+        parser = Parser()
+        async for part in response.aiter_bytes():
+            for sse in parser.feed(part):
+                if sse.type == "reconnect":
+                    self._ledger.counts["reconnects asked for"] += 1
+                    return False
+                self._receive(story, sse)
+            if parser.is_done:
                 return True
-            data = json.loads(sse.data)
-            if sse.event == "" and "error" in data:
-                self._receive_error(story, data["error"]["code"])
-            elif sse.event == "stream_reset":
-                story.reset()
-            elif sse.event == "reconnect":
-                self._ledger.counts["reconnects asked for"] += 1
-                return False
-            elif sse.event in TERMINAL:
-                story.ended(sse.event)
-            elif sse.event == "":
-                self._receive_chunk(story, sse.id, data)
         return False
+
+    def _receive(self, story: Story, sse: Sse) -> None:
+        if sse.type == "stream_reset":
+            story.reset()
+        elif sse.is_end:
+            story.ended(sse.type)
+        elif sse.type == "message" and "error" in sse.data:
+            self._receive_error(story, sse.data["error"]["code"])
+        elif sse.type == "message":
+            self._receive_chunk(story, sse.id or "", sse.data)
 
     def _receive_chunk(self, story: Story, id_: str, data: dict[str, Any]) -> None:
         output = {

@@ -6,7 +6,6 @@ Over 300 lines: the steps of one run.
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +22,7 @@ from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.batches import KILLS, Batcher, BatchOracle
 from tests.chaos.callers import Callers, Client
 from tests.chaos.clients import Canceller, Leaver, Streamer, Submitter
+from tests.chaos.deliveries import Delivery, check_deliveries
 from tests.chaos.faults import CLUSTER_KINDS, VLLM_KINDS, Injector
 from tests.chaos.fleet import HASH_MODEL, Fleet, FleetOptions
 from tests.chaos.flows import MODELS_YAML, FlowOracle, check_calls
@@ -30,7 +30,6 @@ from tests.chaos.ledger import Kind, Ledger, Violation
 from tests.chaos.mistakes import Mistake
 from tests.chaos.oracles import DemoOracle, HashOracle, Oracle
 from tests.chaos.report import Report
-from tests.chaos.tellings import Telling, check_tellings
 from tests.clock import clock_of, library_with_test_clock
 from tests.cluster import plain_client
 from tests.fleet import until
@@ -96,7 +95,6 @@ class CampaignOptions:
 
 async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = print) -> Report:
     """Runs until the end or until cancelled. Leaves no process behind."""
-    started_s = time.monotonic()
     rng = random.Random(options.seed)
     async with Fleet(_fleet_options(options), rng) as fleet, _receiver(options) as receiver:
         fleet.keeps_logs = options.keeps_logs
@@ -122,7 +120,7 @@ async def run_campaign(options: CampaignOptions, say: Callable[[str], None] = pr
             fleet.keeps_logs = True
             say(f"violations: logs are kept in {fleet.directory}")
         num_lost = fleet.cluster.num_bytes_lost if fleet.cluster else injector.num_bytes_lost
-        return Report(options, injector.counts, num_lost, ledger, started_s)
+        return Report(options, injector.counts, num_lost, ledger)
 
 
 def _ledger(options: CampaignOptions, fleet: Fleet) -> Ledger:
@@ -235,7 +233,7 @@ async def _reckon(
                 view, entries = read
                 statuses[job_id] = view.status
                 ledger.check_log(job_id, view.status, entries)
-        check_tellings(ledger, statuses, _tellings(receiver), num_forged=len(receiver.forged))
+        check_deliveries(ledger, statuses, _deliveries(receiver), num_forged=len(receiver.forged))
         _judge_differences(ledger, callers.oracle)
         for keys, client in places:
             await _audit(ledger, fleet, client, keys)
@@ -284,10 +282,10 @@ async def _audit(ledger: Ledger, fleet: Fleet, client: redis.asyncio.Redis, keys
             ledger.violations.append(Violation(Kind.LOST, "audit", detail))
 
 
-def _tellings(receiver: Receiver) -> list[Telling]:
+def _deliveries(receiver: Receiver) -> list[Delivery]:
     deliveries = ((message, message.body["data"]) for message in receiver.messages)
     return [
-        Telling(data["id"], message.id, data["status"], message.was_accepted)
+        Delivery(data["id"], message.id, data["status"], message.was_accepted)
         for message, data in deliveries
     ]
 

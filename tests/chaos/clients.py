@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from batchway_client.jobs import TERMINAL
 from tests.callbacks.receiver import SECRET
-from tests.chaos.callers import TERMINAL, Broken, Client, Gone
+from tests.chaos.callers import Broken, Client, Gone
 from tests.chaos.ledger import Kind, Story
 from tests.chaos.oracles import Ask
 

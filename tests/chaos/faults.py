@@ -3,7 +3,7 @@
 The draw is reproducible; when a fault strikes a process is not. A fault counts once it has taken
 effect.
 
-To add faults for another kind of process, give the fleet its seats, and add a row to `_KINDS` with
+To add faults for another kind of process, give the fleet its parts, and add a row to `_KINDS` with
 a weight and a method.
 
 Over 300 lines: one short method for each fault.
@@ -20,8 +20,8 @@ from typing import Any
 from contract.connection import end_tasks
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.fleet import Fleet
+from tests.chaos.parts import LEASE_S, Part, WorkerPart
 from tests.chaos.proxy import Doom
-from tests.chaos.seats import LEASE_S, Seat, WorkerSeat
 
 ENGINE_CORE = "engine core kill -9"  # of vLLM only
 REDIS_FAILOVER = "redis failover"
@@ -111,80 +111,80 @@ class Injector:
         return await self._pause(self._idle_callbacks(), self.rng.uniform(0.2, 2 * LEASE_S))
 
     async def kill_engine(self) -> bool:
-        return await self._kill_engine(WorkerSeat.engine_pid)
+        return await self._kill_engine(WorkerPart.engine_pid)
 
     async def kill_engine_core(self) -> bool:
-        return await self._kill_engine(WorkerSeat.engine_core_pid)
+        return await self._kill_engine(WorkerPart.engine_core_pid)
 
     async def stop_engine(self) -> bool:
         seconds = self.rng.uniform(0.2, 2 * LEASE_S)
-        seat = self._idle_worker()
-        if seat is None:
+        part = self._idle_worker()
+        if part is None:
             return False
-        with seat.busy():
-            pid = await seat.engine_pid()
+        with part.busy():
+            pid = await part.engine_pid()
             if pid is None:
                 return False
-            await self._stop_for(seat, pid, seconds)
+            await self._stop_for(part, pid, seconds)
         return True
 
-    async def _replace(self, seat: Seat | None, number: signal.Signals) -> bool:
+    async def _replace(self, part: Part | None, number: signal.Signals) -> bool:
         """Ends one process and starts its successor after a while."""
-        if seat is None:
+        if part is None:
             return False
-        with seat.busy():
-            seat.send(number)
-            status = await seat.wait(30.0)
+        with part.busy():
+            part.send(number)
+            status = await part.wait(30.0)
             if number == signal.SIGTERM:
-                assert status == 0, f"{seat.name} ended with status {status} on SIGTERM"
+                assert status == 0, f"{part.name} ended with status {status} on SIGTERM"
             await asyncio.sleep(self.rng.uniform(0, 0.5))
-            seat.start()
-            await seat.until_ready()
+            part.start()
+            await part.until_ready()
         return True
 
-    async def _pause(self, seat: Seat | None, seconds: float) -> bool:
-        if seat is None:
+    async def _pause(self, part: Part | None, seconds: float) -> bool:
+        if part is None:
             return False
-        with seat.busy():
-            await self._stop_for(seat, seat.pid, seconds)
+        with part.busy():
+            await self._stop_for(part, part.pid, seconds)
         return True
 
     async def _kill_engine(
-        self, pid_of: Callable[[WorkerSeat], Coroutine[Any, Any, int | None]]
+        self, pid_of: Callable[[WorkerPart], Coroutine[Any, Any, int | None]]
     ) -> bool:
         """Kills one process of an engine; its worker starts another engine."""
-        seat = self._idle_worker()
-        if seat is None:
+        part = self._idle_worker()
+        if part is None:
             return False
-        with seat.busy():
-            pid = await pid_of(seat)
+        with part.busy():
+            pid = await pid_of(part)
             if pid is None:
                 return False
-            times_ready = seat.times_ready()
-            seat.send_to(pid, signal.SIGKILL)
-            await seat.until_ready(times_ready + 1)
+            times_ready = part.times_ready()
+            part.send_to(pid, signal.SIGKILL)
+            await part.until_ready(times_ready + 1)
         return True
 
-    async def _stop_for(self, seat: Seat, pid: int, seconds: float) -> None:
-        seat.send_to(pid, signal.SIGSTOP)
+    async def _stop_for(self, part: Part, pid: int, seconds: float) -> None:
+        part.send_to(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
         finally:
-            seat.send_to(pid, signal.SIGCONT)
+            part.send_to(pid, signal.SIGCONT)
 
-    def _idle_worker(self) -> WorkerSeat | None:
+    def _idle_worker(self) -> WorkerPart | None:
         """A worker without a fault; None if at most one is left without a fault."""
-        idle = [seat for seat in self.fleet.workers if not seat.is_busy]
+        idle = [part for part in self.fleet.workers if not part.is_busy]
         return self.rng.choice(idle) if len(idle) > 1 else None
 
-    def _idle_gateway(self) -> Seat | None:
+    def _idle_gateway(self) -> Part | None:
         return self._idle(self.fleet.gateways)
 
-    def _idle_callbacks(self) -> Seat | None:
+    def _idle_callbacks(self) -> Part | None:
         return self._idle(self.fleet.callbacks)
 
-    def _idle(self, seats: Sequence[Seat]) -> Seat | None:
-        idle = [seat for seat in seats if not seat.is_busy]
+    def _idle(self, parts: Sequence[Part]) -> Part | None:
+        idle = [part for part in parts if not part.is_busy]
         return self.rng.choice(idle) if idle else None
 
     # --- Redis --------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Injector:
 
     async def cut_power(self) -> bool:
         async def cut() -> None:
-            links = [seat.link for seat in self.fleet.seats]
+            links = [part.link for part in self.fleet.parts]
             away_s = self.rng.uniform(0, 1.0)
             self.num_bytes_lost += await self.fleet.redis.cut_power(links, away_s)
 
@@ -211,7 +211,7 @@ class Injector:
 
     async def fail_over(self) -> bool:
         async def fail() -> None:
-            links = [seat.link for seat in self.fleet.seats]
+            links = [part.link for part in self.fleet.parts]
             load_s = self.rng.uniform(0.2, 1.5)
             self.num_bytes_lost += await self.fleet.redis.fail_over(links, load_s)
 
@@ -242,7 +242,7 @@ class Injector:
         return await self._doom_link("cut")
 
     async def _doom_link(self, kind: Doom) -> bool:
-        link = self.rng.choice(self.fleet.seats).link
+        link = self.rng.choice(self.fleet.parts).link
         link.doom(kind)
         try:
             async with asyncio.timeout(_STRIKE_TIMEOUT_S):
@@ -253,7 +253,7 @@ class Injector:
         return True
 
     async def delay_replies(self) -> bool:
-        link = self.rng.choice(self.fleet.seats).link
+        link = self.rng.choice(self.fleet.parts).link
         before = link.effects["delayed"]
         link.delay_s = self.rng.uniform(0.02, 1.5)  # the timeout of a command is 1 s
         try:
@@ -264,7 +264,7 @@ class Injector:
 
     async def part_link(self) -> bool:
         """Cuts the link to Redis for a while, sometimes for longer than a lease."""
-        link = self.rng.choice(self.fleet.seats).link
+        link = self.rng.choice(self.fleet.parts).link
         with link.refused():
             await asyncio.sleep(self.rng.uniform(0.1, 1.5 * LEASE_S))
         return True

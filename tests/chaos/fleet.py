@@ -18,8 +18,8 @@ from infra.child import lifeline
 from infra.embedded_redis import Fsync
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.mistakes import Mistake
+from tests.chaos.parts import NAMESPACE, CallbacksPart, GatewayPart, Part, PartOptions, WorkerPart
 from tests.chaos.proxy import Link
-from tests.chaos.seats import NAMESPACE, CallbacksSeat, GatewaySeat, Place, Seat, WorkerSeat
 from tests.chaos.server import ChaosRedis
 from tests.fakes import HashModelOptions
 
@@ -57,15 +57,15 @@ class Fleet:
         self.cluster: ChaosCluster | None = None
         if num := options.num_partitions:
             self.cluster = ChaosCluster(NAMESPACE, num, rng, awaits=options.awaits)
-        self.gateways: list[GatewaySeat] = []
-        self.workers: list[WorkerSeat] = []
-        self.callbacks: list[CallbacksSeat] = []
+        self.gateways: list[GatewayPart] = []
+        self.workers: list[WorkerPart] = []
+        self.callbacks: list[CallbacksPart] = []
         self.keeps_logs = False
         self.api_keys: list[str] = []
         self._lifeline = lifeline()
 
     @property
-    def seats(self) -> list[Seat]:
+    def parts(self) -> list[Part]:
         return [*self.gateways, *self.workers, *self.callbacks]
 
     async def __aenter__(self) -> Self:
@@ -84,14 +84,14 @@ class Fleet:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for seat in self.seats:
-            seat.end()
+        for part in self.parts:
+            part.end()
         self.redis.stop()
         if self.cluster is not None:
             self.cluster.stop()
         self._lifeline.__exit__(None, None, None)
-        for seat in self.seats:
-            await seat.link.close()
+        for part in self.parts:
+            await part.link.close()
         if self.cluster is not None:
             await self.cluster.close()
         if not self.keeps_logs:
@@ -101,21 +101,21 @@ class Fleet:
         await (self.redis if self.cluster is None else self.cluster).start()
         await self._make_api_keys()
         for number in range(self._options.num_workers):
-            place = await self._place(f"worker-{number}", lifeline_fd)
+            options = await self._part_options(f"worker-{number}", lifeline_fd)
             partition = number % (self._options.num_partitions or 1)
             settings = {**self._options.worker, "partition": partition}
             self.workers.append(
-                WorkerSeat(place, settings=settings, hash_model=self._options.hash_model)
+                WorkerPart(options, settings=settings, hash_model=self._options.hash_model)
             )
         for number in range(self._options.num_gateways):
-            place = await self._place(f"gateway-{number}", lifeline_fd)
-            self.gateways.append(GatewaySeat(place, self._models_yaml()))
+            options = await self._part_options(f"gateway-{number}", lifeline_fd)
+            self.gateways.append(GatewayPart(options, self._models_yaml()))
         for number in range(self._options.num_callbacks):
-            place = await self._place(f"callbacks-{number}", lifeline_fd)
-            self.callbacks.append(CallbacksSeat(place))
-        for seat in self.seats:
-            seat.start()
-        await asyncio.gather(*(seat.until_ready() for seat in self.seats))
+            options = await self._part_options(f"callbacks-{number}", lifeline_fd)
+            self.callbacks.append(CallbacksPart(options))
+        for part in self.parts:
+            part.start()
+        await asyncio.gather(*(part.until_ready() for part in self.parts))
 
     @property
     def redis_url(self) -> str:
@@ -145,12 +145,12 @@ class Fleet:
         path.write_text(self._options.models)
         return str(path)
 
-    async def _place(self, name: str, lifeline_fd: int) -> Place:
+    async def _part_options(self, name: str, lifeline_fd: int) -> PartOptions:
         one = self.cluster
         link = Link(lambda: self.redis.socket_path) if one is None else one.new_entry()
         await link.start()
         log_path = self.directory / f"{name}.log"
-        return Place(name, link, log_path, lifeline_fd, self._options.mistake)
+        return PartOptions(name, link, log_path, lifeline_fd, self._options.mistake)
 
     def gateway_urls(self) -> list[str]:
-        return [seat.url for seat in self.gateways]
+        return [part.url for part in self.gateways]

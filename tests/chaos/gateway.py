@@ -6,7 +6,7 @@ from gateway.runners.batches import lease
 from gateway.runners.flows import worker
 from infra.cli import main
 from tests.chaos.mistakes import plant_in_gateway
-from tests.chaos.seats import LEASE_S
+from tests.chaos.parts import LEASE_S
 
 if __name__ == "__main__":
     plant_in_gateway()

@@ -19,9 +19,9 @@ class Mistake(StrEnum):
 
 def plant_in_worker() -> None:
     """Plants the configured mistake in this process's worker."""
-    from workers.supervisor.held_job import HeldJob
+    if os.environ.get(VARIABLE) == Mistake.WORKER_FORGETS_THE_LOG:
+        from workers.supervisor.held_job import HeldJob
 
-    if os.environ[VARIABLE] == Mistake.WORKER_FORGETS_THE_LOG:
         setattr(HeldJob, "replay", _forget)  # noqa: B010 - a mistake has no type
 
 

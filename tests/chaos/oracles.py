@@ -5,7 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
@@ -15,10 +15,10 @@ from infra.demo_model import demo_model_path
 from tests.chaos.ledger import Output
 from tests.fakes import HashModelOptions, encode_text, expected_output
 from tests.resume.logged_job import new_job
-from tests.resume.near_ties import NEAR_TIE, Judge
 from workers.ipc.messages import EngineOptions
-from workers.model.loader import load_model
-from workers.model.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from tests.resume.near_ties import Judge
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -127,8 +127,12 @@ class HashOracle:
         return token_ids
 
 
-def demo_judge() -> Judge:
+def demo_judge() -> "Judge":
     """The demo model in this process, loaded by batchway's own code."""
+    from tests.resume.near_ties import Judge
+    from workers.model.loader import load_model
+    from workers.model.runner import ModelRunner
+
     path = str(demo_model_path())
     options = EngineOptions(
         model_path=path, device="cpu", dtype="float32", num_threads=1, kv_memory_bytes=2**24
@@ -148,7 +152,7 @@ class DemoOracle:
     model = "demo"
     is_exact = False
 
-    def __init__(self, asks: Sequence[Ask], judge: Judge) -> None:
+    def __init__(self, asks: Sequence[Ask], judge: "Judge") -> None:
         self._asks = asks
         self._judge = judge
 
@@ -192,6 +196,8 @@ class DemoOracle:
     def is_right(self, asked: Job | None, output: Output, *, is_whole: bool) -> bool:
         """Teacher-forced scoring: each token was chosen, or nearly so, after those before it; a
         whole answer ends where it must."""
+        from tests.resume.near_ties import NEAR_TIE
+
         assert asked is not None
         params, eos_token_ids = asked.params, self._judge.runner.eos_token_ids
         for choice, token_ids in output.items():

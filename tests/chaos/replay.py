@@ -28,7 +28,7 @@ from infra.planning.costs import fit_costs
 from infra.planning.simulation import Fault, FaultKind
 from infra.planning.traces import Recorded, RecordedFleet, read_arrivals, read_recording
 from tests.chaos.fleet import Fleet, FleetOptions
-from tests.chaos.seats import NAMESPACE, WorkerSeat
+from tests.chaos.parts import NAMESPACE, WorkerPart
 from tests.fakes import HashModelOptions
 from workers.ipc.messages import EngineOptions
 
@@ -72,23 +72,23 @@ async def _run(
     return recorded, jobs, loads_s
 
 
-async def _inflict(seats: Sequence[WorkerSeat], faults: Sequence[Fault]) -> list[float]:
+async def _inflict(parts: Sequence[WorkerPart], faults: Sequence[Fault]) -> list[float]:
     started_s, loads_s = time.monotonic(), []
-    order = list(seats)  # of their starts, as in a simulation
+    order = list(parts)  # of their starts, as in a simulation
     for fault in faults:
         await asyncio.sleep(max(0.0, started_s + fault.at_s - time.monotonic()))
         assert fault.worker is not None
-        seat, begun_s = order[fault.worker], time.monotonic()
+        part, begun_s = order[fault.worker], time.monotonic()
         if fault.kind == "kill":
-            seat.end()
-            seat.start()
-            await seat.until_ready()
+            part.end()
+            part.start()
+            await part.until_ready()
             order.append(order.pop(fault.worker))
         else:
-            pid, times_ready = await seat.engine_pid(), seat.times_ready()
+            pid, times_ready = await part.engine_pid(), part.times_ready()
             assert pid is not None
-            seat.send_to(pid, signal.SIGKILL)
-            await seat.until_ready(times_ready + 1)
+            part.send_to(pid, signal.SIGKILL)
+            await part.until_ready(times_ready + 1)
         loads_s.append(time.monotonic() - begun_s)
     return loads_s
 

@@ -1,10 +1,10 @@
-"""The report of a campaign, as a table and as JSON."""
+"""The report of a campaign: its figures, and what broke a promise."""
 
-import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.campaigns.command_line import as_table
 from tests.chaos.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -19,16 +19,16 @@ class Report:
     faults: Counter[str]
     num_bytes_lost: int
     ledger: Ledger
-    started_s: float
-
-    def __post_init__(self) -> None:
-        self.took_s = time.monotonic() - self.started_s
 
     @property
     def is_clean(self) -> bool:
         return not self.ledger.violations
 
-    def as_json(self) -> dict[str, Any]:
+    @property
+    def violations(self) -> list[str]:
+        return [f"{v.kind}: {v.story}: {v.detail}" for v in self.ledger.violations]
+
+    def figures(self) -> dict[str, Any]:
         ledger = self.ledger
         options = self.options
         return {
@@ -38,7 +38,6 @@ class Report:
             "fsync": options.fsync,
             "partitions at the start": options.fleet.num_partitions or 1,
             "replicas are awaited": options.fleet.awaits,
-            "took_s": round(self.took_s, 1),
             "jobs": len(ledger.stories_by_job),
             "tokens": ledger.num_tokens,
             "callbacks": ledger.num_callbacks,
@@ -51,20 +50,7 @@ class Report:
             "bytes_lost_in_cuts": self.num_bytes_lost,
             "faults": dict(sorted(self.faults.items())),
             "clients": dict(sorted(ledger.counts.items())),
-            "violations": [asdict(violation) for violation in ledger.violations],
         }
 
     def as_table(self) -> str:
-        rows = self.as_json()
-        nested = ("faults", "clients", "violations")
-        lines = [_line(name, value) for name, value in rows.items() if name not in nested]
-        for part in nested[:2]:
-            lines += ["", part, *(_line(f"  {name}", value) for name, value in rows[part].items())]
-        if self.ledger.violations:
-            lines += ["", "violations"]
-            lines += [f"  {v.kind}: {v.story}: {v.detail}" for v in self.ledger.violations[:50]]
-        return "\n".join(lines)
-
-
-def _line(name: str, value: object) -> str:
-    return f"{name.replace('_', ' '):<44} {value:>12}"
+        return as_table({**self.figures(), "violations": self.violations})

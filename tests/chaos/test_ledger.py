@@ -6,8 +6,8 @@ import pytest
 
 from contract.events import ChoiceDelta, End, LogEntry, Tokens
 from contract.jobs import JobStatus
+from tests.chaos.deliveries import Delivery, check_deliveries
 from tests.chaos.ledger import Cut, Event, Kind, Ledger, Story
-from tests.chaos.tellings import Telling, check_tellings
 
 EXPECTED = ((1, 2, 3, 4),)
 
@@ -140,11 +140,11 @@ def run_on_after_a_cancel(story: Story) -> None:
     story.ledger.check_log("job", JobStatus.CANCELLED, log)
 
 
-def deliver(story: Story, *tellings: Telling, num_forged: int = 0) -> None:
+def deliver(story: Story, *deliveries: Delivery, num_forged: int = 0) -> None:
     """The story's job has succeeded; returns what its receiver got."""
     story.has_callback = True
     statuses = {"job": JobStatus.SUCCEEDED}
-    check_tellings(story.ledger, statuses, tellings, num_forged=num_forged)
+    check_deliveries(story.ledger, statuses, deliveries, num_forged=num_forged)
 
 
 def tell_nobody(story: Story) -> None:
@@ -152,24 +152,24 @@ def tell_nobody(story: Story) -> None:
 
 
 def tell_another_job_s_receiver(story: Story) -> None:
-    deliver(story, Telling("another job", "another job-1", "succeeded", True))
+    deliver(story, Delivery("another job", "another job-1", "succeeded", True))
 
 
 def give_up_telling(story: Story) -> None:
-    deliver(story, Telling("job", "job-1", "succeeded", False))
+    deliver(story, Delivery("job", "job-1", "succeeded", False))
 
 
 def tell_under_a_second_id(story: Story) -> None:
-    accepted = Telling("job", "job-1", "succeeded", True)
-    deliver(story, accepted, Telling("job", "job-2", "succeeded", False))
+    accepted = Delivery("job", "job-1", "succeeded", True)
+    deliver(story, accepted, Delivery("job", "job-2", "succeeded", False))
 
 
 def tell_a_false_end(story: Story) -> None:
-    deliver(story, Telling("job", "job-1", "failed", True))
+    deliver(story, Delivery("job", "job-1", "failed", True))
 
 
 def tell_what_cannot_be_verified(story: Story) -> None:
-    deliver(story, Telling("job", "job-1", "succeeded", True), num_forged=1)
+    deliver(story, Delivery("job", "job-1", "succeeded", True), num_forged=1)
 
 
 FABRICATED: list[tuple[Callable[[Story], None], Kind]] = [
@@ -228,8 +228,8 @@ def test_a_correct_story_has_no_violation() -> None:
     story.answered(story.output)
     ledger.check_jobs({"job": True, "of a caller that left before it heard": False})
     ledger.check_log("job", JobStatus.SUCCEEDED, log_of((0, (1, 2)), (2, (3,)), (3, (4,))))
-    refused = Telling("job", "job-1", "succeeded", False)
-    accepted = Telling("job", "job-1", "succeeded", True)
+    refused = Delivery("job", "job-1", "succeeded", False)
+    accepted = Delivery("job", "job-1", "succeeded", True)
     deliver(story, refused, accepted, accepted)
     assert ledger.violations == []
     assert ledger.num_tokens == 4

@@ -15,6 +15,7 @@ import redis
 from contract.connection import end_tasks
 from tests.e2e.questions import KEYS, LONG_COUNT, MODEL
 from tests.infra.stack import Stack
+from tests.streams import events_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio]
 
@@ -94,13 +95,10 @@ async def test_a_cancel_stops_the_engine_and_ends_the_events(
         assert submitted.status_code == 202
         job_id = submitted.json()["id"]
         names: list[str] = []
-        num_data = 0
         async with http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
-            async for line in events.aiter_lines():
-                if line.startswith("event: "):
-                    names.append(line[7:])
-                num_data += line.startswith("data: ")
-                if line.startswith("data: ") and num_data == 20:
+            async for event in events_of(events):
+                names.append(event.type)
+                if len(names) == 20:
                     assert (await http.post(f"/v1/jobs/{job_id}/cancel")).status_code == 200
         assert names[-1] == "cancelled"
         job = await job_object(http, job_id)

@@ -1,14 +1,13 @@
 """The same calls over HTTP get the same answers from vLLM and from batchway's own engine."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from bench.models import make_model
 from tests.infra.stack import running_demo_stack
+from tests.streams import whole_stream
 from tests.vllm_environment import vllm_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.campaign, pytest.mark.timeout(600)]
@@ -58,12 +57,9 @@ def streamed_ids(url: str) -> list[int]:
         "model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 1, "seed": 5,
         "stream": True, "return_token_ids": True,
     }  # fmt: skip
-    found: list[int] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                found += json.loads(line[6:])["choices"][0]["token_ids"]
-    return found
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+    chunks = (event.data["choices"][0] for event in whole_stream(answer.content))
+    return [token_id for chunk in chunks for token_id in chunk["token_ids"]]
 
 
 def cancelled(url: str) -> tuple[str, str]:
@@ -84,6 +80,8 @@ def answers(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("size", ["S", "M"], ids=["S on vllm", "M"])
 def test_both_engines_answer_alike(size: str, tmp_path: Path) -> None:
     vllm = vllm_arguments()  # skips where vLLM is not installed
+    from bench.models import make_model
+
     model = f"--model={make_model(size, tmp_path)}"
     ours = answers(model, "--dtype=float32")
     theirs = answers(model, *vllm)

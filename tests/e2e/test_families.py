@@ -15,7 +15,6 @@ import pytest
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import gateway_url
 from tests.tiny_models import save_tiny_model
-from tests.workers.model.parity import NUM_OUTPUT, expected_of
 
 __all__ = ["gateway_url"]
 
@@ -30,12 +29,14 @@ FAMILIES = [
 ]
 
 
-async def complete(http: httpx.AsyncClient, family: str, prompt: list[int]) -> list[int]:
+async def complete(
+    http: httpx.AsyncClient, family: str, prompt: list[int], num_output: int
+) -> list[int]:
     """The tokens of a greedy completion."""
     body: dict[str, Any] = {
         "model": family,
         "prompt": prompt,
-        "max_tokens": NUM_OUTPUT,
+        "max_tokens": num_output,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
@@ -55,10 +56,12 @@ async def wait_for_model(url: str, family: str) -> None:
 
 async def check(url: str, family: str, folder: Path) -> None:
     """Compares concurrent prompts of mixed lengths with `generate`, on the replaced modules."""
+    from tests.workers.model.parity import NUM_OUTPUT, expected_of
+
     expected = expected_of(family, folder)
     async with httpx.AsyncClient(base_url=url) as http:
         answers = await asyncio.gather(
-            *(complete(http, family, prompt) for prompt in expected.prompts)
+            *(complete(http, family, prompt, NUM_OUTPUT) for prompt in expected.prompts)
         )
     for number, found in enumerate(answers):
         expected.check(number, found)

@@ -1,7 +1,6 @@
 """vLLM with two ranks behind a gateway: one rank is killed while calls stream."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.e2e.questions import LONG_COUNT
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
+from tests.streams import events_of
 from tests.vllm_environment import vllm_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
@@ -109,12 +109,10 @@ async def streamed(http: httpx.AsyncClient, body: dict[str, Any], then: Any = No
     asked = {**body, "stream": True, "return_token_ids": True}
     async with http.stream("POST", "/v1/chat/completions", json=asked) as answer:
         assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                assert "choices" in event, event
-                for choice in event["choices"]:
-                    token_ids += choice.get("token_ids") or []
-                if then is not None and len(token_ids) > 40:
-                    then()
+        async for event in events_of(answer):
+            assert "choices" in event.data, event
+            for choice in event.data["choices"]:
+                token_ids += choice.get("token_ids") or []
+            if then is not None and len(token_ids) > 40:
+                then()
     return token_ids

@@ -18,6 +18,7 @@ import httpx
 from tests.callbacks.receiver import SECRET, Answer, Behaviour
 from tests.fakes import PAD_ID
 from tests.infra.stack import MODEL
+from tests.streams import events_of, whole_answer
 
 BAD_ROW_ID = PAD_ID  # only in prompts that are to fail: no model draws it; see HashModelOptions
 # Few: `tokenizers` keeps the last 10,000 texts, 16 MiB of texts such as ours, which is no leak.
@@ -103,15 +104,11 @@ async def _submit(caller: Caller, body: dict[str, Any], **fields: Any) -> str:
 async def _stream(caller: Caller, rng: random.Random) -> None:
     body = _body(rng, stream=True)
     async with caller.http.stream("POST", "/v1/completions", json=body) as answer:
-        lines = [line async for line in answer.aiter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
+        await whole_answer(answer)
 
 
 async def _chat(caller: Caller, rng: random.Random) -> None:
-    messages = [{"role": "user", "content": f"hello {rng.randrange(NUM_TEXTS)}"}]
-    body = {"model": MODEL, "messages": messages, "max_tokens": rng.randrange(2, 40)}
-    answer = await caller.http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
+    await _asked(caller, "/v1/chat/completions", _messages(rng))
 
 
 async def _job(caller: Caller, rng: random.Random) -> None:
@@ -122,8 +119,8 @@ async def _job(caller: Caller, rng: random.Random) -> None:
     async with caller.http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
         if events.status_code == 404:
             return  # forgotten meanwhile: a soak keeps nothing for long
-        names = [line async for line in events.aiter_lines() if line.startswith("event: ")]
-    assert names[-1:] == ["event: succeeded"]
+        found = await whole_answer(events)
+    assert found[-1].type == "succeeded"
     answer = await caller.http.get(f"/v1/jobs/{job_id}")
     assert answer.status_code == 404 or answer.json()["status"] == "succeeded", answer.text
 
@@ -190,8 +187,7 @@ def _schema(rng: random.Random) -> dict[str, Any]:
 async def _chat_stream(caller: Caller, rng: random.Random) -> None:
     body = _messages(rng, stream=True, stream_options={"include_usage": True}, logprobs=True)
     async with caller.http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        lines = [line async for line in answer.aiter_lines() if line]
-    assert lines[-1] == "data: [DONE]", lines[-1]
+        await whole_answer(answer)
 
 
 async def _structured(caller: Caller, rng: random.Random) -> None:
@@ -231,8 +227,8 @@ async def _response(caller: Caller, rng: random.Random) -> None:
         await _asked(caller, "/v1/responses", body)
         return
     async with caller.http.stream("POST", "/v1/responses", json={**body, "stream": True}) as answer:
-        names = [line async for line in answer.aiter_lines() if line.startswith("event: ")]
-    assert names[-1] in ("event: response.completed", "event: response.incomplete"), names[-1]
+        last = [event async for event in events_of(answer)][-1].type
+    assert last in ("response.completed", "response.incomplete"), last
 
 
 async def _chained_responses(caller: Caller, rng: random.Random) -> None:

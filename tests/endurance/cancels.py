@@ -22,11 +22,12 @@ from contract.events import LogEntry
 from contract.function_types import JobView
 from contract.jobs import JobStatus
 from gateway.redis.key_ring import DEFAULT_TENANT
-from tests.endurance.command_line import Progress, parser_of, run, silent
-from tests.endurance.pool import MODEL, Pool, pool
-from tests.endurance.side_by_side import side_by_side
+from tests.campaigns.command_line import Progress, parser_of, run, silent
+from tests.campaigns.load import side_by_side
+from tests.campaigns.pool import MODEL, Pool, pool
 from tests.fakes import HashModelOptions, expected_output
 from tests.fleet import Answer, until
+from tests.streams import events_of
 
 STEP_S = 0.02
 HASH_MODEL = HashModelOptions(step_s=STEP_S, eos_rate=0.0, num_blocks=256)
@@ -199,8 +200,8 @@ async def _follow(http: httpx.AsyncClient, job_id: str, num_events: int) -> None
     """Reads this many events of a job's output, or all."""
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as events:
         num_seen = 0
-        async for line in events.aiter_lines():
-            num_seen += line.startswith("id: ")
+        async for event in events_of(events):
+            num_seen += event.id is not None
             if num_seen >= num_events:
                 return
 
@@ -210,8 +211,8 @@ async def _close_stream(http: httpx.AsyncClient, plan: Plan) -> str:
     async with http.stream("POST", "/v1/completions", json={**plan.body, "stream": True}) as answer:
         assert answer.status_code == 200, await answer.aread()
         num_seen = 0
-        async for line in answer.aiter_lines():
-            num_seen += line.startswith("data: ")
+        async for _ in events_of(answer):
+            num_seen += 1
             if num_seen >= plan.num_events:
                 break
         return str(answer.headers["x-job-id"])

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.jobs import Job, JobStatus
-from tests.endurance.command_line import Progress, parser_of, run, silent
-from tests.endurance.pool import Pool, pool
-from tests.endurance.side_by_side import side_by_side
+from tests.campaigns.command_line import Progress, parser_of, run, silent
+from tests.campaigns.load import side_by_side
+from tests.campaigns.pool import Pool, pool
 from tests.fakes import HashModelOptions, expected_output, output_text
 from tests.fleet import WorkerProcess
 
@@ -68,7 +68,7 @@ async def run_drains(
     """Raises TimeoutError if a job does not end."""
     report = DrainReport(seed, budget_s)
     settings: dict[str, Any] = {"drain_s": budget_s, "lease_s": LEASE_S}
-    async with pool(HASH_MODEL, num_workers=NUM_WORKERS, has_gateway=False, **settings) as found:
+    async with pool(HASH_MODEL, num_workers=NUM_WORKERS, num_gateways=0, **settings) as found:
         is_over = asyncio.Event()
         numbers = itertools.count()
         callers = [_run_jobs(found, numbers, is_over, report) for _ in range(NUM_JOBS)]

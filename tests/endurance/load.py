@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from tests.campaigns.load import side_by_side
 from tests.endurance.calls import CALLS, Caller
-from tests.endurance.side_by_side import side_by_side
 
 NUM_CALLERS = 12
 _MIN_CALLS = 3

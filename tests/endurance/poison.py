@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.jobs import Job, JobStatus
-from tests.endurance.command_line import Progress, parser_of, run, silent
-from tests.endurance.pool import Pool, pool
+from tests.campaigns.command_line import Progress, parser_of, run, silent
+from tests.campaigns.pool import Pool, pool
 from tests.fakes import HashModelOptions, expected_output
 
 POISON = "\0"  # a byte that the hash model never says
@@ -48,7 +48,7 @@ async def run_poison(num_jobs: int, seed: int, say: Callable[[str], None] = sile
     """Raises TimeoutError if a job does not end, AssertionError if the audit fails."""
     report = PoisonReport(num_jobs, seed)
     place = random.Random(seed).randrange(num_jobs // 4, num_jobs // 2)
-    async with pool(HASH_MODEL, num_workers=NUM_WORKERS, has_gateway=False) as found:
+    async with pool(HASH_MODEL, num_workers=NUM_WORKERS, num_gateways=0) as found:
         room = asyncio.Semaphore(AT_A_TIME)
         async with asyncio.TaskGroup() as group:
             for number in range(num_jobs):

@@ -29,6 +29,7 @@ from contract.connection import end_tasks
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import Receiver
+from tests.campaigns.command_line import Progress, parser_of, run, silent
 from tests.endurance.calls import (
     BAD_ROW_ID,
     BEHAVIOURS,
@@ -37,7 +38,6 @@ from tests.endurance.calls import (
     FLOWS,
     RANKER,
 )
-from tests.endurance.command_line import Progress, parser_of, run, silent
 from tests.endurance.footprint import Footprint, Tolerance, compare, take
 from tests.endurance.load import NUM_CALLERS, Load
 from tests.endurance.series import Sample, draw, sample_of, trends

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.endurance.command_line import as_table
+from tests.campaigns.command_line import as_table
 from tests.infra.processes import check_ctrl_c
 
 

@@ -1,7 +1,6 @@
 """Answers of both endpoints, whole and streaming, as OpenAI's own client reads them."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.fakes import encode_text
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.streams import whole_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -86,7 +86,7 @@ async def test_usage_can_be_in_every_chunk(worker: FakeWorker, http: httpx.Async
     body = {"model": MODEL, "prompt": "ab", "n": 2, "stream": True, "stream_options": options}
     headers = {"idempotency-key": "continuous"}
     whole = (await http.post("/v1/completions", json=body, headers=headers)).text
-    chunks = [json.loads(line[6:]) for line in whole.splitlines() if line.startswith("data: {")]
+    chunks = [event.data for event in whole_stream(whole)]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]

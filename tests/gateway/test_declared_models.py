@@ -1,7 +1,6 @@
 """Models whose workers are started on demand, before the first has announced itself; and what a job
 says while it waits for a worker."""
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+from tests.streams import events_of
 
 pytestmark = pytest.mark.anyio
 
@@ -116,9 +116,8 @@ WAITS_NO_MORE = {"waiting_for": None, "expected_start_s": None}
 
 async def waits_in(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """The waits of a stream's `queued` events."""
-    async for line in answer.aiter_lines():
-        if line.startswith("data: {"):
-            yield wait_of(json.loads(line.removeprefix("data: ")))
+    async for event in events_of(answer):
+        yield wait_of(event.data)
 
 
 def wait_of(shown: dict[str, Any]) -> dict[str, Any]:
@@ -168,9 +167,8 @@ async def test_the_console_tells_an_idle_pool_from_a_start(
 
     async def is_shown() -> bool:
         async with http.stream("GET", "/console/feed") as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: ") and '"models"' in line:
-                    models = json.loads(line.removeprefix("data: "))["models"]
+            async for event in events_of(answer):
+                if models := event.data.get("models"):
                     [shown] = [model for model in models if model["name"] == MODEL]
                     return bool((shown["wanted"], shown["state"]) == (num_wanted, state))
         return False

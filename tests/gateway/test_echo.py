@@ -1,6 +1,5 @@
 """The prompt in responses: its text, and its log probabilities in both formats."""
 
-import json
 from typing import Any
 
 import httpx
@@ -9,6 +8,7 @@ import pytest
 from tests.fakes import BOS_ID
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.test_jobs import events_of
+from tests.streams import whole_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -27,8 +27,7 @@ async def stream(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> li
     """All chunks of a streaming call."""
     answer = await http.post(path, json=body | {"stream": True})
     assert answer.status_code == 200, answer.text
-    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    return [event.data for event in whole_stream(answer.content)]
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:

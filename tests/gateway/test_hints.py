@@ -26,6 +26,7 @@ from tests.gateway.fake_worker import (
     says,
     until_followers,
 )
+from tests.streams import events_of
 
 pytestmark = pytest.mark.anyio
 
@@ -161,5 +162,5 @@ async def test_a_slow_reader_gets_every_byte(
                 for number, event in enumerate(events, 1):
                     await idle_worker.say(claimed, number, event)
                 await idle_worker.finish(claimed, 401)
-                ids = [line async for line in stream.aiter_lines() if line.startswith("id: ")]
-    assert [int(line[4:].partition(".")[0]) for line in ids] == list(range(1, 402))
+                ids = [event.id async for event in events_of(stream) if event.id]
+    assert [int(id_.partition(".")[0]) for id_ in ids] == list(range(1, 402))

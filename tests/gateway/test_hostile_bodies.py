@@ -73,6 +73,7 @@ def models_of(app: FastAPI) -> list[type[BaseModel]]:
 
 APP = create_app(make_settings("redis://localhost", console=True))
 MODELS = models_of(APP)
+LARGE = {"ChatBody", "InputTokensBody", "ResponseBody"}  # each takes seconds
 
 
 # Values that fit a schema.
@@ -316,7 +317,14 @@ def values() -> Iterator[Values]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=pytest.mark.campaign if model.__name__ in LARGE else ())
+        for model in MODELS
+    ],
+    ids=lambda model: model.__name__,
+)
 def test_the_first_wrong_place_ends_a_body(model: type[BaseModel], values: Values) -> None:
     """Each is refused with a short answer, or taken, in a bounded time and memory."""
     print(check(model, values))

@@ -10,6 +10,7 @@ import redis.asyncio
 from contract.keys import Keys
 from tests.clock import TEST_CLOCK
 from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.streams import events_of
 
 pytestmark = pytest.mark.anyio
 
@@ -62,8 +63,8 @@ async def test_a_deadline_that_is_moved_up_is_kept(
     assert answer.json()["lane"] == "batch"
     await redis_client.incrby(TEST_CLOCK, 6000)
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as stream:
-        lines = [line async for line in stream.aiter_lines() if line.startswith("event: e")]
-    assert lines == ["event: expired"]
+        types = [event.type async for event in events_of(stream) if event.type != "queued"]
+    assert types == ["expired"]
 
 
 async def test_ended_and_unknown_jobs_cannot_be_moved(

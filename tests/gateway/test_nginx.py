@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
+from tests.streams import events_of
 
 NGINX = shutil.which("nginx")
 CONFIGURATION = Path(__file__).parents[2] / "examples" / "nginx.conf"
@@ -68,9 +69,7 @@ async def test_nginx_forwards_events_at_once_and_disconnects(
         async with client.stream("POST", "/v1/completions", json=CALL | {"stream": True}) as answer:
             claimed = await idle_worker.claim()
             await idle_worker.say(claimed, 1, says("a", "b")(claimed.job)[0])
-            async for line in answer.aiter_lines():
-                if line.startswith("data: "):
-                    break
+            await anext(events_of(answer))
         await idle_worker.wait_until_ended(claimed)
 
 

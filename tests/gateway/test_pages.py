@@ -1,7 +1,6 @@
 """The pages over HTTP: their policy, sessions of browsers, and who sees what in the feed."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -21,6 +20,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker
+from tests.streams import events_of
 
 pytestmark = pytest.mark.anyio
 
@@ -60,10 +60,9 @@ async def status_of(url: httpx.URL | str, session: str = "") -> int:
 async def first_state(http: httpx.AsyncClient) -> dict[str, Any]:
     """The first state of the feed that names a model."""
     async with http.stream("GET", "/console/feed") as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: ") and (found := json.loads(line[6:])).get("models"):
-                state: dict[str, Any] = found
-                return state
+        async for event in events_of(answer):
+            if event.data.get("models"):
+                return event.data
     raise AssertionError("the feed has ended")
 
 

@@ -165,6 +165,7 @@ async def test_a_template_over_its_limits_fails_only_its_request(
         await templates.of(GREEDY[name]).render(MESSAGES)
 
 
+@pytest.mark.campaign
 @pytest.mark.anyio
 async def test_the_next_request_has_a_new_process(templates: Templates) -> None:
     template = templates.of(MOODY)

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 
 from contract.connection import connect
 from contract.functions import Functions
@@ -20,7 +19,6 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import Caller, fleet
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.tiny_models import make_model, save_tiny_model
-from tests.workers.model.parity import NUM_OUTPUT, expected_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
@@ -87,6 +85,8 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def test_answers_are_those_of_generate(client: openai.AsyncOpenAI, folder: Path) -> None:
     """Concurrent prompts of mixed lengths, on the replaced modules."""
+    from tests.workers.model.parity import NUM_OUTPUT, expected_of
+
     expected = expected_of(FAMILY, folder)
     more = {"ignore_eos": True, "return_token_ids": True}
     answers = await asyncio.gather(
@@ -104,6 +104,8 @@ async def test_answers_are_those_of_generate(client: openai.AsyncOpenAI, folder:
 
 async def test_an_echo_is_scored_as_teacher_forced(url: str) -> None:
     """The prompt and output, in chunks, against log_softmax over the whole text."""
+    import torch
+
     prompt = [7 + 13 * i % 200 for i in range(30)]
     body = {"model": "m", "prompt": prompt, "max_tokens": 4, "n": 2, "ignore_eos": True}
     body |= {"echo": True, "logprobs": 2, "return_token_ids": True}

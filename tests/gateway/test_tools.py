@@ -1,6 +1,5 @@
 """Tools: what the model is shown, what its output is constrained to, and how calls are answered."""
 
-import json
 from typing import Any
 
 import httpx
@@ -11,6 +10,7 @@ from contract.jobs import FinishReason
 from tests.fakes import output_text
 from tests.gateway.fake_worker import MODEL, FakeWorker
 from tests.gateway.test_structured import accepts
+from tests.streams import whole_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -155,7 +155,7 @@ async def test_an_answer_has_the_calls(http: httpx.AsyncClient, worker: FakeWork
     ]
     first, again = [stream.text for stream in streams]
     assert again == first
-    chunks = [json.loads(line[6:]) for line in first.splitlines() if line.startswith("data: {")]
+    chunks = [event.data for event in whole_stream(first)]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert deltas[1] == {"content": "Well.", "reasoning_content": "so"}

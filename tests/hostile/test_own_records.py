@@ -98,6 +98,7 @@ class Case:
                 yield f"{method} {where}", answer
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("first_seed", [0, 30, *(pytest.param(s, marks=LONG) for s in (60, 90))])
 async def test_a_damaged_job_gets_a_clear_error_and_breaks_no_list(
     redis_server: EmbeddedRedis,

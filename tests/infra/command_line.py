@@ -1,9 +1,14 @@
 """The commands of `batchway` and their options, as data."""
 
 import argparse
+import contextlib
+import io
+import os
+import subprocess
 
 from infra import callbacks_command, jobs_command, keys_command, lanes_command
 from infra.argparse_compat import shown_options
+from infra.cli import main
 from infra.parser import build_parser
 
 COMMANDS = (
@@ -31,3 +36,21 @@ def _choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
     [commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     choices: dict[str, argparse.ArgumentParser] = commands.choices
     return choices
+
+
+def call_cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in this process, without the caller's REDIS_URL: what works on Redis, or is
+    refused before anything starts."""
+    before, out, err = dict(os.environ), io.StringIO(), io.StringIO()
+    os.environ.pop("REDIS_URL", None)
+    os.environ.update(environ)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(arguments)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())

@@ -41,6 +41,7 @@ from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import append, make_job, make_submission, tokens
 from tests.fakes import HashModelOptions
 from tests.gateway.fake_worker import publish_model
+from tests.infra.command_line import call_cli
 from tests.infra.processes import wait_until
 from tests.infra.stack import MODEL, Stack, running_stack
 from tests.infra.test_cli import parse, run_cli
@@ -368,7 +369,7 @@ def test_an_unusable_candidate_is_refused_at_the_start(
     options = write_files(tmp_path)
     (tmp_path / "candidate.yaml").write_text(candidate)
     model = ("--engine-module=tests.hash_engine", "--model=hash", "--port=0")
-    done = run_cli("up", *model, *options, "--workers=2", *arguments)
+    done = call_cli("up", *model, *options, "--workers=2", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
 
@@ -395,7 +396,7 @@ def test_the_candidate_gets_equal_shares_of_workers_and_jobs(
 
 
 def test_a_share_without_a_candidate_is_refused() -> None:
-    done = run_cli("up", "--candidate-share=0.5")
+    done = call_cli("up", "--candidate-share=0.5")
     assert (done.returncode, "--candidate-share needs --candidate" in done.stderr) == (2, True)
 
 

@@ -26,7 +26,6 @@ from infra.measure.cascade_fit import (
     Measured,
     fit_threshold,
 )
-from training.questions import main as write_questions
 
 CASCADE = """\
 models:
@@ -347,6 +346,8 @@ def test_the_demo_models_held_out_questions_are_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chat, with a text as the answer."""
+    from training.questions import main as write_questions
+
     monkeypatch.setattr("sys.argv", ["questions", "--per-family", "2"])
     write_questions()
     (tmp_path / "data.jsonl").write_text(capsys.readouterr().out)

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -22,7 +23,7 @@ from infra import cli, options
 from infra.embedded_redis import EmbeddedRedis
 from infra.parser import build_parser
 from infra.preconditions import RunningUp, check_store, write_note
-from tests.infra.command_line import COMMANDS, command_options
+from tests.infra.command_line import COMMANDS, call_cli, command_options
 from tests.markdown import code_blocks
 from workers.ipc.messages import EngineOptions
 from workers.settings import LANES
@@ -168,7 +169,7 @@ def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for command in (("up",), ("gateway", "--redis-url", "redis://127.0.0.1:1")):
-            done = run_cli(*command, "--port", str(port))
+            done = call_cli(*command, "--port", str(port))
             assert done.returncode == 2
             assert done.stderr.splitlines() == [
                 f"batchway {command[0]}: cannot listen on 127.0.0.1 port {port}: "
@@ -184,7 +185,7 @@ def test_what_is_no_origin_is_an_error(command: str) -> None:
         (("--allowed-origins", wrong), {}),
         ((), {"BATCHWAY_ALLOWED_ORIGINS": f"http://localhost:3000,{wrong}"}),
     ):
-        done = run_cli(command, "--port", "0", *words, REDIS_URL="redis://127.0.0.1:1", **environ)
+        done = call_cli(command, "--port", "0", *words, REDIS_URL="redis://127.0.0.1:1", **environ)
         assert done.returncode == 2
         assert f"BATCHWAY_ALLOWED_ORIGINS: {wrong!r} is no origin" in done.stderr
 
@@ -192,7 +193,7 @@ def test_what_is_no_origin_is_an_error(command: str) -> None:
 @pytest.mark.parametrize("command", ["up", "gateway"])
 def test_calls_from_other_hosts_need_a_key(command: str) -> None:
     """Listening beyond loopback without BATCHWAY_API_KEY is an error."""
-    done = run_cli(command, "--host", "0.0.0.0", "--port", "0", REDIS_URL="redis://127.0.0.1:1")
+    done = call_cli(command, "--host", "0.0.0.0", "--port", "0", REDIS_URL="redis://127.0.0.1:1")
     assert done.returncode == 2
     assert "BATCHWAY_API_KEY" in done.stderr
 
@@ -200,21 +201,21 @@ def test_calls_from_other_hosts_need_a_key(command: str) -> None:
 @pytest.mark.parametrize("command", ["gateway", "worker"])
 def test_parts_need_a_redis_url(command: str) -> None:
     """Only `up` starts a server."""
-    done = run_cli(command)
+    done = call_cli(command)
     assert done.returncode == 2
     assert "REDIS_URL" in done.stderr
 
 
 def test_a_data_directory_needs_the_embedded_redis(tmp_path: Path) -> None:
     """Otherwise it would be unused."""
-    done = run_cli("up", "--data-dir", str(tmp_path), REDIS_URL="redis://127.0.0.1:1")
+    done = call_cli("up", "--data-dir", str(tmp_path), REDIS_URL="redis://127.0.0.1:1")
     assert done.returncode == 2
     assert "--data-dir" in done.stderr
 
 
 def test_an_absent_redis_is_an_error() -> None:
     """`up` with an address where nothing listens."""
-    done = run_cli("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
+    done = call_cli("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
     assert done.returncode == 1
     assert "no Redis to work with: Redis does not answer" in done.stderr
     assert "Traceback" not in done.stderr
@@ -226,7 +227,7 @@ def test_a_redis_that_evicts_keys_is_an_error(command: str, status: int) -> None
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         arguments = [] if command == "worker" else ["--port", "0"]
-        done = run_cli(command, *arguments, "--redis-url", server.url)
+        done = call_cli(command, *arguments, "--redis-url", server.url)
     assert done.returncode == status
     assert "maxmemory-policy is allkeys-lru; set it to noeviction" in done.stderr
     assert "Traceback" not in done.stderr
@@ -246,7 +247,7 @@ def test_another_object_store_for_a_namespace_is_an_error(
         check_store(server.url, "default", first)
         check_store(server.url, "another", second)
         arguments = ["--redis-url", server.url, *(["--object-store", second] if second else [])]
-        done = run_cli(command, *arguments, *(["--port", "0"] if command == "gateway" else []))
+        done = call_cli(command, *arguments, *(["--port", "0"] if command == "gateway" else []))
     assert done.returncode == 2
     assert "the namespace 'default' keeps its objects in dir:" in done.stderr
     assert ("given dir:" if second else "given no object store") in done.stderr
@@ -395,7 +396,7 @@ def test_the_manifest_in_the_guide_runs_a_command_that_exists() -> None:
 def test_a_second_node_needs_an_interpreter_but_no_redis(tmp_path: Path) -> None:
     """The error precedes any start."""
     node = ("--engine=vllm", "--nodes=2", "--node-rank=1", "--master=127.0.0.1:1")
-    done = run_cli("worker", *node, f"--engine-python={tmp_path}/python")
+    done = call_cli("worker", *node, f"--engine-python={tmp_path}/python")
     assert done.returncode == 2
     assert "no interpreter at" in done.stderr
 
@@ -417,20 +418,26 @@ def test_a_worker_of_up_gets_the_same_options() -> None:
 @pytest.mark.parametrize(
     "command", ["jobs list", "keys list", "drain --worker none", "callbacks dead list"]
 )
-def test_operators_commands_need_a_redis(command: str, tmp_path: Path) -> None:
+def test_operators_commands_need_a_redis(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """REDIS_URL or a running `batchway up`."""
-    done = run_cli(*command.split(), TMPDIR=str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = call_cli(*command.split())
     assert done.returncode == 2
     assert "no Redis given" in done.stderr
 
 
-def test_one_of_several_running_stacks_must_be_named(tmp_path: Path) -> None:
+def test_one_of_several_running_stacks_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error lists their addresses, without those that have ended."""
     for number, pid in enumerate((os.getpid(), os.getppid(), 2**22 - 1)):
         folder = tmp_path / f"batchway-{number}"
         folder.mkdir()
         write_note(folder, RunningUp(pid, f"unix:///{number}.sock", "default", f"http://u{number}"))
-    done = run_cli("jobs", "list", TMPDIR=str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = call_cli("jobs", "list")
     assert done.returncode == 2
     assert "unix:///0.sock (at http://u0)" in done.stderr
     assert "unix:///1.sock" in done.stderr
@@ -469,7 +476,7 @@ def test_wrong_flows_are_an_error_before_anything_starts(
     """In one sentence."""
     path = tmp_path / "models.yaml"
     path.write_text(text)
-    done = run_cli("up", "--port=0", f"--models={path}")
+    done = call_cli("up", "--port=0", f"--models={path}")
     assert done.returncode == 2, done.stderr
     assert complaint in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -18,7 +18,8 @@ from infra.fleet import (
 from infra.options import VISIBLE_VARIABLE, choose_gpu, engine_options, visible_gpu
 from infra.parser import build_parser
 from infra.preconditions import UsageError
-from tests.infra.test_cli import parse, run_cli
+from tests.infra.command_line import call_cli
+from tests.infra.test_cli import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -232,7 +233,7 @@ def test_a_refused_fleet_starts_nothing(tmp_path: Path) -> None:
     """Exit status 2, and one sentence."""
     file = tmp_path / "fleet.yaml"
     file.write_text(two("memory_share: 0.7, device: cpu", "memory_share: 0.7, device: cpu"))
-    done = run_cli("up", "--port=0", "--fleet", str(file))
+    done = call_cli("up", "--port=0", "--fleet", str(file))
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert "the shares of cpu add up to 1.4" in line

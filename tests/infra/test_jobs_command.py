@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from infra.jobs_command import JobRefusal, Quarantine
 from tests.contract.some_calls import claim, make_job, make_submission
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
+from tests.infra.command_line import call_cli
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
@@ -43,15 +43,9 @@ async def poison(functions: Functions) -> Job:
 
 async def run_cli(server: EmbeddedRedis, *arguments: str) -> tuple[int, str, str]:
     """Returns exit status, standard output and standard error."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "infra", *arguments),
-        *("--redis-url", server.url, "--namespace", "test"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+    own = ("--redis-url", server.url, "--namespace", "test")
+    done = await asyncio.to_thread(call_cli, *arguments, *own)
+    return done.returncode, done.stdout, done.stderr
 
 
 async def test_a_quarantined_job_is_requeued_under_a_new_id(

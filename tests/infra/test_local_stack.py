@@ -11,6 +11,7 @@ import httpx
 import pytest
 import redis
 
+from batchway_client.events import Parser
 from contract.jobs import SamplingParams
 from tests.fakes import HashModelOptions, encode_text, expected_output
 from tests.infra.processes import wait_until
@@ -227,9 +228,10 @@ class Stream(threading.Thread):
     def run(self) -> None:
         try:
             with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        self._count(httpx.Response(200, text=line[6:]).json())
+                parser = Parser()
+                for part in response.iter_bytes():
+                    for event in parser.feed(part):
+                        self._count(event.data)
         except httpx.TransportError:
             return  # the gateway was killed
 

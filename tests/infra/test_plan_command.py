@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from infra.cli import main
 from infra.planning.devices import DEVICES, ENGINES
@@ -60,12 +57,15 @@ def test_a_shape_has_the_weights_and_the_kv_of_the_published_model(tmp_path: Pat
 @pytest.mark.parametrize("family", sorted(PAGED))
 def test_every_family_is_counted_whole(tmp_path: Path, family: str) -> None:
     """Experts, tied heads and sliding windows too: no weight is left out or counted twice."""
+    import torch
+    import transformers
+
     name, arguments = PAGED[family]
     config = getattr(transformers, name)(**arguments)
     path = tmp_path / "config.json"
     path.write_text(config.to_json_string())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     shape = read_shape(path)
     counted = shape.num_body + shape.num_experts + shape.num_head + shape.num_embedding
     assert counted == sum(p.numel() for p in model.parameters())
@@ -228,6 +228,8 @@ def test_devices_and_engines_are_complete() -> None:
 
 
 def test_a_folder_will_do_and_one_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
     config = AutoConfig.for_model(**SMALL)
     config.save_pretrained(tmp_path)
     assert read_shape(tmp_path).name == tmp_path.name

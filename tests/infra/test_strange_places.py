@@ -1,7 +1,6 @@
 """`batchway up` in places unlike a developer's machine: it serves, or says why in a sentence."""
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -19,6 +18,7 @@ from infra.embedded_redis import EmbeddedRedis
 from infra.log_repeats import Repeats
 from infra.option_values import redis_url
 from tests.infra.stack import MODEL, Stack
+from tests.streams import whole_stream
 
 pytestmark = pytest.mark.campaign
 
@@ -58,8 +58,7 @@ def assert_answers(stack: Stack) -> None:
         whole = http.post(f"{url}/v1/completions", json=body)
         assert whole.status_code == 200, whole.text
         streamed = http.post(f"{url}/v1/completions", json=body | {"stream": True}).text
-    events = [line[6:] for line in streamed.splitlines() if line.startswith("data: {")]
-    pieces = [json.loads(event)["choices"][0]["text"] for event in events]
+    pieces = [event.data["choices"][0]["text"] for event in whole_stream(streamed)]
     assert "".join(pieces) == whole.json()["choices"][0]["text"]
 
 

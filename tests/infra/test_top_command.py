@@ -13,7 +13,7 @@ import pytest
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import gateway_url, idle_worker, make_settings, running_gateway, worker
 from tests.gateway.fake_worker import MODEL, FakeWorker
-from tests.infra.test_cli import run_cli
+from tests.infra.command_line import call_cli
 
 pytestmark = pytest.mark.anyio
 __all__ = ["gateway_url", "idle_worker", "worker"]
@@ -28,7 +28,7 @@ def url(redis_server: EmbeddedRedis) -> Iterator[str]:
 
 
 def top(url: str, *options: str, key: str = KEY) -> "subprocess.CompletedProcess[str]":
-    return run_cli("top", "--url", url, *options, BATCHWAY_API_KEY=key)
+    return call_cli("top", "--url", url, *options, BATCHWAY_API_KEY=key)
 
 
 async def run_a_job(url: str) -> None:

@@ -5,7 +5,7 @@ Exit status 1 after a fault or a missed goal; see docs/reliability.md.
 
 import sys
 
-from tests.endurance.command_line import Progress, parser_of, run
+from tests.campaigns.command_line import Progress, parser_of, run
 from tests.overload.campaign import OverloadOptions, run_overload
 
 

@@ -3,11 +3,12 @@
 `Callers` sends the requests. Rates are shares of the measured capacity.
 """
 
-import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from infra.measure.workloads import draw_arrivals
+from tests.campaigns.load import Ask
 
 FLOOD = "flood"
 LIGHT = tuple(f"light-{number}" for number in range(1, 10))
@@ -27,31 +28,20 @@ _PROMPT = (8, 24)
 MAX_JOB_TOKENS = _PROMPT[1] + MAX_OUTPUT
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request of a tenant. Its output has exactly `num_output` tokens."""
-
-    tenant: str
-    lane: str
-    prompt_ids: tuple[int, ...]
-    num_output: int
-
-
 def draw(rng: random.Random, tenant: str, lanes: Mapping[str, float]) -> Ask:
     """A request of one tenant, in a random lane by the lanes' shares."""
     [lane] = rng.choices(list(lanes), list(lanes.values()))
-    prompt_ids = tuple(rng.randrange(32, 127) for _ in range(rng.randint(*_PROMPT)))
+    prompt_ids = [rng.randrange(32, 127) for _ in range(rng.randint(*_PROMPT))]
     return Ask(tenant, lane, prompt_ids, rng.randint(MIN_OUTPUT, MAX_OUTPUT))
 
 
 def arrivals(
-    rng: random.Random, capacity_per_s: float, factor: float, duration_s: float
+    seed: str, capacity_per_s: float, factor: float, duration_s: float
 ) -> Iterator[tuple[float, Ask]]:
     """Poisson arrivals at `factor` times the capacity: the light tenants' load, the rest the
     flood's."""
-    rate = factor * capacity_per_s
-    at_s = 0.0
-    while (at_s := at_s - math.log(1 - rng.random()) / rate) < duration_s:
+    rng, rate = random.Random(seed), factor * capacity_per_s
+    for at_s in draw_arrivals(round(rate * duration_s), rate, "poisson", 1.0, seed):
         if rng.random() < LIGHT_LOAD / factor:
             yield at_s, draw(rng, rng.choice(LIGHT), LIGHT_LANES)
         else:

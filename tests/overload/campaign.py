@@ -1,29 +1,59 @@
-"""One overload: calibration, light tenants alone, ten times the capacity, and afterwards."""
+"""One overload: calibration, light tenants alone, ten times the capacity, and afterwards.
+
+Limits, quotas and shares are those of an operator who expects overload.
+"""
 
 import asyncio
 import contextlib
 import random
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from contract.api_keys import ApiKeys, KeyTerms
 from contract.connection import end_tasks
 from contract.jobs import JobStatus
-from tests.endurance.command_line import silent
-from tests.endurance.side_by_side import side_by_side
+from tests.campaigns.command_line import silent
+from tests.campaigns.load import Callers, side_by_side
+from tests.campaigns.pool import MODEL, Pool, pool
+from tests.fakes import HashModelOptions
 from tests.fleet import until
 from tests.overload.arrivals import (
     LIGHT,
     LIGHT_LOAD,
     MEAN_OUTPUT,
+    TENANTS,
     arrivals,
     draw,
 )
-from tests.overload.callers import Callers
-from tests.overload.report import Ended, OverloadReport, Phase
-from tests.overload.system import NUM_SLOTS, System, running_system
+from tests.overload.report import BATCH_SHARE, Ended, OverloadReport, Phase
 
+NUM_GATEWAYS = 2
+NUM_SLOTS = 45  # sequences that run at once
+FOLLOWERS = 0.5  # share of rejected callers that come back when told
+BATCHING = f"""
+max_num_seqs: {NUM_SLOTS}
+lanes:
+  interactive:
+    priority: 0
+  standard:
+    priority: 1
+    minimum_share: 0.2
+  batch:
+    priority: 2
+    minimum_share: {BATCH_SHARE}
+"""
+LANE_SHARE = 0.5  # of a lane's limit of waiting tokens, for one tenant
+_GATEWAY = {
+    "BATCHWAY_LANE_BOUNDS": "interactive=0.05s,standard=3s,standard=2000,batch=2000",
+    "BATCHWAY_SYNC_DEADLINE_S": "60",
+    "BATCHWAY_MAX_CONNECTIONS_PER_ADDRESS": "0",  # all callers have one address
+}
+_HASH_MODEL = HashModelOptions(num_blocks=256, step_s=0.27)
+_LEASE_S = 10.0  # long, because the machine is busy
 _CLOSED_CALLERS = 2 * NUM_SLOTS  # within all limits: one waits for each that runs
 _SETTLING_S = 2.0  # at the start of each phase, not counted
 _MEMORY_EVERY_S = 0.25
@@ -47,16 +77,26 @@ async def run_overload(
     options: OverloadOptions, say: Callable[[str], None] = silent
 ) -> OverloadReport:
     """Runs to the end or until cancelled; leaves no process behind."""
-    async with running_system() as system:
-        callers = Callers(system.urls, system.api_keys, options.seed)
-        async with contextlib.aclosing(callers):
-            return await _Overload(options, system, callers, say).run()
+    with tempfile.TemporaryDirectory(prefix="bw-overload-") as directory:
+        batching = Path(directory) / "batching.yaml"
+        batching.write_text(BATCHING)
+        settings: dict[str, Any] = {"batching_path": str(batching), "lease_s": _LEASE_S}
+        parts = pool(
+            _HASH_MODEL, num_workers=1, num_gateways=NUM_GATEWAYS, gateway=_GATEWAY, **settings
+        )
+        async with parts as found:
+            api_keys = ApiKeys(found.caller.client, found.caller.keys)
+            terms = [KeyTerms(tenant=tenant, lane_share=LANE_SHARE) for tenant in TENANTS]
+            made = {each.tenant: (await api_keys.create(each))[0] for each in terms}
+            callers = Callers(found.urls, MODEL, made, options.seed, follow_share=FOLLOWERS)
+            async with contextlib.aclosing(callers):
+                return await _Overload(options, found, callers, say).run()
 
 
 @dataclass
 class _Overload:
     options: OverloadOptions
-    system: System
+    pool: Pool
     callers: Callers
     say: Callable[[str], None]
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -80,11 +120,11 @@ class _Overload:
             seed=self.options.seed,
             peak_tokens_per_s=peak,
             phases=self.phases,
-            calls=self.callers.calls,
+            calls=self.callers.attempts,
             num_told_later=self.callers.num_told_later,
             ended=await self._ended(),
             memory_bytes=(start_bytes, max(self.memory_bytes)),
-            audit=await asyncio.to_thread(self.system.pool.audit),
+            audit=await asyncio.to_thread(self.pool.audit),
         )
 
     async def _unloaded(self) -> None:
@@ -129,9 +169,9 @@ class _Overload:
     async def _open_loop(
         self, name: str, factor: float, capacity_per_s: float, duration_s: float
     ) -> None:
-        rng = random.Random(f"{self.options.seed} {name}")
         with self._phase(name, settles=name != "afterwards"):
-            await self.callers.send_all(arrivals(rng, capacity_per_s, factor, duration_s))
+            seed = f"{self.options.seed} {name}"
+            await self.callers.send_all(arrivals(seed, capacity_per_s, factor, duration_s))
 
     @contextlib.contextmanager
     def _phase(self, name: str, *, settles: bool = False) -> Iterator[Phase]:
@@ -143,7 +183,7 @@ class _Overload:
     # --- Redis --------------------------------------------------------------------------------
 
     async def _until_all_ended(self) -> None:
-        caller = self.system.pool.caller
+        caller = self.pool.caller
 
         async def none_open() -> bool:
             return not await caller.client.zcard(caller.keys.of("deadlines"))
@@ -153,9 +193,9 @@ class _Overload:
     async def _ended(self) -> list[Ended]:
         """Reads all accepted jobs from Redis."""
         found = []
-        for call in self.callers.calls:
+        for call in self.callers.attempts:
             if call.is_admitted:
-                read = await self.system.pool.caller.functions.read(call.job_id, call.ask.tenant)
+                read = await self.pool.caller.functions.read(call.job_id, call.ask.tenant)
                 assert read is not None, "an accepted job is kept"
                 view = read[0]
                 assert view.finished_ms is not None
@@ -175,7 +215,7 @@ class _Overload:
         return found
 
     async def _used_memory(self) -> int:
-        found: Any = await self.system.pool.caller.client.info("memory")
+        found: Any = await self.pool.caller.client.info("memory")
         return int(found["used_memory"])
 
     @contextlib.asynccontextmanager
@@ -194,7 +234,7 @@ class _Overload:
             if time.monotonic() >= next_s and self.phases:
                 next_s = time.monotonic() + _SAY_EVERY_S
                 phase = list(self.phases.values())[-1]
-                calls = [c for c in self.callers.calls if c.sent_s >= phase.begin_s]
+                calls = [c for c in self.callers.attempts if c.sent_s >= phase.begin_s]
                 num_admitted = sum(call.is_admitted for call in calls)
                 self.say(
                     f"{phase.name}: {time.time() - phase.begin_s:.0f} s, {len(calls)} calls, "

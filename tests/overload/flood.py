@@ -7,7 +7,6 @@ interactive call waited too long.
 """
 
 import asyncio
-import contextlib
 import itertools
 import sys
 import time
@@ -21,12 +20,9 @@ import redis.asyncio
 from contract.connection import end_tasks
 from gateway.prepare.admission import INTERACTIVE_TARGET_S
 from infra.tables import percentile
-from tests.endurance.command_line import Progress, parser_of, run, silent
-from tests.endurance.side_by_side import side_by_side
-from tests.infra.stack import running_stack_without_settings
-from tests.overload.arrivals import Ask
-from tests.overload.callers import Call, note_head, read_stream
-from tests.overload.posting import Broken, posting
+from tests.campaigns.command_line import Progress, parser_of, run, silent
+from tests.campaigns.load import Ask, Attempt, Callers, side_by_side
+from tests.campaigns.pool import stack_without_settings
 from tests.overload.report import REASONS
 
 CALL_TOKENS = 100
@@ -37,7 +33,7 @@ _SHARE_BEFORE_CALLS = 0.1  # of the jobs
 _TIMEOUT_S = 180.0  # more than the deadline of a call
 _INTERACTIVE_EVERY_S = 0.5
 _MEMORY_EVERY_S = 0.1
-_TIERS = {"standard": "default", "interactive": "priority"}  # of calls, in turns
+_LANES = ("standard", "interactive")  # of calls, in turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +52,9 @@ class FloodReport:
 
     options: FloodOptions
     took_s: float
-    jobs: Sequence[Call]
-    calls: Sequence[Call]
-    interactive: Sequence[Call]
+    jobs: Sequence[Attempt]
+    calls: Sequence[Attempt]
+    interactive: Sequence[Attempt]
     memory_bytes: int
     max_memory_bytes: int
 
@@ -89,8 +85,8 @@ class FloodReport:
         return [f"{len(late)} interactive calls waited up to {max(late):.1f} s"] if late else []
 
     @staticmethod
-    def ttfts(calls: Sequence[Call]) -> list[float]:
-        return [call.ttft_s for call in calls if call.ttft_s is not None]
+    def ttfts(calls: Sequence[Attempt]) -> list[float]:
+        return [s for call in calls if (s := call.ttft_from_sending_s) is not None]
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -104,7 +100,7 @@ class FloodReport:
                     ("interactive calls", self.interactive),
                 )
             },
-            "answer to a job (s)": _seconds([call.answer_s for call in self.jobs]),
+            "answer to a job (s)": _seconds([call.head_s for call in self.jobs]),
             "TTFT (s)": {
                 "calls": _seconds(self.ttfts(self.calls)),
                 "interactive calls": _seconds(self.ttfts(self.interactive)),
@@ -124,23 +120,20 @@ class FloodReport:
 
 async def run_flood(options: FloodOptions, say: Callable[[str], None] = silent) -> FloodReport:
     """Runs to the last response or until cancelled; leaves no process behind."""
-    with running_stack_without_settings() as stack:
-        url = await asyncio.to_thread(lambda: stack.url)
-        [socket] = stack.temp_dir.glob("batchway-*/redis.sock")
-        client = redis.asyncio.Redis.from_url(f"unix://{socket}")
-        async with contextlib.aclosing(client):
-            return await _Flood(options, url, client, say).run()
+    async with stack_without_settings() as (url, client):
+        callers = Callers([url], "demo", timeout_s=_TIMEOUT_S)
+        return await _Flood(options, callers, client, say).run()
 
 
 @dataclass
 class _Flood:
     options: FloodOptions
-    url: str
+    callers: Callers
     client: redis.asyncio.Redis
     say: Callable[[str], None]
-    jobs: list[Call] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    interactive: list[Call] = field(default_factory=list)
+    jobs: list[Attempt] = field(default_factory=list)
+    calls: list[Attempt] = field(default_factory=list)
+    interactive: list[Attempt] = field(default_factory=list)
     memory_bytes: int = 0
     is_over: bool = False
 
@@ -151,7 +144,7 @@ class _Flood:
         beside = [asyncio.create_task(work) for work in (self._watch(), self._call_interactively())]
         try:
             await self._post(itertools.islice(rest, num_before))
-            lanes = itertools.islice(itertools.cycle(_TIERS), self.options.num_calls)
+            lanes = itertools.islice(itertools.cycle(_LANES), self.options.num_calls)
             calls = side_by_side(*(self._call(lane, CALL_TOKENS) for lane in lanes))
             beside.append(asyncio.create_task(calls))
             await self._post(rest)
@@ -190,32 +183,9 @@ class _Flood:
                 group.create_task(self._call("interactive", INTERACTIVE_TOKENS))
                 await asyncio.sleep(_INTERACTIVE_EVERY_S)
 
-    async def _ask(self, lane: str, num_tokens: int, *, is_job: bool = False) -> Call:
-        """One attempt, to the end of its response."""
-        call = Call(Ask("default", lane, (), num_tokens), time.time(), 0.0)
-        body: dict[str, Any] = {
-            "model": "demo",
-            "prompt": "Once upon a time",
-            "max_tokens": num_tokens,
-            "ignore_eos": True,
-            "service_tier": _TIERS.get(lane, "default"),
-        }
-        path = "/v1/completions"
-        if is_job:
-            body = {"endpoint": path, "body": body} | ({"lane": lane} if lane else {})
-            path = "/v1/jobs"
-        else:
-            body |= {"stream": True, "return_token_ids": True}
-        started_s = time.monotonic()
-        try:
-            async with posting(self.url + path, body, timeout_s=_TIMEOUT_S) as answer:
-                call.answer_s = time.monotonic() - started_s
-                note_head(call, answer)
-                if call.status == 200:
-                    await read_stream(call, answer, started_s)
-        except Broken as broken:
-            call.reason = str(broken)
-        return call
+    async def _ask(self, lane: str, num_tokens: int, *, is_job: bool = False) -> Attempt:
+        ask = Ask("default", lane, "Once upon a time", num_tokens)
+        return await self.callers.call(ask, is_job=is_job)
 
     async def _memory(self) -> Any:
         return await self.client.info("memory")
@@ -231,19 +201,19 @@ class _Flood:
             await asyncio.sleep(_MEMORY_EVERY_S)
 
 
-def _answers(calls: Sequence[Call]) -> Counter[tuple[int, str]]:
+def _answers(calls: Sequence[Attempt]) -> Counter[tuple[int, str]]:
     return Counter((c.status, "" if c.is_admitted else c.reason) for c in calls)
 
 
-def _is_late(call: Call) -> bool:
+def _is_late(call: Attempt) -> bool:
     return call.status == 200 and call.reason in ("deadline", "deadline_exceeded")
 
 
-def _is_broken(call: Call) -> bool:
+def _is_broken(call: Attempt) -> bool:
     return call.status == 200 and not call.is_whole and not _is_late(call)
 
 
-def _retries(calls: Sequence[Call]) -> list[float]:
+def _retries(calls: Sequence[Attempt]) -> list[float]:
     return [call.retry_after_s for call in calls if call.retry_after_s is not None]
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from gateway.http.errors import STATUS_BY_CODE
 from infra.tables import percentile
-from tests.overload.arrivals import FLOOD, MAX_JOB_TOKENS, Ask
-from tests.overload.callers import Call
-from tests.overload.system import BATCH_SHARE, TTFT_TARGET_S
+from tests.campaigns.load import Ask, Attempt
+from tests.overload.arrivals import FLOOD, MAX_JOB_TOKENS
 
+TTFT_TARGET_S = 1.0  # of the interactive lane
+BATCH_SHARE = 0.1  # of all tokens, guaranteed
 # The status of each reason to reject load, by docs/api.md.
 REASONS: Mapping[str, int] = {
     "lane_full": 429,
@@ -79,7 +80,7 @@ class OverloadReport:
     seed: int
     peak_tokens_per_s: float
     phases: Mapping[str, Phase]
-    calls: Sequence[Call]
+    calls: Sequence[Attempt]
     num_told_later: int
     ended: Sequence[Ended]
     memory_bytes: tuple[int, int]
@@ -91,7 +92,7 @@ class OverloadReport:
 
     # --- measures -----------------------------------------------------------------------------
 
-    def of(self, phase: str, choose: Callable[[Call], bool] = lambda _: True) -> list[Call]:
+    def of(self, phase: str, choose: Callable[[Attempt], bool] = lambda _: True) -> list[Attempt]:
         """The calls sent in a phase."""
         return [c for c in self.calls if self.phases[phase].has(c.sent_s) and choose(c)]
 
@@ -101,7 +102,7 @@ class OverloadReport:
 
     def light_ttfts(self, phase: str, lane: str = "") -> list[float]:
         calls = self.of(phase, lambda c: c.ask.tenant != FLOOD and c.ask.lane.startswith(lane))
-        return _known(call.ttft_s for call in calls)
+        return _known(call.ttft_from_sending_s for call in calls)
 
     def light_waits(self, phase: str) -> list[float]:
         """Times from submission to first token, of light tenants' calls. Gateways and callers
@@ -128,7 +129,7 @@ class OverloadReport:
     @property
     def interactive_ttfts(self) -> list[float]:
         calls = self.of("overload", lambda c: c.ask.lane == "interactive")
-        return _known(call.ttft_s for call in calls)
+        return _known(call.ttft_from_sending_s for call in calls)
 
     @property
     def tokens(self) -> Counter[str]:
@@ -151,7 +152,7 @@ class OverloadReport:
         tokens = self.tokens
         return tokens["batch"] + MAX_JOB_TOKENS >= BATCH_SHARE * tokens.total()
 
-    def second_tries(self, phase: str) -> list[Call]:
+    def second_tries(self, phase: str) -> list[Attempt]:
         return self.of(phase, lambda c: c.is_second)
 
     @property
@@ -181,8 +182,10 @@ class OverloadReport:
         for call in self.calls:
             if call.is_admitted and not call.is_whole:
                 found.append(f"{call.job_id}: its stream broke off ({call.reason or 'no end'})")
-            elif call.status == 200 and call.num_tokens != call.ask.num_output:
-                found.append(f"{call.job_id}: {call.num_tokens} of {call.ask.num_output} tokens")
+            elif call.status == 200 and call.num_output_tokens != call.ask.num_output:
+                found.append(
+                    f"{call.job_id}: {call.num_output_tokens} of {call.ask.num_output} tokens"
+                )
         failed = Counter(one.status for one in self.ended if not one.is_good)
         found += [f"{num} accepted jobs are {name}" for name, num in failed.items()]
         if self.memory_bytes[1] > self.memory_bound_bytes:
@@ -220,7 +223,7 @@ class OverloadReport:
             },
             "calls under overload": {
                 "a second": round(len(sent) / (overload.end_s - overload.begin_s), 1),
-                "lag of the callers (ms)": _ms([call.lag_s for call in sent]),
+                "lag of the callers (ms)": _ms([call.sent_s - call.arrival_s for call in sent]),
                 **{f"{s} {reason}".strip(): n for (s, reason), n in self._answers(sent).items()},
             },
             "calls afterwards": {
@@ -228,9 +231,9 @@ class OverloadReport:
             },
             "admission (ms)": {
                 "at the gateway, unloaded": _ms(self._admissions("unloaded")),
-                "whole call, unloaded": _ms([c.answer_s for c in self.of("unloaded")]),
+                "whole call, unloaded": _ms([c.head_s for c in self.of("unloaded")]),
                 "at the gateway, overload": _ms(self._admissions("overload")),
-                "whole refusal, overload": _ms([c.answer_s for c in sent if not c.is_admitted]),
+                "whole refusal, overload": _ms([c.head_s for c in sent if not c.is_admitted]),
             },
             "TTFT of light tenants (ms)": {
                 f"{lane or 'all'}, {name}": _ms(self.light_ttfts(phase, lane))
@@ -262,13 +265,13 @@ class OverloadReport:
             },
         }
 
-    def _answers(self, calls: Sequence[Call]) -> Counter[tuple[int, str]]:
+    def _answers(self, calls: Sequence[Attempt]) -> Counter[tuple[int, str]]:
         return Counter((c.status, "" if c.is_admitted else c.reason) for c in calls)
 
     def _admissions(self, phase: str) -> list[float]:
         return _known(call.admission_s for call in self.of(phase))
 
-    def _lights(self) -> list[Call]:
+    def _lights(self) -> list[Attempt]:
         return self.of("overload", lambda c: c.ask.tenant != FLOOD and not c.is_second)
 
 
@@ -276,7 +279,7 @@ def _known(values: Any) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _admitted(calls: Sequence[Call]) -> str:
+def _admitted(calls: Sequence[Attempt]) -> str:
     return f"{sum(call.is_admitted for call in calls)} of {len(calls)}"
 
 

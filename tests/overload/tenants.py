@@ -6,25 +6,19 @@ measures its tokens per second. Exit status 1 if a call of the light tenant was 
 """
 
 import asyncio
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
-
 from contract.api_keys import ApiKeys, KeyTerms
 from contract.functions import Functions
 from contract.keys import Keys
 from infra.tables import percentile
-from tests.endurance.command_line import Progress, parser_of, run, silent
-from tests.endurance.side_by_side import side_by_side
-from tests.infra.stack import running_stack_without_settings
-from tests.overload.arrivals import Ask
-from tests.overload.callers import Call, note_head, read_stream
-from tests.overload.posting import Broken, posting
+from tests.campaigns.command_line import Progress, parser_of, run, silent
+from tests.campaigns.load import Ask, Attempt, Callers, side_by_side
+from tests.campaigns.pool import stack_without_settings
 
 _LANE = "standard"
 _NUM_POSTERS = 16
@@ -45,9 +39,9 @@ class TenantsOptions:
 @dataclass
 class TenantsReport:
     options: TenantsOptions
-    jobs: Sequence[Call]
-    alone: Sequence[Call]
-    flooded: Sequence[Call]
+    jobs: Sequence[Attempt]
+    alone: Sequence[Attempt]
+    flooded: Sequence[Attempt]
     tokens_per_s: dict[str, float]
     num_displaced: int
 
@@ -72,28 +66,21 @@ async def run_tenants(
     options: TenantsOptions, say: Callable[[str], None] = silent
 ) -> TenantsReport:
     """Leaves no process behind."""
-    with running_stack_without_settings() as stack:
-        url = await asyncio.to_thread(lambda: stack.url)
-        [socket] = stack.temp_dir.glob("batchway-*/redis.sock")
-        client = redis.asyncio.Redis.from_url(f"unix://{socket}")
-        async with contextlib.aclosing(client):
-            keys = Keys()
-            made = ApiKeys(client, keys)
-            api_keys = {
-                tenant: (await made.create(KeyTerms(tenant=tenant)))[0]
-                for tenant in ("heavy", "light")
-            }
-            return await _Tenants(options, url, Functions(client, keys), api_keys, say).run()
+    async with stack_without_settings() as (url, client):
+        made = ApiKeys(client, Keys())
+        terms = [KeyTerms(tenant=tenant) for tenant in ("heavy", "light")]
+        api_keys = {each.tenant: (await made.create(each))[0] for each in terms}
+        callers = Callers([url], "demo", api_keys, timeout_s=_TIMEOUT_S)
+        return await _Tenants(options, callers, Functions(client, Keys()), say).run()
 
 
 @dataclass
 class _Tenants:
     options: TenantsOptions
-    url: str
+    callers: Callers
     functions: Functions
-    api_keys: dict[str, str]
     say: Callable[[str], None]
-    jobs: list[Call] = field(default_factory=list)
+    jobs: list[Attempt] = field(default_factory=list)
 
     async def run(self) -> TenantsReport:
         alone = [await self._call() for _ in range(_NUM_CALLS_ALONE)]
@@ -126,38 +113,16 @@ class _Tenants:
         num_tokens = totals.get(f"generation_tokens_total:{_LANE}", 0)
         return num_tokens, totals.get("num_preemptions_total", 0)
 
-    async def _call(self) -> Call:
+    async def _call(self) -> Attempt:
         return await self._ask("light", _CALL_TOKENS)
 
-    async def _ask(self, tenant: str, num_tokens: int, *, is_job: bool = False) -> Call:
-        """One attempt, to the end of its response."""
-        call = Call(Ask(tenant, _LANE, (), num_tokens), time.time(), 0.0)
-        body: dict[str, Any] = {
-            "model": "demo",
-            "prompt": "Once upon a time",
-            "max_tokens": num_tokens,
-            "ignore_eos": True,
-        }
-        path = "/v1/completions"
-        if is_job:
-            body = {"endpoint": path, "body": body, "lane": _LANE}
-            path = "/v1/jobs"
-        else:
-            body |= {"stream": True, "return_token_ids": True}
-        started_s = time.monotonic()
-        key = self.api_keys[tenant]
-        try:
-            async with posting(self.url + path, body, timeout_s=_TIMEOUT_S, api_key=key) as answer:
-                note_head(call, answer)
-                if call.status == 200:
-                    await read_stream(call, answer, started_s)
-        except Broken as broken:
-            call.reason = str(broken)
-        return call
+    async def _ask(self, tenant: str, num_tokens: int, *, is_job: bool = False) -> Attempt:
+        ask = Ask(tenant, _LANE, "Once upon a time", num_tokens)
+        return await self.callers.call(ask, is_job=is_job)
 
 
-def _seconds(calls: Sequence[Call]) -> str:
-    ttfts = [call.ttft_s for call in calls if call.ttft_s is not None]
+def _seconds(calls: Sequence[Attempt]) -> str:
+    ttfts = [s for call in calls if (s := call.ttft_from_sending_s) is not None]
     p50, p99 = (percentile(ttfts, share) for share in (0.5, 0.99))
     if p50 is None or p99 is None:
         return "-"

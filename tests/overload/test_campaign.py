@@ -7,19 +7,23 @@ import dataclasses
 
 import pytest
 
-from tests.overload.arrivals import FLOOD, Ask
-from tests.overload.callers import Call
+from infra.measure.load import Outcome
+from tests.campaigns.load import Ask, Attempt
+from tests.overload.arrivals import FLOOD
 from tests.overload.campaign import OverloadOptions, run_overload
 from tests.overload.report import Ended, OverloadReport, Phase
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
 
 ASK = Ask(FLOOD, "interactive", (1, 2, 3), 4)
-GOOD = Call(ASK, 1.0, 0.0, status=200, job_id="job-0-1", num_tokens=4, is_whole=True)
+GOOD = Attempt(
+    *(0, 3, 1.0, 1.0), status=200, num_output_tokens=4, outcome=Outcome.SUCCEEDED, is_done=True,
+    ask=ASK, headers={"x-job-id": "job-0-1"},
+)  # fmt: skip
 ENDED = Ended(ASK, True, "succeeded", 1.0, 1.5, 2.0, 3, 4)
 
 
-def report_of(*calls: Call, **fields: object) -> OverloadReport:
+def report_of(*calls: Attempt, **fields: object) -> OverloadReport:
     """A report with an overload phase only."""
     base = OverloadReport(
         factor=10.0,
@@ -61,11 +65,11 @@ async def test_guarantees_hold_at_ten_times_the_capacity() -> None:
         (dataclasses.replace(GOOD, status=503, reason="lane_full"), "answered 503 lane_full"),
         (dataclasses.replace(GOOD, status=429, reason=""), "answered 429"),
         (dataclasses.replace(GOOD, status=0, reason="TimeoutError"), "answered 0"),
-        (dataclasses.replace(GOOD, is_whole=False), "broke off"),
-        (dataclasses.replace(GOOD, num_tokens=3), "3 of 4 tokens"),
+        (dataclasses.replace(GOOD, outcome=Outcome.FAILED), "broke off"),
+        (dataclasses.replace(GOOD, num_output_tokens=3), "3 of 4 tokens"),
     ],
 )
-def test_undocumented_answers_and_broken_streams_are_faults(call: Call, word: str) -> None:
+def test_undocumented_answers_and_broken_streams_are_faults(call: Attempt, word: str) -> None:
     assert report_of(GOOD).faults() == []
     assert any(word in sentence for sentence in report_of(GOOD, call).faults())
 

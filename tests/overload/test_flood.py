@@ -7,15 +7,20 @@ import dataclasses
 
 import pytest
 
-from tests.overload.arrivals import Ask
-from tests.overload.callers import Call
+from infra.measure.load import Outcome
+from tests.campaigns.load import Ask, Attempt
 from tests.overload.flood import FloodOptions, FloodReport, run_flood
 
 pytestmark = [pytest.mark.e2e, pytest.mark.anyio, pytest.mark.campaign]
 
 ASK = Ask("default", "interactive", (), 4)
-GOOD = Call(ASK, 1.0, 0.0, status=200, ttft_s=1.0, is_whole=True)
-REFUSED = Call(ASK, 1.0, 0.0, status=429, reason="lane_full", retry_after_s=1.0)
+GOOD = Attempt(
+    *(0, 0, 1.0, 1.0), status=200, chunk_times_s=[2.0], outcome=Outcome.SUCCEEDED, is_done=True,
+    ask=ASK,
+)  # fmt: skip
+REFUSED = Attempt(
+    *(0, 0, 1.0, 1.0), status=429, reason="lane_full", headers={"retry-after": "1"}, ask=ASK
+)
 
 
 @pytest.mark.timeout(400)
@@ -30,7 +35,7 @@ async def test_guarantees_hold_in_a_flood_without_settings() -> None:
     assert any(call.status == 200 for call in report.interactive)
 
 
-def report_of(interactive: Call, **fields: int) -> FloodReport:
+def report_of(interactive: Attempt, **fields: int) -> FloodReport:
     memory = {"memory_bytes": 1, "max_memory_bytes": 2} | fields
     return FloodReport(FloodOptions(), 1.0, [], [REFUSED], [interactive], **memory)
 
@@ -41,12 +46,12 @@ def report_of(interactive: Call, **fields: int) -> FloodReport:
         (dataclasses.replace(GOOD, status=500), "answered 500"),
         (dataclasses.replace(GOOD, status=0, reason="TimeoutError"), "answered 0"),
         (dataclasses.replace(REFUSED, status=503), "answered 503 lane_full"),
-        (dataclasses.replace(REFUSED, retry_after_s=None), "without Retry-After"),
-        (dataclasses.replace(GOOD, is_whole=False), "broke off"),
-        (dataclasses.replace(GOOD, ttft_s=12.0), "waited up to 12.0 s"),
+        (dataclasses.replace(REFUSED, headers={}), "without Retry-After"),
+        (dataclasses.replace(GOOD, outcome=Outcome.FAILED), "broke off"),
+        (dataclasses.replace(GOOD, chunk_times_s=[13.0]), "waited up to 12.0 s"),
     ],
 )
-def test_undocumented_answers_and_long_waits_are_violations(call: Call, word: str) -> None:
+def test_undocumented_answers_and_long_waits_are_violations(call: Attempt, word: str) -> None:
     assert report_of(GOOD).violations == []
     assert any(word in sentence for sentence in report_of(call).violations)
 

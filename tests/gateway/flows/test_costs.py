@@ -18,6 +18,7 @@ from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.flows.conftest import Fleet
 from tests.gateway.flows.test_jobs import ended, job, submitted
+from tests.streams import events_of
 
 pytestmark = pytest.mark.anyio
 
@@ -128,6 +129,6 @@ async def settled_prices(http: httpx.AsyncClient) -> dict[str, float]:
 async def states_of(http: httpx.AsyncClient) -> AsyncIterator[Any]:
     """What the console is told of the fleet."""
     async with http.stream("GET", "/console/feed") as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: ") and "worker_price" in line:
-                yield json.loads(line.removeprefix("data: "))
+        async for event in events_of(answer):
+            if "worker_price" in json.dumps(event.data):
+                yield event.data

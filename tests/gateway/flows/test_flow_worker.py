@@ -47,7 +47,7 @@ class FailingRun(StuckRun):
         raise RuntimeError("a bug")
 
 
-class Seat:
+class Place:
     """A worker of the flow `m` whose duties the test calls."""
 
     def __init__(
@@ -75,22 +75,22 @@ async def test_a_late_reply_about_an_earlier_claim_stops_nothing(
     """The job was lost, and claimed again before the reply to the heartbeat came."""
     job = make_parent()
     await functions.submit(job, make_submission(deadline_s=600.0))
-    seat = Seat(redis_client, keys)
-    await seat.claim()
+    place = Place(redis_client, keys)
+    await place.claim()
     await pass_time(redis_client, keys, 11.0)
     await functions.sweep()
-    heartbeat = seat.worker._functions.heartbeat
+    heartbeat = place.worker._functions.heartbeat
 
     async def late(*args: object, **more: object) -> Sequence[str]:
         lost = await heartbeat(*args, **more)  # type: ignore[arg-type]
-        assert await seat.claim() == 1
+        assert await place.claim() == 1
         return lost
 
-    monkeypatch.setattr(seat.worker._functions, "heartbeat", late)
-    await seat.worker._report()
-    assert seat.worker._held[job.id][0] is seat.runs[1]  # type: ignore[comparison-overlap]
+    monkeypatch.setattr(place.worker._functions, "heartbeat", late)
+    await place.worker._report()
+    assert place.worker._held[job.id][0] is place.runs[1]  # type: ignore[comparison-overlap]
     monkeypatch.undo()
-    await seat.worker.aclose()
+    await place.worker.aclose()
 
 
 async def test_a_run_that_fails_for_the_last_time_cancels_its_calls(
@@ -98,13 +98,13 @@ async def test_a_run_that_fails_for_the_last_time_cancels_its_calls(
 ) -> None:
     job = make_parent()
     await functions.submit(job, make_submission(max_attempts=1))
-    seat = Seat(redis_client, keys, FailingRun)
-    await seat.claim()
-    await asyncio.wait_for(seat.runs[0].has_cancelled.wait(), 10)
+    place = Place(redis_client, keys, FailingRun)
+    await place.claim()
+    await asyncio.wait_for(place.runs[0].has_cancelled.wait(), 10)
     view, _ = await functions.read(job.id, "t") or (None, None)
     assert view is not None
     assert view.status is JobStatus.FAILED
-    await seat.worker.aclose()
+    await place.worker.aclose()
 
 
 async def test_a_job_of_a_model_with_the_flow_s_name_goes_back(
@@ -113,13 +113,13 @@ async def test_a_job_of_a_model_with_the_flow_s_name_goes_back(
     """To the model's workers; no attempt is counted, and the flow takes nothing more."""
     job = make_job()
     await functions.submit(job, make_submission())
-    seat = Seat(redis_client, keys)
-    await seat.claim()
-    assert seat.runs == []
+    place = Place(redis_client, keys)
+    await place.claim()
+    assert place.runs == []
     [claimed] = await claim(functions)
     assert (claimed.job.id, claimed.attempt) == (job.id, 1)
-    assert seat.worker.is_draining
-    await seat.worker.aclose()
+    assert place.worker.is_draining
+    await place.worker.aclose()
 
 
 async def test_a_run_that_begins_again_has_the_deadline_that_its_job_has_now(

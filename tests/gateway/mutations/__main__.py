@@ -5,7 +5,7 @@ Exit status 1 after a wrong response, a lost job or process, or a log with a pro
 
 import sys
 
-from tests.endurance.command_line import Progress, parser_of, run
+from tests.campaigns.command_line import Progress, parser_of, run
 from tests.gateway.mutations.campaign import run_mutations
 
 

@@ -20,8 +20,8 @@ import httpx
 from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.jobs import DEFAULT_LANES
-from tests.endurance.command_line import silent
-from tests.endurance.pool import Pool, pool
+from tests.campaigns.command_line import silent
+from tests.campaigns.pool import Pool, pool
 from tests.fakes import HashModelOptions
 from tests.fleet import until
 from tests.gateway.fake_worker import FakeWorker, publish_model

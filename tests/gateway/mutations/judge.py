@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from batchway_client.events import Parser
 from contract.errors import ErrorCode
 from tests.gateway.mutations.drawing import Request
 from tests.gateway.mutations.seeds import CHANGE, QUOTE
@@ -74,10 +75,10 @@ def judge(request: Request, answer: httpx.Response, announced: Announced) -> Ite
 
 def _chunks(text: str) -> Iterator[Any]:
     """The chunks of a stream. Raises ValueError if it has no end."""
-    *lines, last = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
-    if last != "[DONE]":
+    parser = Parser()
+    yield from [event.data for event in parser.feed(text.encode())]
+    if not parser.is_done:
         raise ValueError("the stream has no end")
-    yield from map(json.loads, lines)
 
 
 def _judge_choices(shown: list[Any]) -> Iterator[str]:

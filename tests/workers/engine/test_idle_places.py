@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,6 +118,7 @@ def test_nothing_waits_for_a_host_with_a_free_place(
     serve(placed, load)
 
 
+@pytest.mark.campaign
 @settings(max_examples=200, deadline=None)
 @given(
     load=_loads,

@@ -225,7 +225,7 @@ class SupervisorAndEngine(RuleBasedStateMachine):
                     assert self.harness.reasons[key] == reason
 
 
-TestSupervisorAndEngine = SupervisorAndEngine.TestCase
+TestSupervisorAndEngine = pytest.mark.campaign(SupervisorAndEngine.TestCase)
 TestSupervisorAndEngine.settings = settings(
     max_examples=100, stateful_step_count=30, deadline=None, derandomize=True
 )

@@ -1,12 +1,10 @@
-"""Places in the fleet: each holds a process, which may be killed and is replaced by another."""
+"""The parts of a fleet: each is a process, which may be killed and is started again."""
 
 import asyncio
 import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from tests.chaos import mistakes
 from tests.chaos.mistakes import Mistake
 from tests.chaos.proxy import Link
 from tests.fakes import HashModelOptions
+from tests.fleet import Program
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from tests.infra.processes import command_of, descendants
 
@@ -29,8 +28,8 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place of one process. The process exits when the other end of its lifeline closes."""
+class PartOptions:
+    """Of one part. Its process exits when the other end of its lifeline closes."""
 
     name: str
     link: Link
@@ -39,28 +38,28 @@ class Place:
     mistake: Mistake = Mistake.NONE
 
 
-class Seat:
-    """One place. `is_busy` is set during a fault; `link` is its own link to Redis."""
+class Part:
+    """One part. `is_busy` is set during a fault; `link` is its own link to Redis."""
 
     sign_of_readiness = ""  # in its log
 
-    def __init__(self, place: Place) -> None:
-        self.name = place.name
-        self.link = place.link
+    def __init__(self, options: PartOptions) -> None:
+        self.name = options.name
+        self.link = options.link
         self.is_busy = False
-        self._place = place
-        self._log_path = place.log_path
+        self._options = options
+        self._log_path = options.log_path
         self._log_start = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program: Program | None = None
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "not started"
-        return self._process.pid
+        assert self._program is not None, "not started"
+        return self._program.pid
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Keeps other faults away from this seat during one fault."""
+        """Keeps other faults away during one fault."""
         assert not self.is_busy
         self.is_busy = True
         try:
@@ -72,14 +71,10 @@ class Seat:
         """Spawns the process; `until_ready` waits until it serves."""
         with self._log_path.open("ab") as output:
             self._log_start = output.tell()
-            self._process = subprocess.Popen(
-                self._command(),
-                env={**os.environ, **self._common_environ(), **self._environ()},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[self._place.lifeline_fd],
-                start_new_session=True,
+            fd = self._options.lifeline_fd
+            own = {LIFELINE_VARIABLE: f"{fd}", mistakes.VARIABLE: self._options.mistake}
+            self._program = Program(
+                *self._words(), environ={**own, **self._environ()}, output=output, pass_fds=[fd]
             )
 
     async def until_ready(self, times: int = 1) -> None:
@@ -87,7 +82,7 @@ class Seat:
         TimeoutError, and AssertionError with the end of the log if the process has exited."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             while self.times_ready() < times:
-                if self._process is None or self._process.poll() is not None:
+                if self._program is None or not self._program.is_alive:
                     raise AssertionError(f"{self.name} has ended:\n{self.log()[-2000:]}")
                 await asyncio.sleep(_POLL_S)
 
@@ -109,40 +104,29 @@ class Seat:
             os.kill(pid, number)
 
     async def wait(self, timeout_s: float) -> int:
-        """The exit status. Raises TimeoutError."""
-        assert self._process is not None
-        async with asyncio.timeout(timeout_s):
-            while (status := self._process.poll()) is None:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-        return status
+        """The exit status. Raises subprocess.TimeoutExpired."""
+        assert self._program is not None
+        return await asyncio.to_thread(self._program.wait, timeout_s)
 
     def end(self) -> None:
         """Kills the process and its children, also stopped ones."""
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._program is not None:
+            self._program.kill_group()
 
-    def _common_environ(self) -> dict[str, str]:
-        return {
-            LIFELINE_VARIABLE: str(self._place.lifeline_fd),
-            mistakes.VARIABLE: self._place.mistake,
-        }
-
-    def _command(self) -> Sequence[str]:
+    def _words(self) -> Sequence[str]:
         raise NotImplementedError
 
     def _environ(self) -> Mapping[str, str]:
         return {}
 
 
-class GatewaySeat(Seat):
+class GatewayPart(Part):
     """`batchway gateway`, on another free port after each start."""
 
     sign_of_readiness = "listening on"
 
-    def __init__(self, place: Place, models: str = "") -> None:
-        super().__init__(place)
+    def __init__(self, options: PartOptions, models: str = "") -> None:
+        super().__init__(options)
         self._models = models
 
     @property
@@ -155,9 +139,9 @@ class GatewaySeat(Seat):
 
     _last_url = "http://127.0.0.1:9"  # discard: refuses
 
-    def _command(self) -> Sequence[str]:
+    def _words(self) -> Sequence[str]:
         return [
-            *(sys.executable, "-m", "tests.chaos.gateway", "--port=0", "--drain-s=0.5"),
+            *("tests.chaos.gateway", "--port=0", "--drain-s=0.5"),
             *(f"--redis-url={self.link.url}", f"--namespace={NAMESPACE}"),
             f"--models={self._models}",
         ]
@@ -175,19 +159,19 @@ class GatewaySeat(Seat):
         }
 
 
-class WorkerSeat(Seat):
+class WorkerPart(Part):
     """A supervisor with its engine process, on the hash model or on a real model."""
 
     sign_of_readiness = "ready model="
 
     def __init__(
         self,
-        place: Place,
+        options: PartOptions,
         *,
         settings: Mapping[str, Any],
         hash_model: HashModelOptions,
     ) -> None:
-        super().__init__(place)
+        super().__init__(options)
         self._settings = settings
         self._hash_model = hash_model
 
@@ -201,7 +185,7 @@ class WorkerSeat(Seat):
         children = await asyncio.to_thread(descendants, self.pid)
         return next((pid for pid in children if "EngineCore" in command_of(pid)), None)
 
-    def _command(self) -> Sequence[str]:
+    def _words(self) -> Sequence[str]:
         settings = {
             "redis_url": self.link.url,
             "namespace": NAMESPACE,
@@ -212,7 +196,7 @@ class WorkerSeat(Seat):
             "max_crashes": 1000,
             **self._settings,
         }
-        return [sys.executable, "-m", "tests.chaos.worker", msgspec.json.encode(settings).decode()]
+        return ["tests.hash_worker", msgspec.json.encode(settings).decode()]
 
     def _environ(self) -> Mapping[str, str]:
         return {
@@ -223,12 +207,12 @@ class WorkerSeat(Seat):
         }
 
 
-class CallbacksSeat(Seat):
+class CallbacksPart(Part):
     """`batchway callbacks`: relay and RQ worker, with shorter retry delays and leases."""
 
     sign_of_readiness = "callbacks are delivered"
 
-    def _command(self) -> Sequence[str]:
+    def _words(self) -> Sequence[str]:
         settings = {"redis_url": self.link.url, "namespace": NAMESPACE, "drain_s": 1.0}
         fields = msgspec.json.encode(settings).decode()
-        return [sys.executable, "-m", "tests.chaos.callbacks", fields]
+        return ["tests.callbacks.callbacks_process", fields]

@@ -9,7 +9,7 @@ from tests.chaos.ledger import Kind, Ledger, Story, Violation
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class Delivery:
     """One verified message that arrived; `message_id` is its `webhook-id`."""
 
     job_id: str
@@ -18,18 +18,18 @@ class Telling:
     was_accepted: bool
 
 
-def check_tellings(
+def check_deliveries(
     ledger: Ledger,
     statuses: Mapping[str, JobStatus],
-    tellings: Sequence[Telling],
+    deliveries: Sequence[Delivery],
     *,
     num_forged: int = 0,
 ) -> None:
     """Every end of a job with a callback was accepted at least once, under one id and with the
     right content. `statuses` are those of all jobs in Redis."""
-    told: dict[str, list[Telling]] = defaultdict(list)
-    for telling in tellings:
-        told[telling.job_id].append(telling)
+    told: dict[str, list[Delivery]] = defaultdict(list)
+    for delivery in deliveries:
+        told[delivery.job_id].append(delivery)
     if num_forged:
         detail = f"{num_forged} messages could not be verified"
         ledger.violations.append(Violation(Kind.WRONG, "callbacks", detail))
@@ -40,13 +40,13 @@ def check_tellings(
             _check_story(story, status, told[story.job_id or ""])
 
 
-def _check_story(story: Story, status: JobStatus, told: Sequence[Telling]) -> None:
-    num_accepted = sum(telling.was_accepted for telling in told)
+def _check_story(story: Story, status: JobStatus, told: Sequence[Delivery]) -> None:
+    num_accepted = sum(delivery.was_accepted for delivery in told)
     story.ledger.num_deliveries += num_accepted
     if not num_accepted:
         story.violate(Kind.UNTOLD, f"{status}; attempts that arrived: {len(told)}")
-    if (num_ids := len({telling.message_id for telling in told})) > 1:
+    if (num_ids := len({delivery.message_id for delivery in told})) > 1:
         story.violate(Kind.SECOND_ID, f"{num_ids} ids for one end")
-    said = {telling.status for telling in told}
+    said = {delivery.status for delivery in told}
     if said - {status} and not story.may_have_lost:
         story.violate(Kind.WRONG, f"its receiver was told {sorted(said)}, it is {status}")

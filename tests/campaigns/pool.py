@@ -1,10 +1,9 @@
-"""Workers and a gateway as processes on their own Redis, with access to its state."""
+"""Workers and gateways as processes on their own Redis, with access to its state."""
 
+import asyncio
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,7 +19,8 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
-from tests.fleet import Caller, WorkerProcess, fleet, until
+from tests.fleet import Caller, Program, WorkerProcess, fleet, until
+from tests.infra.stack import running_stack_without_settings
 from tests.oracle.audit import Audit
 
 MODEL = "m"
@@ -38,7 +38,13 @@ class Pool:
     server: EmbeddedRedis
     caller: Caller
     workers: list[WorkerProcess]
-    url: str  # of the gateway; '' without one
+    urls: list[str]  # of the gateways
+
+    @property
+    def url(self) -> str:
+        """Of the only gateway."""
+        [url] = self.urls
+        return url
 
     async def infos(self) -> list[dict[str, Any]]:
         """The contents of each worker's next heartbeat."""
@@ -93,26 +99,40 @@ async def pool(
     model: HashModelOptions,
     *,
     num_workers: int,
-    has_gateway: bool = True,
+    num_gateways: int = 1,
+    gateway: Mapping[str, str] = MappingProxyType({}),
     output: IO[bytes] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Pool]:
-    """Starts all parts, waits for the workers, and ends all parts at exit. Gateway and workers
-    write to `output` if it is given."""
+    """Starts all parts, waits for them, and ends all at exit. `gateway` are environment variables
+    of the gateways. They and the workers write to `output` if it is given."""
     keys = Keys("test")
     with EmbeddedRedis() as server:
         client = connect(server.url, keys, command_timeout_s=10.0)
         async with contextlib.aclosing(client):
             await ensure_library(client)
             caller = Caller(Functions(client, keys), client, keys, RETENTION_S)
-            process = gateway_process(server.url, keys, output=output)
-            with process if has_gateway else contextlib.nullcontext("") as url:
+            with contextlib.ExitStack() as stack:
+                processes = [
+                    gateway_process(server.url, keys, gateway, output=output)
+                    for _ in range(num_gateways)
+                ]
+                urls = [stack.enter_context(process) for process in processes]
                 own = fleet(server.url, num_workers, model, output=output, **settings)
                 async with own as workers:
                     await caller.num_workers(num_workers)
-                    if has_gateway:
-                        await until_it_answers(url)
-                    yield Pool(server, caller, workers, url)
+                    await asyncio.gather(*map(until_it_answers, urls))
+                    yield Pool(server, caller, workers, urls)
+
+
+@contextlib.asynccontextmanager
+async def stack_without_settings() -> AsyncIterator[tuple[str, redis.asyncio.Redis]]:
+    """`batchway up` as a newcomer starts it: its URL, and a client of its Redis."""
+    with running_stack_without_settings() as stack:
+        url = await asyncio.to_thread(lambda: stack.url)
+        [socket_path] = stack.temp_dir.glob("batchway-*/redis.sock")
+        async with redis.asyncio.Redis.from_url(f"unix://{socket_path}") as client:
+            yield url, client
 
 
 @contextlib.contextmanager
@@ -127,31 +147,22 @@ def gateway_process(
     writes its whole log to `output` if that is given, otherwise warnings to our stderr."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         fd = listener.fileno()
-        command = [sys.executable, "-m", "infra", "gateway", f"--listen-fd={fd}", "--drain-s=0"]
-        environ = os.environ | {"REDIS_URL": redis_url, "BATCHWAY_NAMESPACE": keys.namespace}
+        environ = {"REDIS_URL": redis_url, "BATCHWAY_NAMESPACE": keys.namespace}
         environ |= dict.fromkeys(_RETENTION_VARIABLES, f"{RETENTION_S:g}")
         environ["BATCHWAY_LANE_BOUND_S"] = "0"  # its small engines refuse none of the load
-        environ |= settings
-        environ.pop("BATCHWAY_API_KEY", None)
-        process = subprocess.Popen(
-            [*command, f"--log-level={'warning' if output is None else 'debug'}"],
-            env=environ,
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        environ |= {"BATCHWAY_API_KEY": "", **settings}
+        level = "warning" if output is None else "debug"
+        words = ("infra", "gateway", f"--listen-fd={fd}", "--drain-s=0", f"--log-level={level}")
+        program = Program(*words, environ=environ, output=output, pass_fds=[fd])
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         yield url
     finally:
-        process.terminate()
+        program.terminate()
         try:
-            process.wait(_END_TIMEOUT_S)
+            program.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            program.kill()
 
 
 async def until_it_answers(url: str) -> None:
