@@ -1,7 +1,4 @@
-"""The two clients: `Client` blocks, `AsyncClient` is for asyncio. The calls are the same.
-
-Over 300 lines: each call is described once, for both.
-"""
+"""The two clients: `Client` blocks, `AsyncClient` is for asyncio. The calls are the same."""
 
 import asyncio
 import secrets

@@ -3,8 +3,6 @@
 Each is sent once, or as often as its line says, to `batchway up` on the demo model (Linux). Prints
 processor time and peak memory of the gateway, how long /livez was silent, and the answers. Takes a
 few minutes; --only 1 3 chooses.
-
-Over 300 lines: nine measurements that share one server, each in a few lines.
 """
 
 import argparse

@@ -2,8 +2,6 @@
 
 Its requests are made before it begins, and it has the lowest priority, since it shares the cores
 with what is measured.
-
-Over 300 lines: one list of attacks, each with what it sends.
 """
 
 import asyncio

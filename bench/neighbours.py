@@ -10,8 +10,6 @@ What must hold in each turn: the victim's medians are at most twice those alone;
 three times, and 50 ms; none of its calls fails; the gateway's own memory stays below 350 MB and is
 back within 30 s, at most 50 MB over that of the start; a child's stays below 256 MiB. A number that
 breaks one of these is named in the last column.
-
-Over 300 lines: one measurement, from its turns to its verdict.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""Types of the functions' arguments and replies. The calls are in functions.py.
-
-Over 300 lines: one struct for each argument and reply.
-"""
+"""Types of the functions' arguments and replies. The calls are in functions.py."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

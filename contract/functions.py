@@ -2,8 +2,6 @@
 
 The functions are contract/lua/*.lua; their headers describe arguments and replies. The types
 are in function_types.py.
-
-Over 300 lines: many functions, each with one short method.
 """
 
 import json

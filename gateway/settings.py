@@ -1,7 +1,4 @@
-"""The gateway's settings: environment variables, read once and then frozen.
-
-Over 300 lines: it is one list.
-"""
+"""The gateway's settings: environment variables, read once and then frozen."""
 
 import math
 import re

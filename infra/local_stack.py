@@ -1,7 +1,4 @@
-"""Runs `batchway up`: Redis, workers and a gateway as children of one process, in the right order.
-
-Over 300 lines: a part's start, its restarts and its end need each other's order.
-"""
+"""Runs `batchway up`: Redis, workers and a gateway as children of a process, in the right order."""
 
 import asyncio
 import contextlib

@@ -2,7 +2,6 @@
 and the engine's options come from here.
 
 Imports nothing heavy: `--help` must be instant, and a gateway must never load torch.
-Over 300 lines: it is one list.
 """
 
 import argparse

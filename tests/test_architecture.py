@@ -14,9 +14,7 @@ from infra.options_page import fields, metrics, options
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("batchway_client", "contract", "gateway", "workers", "infra", "bench")
-MAX_LINES = 300
 MAX_SCRIPT_LINES = 30
-WHY_LONG = "Over 300 lines:"  # begins the reason in the docstring of a longer file
 
 IMPORT_WITHOUT = """
 import importlib, sys
@@ -129,18 +127,6 @@ def test_lua_functions_document_arguments_and_results(path: Path) -> None:
     assert header[0].startswith(f"-- {path.stem}: ")
     for word in ("KEYS", "ARGV", "reply"):
         assert any(line.startswith(f"-- {word} ") for line in header), f"no {word}"
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_long_files_state_a_reason(package: str) -> None:
-    """In the docstring of each file over 300 lines."""
-    for path in modules_of(package):
-        text = path.read_text()
-        if len(text.splitlines()) > MAX_LINES:
-            docstring = ast.get_docstring(ast.parse(text)) or ""
-            assert WHY_LONG in docstring, (
-                f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines"
-            )
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,7 +1,4 @@
-"""The configurations of tiny decoders, by how they are served. `tests.tiny_models` makes them.
-
-Over 300 lines: a configuration for each family.
-"""
+"""The configurations of tiny decoders, by how they are served. `tests.tiny_models` makes them."""
 
 from importlib.metadata import version
 from typing import Any

@@ -2,7 +2,7 @@
 
 An engine runs steps of each class: timed, then under torch's profiler. Prefill: prompts with one
 output token each. Decode: streams only. Mixed: streams, and a new prompt in each step. Every prompt
-is different, so no prefix is cached. Over 300 lines: one measurement, from the machine to advice.
+is different, so no prefix is cached.
 """
 
 import contextlib

@@ -2,8 +2,6 @@
 
 A chunk depends only on its event, except for text offsets and data of the prompt, so a stream
 resumed at any event continues with the same bytes.
-
-Over 300 lines: a whole answer and its chunks have the same fields, and are read side by side.
 """
 
 import math

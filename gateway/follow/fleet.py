@@ -2,8 +2,6 @@
 
 All figures are those of the metrics. While somebody watches, they are read each second, else each
 five seconds, so that a page that opens has a past. Does not know who may see what.
-
-Over 300 lines: one look at the fleet, and all that is made of it.
 """
 
 import asyncio

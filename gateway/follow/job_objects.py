@@ -1,6 +1,4 @@
-"""Job objects, as `/v1/jobs` returns them.
-
-Over 300 lines: the fields, and what fills each of them."""
+"""Job objects, as `/v1/jobs` returns them."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Follows what becomes of a job, from a position in its log to the end: as a whole answer, or as a
 stream of events.
-
-Over 300 lines: all that follows a log is read side by side.
 """
 
 import asyncio

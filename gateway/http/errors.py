@@ -1,8 +1,6 @@
 """Errors as HTTP responses in OpenAI's format, without stack traces or input.
 
 The gateway raises ApiError; `to_api_error` translates the errors of `contract`.
-
-Over 300 lines: each error's status and words are read together.
 """
 
 import contextlib

@@ -3,8 +3,6 @@
 `tokenizers` takes about 140 bytes for each character while it encodes. So a long text is read in
 pieces. Tokens far enough from the edges of a piece are the same as in the whole text, because
 words, and what merges with them, are shorter than that distance.
-
-Over 300 lines: all that is done with one tokenizer.
 """
 
 import asyncio

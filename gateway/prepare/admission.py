@@ -2,8 +2,6 @@
 without its prompt, the checks of model and lane, and the bounds.
 
 A call that the model cannot run is rejected with 400 and the parameter's name.
-
-Over 300 lines: who asks, what it may, and what bounds its job is read together.
 """
 
 import contextlib

@@ -1,7 +1,5 @@
 """Turns a chat or a completion into a job: tokenises it, checks it against the model, chooses its
 sampling parameters, computes its cost.
-
-Over 300 lines: the steps of one call.
 """
 
 import asyncio

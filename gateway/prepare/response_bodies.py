@@ -1,7 +1,5 @@
 """The body of POST /v1/responses with its items, and the chat that it asks for. What a text model
 cannot read is refused by name.
-
-Over 300 lines: one body, each field with its type and range.
 """
 
 from collections.abc import Mapping, Sequence

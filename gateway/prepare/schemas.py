@@ -1,8 +1,6 @@
 """Request bodies in OpenAI's format: types and ranges of all fields, also of vLLM's.
 
 generation.py checks what depends on the model: vocabulary, context length, defaults.
-
-Over 300 lines: two bodies that share most of their fields, each field with its type and range.
 """
 
 import json

@@ -1,7 +1,5 @@
 """Turns a call for vectors into a prefill-only job: applies the model's instructions, tokenises
 texts and pairs, checks them against the model.
-
-Over 300 lines: texts and pairs are tokenised, cut and refused side by side.
 """
 
 from collections.abc import Mapping, Sequence

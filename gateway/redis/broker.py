@@ -3,8 +3,6 @@ that are kept in the object store: long prompts and stored results.
 
 Each method of Broker raises BrokerUnavailable, at once if Redis failed a moment ago. The first call
 opens the first connection, so a gateway can start while Redis is down.
-
-Over 300 lines: one short method for each operation.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
 """POST /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/score and
 /v1/classify: synchronous calls, answered whole, as a stream, or as a job. Cohere's and other
 clients have further paths of the same call for a rerank.
-
-Over 300 lines: the ways to answer one call.
 """
 
 import logging

@@ -1,7 +1,5 @@
 """POST and GET /v1/jobs; GET, PATCH, DELETE /v1/jobs/{id}; GET …/events; POST …/cancel; POST
 /v1/quote: the cost and expected times of a job.
-
-Over 300 lines: all that is done with jobs.
 """
 
 import asyncio

@@ -7,8 +7,6 @@ One process per pool. It keeps its state in memory: after a restart it waits as 
 any scale-in, and counts tasks that ended before the restart as never ready, if no worker lives. It
 writes metrics to standard output in CloudWatch's embedded format. With --decide-only it publishes
 how many workers there should be, and another scaler follows that.
-
-Over 300 lines: what is observed, decided and reported in one step is read together.
 """
 
 import argparse

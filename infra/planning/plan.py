@@ -1,7 +1,4 @@
-"""`batchway plan`: the batch size, the replicas and the configuration for a model on a device.
-
-Over 300 lines: one answer, from what fits to the file.
-"""
+"""`batchway plan`: the batch size, the replicas and the configuration for a model on a device."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -8,8 +8,6 @@ Two things are simplified. A worker reports a job's tokens at its first one, at 
 before a death and at its end, not at each step. A job that is submitted wakes one worker after
 another, at random, until the job is taken; in production all try at once, and the others find
 nothing.
-
-Over 300 lines: one loop of events.
 """
 
 import dataclasses

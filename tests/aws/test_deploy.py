@@ -1,7 +1,4 @@
-"""scripts/images and scripts/destroy, against moto.
-
-Over 300 lines: each way a deployment goes on or is refused.
-"""
+"""scripts/images and scripts/destroy, against moto."""
 
 import contextlib
 import json

@@ -1,7 +1,4 @@
-"""scripts/preflight, against moto: what an account lacks, before anything is built.
-
-Over 300 lines: a test for each thing that an account may lack.
-"""
+"""scripts/preflight, against moto: what an account lacks, before anything is built."""
 
 import functools
 import inspect

@@ -1,7 +1,4 @@
-"""The check of a GPU, as far as it runs without one.
-
-Over 300 lines: a test for each stage and each way to fail.
-"""
+"""The check of a GPU, as far as it runs without one."""
 
 import importlib.metadata
 import json

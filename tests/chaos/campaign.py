@@ -1,7 +1,4 @@
-"""One campaign: a fleet, its callers and faults, then a time without faults, and the checks.
-
-Over 300 lines: the steps of one run.
-"""
+"""One campaign: a fleet, its callers and faults, then a time without faults, and the checks."""
 
 import asyncio
 import contextlib

@@ -5,8 +5,6 @@ effect.
 
 To add faults for another kind of process, give the fleet its parts, and add a row to `_KINDS` with
 a weight and a method.
-
-Over 300 lines: one short method for each fault.
 """
 
 import asyncio

@@ -3,8 +3,6 @@
 Knows nothing of processes or HTTP. Its input are observations; its output are violations, each of
 one kind. Tokens are compared as ids; no text is kept. Callbacks are checked in
 tests/chaos/deliveries.py.
-
-Over 300 lines: a story and the ledger that judges it share one set of rules.
 """
 
 import time

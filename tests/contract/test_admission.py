@@ -1,7 +1,5 @@
 """Admission on a real Redis: exact quotas over many gateways, predicted waits, and fair shares.
 The tables of decisions are in tests/oracle; these tests check the promises to users.
-
-Over 300 lines: a test for each bound of admission.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""The Redis functions on a real Redis: each transition of the state table.
-
-Over 300 lines: a test for each transition.
-"""
+"""The Redis functions on a real Redis: each transition of the state table."""
 
 import contextlib
 

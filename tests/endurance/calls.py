@@ -1,7 +1,4 @@
-"""All kinds of calls of a soak, each with what its answer must be.
-
-Over 300 lines: one list of calls, each in a few lines.
-"""
+"""All kinds of calls of a soak, each with what its answer must be."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""The front door and the console, in a real Chromium: what a call changes, the pages show.
-
-Over 300 lines: one browser, one view after another.
-"""
+"""The front door and the console, in a real Chromium: what a call changes, the pages show."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""A tenant's jobs: listed, filtered, deleted; and what another tenant sees.
-
-Over 300 lines: a test for each filter of the list, and for each route of a job.
-"""
+"""A tenant's jobs: listed, filtered, deleted; and what another tenant sees."""
 
 import asyncio
 import re

@@ -1,7 +1,5 @@
 """The OpenAPI document is correct: schemathesis sends requests that it permits and others, and
 each response must be one that it announces.
-
-Over 300 lines: how the document is limited to what the worker serves, and its checks.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Operations on many jobs over HTTP: cancel and replay by filter, progress, rights.
-
-Over 300 lines: an operation's way from its start to each of its ends.
-"""
+"""Operations on many jobs over HTTP: cancel and replay by filter, progress, rights."""
 
 import asyncio
 import os

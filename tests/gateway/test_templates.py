@@ -1,7 +1,5 @@
 """Chat templates come with models: what they can access, and their limits of output, time and
 memory.
-
-Over 300 lines: what templates may do, and what each costs when it must not.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""`batchway ab report`: the statistics on drawn jobs, the exit status, and a real A/B.
-
-Over 300 lines: one report, from estimates to the exit status.
-"""
+"""`batchway ab report`: the statistics on drawn jobs, the exit status, and a real A/B."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""Alerts fire on the right series only, checked by `promtool test rules`.
-
-Over 300 lines: a case for each alert.
-"""
+"""Alerts fire on the right series only, checked by `promtool test rules`."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""`batchway cascade fit`: the cheapest threshold that keeps quality, from questions or answers.
-
-Over 300 lines: one command, with a test for each of its answers and refusals.
-"""
+"""`batchway cascade fit`: the cheapest threshold that keeps quality, from questions or answers."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""The embedded Redis: which server, with which settings, and that it always ends.
-
-Over 300 lines: how a server starts, is killed, and what its file keeps.
-"""
+"""The embedded Redis: which server, with which settings, and that it always ends."""
 
 import importlib.util
 import os

@@ -1,7 +1,4 @@
-"""The users of Redis: each part has the permissions that it needs, and no others.
-
-Over 300 lines: a table of what each role calls, and the tests that read it.
-"""
+"""The users of Redis: each part has the permissions that it needs, and no others."""
 
 import contextlib
 import itertools

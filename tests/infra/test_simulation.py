@@ -1,7 +1,5 @@
 """`batchway simulate`, `plan --calibrate` and `--explain`: production's queue and engine on a
 virtual clock.
-
-Over 300 lines: one simulation, asked about its queue, fleet, traces, costs and advice.
 """
 
 import gzip

@@ -1,7 +1,4 @@
-"""Makes messages of jobs' events, attempts to deliver them, and records the outcomes.
-
-Over 300 lines: a message, from its event to its last attempt.
-"""
+"""Makes messages of jobs' events, attempts to deliver them, and records the outcomes."""
 
 import asyncio
 import contextlib

@@ -5,8 +5,6 @@ expression or Lark. A Matcher depends only on the grammar and the tokens consume
 choice, whose logged tokens are consumed again, continues as it would have.
 
 Compilations and masks have threads of their own, in which tenants take turns.
-
-Over 300 lines: a grammar from its compilation to its masks.
 """
 
 import os

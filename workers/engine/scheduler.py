@@ -1,8 +1,7 @@
 """Hands out a step's tokens under one budget, and blocks with them.
 
 There are no prefill and decode phases: a sequence has one or more pending tokens and gets as many
-as fit. Lanes and policy give the order, and `AdmissionCheck` decides on room. Over 300 lines:
-dividing one step is one calculation.
+as fit. Lanes and policy give the order, and `AdmissionCheck` decides on room.
 """
 
 from collections.abc import Collection, Iterator

@@ -2,8 +2,6 @@
 
 A sequence predicts its next tokens from its own: those that followed when its last three tokens
 occurred before (Saxena, "Prompt Lookup Decoding", 2023).
-
-Over 300 lines: checks and sequences read the same request.
 """
 
 import math

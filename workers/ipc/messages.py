@@ -2,8 +2,7 @@
 
 One frame each way per step: a 4-byte little-endian length, then a msgpack list of messages.
 Only types and encoding; the two ends own their sockets.
-
-Over 300 lines: the messages of both directions are one interface, read together."""
+"""
 
 from collections.abc import Sequence as Seq
 from typing import Any, Generic, Literal, TypeVar

@@ -3,8 +3,7 @@
 A chat template shows past answers as the model was trained to write them. A format of the tables is
 the model's if its parser reads back what the template shows. If no table contains the format, it is
 derived from the template, provided that its calls are JSON between marks.
-
-Over 300 lines: what a template shows is rendered only to be read here."""
+"""
 
 import json
 import os.path

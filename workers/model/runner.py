@@ -1,8 +1,6 @@
 """Runs a step: makes flat tensors of its chunks, computes their logits, and takes from these the
 next tokens and the prompts' log probabilities. Pads only where the engine asks for it. Implements
 the engine's Model.
-
-Over 300 lines: a chunk's way to the model and back.
 """
 
 import dataclasses

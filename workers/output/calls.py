@@ -1,7 +1,7 @@
 """Reads the tool calls in an output: where they begin, one behind another, and where they end.
 
 The text between the marks of a call has one of several syntaxes; each has a reader.
-Over 300 lines: the readers are alternatives to each other, each of a few dozen lines."""
+"""
 
 import json
 from abc import ABC, abstractmethod

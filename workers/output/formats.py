@@ -1,6 +1,4 @@
-"""How models write reasoning and tool calls: data, with vLLM's names where vLLM has one.
-
-Over 300 lines: two tables, one entry for each format."""
+"""How models write reasoning and tool calls: data, with vLLM's names where vLLM has one."""
 
 from msgspec.structs import replace
 

@@ -3,7 +3,7 @@
 The text released after k tokens depends only on those tokens, not on step boundaries, so a resumed
 job rebuilds the same state by replaying its log.
 
-Uses neither Redis nor the engine. Over 300 lines: one state, from a token to what is logged of it.
+Uses neither Redis nor the engine.
 """
 
 import os.path

@@ -5,8 +5,6 @@ The supervisor's tasks share both. Does not use Redis.
 Measures how fast this worker is: gateways predict waiting times from its rate, and the times of
 its steps say when to claim. A job claimed during a step starts in the next step, no matter when in
 the step it was claimed.
-
-Over 300 lines: what a worker holds, how fast it is, and what room that leaves.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The supervisor process of a worker: Redis, leases, text and signals. Does not import torch.
 
-Claims jobs while there is room and sends them to the engine process. Over 300 lines: the life of a
-worker from its first claim to its exit. Its other tasks are in engine_keeper, publisher and leases.
+Claims jobs while there is room and sends them to the engine process. Its other tasks are in
+engine_keeper, publisher and leases.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
 """Rules for the arguments of calls in syntaxes other than JSON, as the JSON schema of a function's
 parameters demands. Properties are written in the schema's order. The schema was checked before.
-
-Over 300 lines: the syntaxes share the walk through a schema.
 """
 
 import json

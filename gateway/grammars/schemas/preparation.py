@@ -4,8 +4,6 @@ Keywords that say nothing about values are removed, and referenced schemas move 
 grammar can enforce is dropped, or refused if the schema is strict. Forms of older drafts become
 those of draft 2020-12. Numbers, strings, names and `oneOf` have modules of their own. Nothing is
 fetched.
-
-Over 300 lines: one walk through a schema and the references in it.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Runs one leased batch: validates its file, runs its lines, joins their results.
-
-Over 300 lines: the steps of one batch.
-"""
+"""Runs one leased batch: validates its file, runs its lines, joins their results."""
 
 import asyncio
 import contextlib

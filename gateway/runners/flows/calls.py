@@ -3,8 +3,6 @@ followed to their ends; and one run of a flow's job, with what is logged of its 
 
 The log of a flow depends only on its own job and the logs of its calls. A run that begins again
 gives the same events in the same order.
-
-Over 300 lines: a call from its begin to its end.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
 """Reads `models.yaml`, models that consist of others, checks by the members' cards that they can do
 what a flow asks of them, and makes the flow's card.
-
-Over 300 lines: what must hold of a definition is read together.
 """
 
 import time

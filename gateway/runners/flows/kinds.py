@@ -1,7 +1,5 @@
 """What each kind of flow calls, and which output is its answer: by its texts, how sure a cascade's
 member is of it, and how an ensemble makes one answer of its members' answers.
-
-Over 300 lines: the four kinds share what they read in outputs.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""The official client for Python.
-
-Over 300 lines: one short exercise for each of its calls.
-"""
+"""The official client for Python."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""What the loader accepts, reports and refuses. Each refusal is one sentence for the operator.
-
-Over 300 lines: a test for each folder that is refused.
-"""
+"""What the loader accepts, reports and refuses. Each refusal is one sentence for the operator."""
 
 import json
 import shutil

@@ -1,7 +1,4 @@
-"""The CPU kernels, compared with torch: attention with every flag, norms, rotation, gates.
-
-Over 300 lines: a test for each kernel.
-"""
+"""The CPU kernels, compared with torch: attention with every flag, norms, rotation, gates."""
 
 import stat
 from concurrent.futures import ThreadPoolExecutor

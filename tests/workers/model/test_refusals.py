@@ -1,7 +1,5 @@
 """Folders that hold no model that batchway serves: each refusal names the true cause, and what
 helps.
-
-Over 300 lines: a test for each reason to refuse a model.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Outputs are split into content, reasoning and calls, and nothing of them is lost.
-
-Over 300 lines: tables of outputs of each format, and the tests that read them.
-"""
+"""Outputs are split into content, reasoning and calls, and nothing of them is lost."""
 
 import json
 

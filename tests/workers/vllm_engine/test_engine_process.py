@@ -1,7 +1,4 @@
-"""vLLM as an engine process: real processes in vLLM's environment, on tiny models.
-
-Over 300 lines: one engine, which takes half a minute to start, for all of them.
-"""
+"""vLLM as an engine process: real processes in vLLM's environment, on tiny models."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""Places on a host: handed out as on batchway's own engine, and no token changes.
-
-Over 300 lines: each rule of places, on one stand-in for the host.
-"""
+"""Places on a host: handed out as on batchway's own engine, and no token changes."""
 
 import dataclasses
 from collections import Counter

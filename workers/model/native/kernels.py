@@ -1,7 +1,7 @@
 """Calls the CPU kernels on tensors; shapes and types are checked only here.
 
 Weights are laid out in panels of 64 outputs, which linear.h and widen.h read.
-Over 300 lines: each kernel has one call."""
+"""
 
 import ctypes
 from dataclasses import dataclass
