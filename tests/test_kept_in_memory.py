@@ -35,7 +35,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import hash_tokenizer
 from tests.gateway.conftest import make_settings
 from tests.gateway.flows.model_files import card
-from workers.engine import kv_forecast
+from workers.engine import admission_check
 from workers.ipc.messages import EngineOptions
 from workers.supervisor.holding import EngineLink, Holding
 
@@ -251,14 +251,14 @@ def test_lengths_of_many_tenants_stay_within_their_bound() -> None:
     """As many histories as there may be, each with as many lengths."""
     tracemalloc.start()
     try:
-        history = kv_forecast._History(512)
+        history = admission_check._History(512)
         for number in range(2_000):
             history.add(number * 977 % 32_768)
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    bound = bound_of("workers/engine/kv_forecast.py")
-    assert bound / 10 < num_bytes * kv_forecast._MAX_NUM_HISTORIES < bound
+    bound = bound_of("workers/engine/admission_check.py")
+    assert bound / 10 < num_bytes * admission_check._MAX_NUM_HISTORIES < bound
 
 
 GATEWAY = """

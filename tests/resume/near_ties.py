@@ -14,9 +14,8 @@ from contract.jobs import Job
 from tests.resume.logged_job import LoggedJob
 from workers.engine.interface import Chunk
 from workers.engine.sequence import Sequence, ending_token_ids
-from workers.model.noise import add_gumbel_noise, row_key
-from workers.model.penalties import adjust_logits
 from workers.model.runner import ModelRunner
+from workers.model.sampler import add_gumbel_noise, adjust_logits, row_key
 
 # In the sampler's scores: logits divided by temperature, plus noise.
 NEAR_TIE = 1e-3

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 
 from contract.jobs import FinishReason
+from workers.engine.admission_check import RecentLengths
 from workers.engine.batches import Batches, num_tokens_of
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
@@ -24,7 +25,6 @@ from workers.engine.interface import (
     Vector,
 )
 from workers.engine.jobs import JobEngine
-from workers.engine.kv_forecast import RecentLengths
 from workers.engine.masks import StepMasks
 from workers.engine.report import StepReport, marks_of, token_out
 from workers.engine.scheduler import Scheduler

@@ -7,13 +7,11 @@ as fit. Lanes and policy give the order, and `AdmissionCheck` decides on room.
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
-from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
+from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict, RecentLengths
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import CostModel
 from workers.engine.interface import Chunk, EngineLimits, Padding
-from workers.engine.kv_forecast import RecentLengths
-from workers.engine.lanes import Lanes
-from workers.engine.order import Order, VirtualTokenCounters, WaitingQueue
+from workers.engine.order import Lanes, Order, VirtualTokenCounters, WaitingQueue
 from workers.engine.sequence import Account, Sequence
 from workers.engine.speculation import add_drafts
 from workers.engine.step_plan import UNLIMITED, Running, StepPlan, Streams

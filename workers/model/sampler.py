@@ -1,8 +1,8 @@
 """Chooses each row's next token, all rows together.
 
-Grammar, bias and penalties (`penalties`) → temperature → top-k, top-p, min-p → Gumbel noise →
-argmax. The noise is a function of the row's seed and position (see `noise`), so a token depends
-only on its own sequence. Options that no row uses are skipped: greedy is one argmax.
+Grammar, bias, penalties and temporarily banned tokens → temperature → top-k, top-p, min-p → Gumbel
+noise → argmax. The noise is a function of the row's seed and position, so a token depends only on
+its own sequence. Options that no row uses are skipped: greedy is one argmax.
 
 top-k, top-p of the rest, and min-p each are a minimum score. Ties with the minimum are all kept, so
 the set does not depend on sort order.
@@ -13,7 +13,9 @@ Log probabilities are those of the raw logits in float32, and are read with the 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +23,6 @@ from contract.jobs import SamplingParams
 from workers.engine.interface import RowFailed, Sample
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
-from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
-from workers.model.penalties import adjust_logits, asks_for_change
 
 
 def rank(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
@@ -268,3 +268,198 @@ def _rows(scores: Tensor, rows: Seq[int]) -> tuple[Tensor, Tensor]:
     """Some rows of scores and their index; copies unless all rows are taken."""
     index = torch.tensor(rows, device=scores.device)
     return (scores if list(rows) == list(range(len(scores))) else scores[index]), index
+
+
+def adjust_logits(
+    logits: Tensor, sequences: Seq[Sequence], masks: StepMasks | None = None
+) -> Tensor:
+    """logits (num_rows, vocab_size) of any float type, one row per sequence -> the same if no row
+    asks for a change, else a changed copy in float32. Waits for `masks`.
+
+    Order: masks, bias, repetition, presence and frequency penalty, bans until `min_tokens`.
+    """
+    rows = [i for i, s in enumerate(sequences) if asks_for_change(s)]
+    constrained = None if masks is None else masks.of(sequences)
+    if not rows and not (constrained and constrained[0]):
+        return logits
+    scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if constrained and constrained[0]:
+        index, mask = (
+            torch.as_tensor(np.array(part), device=scores.device) for part in constrained
+        )
+        scores[index] = scores[index].masked_fill_(mask, float("-inf"))
+    flat = scores.view(-1)
+    params = {row: sequences[row].params for row in rows}
+    vocab_size = scores.shape[1]
+    biases = [
+        (row * vocab_size + token_id, value)
+        for row, p in params.items()
+        for token_id, value in p.logit_bias.items()
+        if 0 <= token_id < vocab_size
+    ]
+    if biases:
+        at, values = zip(*biases, strict=True)
+        index = torch.tensor(at, device=flat.device)
+        flat.index_add_(0, index, torch.tensor(values, dtype=torch.float32, device=flat.device))
+    penalised = [row for row in rows if _is_penalised(sequences[row])]
+    if penalised:
+        some = [sequences[row] for row in penalised]
+        known = _known_tokens(some, scores.device)
+        penalise(scores, penalised, [sequence.params for sequence in some], *known)
+    banned = [
+        row * vocab_size + token_id
+        for row in rows
+        if sequences[row].num_output < params[row].min_tokens
+        for token_id in sequences[row].ending_ids
+        if 0 <= token_id < vocab_size
+    ]
+    if banned:
+        flat.index_fill_(0, torch.tensor(banned, device=flat.device), float("-inf"))
+    return scores
+
+
+def asks_for_change(sequence: Sequence) -> bool:
+    """Whether the sequence's logits are changed before a token is chosen."""
+    params = sequence.params
+    return (
+        bool(params.logit_bias)
+        or sequence.num_output < params.min_tokens
+        or _is_penalised(sequence)
+    )
+
+
+def _is_penalised(sequence: Sequence) -> bool:
+    """Whether the sequence's logits depend on its tokens."""
+    params = sequence.params
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def penalise(
+    scores: Tensor, rows: Seq[int], params: Seq[SamplingParams], ids: Tensor, is_output: Tensor
+) -> None:
+    """Applies penalties to rows of scores (num_rows, vocab_size), contiguous float32, in place. ids
+    int64 and is_output bool (n, L): of those rows, see _known_tokens. Does not wait for the device,
+    as vLLM needs it."""
+    fields = [
+        (row, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        for row, p in zip(rows, params, strict=True)
+    ]
+    numbers = torch.tensor(fields, dtype=torch.float64, pin_memory=scores.is_cuda)
+    numbers = numbers.to(scores.device, non_blocking=True)
+    row, repetition, presence, frequency = numbers.T[:, :, None]
+    at = (ids + row.long() * scores.shape[1]).view(-1)
+    flat = scores.view(-1)
+    values = flat[at].view(ids.shape)
+    counts = None
+    if any(p.presence_penalty or p.frequency_penalty for p in params):
+        # The logits' own places count the tokens: no memory for it, and only these are read.
+        flat.index_fill_(0, at, 0.0)
+        flat.index_add_(0, at, is_output.to(torch.float32).view(-1))
+        counts = flat[at].view(ids.shape).double()
+    if any(p.repetition_penalty != 1.0 for p in params):
+        factor = repetition.float()
+        values = torch.where(values > 0, values / factor, values * factor)
+    if counts is not None:
+        values -= torch.where(counts > 0, frequency * counts + presence, 0.0).float()
+    flat.index_put_((at,), values.view(-1))  # the same number wherever a token is repeated
+
+
+def _known_tokens(sequences: Seq[Sequence], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The sequences' tokens, and whether each is output, (n, L); prompts only where they count.
+    Behind a sequence's end its own ids are repeated, and are no output."""
+    begins = [0 if s.params.repetition_penalty != 1.0 else s.num_prompt for s in sequences]
+    starts = np.array([s.num_prompt for s in sequences]) - begins
+    ends = np.array([s.num_known for s in sequences]) - begins
+    steps = np.arange(ends.max())
+    is_known = steps < ends[:, None]
+    ids = np.zeros(is_known.shape, dtype=np.int64)
+    tokens = chain.from_iterable(s.token_ids[n:] for s, n in zip(sequences, begins, strict=True))
+    ids[is_known] = np.fromiter(tokens, np.int64, ends.sum())
+    ids = np.where(is_known, ids, ids[:, :1])
+    is_output = is_known & (steps >= starts[:, None])
+    return torch.as_tensor(ids, device=device), torch.as_tensor(is_output, device=device)
+
+
+# Noise is a function of (seed, choice, position, token id): a retry, a preemption or another worker
+# draws the same, alone or in any batch. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood
+# 2014; constants by Stafford, "Mix13"), in integers, and so the same on every device:
+#
+#     mix(z):  z = (z ^ z >>> 30) * 0xBF58476D1CE4E5B9
+#              z = (z ^ z >>> 27) * 0x94D049BB133111EB
+#              z ^ z >>> 31
+#     row      = mix(mix(mix(seed + G) + choice + G) + position + G)    G = 0x9E3779B97F4A7C15
+#     hash     = mix(row + (token_id + 1) * G)                          all modulo 2^64
+#     u        = (hash >>> 11) / 2^53                                   in (0, 1)
+#     gumbel   = -log(-log(1 - u))
+#
+# `u` is small where the noise is large, so that float32 resolves the tail that decides a draw.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
+_MASK_64 = 2**64 - 1
+# On a CPU the intermediate tensors of such a slice fit the caches.
+_SLICE_ELEMENTS = 2**17
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24  # in float32
+
+
+def row_key(seed: int, choice: int, position: int) -> int:
+    """The 64-bit key of output `position` of one choice, as a signed integer."""
+    key = seed
+    for value in (0, choice, position):
+        key = _mix((key + value + _GOLDEN) & _MASK_64)
+    return _signed(key)
+
+
+def add_gumbel_noise(scores: Tensor, keys: Seq[int]) -> None:
+    """Adds each row's noise to scores (num_rows, vocab_size), float32, in place."""
+    num_rows, vocab_size = scores.shape
+    row_keys = torch.tensor(keys, dtype=torch.int64, device=scores.device)[:, None]
+    width = vocab_size
+    if scores.device.type == "cpu":
+        width = max(1, _SLICE_ELEMENTS // max(1, num_rows))
+    for first in range(0, vocab_size, width):
+        part = scores[:, first : first + width]
+        ids = torch.arange(first, first + part.shape[1], device=scores.device)
+        part += gumbel(uniform(row_keys, ids))
+
+
+def uniform(row_keys: Tensor, token_ids: Tensor) -> Tensor:
+    """row_keys (num_rows, 1) and token_ids (n,), int64 -> (num_rows, n) float32 in (0, 1)."""
+    bits = _mixed(row_keys + (token_ids + 1) * _signed(_GOLDEN))
+    fraction = _shift_right(bits, 11).to(torch.float32).mul_(2.0**-53)
+    return fraction.clamp_(2.0**-54, _LARGEST_BELOW_ONE)
+
+
+def gumbel(fraction: Tensor) -> Tensor:
+    """Uniform float32 in (0, 1) -> standard Gumbel noise, in place."""
+    return fraction.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """`mix` of each int64, in place."""
+    bits ^= _shift_right(bits, 30)
+    bits *= _signed(_MULTIPLIER_1)
+    bits ^= _shift_right(bits, 27)
+    bits *= _signed(_MULTIPLIER_2)
+    bits ^= _shift_right(bits, 31)
+    return bits
+
+
+def _shift_right(bits: Tensor, num_bits: int) -> Tensor:
+    """Logical shift of int64: torch's own fills with the sign bit."""
+    return (bits >> num_bits).bitwise_and_(2 ** (64 - num_bits) - 1)
+
+
+def _mix(bits: int) -> int:
+    bits = ((bits ^ bits >> 30) * _MULTIPLIER_1) & _MASK_64
+    bits = ((bits ^ bits >> 27) * _MULTIPLIER_2) & _MASK_64
+    return bits ^ bits >> 31
+
+
+def _signed(bits: int) -> int:
+    """The int64 with the same 64 bits."""
+    return bits - 2**64 if bits >= 2**63 else bits

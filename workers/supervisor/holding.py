@@ -24,7 +24,7 @@ from workers.ipc.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEn
 from workers.lanes import Lane
 from workers.supervisor.displacing import Held, rooms_by_lane
 from workers.supervisor.held_job import HeldJob
-from workers.supervisor.job_spans import JobSpans
+from workers.supervisor.metrics import JobSpans
 
 _MIN_WINDOW_S = 1.0
 _NEWEST_WINDOW = 0.5  # weight of the newest measurement in the average

@@ -26,9 +26,8 @@ from workers.supervisor.drain import Drain, SpotNotice
 from workers.supervisor.engine_keeper import EngineKeeper, EngineRefused
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
-from workers.supervisor.job_spans import JobSpans
 from workers.supervisor.leases import LeaseKeeper
-from workers.supervisor.metrics import Meter, MetricsUnservable, serve_metrics
+from workers.supervisor.metrics import JobSpans, Meter, MetricsUnservable, serve_metrics
 from workers.supervisor.prompts import PromptFetcher
 from workers.supervisor.publisher import Publisher, ResultKeeper, tidy
 from workers.supervisor.worker_broker import WorkerBroker

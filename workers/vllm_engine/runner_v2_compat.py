@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 
 from contract.jobs import SamplingParams
 from workers.engine.grammar import GrammarFailed, Matcher
-from workers.model.penalties import penalise
+from workers.model.sampler import penalise
 from workers.vllm_engine.sampling import choice_of, grammars_of
 
 # Beyond them vLLM's own processors fail in a step, which ends the engine.

@@ -21,8 +21,7 @@ from workers.engine.sequence import RequestRefused, Sequence
 from workers.model.checkpoint import DEFAULT_REVISION
 from workers.model.files import Files
 from workers.model.generation import end_token_ids
-from workers.model.penalties import asks_for_change
-from workers.model.sampler import LOWEST_TEMPERATURE
+from workers.model.sampler import LOWEST_TEMPERATURE, asks_for_change
 from workers.model.tokenizer import read_tokenizer
 
 _EXTRA = "batchway"  # the key in vLLM's `SamplingParams.extra_args`

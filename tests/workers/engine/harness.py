@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from contract.jobs import FinishReason, SamplingParams
 from gateway.grammars.compiled import Kind, compile_grammar
 from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output, hash_grammars
+from workers.engine.admission_check import RecentLengths
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, EngineLimits
-from workers.engine.kv_forecast import RecentLengths
 from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
 from workers.engine.strategy import ContinuousBatching, Strategies, Strategy

@@ -9,7 +9,7 @@ from workers.engine.admission_check import AdmissionCheck, AdmissionVerdict
 from workers.engine.block_manager import BlockManager
 from workers.engine.cost_model import CostModel
 from workers.engine.interface import EngineLimits
-from workers.engine.lanes import Lanes
+from workers.engine.order import Lanes
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import Running, StepPlan
 from workers.lanes import DEFAULT_LANES

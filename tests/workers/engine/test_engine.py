@@ -6,7 +6,7 @@ import pytest
 from contract.jobs import FinishReason
 from tests.fakes import EOS_ID, HashModelOptions
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job, oracle
-from workers.engine.kv_forecast import RecentLengths
+from workers.engine.admission_check import RecentLengths
 
 BAD_ROW = HashModelOptions(bad_row_id=33)
 LOST_DEVICE = HashModelOptions(crash_id=33)

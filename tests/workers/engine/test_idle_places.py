@@ -12,8 +12,8 @@ from tests.fakes import HashHost
 from tests.workers.engine.harness import EOS_RATE, MAX_MODEL_LEN, CallersCap, Harness, Sizes, job
 from tests.workers.engine.test_admission_check import num_blocks_for, peak
 from tests.workers.vllm_engine.test_placing import Placed
+from workers.engine.admission_check import RecentLengths
 from workers.engine.interface import Chunk
-from workers.engine.kv_forecast import RecentLengths
 from workers.engine.sequence import Sequence
 from workers.lanes import Lane
 from workers.vllm_engine.placing import HostOutput

@@ -1,7 +1,7 @@
 """What a step tells of its jobs beside their output: chunks of prompts, and losses of a place."""
 
 from tests.workers.engine.harness import Harness, Sizes, job
-from workers.engine.kv_forecast import RecentLengths
+from workers.engine.admission_check import RecentLengths
 from workers.lanes import Lane
 
 PROMPT = tuple(range(1, 20))

@@ -5,7 +5,7 @@ import random
 import msgspec
 
 from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
-from workers.engine.kv_forecast import RecentLengths
+from workers.engine.admission_check import RecentLengths
 from workers.engine.report import StepReport
 from workers.engine.sequence import sequences_of
 from workers.ipc.messages import Request

@@ -6,8 +6,7 @@ import pytest
 
 from contract.jobs import SamplingParams
 from workers.engine.interface import Chunk
-from workers.engine.lanes import Lanes
-from workers.engine.order import VirtualTokenCounters, WaitingQueue
+from workers.engine.order import Lanes, VirtualTokenCounters, WaitingQueue
 from workers.engine.sequence import Sequence
 from workers.lanes import DEFAULT_LANES
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from workers.model.noise import add_gumbel_noise, gumbel, row_key, uniform
+from workers.model.sampler import add_gumbel_noise, gumbel, row_key, uniform
 
 MASK = 2**64 - 1
 # Chi-square with 255 degrees of freedom exceeds this once in 10,000 draws of the seed.

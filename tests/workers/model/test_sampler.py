@@ -10,9 +10,7 @@ from torch import Tensor
 from tests.workers.model.driver import make_sequence
 from workers.engine.interface import RowFailed, Sample
 from workers.engine.sequence import Sequence
-from workers.model.noise import add_gumbel_noise, row_key
-from workers.model.penalties import adjust_logits
-from workers.model.sampler import find_allowed, sample
+from workers.model.sampler import add_gumbel_noise, adjust_logits, find_allowed, row_key, sample
 
 # A correct sampler exceeds this once in 10,000, by degrees of freedom (seeds are fixed).
 CHI_SQUARE_LIMITS = {3: 21.1, 4: 23.5, 7: 29.9, 15: 44.3}
