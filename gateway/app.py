@@ -73,7 +73,7 @@ def create_app(
             asyncio.create_task(gateway.broker.known.keep_fresh()),
             asyncio.create_task(keep_trimmed()),
         ]
-        duties.append(asyncio.create_task(start_in_partitions(gateway, duties)))
+        starting = asyncio.create_task(start_in_partitions(gateway, duties))
         if settings.console:
             duties.append(asyncio.create_task(watch.run()))
         if settings.models:
@@ -84,6 +84,7 @@ def create_app(
             ending.push_async_callback(flows.aclose)
             duties.append(asyncio.create_task(flows.serve()))
         yield
+        await end_tasks(starting)  # first, as it may begin another one while it is cancelled
         await end_tasks(*duties)
         await ending.aclose()
         await gateway.bodies.aclose()

@@ -8,7 +8,6 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import lru_cache
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
@@ -76,7 +75,13 @@ class Caller(msgspec.Struct, frozen=True):
 
     @property
     def limits(self) -> TenantLimits:
-        return _limits_of(self.terms)
+        terms = self.terms
+        return TenantLimits(
+            requests_per_min=terms.requests_per_minute,
+            tokens_per_min=terms.tokens_per_minute,
+            concurrent_tokens=terms.concurrent_tokens,
+            lane_share=terms.lane_share,
+        )
 
     def job(
         self, endpoint: Endpoint, body: CallBody | ResponseBody, lane: str = "", job_id: str = ""
@@ -163,16 +168,6 @@ class Caller(msgspec.Struct, frozen=True):
         if lanes and lane not in lanes:
             message = f"this key is not for the lane {lane!r}, only for {', '.join(lanes)}"
             raise ApiError(403, "lane_not_allowed", message, param="lane")
-
-
-@lru_cache(maxsize=1024)
-def _limits_of(terms: KeyTerms) -> TenantLimits:
-    return TenantLimits(
-        requests_per_min=terms.requests_per_minute,
-        tokens_per_min=terms.tokens_per_minute,
-        concurrent_tokens=terms.concurrent_tokens,
-        lane_share=terms.lane_share,
-    )
 
 
 _BEARER = HTTPBearer(scheme_name="apiKey", auto_error=False)

@@ -219,13 +219,11 @@ a lane with room: claim x rooms=interactive:1:10 -> t1
 another lane: claim x lanes=batch -> -
 it has gone on: append t1; claim x -> -
 it has ended: append t1 1 succeeded; claim x -> -
-it was given back: release t1; claim x only_offers=True -> -
 it is given back and claimed: release t1; claim x -> t1
 it was moved: move t1 batch; claim x -> -
 it has waited long: pass_time 2.5; claim x -> t1
 it is no longer offered: pass_time 2.501; claim x -> -
 a waiting job comes first: submit u1; claim x jobs=1 -> u1
-a waiting job is left out: submit u1; claim x only_offers=True -> t1
 a job that waits for room
   submit u1 cost=50; redis HSET job:job-0-u1 passed 8; claim x tokens=20 -> -
 a job of an A/B: redis HSET job:job-0-t1 arm 'control x'; claim x -> -
