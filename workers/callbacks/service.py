@@ -97,7 +97,8 @@ class CallbackService:
         relaying = asyncio.create_task(self._relay_all())
         stop_requested = asyncio.create_task(stopping.wait())
         await asyncio.wait([relaying, stop_requested], return_when=asyncio.FIRST_COMPLETED)
-        await end_tasks(relaying, stop_requested, *self._relays)
+        await end_tasks(relaying, stop_requested)  # first, as it begins the others
+        await end_tasks(*self._relays)
         stopped = asyncio.create_task(asyncio.to_thread(runner.stop))
         done, _ = await asyncio.wait([stopped], timeout=self._settings.drain_s)
         if not done:
