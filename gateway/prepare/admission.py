@@ -326,13 +326,17 @@ def stored_bounds(settings: GatewaySettings, memory_bytes: int) -> tuple[int, in
     return whole, int(TENANT_SHARE * whole) if own is None else own
 
 
-async def admit(gateway: Gateway, card: ModelCard, job: Job, submission: Submission) -> Submission:
-    """The submission with the bounds of the lane. Raises ApiError if the model does not answer such
-    calls in the lane."""
-    settings = gateway.settings
+def admit(
+    settings: GatewaySettings,
+    card: ModelCard,
+    job: Job,
+    submission: Submission,
+    memory_bytes: int,
+) -> Submission:
+    """The submission with the bounds of the lane. `memory_bytes`: of Redis. Raises ApiError if the
+    model does not answer such calls in the lane."""
     check_endpoint(card, job.endpoint)
     check_lane(card, job.lane)
-    memory_bytes = await gateway.broker.known.max_memory_bytes()
     bound_tokens, bound_s = bound_of(settings, job.lane, memory_bytes)
     max_stored_bytes, max_tenant_stored_bytes = stored_bounds(settings, memory_bytes)
     return msgspec.structs.replace(

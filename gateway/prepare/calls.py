@@ -8,6 +8,7 @@ from contract.function_types import Submission
 from contract.jobs import Job
 from contract.model_cards import ModelCard
 from gateway.http.errors import UNSUPPORTED, ApiError, bad_request
+from gateway.models.tokens import ModelTokenizer
 from gateway.prepare.admission import admit, unknown_model_error
 from gateway.prepare.flow_calls import as_flow, check_tokens, chosen_model, deciding_cards
 from gateway.prepare.generation import prepare_generation
@@ -22,7 +23,8 @@ async def prepare_call(
 ) -> tuple[Job, Submission]:
     """Returns the job of a call with its prompts, and its submission with the bounds of the lane.
     `job` and `submission`: as Caller makes them. Raises ApiError, JobRefused."""
-    card = await gateway.broker.known.card(job.model)
+    known = gateway.broker.known
+    card = await known.card(job.model)
     if card is None:
         raise await unknown_model_error(gateway.broker, job.model, job.tenant)
     if card.flow is not None:
@@ -30,17 +32,23 @@ async def prepare_call(
     if isinstance(body, ChatBody | CompletionBody) and body.documents:
         message = f"documents: {body.model!r} is no flow, and only flows read documents"
         raise bad_request(UNSUPPORTED, message, "documents")
-    submission = await admit(gateway, card, job, submission)
-    return await _prepare_prompts(gateway, card, body, job, submission)
+    memory_bytes, tokenizer = await known.max_memory_bytes(), await known.tokenizer(card)
+    submission = admit(gateway.settings, card, job, submission, memory_bytes)
+    return await _prepare_prompts(gateway, card, tokenizer, body, job, submission)
 
 
 async def _prepare_prompts(
-    gateway: Gateway, card: ModelCard, body: CallBody, job: Job, submission: Submission
+    gateway: Gateway,
+    card: ModelCard,
+    tokenizer: ModelTokenizer,
+    body: CallBody,
+    job: Job,
+    submission: Submission,
 ) -> tuple[Job, Submission]:
     """Raises ApiError."""
     if isinstance(body, ChatBody | CompletionBody):
-        return await prepare_generation(gateway, card, body, job, submission)
-    return await prepare_vectors(gateway, card, body, job, submission)
+        return await prepare_generation(gateway, card, tokenizer, body, job, submission)
+    return await prepare_vectors(card, tokenizer, body, job, submission)
 
 
 async def _prepare_flow(
@@ -56,7 +64,8 @@ async def _prepare_flow(
         return replace(of_model, asked_model=body.model), submission
     deciding = deciding_cards(card, await broker.known.models())
     check_tokens(deciding, body)
-    submission = await admit(gateway, card, job, submission)
+    memory_bytes = await broker.known.max_memory_bytes()
+    submission = admit(gateway.settings, card, job, submission, memory_bytes)
     job, submission = await _prepare_any_of(gateway, deciding, body, job, submission)
     check_tokens(deciding, body, job)
     return await as_flow(gateway, card, body, job, submission)
@@ -74,7 +83,8 @@ async def _prepare_any_of(
     errors = list[ApiError]()
     for card in cards:
         try:
-            return await _prepare_prompts(gateway, card, body, job, submission)
+            tokenizer = await gateway.broker.known.tokenizer(card)
+            return await _prepare_prompts(gateway, card, tokenizer, body, job, submission)
         except ApiError as exc:
             errors.append(exc)
     raise errors[0]

@@ -152,11 +152,15 @@ def _bad_bias(message: str) -> ApiError:
 
 
 async def prepare_generation(
-    gateway: Gateway, card: ModelCard, body: GenerationBody, job: Job, submission: Submission
+    gateway: Gateway,
+    card: ModelCard,
+    tokenizer: ModelTokenizer,
+    body: GenerationBody,
+    job: Job,
+    submission: Submission,
 ) -> tuple[Job, Submission]:
     """Returns the job with its prompts and parameters, and its submission. Raises ApiError."""
     _check_capabilities(card, body)
-    tokenizer = await gateway.broker.known.tokenizer(card)
     prompts, num_cut = await prompts_of(tokenizer, card, body)
     if echoes(body):
         most = gateway.settings.max_body_bytes
@@ -262,6 +266,7 @@ async def prompts_of(
     """Returns the token ids of each prompt, and how many were cut off, if the call asks for
     cutting. A chat is one prompt."""
     given, cut = await _given(tokenizer, card, body)
+    num_chars = _num_chars(given)
     encoded = tokenizer.encode_prompts(
         [("", each) for each in given],
         card.context_length,
@@ -269,9 +274,7 @@ async def prompts_of(
         is_chat=isinstance(body, ChatBody),
     )
     try:
-        found: list[tuple[list[int], int]] = await tokenised(
-            partial(list, encoded), _num_chars(given)
-        )
+        found: list[tuple[list[int], int]] = await tokenised(partial(list, encoded), num_chars)
     except NoRoom:
         raise no_room("prompt") from None
     except TooLong as exc:

@@ -35,7 +35,6 @@ from gateway.prepare.vector_bodies import (
     ScoreBody,
     VectorBody,
 )
-from gateway.state import Gateway
 
 Pairs = Sequence[tuple[str, str]]
 _MAX_ROUNDS = 4  # of shortening texts, whose tokens change with what stands beside them
@@ -56,10 +55,9 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 async def prepare_vectors(
-    gateway: Gateway, card: ModelCard, body: VectorBody, job: Job, submission: Submission
+    card: ModelCard, tokenizer: ModelTokenizer, body: VectorBody, job: Job, submission: Submission
 ) -> tuple[Job, Submission]:
     """Returns the job with its prompts, and its submission. Raises ApiError."""
-    tokenizer = await gateway.broker.known.tokenizer(card)
     cut, shown = body.cut_texts(card), body
     texts = _Texts(tokenizer, card, cut)
     body, num_cut = await texts.with_short_documents(body)

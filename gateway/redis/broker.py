@@ -192,9 +192,9 @@ class Broker:
         """Queues a job in its tenant's partition, which its id names then. The calls of a flow are
         where it is. Raises JobRefused, PayloadUnavailable."""
         shard = await self._shard_of(job)
+        terms = await self._bounded(submission)
         placed = replace(job, id=in_partition(job.id, shard.number)) if shard.number else job
         held = await self.payloads.offloaded(placed)
-        terms = await self._bounded(submission)
         try:
             submitted = await shard.call(lambda: shard.functions.submit(held, terms))
         except JobRefused as exc:
