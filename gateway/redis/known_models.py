@@ -93,12 +93,10 @@ class KnownModels:
             await tokenizer.aclose()
 
     async def models(self) -> dict[str, ModelCard]:
-        """Returns the published models by name: at most ten seconds old, and a second or two while
-        calls come, as `keep_fresh` reads the list beside them. If there are none, Redis is asked
-        each time. Omits models with unreadable cards."""
+        """Returns the published models by name, at most a second old; if there are none, Redis is
+        asked each time. Omits models with unreadable cards."""
         asked_s, models = self._models
-        self._is_used = True
-        if not models or time.monotonic() - asked_s > _MAX_AGE_S:
+        if not models or time.monotonic() - asked_s > CATALOGUE_TTL_S:
             return await self._read_models()
         return models
 
@@ -112,11 +110,13 @@ class KnownModels:
                     await self._read_models()
 
     async def card(self, name: str) -> ModelCard | None:
-        """A model's card; one that is not known may have been published a second ago."""
-        card = (await self.models()).get(name)
-        if card is None and time.monotonic() - self._models[0] > CATALOGUE_TTL_S:
-            card = (await self._read_models()).get(name)
-        return card
+        """A model's card, for a call: at most ten seconds old, and a second or two while calls
+        come, as `keep_fresh` reads the list beside them."""
+        asked_s, models = self._models
+        self._is_used = True
+        if name in models and time.monotonic() - asked_s < _MAX_AGE_S:
+            return models[name]
+        return (await self.models()).get(name)
 
     async def _read_models(self) -> dict[str, ModelCard]:
         known, now_s = self._models, time.monotonic()
