@@ -129,6 +129,12 @@ def test_lua_functions_document_arguments_and_results(path: Path) -> None:
         assert any(line.startswith(f"-- {word} ") for line in header), f"no {word}"
 
 
+def test_no_number_of_a_function_is_negated() -> None:
+    """Redis 7.0 writes the negated 0 as `-0`, which it does not take as a number: write `0 - n`."""
+    for path in ROOT.glob("contract/lua/*.lua"):
+        assert not re.search(r"[,(] ?-[a-z(]", path.read_text()), path.name
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_module_has_a_docstring(package: str) -> None:
     """Except empty modules."""

@@ -128,7 +128,7 @@ end
 -- Moves a charged job to another lane; `keeps` moves its charge too, otherwise the charge is refunded.
 function fairness.move(tag, job, lane, keeps)
   if job.charged == 0 then return end
-  fairness.add_tokens(tag, job.model, job.lane, job.tenant, -job.charged)
+  fairness.add_tokens(tag, job.model, job.lane, job.tenant, 0 - job.charged)
   if keeps then
     fairness.add_tokens(tag, job.model, lane, job.tenant, job.charged)
   else

@@ -67,7 +67,7 @@ end
 
 -- Moves a job from the queued counters to the running ones.
 function ledger.start(tag, job)
-  add_to(counters_key(tag, job), {'queued_jobs', -1, 'queued_tokens', -job.cost,
+  add_to(counters_key(tag, job), {'queued_jobs', -1, 'queued_tokens', 0 - job.cost,
     'running_jobs', 1, 'running_tokens', job.cost, 'done_tokens', ledger.done(job)})
   if is_in_tenant_queue(job) then count_in_tenant_queue(tag, job, -1) end
 end
@@ -224,7 +224,7 @@ function ledger.hold(tag, job, bytes, more)
   if job.lane == noted.lane then
     memory.add(tag, job.lane, noted.tenant, bytes - noted.bytes)
   else
-    memory.add(tag, noted.lane, noted.tenant, -noted.bytes)
+    memory.add(tag, noted.lane, noted.tenant, 0 - noted.bytes)
     memory.add(tag, job.lane, noted.tenant, bytes)
   end
   note_bytes(tag, job.id, noted.stored, bytes, job.lane, noted.tenant)
@@ -240,6 +240,6 @@ function ledger.unstore(tag, id)
       redis.call('HDEL', tag .. ':stored:tenants', name)
     end
   end
-  memory.add(tag, noted.lane, noted.tenant, -noted.bytes)
+  memory.add(tag, noted.lane, noted.tenant, 0 - noted.bytes)
   redis.call('ZREM', tag .. ':stored:passing:' .. noted.lane, id)
 end

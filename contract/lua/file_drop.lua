@@ -11,7 +11,7 @@ local function file_drop(keys, argv)
   redis.call('DEL', key)
   redis.call('ZREM', tag .. ':files:' .. tenant, id)
   redis.call('ZADD', tag .. ':objects_due', now_ms(), id)
-  if redis.call('HINCRBY', tag .. ':file_bytes', tenant, -(whole_number(record[2]) or 0)) <= 0 then
+  if redis.call('HINCRBY', tag .. ':file_bytes', tenant, 0 - (whole_number(record[2]) or 0)) <= 0 then
     redis.call('HDEL', tag .. ':file_bytes', tenant)
   end
   return {'DROPPED'}
