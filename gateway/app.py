@@ -70,7 +70,6 @@ def create_app(
         ending = AsyncExitStack()
         duties = [
             asyncio.create_task(gateway.broker.report_attendance()),
-            asyncio.create_task(gateway.broker.known.keep_fresh()),
             asyncio.create_task(keep_trimmed()),
         ]
         starting = asyncio.create_task(start_in_partitions(gateway, duties))

@@ -16,7 +16,7 @@ import msgspec
 from cachetools import LRUCache, TTLCache
 
 from contract.catalogue import Catalogue
-from contract.errors import BatchwayError, ErrorCode, JobRefused, WireError
+from contract.errors import ErrorCode, JobRefused, WireError
 from contract.function_types import FleetSnapshot, merged
 from contract.library import max_memory
 from contract.model_cards import ModelCard
@@ -28,7 +28,7 @@ from gateway.redis.shards import GatewayShard, GatewayShards
 
 log = logging.getLogger("batchway.gateway")
 
-CATALOGUE_TTL_S, _MAX_AGE_S = 1.0, 10.0
+CATALOGUE_TTL_S = 1.0
 MEMORY_TTL_S = 60.0  # an operator may change it
 MAX_TOKENIZERS = 8
 MAX_COUNTS = 1024  # models whose number of workers is cached
@@ -68,7 +68,6 @@ class KnownModels:
         self._client = first.client
         self._catalogue = Catalogue(first.client, first.keys)
         self._models: tuple[float, dict[str, ModelCard]] = (0.0, {})
-        self._is_used = False
         self._num_workers: TTLCache[tuple[int, str], int] = TTLCache(MAX_COUNTS, CATALOGUE_TTL_S)
         self._reports: TTLCache[int, dict[str, ModelFailure]] = TTLCache(
             MAX_PARTITIONS, CATALOGUE_TTL_S
@@ -95,35 +94,14 @@ class KnownModels:
     async def models(self) -> dict[str, ModelCard]:
         """Returns the published models by name, at most a second old; if there are none, Redis is
         asked each time. Omits models with unreadable cards."""
+        now_s = time.monotonic()
         asked_s, models = self._models
-        if not models or time.monotonic() - asked_s > CATALOGUE_TTL_S:
-            return await self._read_models()
-        return models
-
-    async def keep_fresh(self) -> None:
-        """Reads the list of models each second in which a call needed it, until cancelled."""
-        while True:
-            await asyncio.sleep(CATALOGUE_TTL_S)
-            if self._is_used:
-                self._is_used = False
-                with suppress(BatchwayError):  # a call that needs Redis says so
-                    await self._read_models()
-
-    async def card(self, name: str) -> ModelCard | None:
-        """A model's card, for a call: at most ten seconds old, and a second or two while calls
-        come, as `keep_fresh` reads the list beside them."""
-        asked_s, models = self._models
-        self._is_used = True
-        if name in models and time.monotonic() - asked_s < _MAX_AGE_S:
-            return models[name]
-        return (await self.models()).get(name)
-
-    async def _read_models(self) -> dict[str, ModelCard]:
-        known, now_s = self._models, time.monotonic()
-        models = {card.name: card for card in await self._call(self._catalogue.models)}
-        if self._models is not known:  # this list may lack what was added meanwhile
-            return await self.models()
-        self._models = (now_s, models)
+        if not models or now_s - asked_s > CATALOGUE_TTL_S:
+            known = self._models
+            models = {card.name: card for card in await self._call(self._catalogue.models)}
+            if self._models is not known:  # this list may lack what was added meanwhile
+                return await self.models()
+            self._models = (now_s, models)
         return models
 
     def add(self, card: ModelCard) -> None:
