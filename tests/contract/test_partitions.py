@@ -22,6 +22,12 @@ pytestmark = pytest.mark.anyio
 KEYS = Keys("cells")
 
 
+@pytest.fixture
+def keys() -> Keys:
+    """Of a namespace that no gateway of another test has made."""
+    return KEYS
+
+
 def test_a_tenant_s_partition_follows_from_its_name() -> None:
     """For good: other values would part tenants from what they have."""
     assert [partition_of_tenant(tenant, 1) for tenant in ("a", "b")] == [0, 0]
@@ -55,21 +61,24 @@ async def test_a_process_with_another_number_is_refused(redis_client: redis.asyn
     assert await known_number(redis_client, KEYS, None) == 4
 
 
+@pytest.mark.parametrize("has", ["jobs", "files"])
 async def test_a_namespace_that_was_in_use_is_one_partition(
-    redis_client: redis.asyncio.Redis, functions: Functions
+    redis_client: redis.asyncio.Redis, functions: Functions, has: str
 ) -> None:
     """One of a release that stored no number keeps its jobs and files."""
-    used = Functions(redis_client, Keys("with-jobs"))
-    job = make_job()
-    await used.submit(job, make_submission())
-    files = Files(redis_client, Keys("with-files"))
+    job, files = make_job(), Files(redis_client, KEYS)
     file = StoredFile(id="file-1", tenant="t", num_bytes=1, purpose="batch", filename="f")
-    await files.add(file, lifetime_s=60.0, max_tenant_bytes=0)
-    for namespace in ("with-jobs", "with-files"):
-        with pytest.raises(PartitionsDiffer, match=r"has 1 partitions.* given 4:"):
-            await made_number(redis_client, Keys(namespace), 4)
-        assert await made_number(redis_client, Keys(namespace), None) == 1
-    assert await used.read(job.id, job.tenant) is not None
+    if has == "jobs":
+        await functions.submit(job, make_submission())
+    else:
+        await files.add(file, lifetime_s=60.0, max_tenant_bytes=0)
+    with pytest.raises(PartitionsDiffer, match=r"has 1 partitions.* given 4:"):
+        await made_number(redis_client, KEYS, 4)
+    assert await made_number(redis_client, KEYS, None) == 1
+    if has == "jobs":
+        assert await functions.read(job.id, job.tenant) is not None
+    else:
+        assert await files.find(file.id, "t") is not None
 
 
 async def test_a_namespace_whose_tenants_moved_is_refused(
