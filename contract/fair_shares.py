@@ -19,7 +19,7 @@ class FairShares(Generic[N]):
     def __init__(self) -> None:
         self.served: dict[N, float] = {}  # of all names with work; the smallest is next
         self._num_live: Counter[N] = Counter()
-        self._weights: dict[N, float] = {}  # of names with work
+        self.weights: dict[N, float] = {}  # of names with work
         self._floor = 0.0  # the lowest counter when a name last had work
 
     def arrive(self, name: N, weight: float = 1.0) -> None:
@@ -27,17 +27,17 @@ class FairShares(Generic[N]):
         if not self._num_live[name]:
             self.served[name] = max(self.served.get(name, 0.0), self._lowest())
         self._num_live[name] += 1
-        self._weights[name] = weight
+        self.weights[name] = weight
 
     def charge(self, name: N, amount: float) -> None:
         """Work of the name was served."""
-        self.served[name] += amount / self._weights[name]
+        self.served[name] += amount / self.weights[name]
 
     def leave(self, name: N) -> None:
         """A piece of work has ended, or was given up."""
         self._num_live[name] -= 1
         if not self._num_live[name]:
-            del self._num_live[name], self._weights[name]
+            del self._num_live[name], self.weights[name]
             self._floor = self.served[name]
             self._forget_idle()
 

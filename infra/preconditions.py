@@ -6,10 +6,11 @@ import contextlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import msgspec
+import redis.asyncio
 
 from contract.catalogue import known_store
 from contract.connection import connect
@@ -85,26 +86,21 @@ def check_extra(extra: str) -> None:
 
 def check_redis(url: str, namespace: str) -> None:
     """Raises UsageError if Redis could lose jobs. An unreachable Redis is checked later."""
-
-    async def check() -> None:
-        async with connect(url, Keys(namespace)) as client:
-            await check_fitness(client)
-
-    try:
-        asyncio.run(check())
-    except BrokerUnfit as exc:
-        raise UsageError(str(exc)) from exc
-    except BrokerUnavailable:
-        return
+    _check(url, namespace, check_fitness)
 
 
 def check_partitions(url: str, namespace: str, given: int | None) -> None:
     """Raises UsageError if the namespace has another number of partitions than the given one. An
     unreachable Redis is checked later."""
+    _check(url, namespace, lambda client: made_number(client, Keys(namespace), given))
 
+
+def _check(
+    url: str, namespace: str, ask: Callable[[redis.asyncio.Redis], Awaitable[object]]
+) -> None:
     async def check() -> None:
         async with connect(url, Keys(namespace)) as client:
-            await made_number(client, Keys(namespace), given)
+            await ask(client)
 
     try:
         asyncio.run(check())

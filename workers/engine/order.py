@@ -153,8 +153,16 @@ class VirtualTokenCounters:
 
     def charge(self, account: Account, num_in: int, num_out: int) -> None:
         """A step served the account; `num_in` prompt tokens were computed for the first time."""
+        lane, tenant = account
         service = self._input_weight * num_in + self._output_weight * num_out
-        self._lanes[account[0]].charge(account[1], service)
+        self._lanes[lane].charge(tenant, service)
+
+    def charge_streams(self, num_by_account: Mapping[Account, int]) -> None:
+        """A step computed one token for each of so many streams of each account."""
+        lanes, weight = self._lanes, self._output_weight
+        for (lane, tenant), num in num_by_account.items():  # without a call for each
+            shares = lanes[lane]
+            shares.served[tenant] += weight * num / shares.weights[tenant]
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence has ended or was stopped."""

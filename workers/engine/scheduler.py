@@ -183,16 +183,15 @@ class Scheduler:
 
     def _book_streams(self, streams: Streams) -> None:
         """Accounts for streams: one token each, never computed before."""
-        for account, num in streams.num_by_account.items():
-            self._policy.charge(account, 0, num)
-        block_size = self.blocks.block_size
+        self._policy.charge_streams(streams.num_by_account)
+        block_size, cache = self.blocks.block_size, self.blocks.cache
         for sequence in streams.sequences:
             end = sequence.num_computed + 1
             sequence.num_computed = sequence.num_once_computed = end
             if end == sequence.num_prompt:  # for example, if all tokens before it were cached
                 self._policy.charge(sequence.account, 1, 0)
-            if end % block_size == 0 and self.blocks.cache is not None:
-                self.blocks.cache.put(sequence)
+            if not end % block_size and cache is not None:  # its last block is full
+                cache.put(sequence)
 
     def _book(self, chunk: Chunk) -> int:
         """Returns how much of the chunk had been computed before."""

@@ -170,7 +170,7 @@ def test_the_cost_of_a_step_is_linear_in_running_sequences(load: Load) -> None:
     assert few < many <= 4 * few
 
 
-@pytest.mark.parametrize(("load", "most"), [(Load.STEADY, 200), (Load.TURNOVER, 420)])
+@pytest.mark.parametrize(("load", "most"), [(Load.STEADY, 200), (Load.TURNOVER, 400)])
 def test_running_sequences_cost_few_operations(load: Load, most: int) -> None:
     """Common work is done once for all of them."""
     few, many = (num_operations(load, num_running, 400) for num_running in (16, 64))
