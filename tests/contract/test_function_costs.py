@@ -61,10 +61,10 @@ def case(function: str, what: str) -> Callable[[Callable[[CrowdedRedis], Calls]]
 
 
 def simple(function: str, what: str, call: Callable[[CrowdedRedis, int], Any]) -> None:
-    """Adds five calls without preparations."""
+    """Adds fifteen calls without preparations."""
 
     async def calls(crowd: CrowdedRedis) -> Calls:
-        for n in range(5):
+        for n in range(15):
             yield call(crowd, n)
 
     CASES.append(Case(function, what, calls))

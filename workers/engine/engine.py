@@ -245,8 +245,10 @@ class Engine(JobEngine):
                 if position + 1 >= sequence.max_output or token_id in sequence.ending_ids:
                     end = sequence.finish_reason = sequence.end_reason(self._model.max_model_len)
                 if sequence.params.logprobs is None:  # most tokens: without a call
-                    job_id, choice = sequence.job_id, sequence.choice
-                    append(TokenOut(job_id, sequence.epoch, choice, position, token_id, end))
+                    job_id = sequence.job_id
+                    append(
+                        TokenOut(job_id, sequence.epoch, sequence.choice, position, token_id, end)
+                    )
                 else:
                     found = row.logprob, row.top_logprobs
                     append(token_out(sequence, position, token_id, end, *found))
