@@ -177,6 +177,12 @@ function admission.charge(tag, job, tenant, terms, now)
   if #changed > 0 then redis.call('HSET', tag .. ':tenant:' .. job.tenant, unpack(changed)) end
 end
 
+-- ms until a job's tokens fit under a limit beside others; UNKNOWN where they never do.
+local function fit_ms(rate, others, cost, limit)
+  if cost > limit then return UNKNOWN end
+  return rate == 0 and UNMEASURED_MS or pools.drain_ms(rate, others + cost - limit)
+end
+
 local function tenant_refusal(pool, lane_rate, tenant, line_tokens, job, terms)
   if ledger.is_call(job) then return end  -- the flow was admitted with its calls
   local cost, metered = job.cost, job.cost * job.price
@@ -191,13 +197,11 @@ local function tenant_refusal(pool, lane_rate, tenant, line_tokens, job, terms)
   end
   local concurrent = terms.concurrent_tokens
   if concurrent > 0 and tenant.reserved + cost > concurrent then
-    return 'concurrent_tokens',
-      cost > concurrent and UNKNOWN or pools.drain_ms(pool.rate, tenant.reserved + cost - concurrent)
+    return 'concurrent_tokens', fit_ms(pool.rate, tenant.reserved, cost, concurrent)
   end
   local share = terms.lane_share * terms.lane_tokens
   if share > 0 and line_tokens + cost > share then
-    return 'lane_share',
-      cost > share and UNKNOWN or pools.drain_ms(lane_rate, line_tokens + cost - share)
+    return 'lane_share', fit_ms(lane_rate, line_tokens, cost, share)
   end
 end
 
@@ -219,8 +223,7 @@ end
 local function lane_refusal(pool, lane_rate, ahead, wait, cost, terms)
   local bound = terms.lane_tokens
   if bound > 0 and ahead.lane_tokens + cost > bound then
-    return 'lane_tokens',
-      cost > bound and UNKNOWN or pools.drain_ms(lane_rate, ahead.lane_tokens + cost - bound)
+    return 'lane_tokens', fit_ms(lane_rate, ahead.lane_tokens, cost, bound)
   end
   local over_ms = excess_wait_ms(pool, ahead, wait, terms)
   if over_ms then return 'lane_wait', over_ms end

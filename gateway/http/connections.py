@@ -185,7 +185,7 @@ class Connection(HttpProtocol):
         body = msgspec.json.encode(ApiError(429, "too_many_connections", message).body())
         head = (
             "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"retry-after: 1\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self._transport.write(head.encode() + body)
         with suppress(OSError):  # the client has left

@@ -250,7 +250,7 @@ async def admitted(request: Request, right: Right) -> AsyncIterator[None]:
     if not calls.enter(caller.key_name):
         message = f"this key has {calls.cap} calls under way, and may have no more at a time"
         headers = {"x-dropped-reason": "tenant_quota"}
-        raise ApiError(429, "too_many_calls", message, headers=headers)
+        raise ApiError(429, "too_many_calls", message, headers=headers, retry_after_s=1)
     try:
         gateway: Gateway = request.app.state.gateway
         if right.is_counted and caller.terms.requests_per_minute:

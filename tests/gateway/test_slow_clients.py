@@ -222,7 +222,7 @@ async def test_connections_per_address_are_limited(capped_url: httpx.URL) -> Non
             one_more.send(LIVEZ)
             refusal = await one_more.rest()
         assert refusal.startswith(b"HTTP/1.1 429 ")
-        assert b'"too_many_connections"' in refusal
+        assert b'"too_many_connections"' in refusal and b"\r\nretry-after: 1\r\n" in refusal
         async with connected(capped_url, "127.0.0.8") as elsewhere:
             elsewhere.send(LIVEZ)
             assert (await elsewhere.answer()).startswith(b"HTTP/1.1 200 ")
@@ -275,6 +275,7 @@ async def test_concurrent_calls_per_key_are_limited(
                 assert refused.status_code == 429
                 assert refused.json()["error"]["code"] == "too_many_calls"
                 assert refused.headers["x-dropped-reason"] == "tenant_quota"
+                assert int(refused.headers["retry-after"]) >= 1
                 assert (await http.get("/livez")).status_code == 200
                 second = await idle_worker.claim()
             await idle_worker.run(claimed)

@@ -32,7 +32,12 @@ a late end, no rate: submit t1 t2; ask t9 deadline_s=0.5 -> OK
 a cold start in time: ask t9 cold_start_s=9 deadline_s=9 -> OK
 a late cold start: ask t9 cold_start_s=9 deadline_s=8 -> deadline_infeasible - 1.0
 unfinished tokens, no rate
-  submit t1; ask t9 concurrent_tokens=10 -> tenant_quota concurrent_tokens None
+  submit t1; ask t9 concurrent_tokens=10 -> tenant_quota concurrent_tokens 10.0
+a share of a lane, no rate
+  submit t1; ask t9 lane_share=0.5 lane_bound_tokens=30 -> tenant_quota lane_share 10.0
+a full lane, no rate: submit t1; ask t9 lane_bound_tokens=15 -> lane_full lane_tokens 10.0
+a job above a limit, no rate
+  ask t9 concurrent_tokens=9 -> tenant_quota concurrent_tokens None
 """)
 def test_a_quote_and_a_submission_say_the_same(calls: Calls, script: list[str]) -> None:
     """What is refused writes nothing but its promise."""
