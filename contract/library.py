@@ -3,7 +3,9 @@ that Redis keeps jobs, as it is configured, and reads its memory limit."""
 
 import contextlib
 import logging
+import re
 from collections.abc import Sequence
+from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,32 +28,25 @@ log = logging.getLogger("batchway.redis")
 
 LIBRARY = "batchway_v1"
 Word = str | bytes | int | float  # of a command
-_SHARED = (  # in this order
-    "shared",
-    "pauses",
-    "filters",
-    "operations",
-    "fairness",
-    "ledger",
-    "outbox",
-    "running",
-    "totals",
-    "queue",
-    "promises",
-    "pools",
-    "ab",
-    "admission",
-    "memory",
-)
 _LUA = Path(__file__).parent / "lua"
+_REQUIRES = re.compile(r"^-- requires (.+)$", re.MULTILINE)
 
 
 def library_source() -> str:
-    """Returns the library's source: the shared parts, then the functions by name. Each function is
-    in a block, as Lua has room for 200 local names outside of blocks."""
-    shared = [(_LUA / f"_{name}.lua").read_text("utf-8") for name in _SHARED]
-    functions = [path.read_text("utf-8") for path in sorted(_LUA.glob("[a-z]*.lua"))]
-    return "\n".join([*shared, *(f"do\n{text}end" for text in functions)])
+    """Returns the library's source: what functions share, then the functions by name. A shared file
+    follows those that its header requires. Each function is in a block, as Lua has room for 200
+    local names outside of blocks."""
+    paths = sorted(_LUA.glob("*.lua"))
+    shared = {path.stem: path.read_text("utf-8") for path in paths if path.stem.startswith("_")}
+    order = TopologicalSorter({name: _required(text) for name, text in shared.items()})
+    functions = [path.read_text("utf-8") for path in paths if path.stem not in shared]
+    texts = [shared[name] for name in order.static_order()]
+    return "\n".join([*texts, *(f"do\n{text}end" for text in functions)])
+
+
+def _required(text: str) -> list[str]:
+    found = _REQUIRES.search(text)
+    return [f"_{name}" for name in found[1].split(", ")] if found else []
 
 
 async def ensure_library(client: redis.asyncio.Redis) -> None:

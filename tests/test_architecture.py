@@ -129,6 +129,32 @@ def test_lua_functions_document_arguments_and_results(path: Path) -> None:
         assert any(line.startswith(f"-- {word} ") for line in header), f"no {word}"
 
 
+def test_a_lua_helper_is_found_where_its_name_says() -> None:
+    """A function `name.f` is in `_name.lua`, one without a prefix in the file that calls it or in
+    _shared.lua. A constant of another shared file is used by files that require it, or functions."""
+    quiet = re.compile(r"'(?:[^'\\\n]|\\.)*'|--[^\n]*")
+    texts = {path.stem: path.read_text() for path in ROOT.glob("contract/lua/*.lua")}
+    code = {name: quiet.sub("", text) for name, text in texts.items()}
+    for name, text in code.items():
+        assert set(re.findall(r"^function (\w+)\.", text, re.M)) <= {name[1:], "redis"}, name
+        if not name.startswith("_") or name == "_shared":
+            continue
+        helpers = re.findall(r"^local function (\w+)\(", text, re.M)
+        users = [other for other in code if other.startswith("_") and other != name]
+        constants = re.findall(r"^local ([A-Z_]+) =", text, re.M)
+        for word, files in [(h, code) for h in helpers] + [(c, users) for c in constants]:
+            called = re.compile(rf"(?<![\w.]){word}\b(?! =[^=])")
+            using = [f for f in files if called.search(code[f]) and f"local {word} =" not in code[f]]
+            required = [f for f in using if word in constants and name[1:] in _required(texts[f])]
+            own = [f for f in using if f == name or f"local function {word}(" in code[f]]
+            assert set(using) == {*required, *own}, f"{word} of {name}"
+
+
+def _required(text: str) -> list[str]:
+    """The shared files that a Lua file's header requires."""
+    return re.findall(r"\w+", "".join(re.findall(r"^-- requires (.+)$", text, re.M)))
+
+
 def test_no_number_of_a_function_is_negated() -> None:
     """Redis 7.0 writes the negated 0 as `-0`, which it does not take as a number: write `0 - n`."""
     for path in ROOT.glob("contract/lua/*.lua"):

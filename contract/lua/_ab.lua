@@ -6,6 +6,7 @@
 -- each arm's configuration (`candidate`, `control`), and the time (ms) until which it counts as live
 -- (`candidate_until`, …). `ab_jobs:<model>` is a stream of ended jobs, field `j`: msgpack of the list in
 -- ab.ended. The totals count the jobs by version.
+-- requires shared, pools
 
 local AB_TTL_MS = 7 * 24 * 3600 * 1000
 local MAX_AB_JOBS = 20000   -- kept for reports

@@ -1,4 +1,5 @@
 -- Decides whether to accept a job and predicts when it would start. Writes nothing.
+-- requires shared, pauses, pools, promises
 
 local LOAD = {'queued_jobs', 'queued_tokens', 'running_jobs', 'running_tokens', 'done_tokens'}
 local METERS = {requests_per_min = true, tokens_per_min = true}  -- exact: no promise is needed
@@ -242,7 +243,7 @@ function admission.evaluate(tag, job, terms, now, room)
   local output, basis = ledger.predicted_output(tag, job, terms)
   job.cost = terms.prompt_tokens + (terms.call_prompt_tokens or 0) + output
   job.price = ledger.price(job.lane, terms.batch_price)
-  job.weight = readable_weight(terms.weight)
+  job.weight = fairness.readable_weight(terms.weight)
   memory.measure(job, terms, output, basis)
   local line = numbers(tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant,
     {'jobs', 'tokens'})

@@ -3,28 +3,23 @@
 -- the lowest counter is served first. The lane's clock is the counter of the tenant served last. A
 -- returning tenant starts at the higher of its own counter and the clock, so it neither saves credit
 -- nor loses debt. The hash `weights` holds each tenant's weight from its latest job.
-
-local fairness = {}
+-- requires shared
 
 local MIN_WEIGHT, MAX_WEIGHT = 0.01, 100
 local MAX_WEIGHED = 256  -- tenants of a lane whose weights are read; others count as 1
-
-local function lane_key(tag, kind, model, lane)
-  return tag .. ':' .. kind .. ':' .. model .. ':' .. lane
-end
 
 local function lane_clock(tag, model, lane)
   return tonumber(redis.call('GET', lane_key(tag, 'clock', model, lane)) or 0)
 end
 
 -- A tenant's weight as a number; 1 where the text is not a valid weight.
-local function readable_weight(text)
+function fairness.readable_weight(text)
   local weight = tonumber(text or 1)
   return weight and weight >= MIN_WEIGHT and weight <= MAX_WEIGHT and weight or 1
 end
 
 function fairness.weight(tag, tenant)
-  return readable_weight(redis.call('HGET', tag .. ':weights', tenant))
+  return fairness.readable_weight(redis.call('HGET', tag .. ':weights', tenant))
 end
 
 -- The weights by tenant: few are read at once, as a short hash is searched from its beginning; of many each
@@ -33,7 +28,7 @@ function fairness.weights(tag)
   local key, known = tag .. ':weights', {}
   local is_short = redis.call('HLEN', key) <= 2 * MAX_WEIGHED
   local flat = is_short and redis.call('HGETALL', key) or {}
-  for i = 1, #flat, 2 do known[flat[i]] = readable_weight(flat[i + 1]) end
+  for i = 1, #flat, 2 do known[flat[i]] = fairness.readable_weight(flat[i + 1]) end
   return setmetatable(known, {__index = function(_, tenant)
     known[tenant] = is_short and 1 or fairness.weight(tag, tenant)
     return known[tenant]

@@ -2,6 +2,7 @@
 -- grows once the job has drawn more, and is settled by terminal(): cost = charge + refund. The counters
 -- of a lane, of a tenant's queue in the lane (key `line:`) and of a tenant always equal the sums over the
 -- jobs that they count.
+-- requires shared
 
 local LENGTHS_TTL_MS = 7 * 24 * 3600 * 1000
 local TENANT_TTL_MS = 24 * 3600 * 1000
@@ -10,11 +11,11 @@ local MIN_LENGTHS = 5  -- outputs after which their lengths predict others
 local GROWTH = 32  -- tokens by which a cost grows ahead of what is drawn, so that few steps need the record
 
 -- Whether the job's stream is its tenant's queue: not the lane's returned jobs, not the suspects.
-local function is_in_tenant_queue(job)
+function ledger.is_in_tenant_queue(job)
   return job.stream == tenant_stream(job)
 end
 
-local function tenant_queue_key(tag, job)
+function ledger.tenant_queue_key(tag, job)
   return tag .. ':line:' .. job.model .. ':' .. job.lane .. ':' .. job.tenant
 end
 
@@ -37,7 +38,7 @@ end
 -- Adds a job to (1) or removes it from (-1) its tenant's queue. Returns the jobs and tokens that will
 -- have left it before a job that comes now.
 local function count_in_tenant_queue(tag, job, sign)
-  local key, gains = tenant_queue_key(tag, job), {'jobs', sign, 'tokens', sign * job.cost,
+  local key, gains = ledger.tenant_queue_key(tag, job), {'jobs', sign, 'tokens', sign * job.cost,
     'left_jobs', 0, 'left_tokens', 0}
   if sign < 0 then gains[6], gains[8] = 1, job.cost end
   local jobs, tokens, left_jobs, left_tokens = unpack(add_to(key, gains))
@@ -69,7 +70,7 @@ end
 function ledger.start(tag, job)
   add_to(counters_key(tag, job), {'queued_jobs', -1, 'queued_tokens', 0 - job.cost,
     'running_jobs', 1, 'running_tokens', job.cost, 'done_tokens', ledger.done(job)})
-  if is_in_tenant_queue(job) then count_in_tenant_queue(tag, job, -1) end
+  if ledger.is_in_tenant_queue(job) then count_in_tenant_queue(tag, job, -1) end
 end
 
 -- Adds a job to (1) or removes it from (-1) the running counters.
@@ -82,7 +83,7 @@ end
 -- tenant's queue, the jobs and tokens that will have left it before.
 function ledger.count_queued(tag, job, sign)
   add_to(counters_key(tag, job), {'queued_jobs', sign, 'queued_tokens', sign * job.cost})
-  if is_in_tenant_queue(job) then return count_in_tenant_queue(tag, job, sign) end
+  if ledger.is_in_tenant_queue(job) then return count_in_tenant_queue(tag, job, sign) end
 end
 
 -- The estimated output length of a choice, and the number of jobs behind the estimate.

@@ -6,6 +6,7 @@
 -- Each lane has a part of its own, which no other lane can take. Beyond it a job is accepted if its
 -- tenant then holds, in this lane, at most four times what is left of the common rest: so there is room
 -- for who comes next, however much the others hold.
+-- requires shared
 
 local MEMORY_SHARE = 0.8    -- of maxmemory, for jobs and what else Redis holds; the rest is for running jobs
 local OWN_PARTS = 32        -- each lane has one of so many parts

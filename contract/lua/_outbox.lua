@@ -1,6 +1,7 @@
 -- The outbox of callback messages, as far as several functions use it. Messages wait in three levels,
 -- each a sorted set by the time of the next visit: tenants in `outbox`, a tenant's destinations in
 -- `due:of:<tenant>`, a destination's messages in `due:<destination>`.
+-- requires shared
 
 -- A record is kept for a week, once delivered for a day.
 local OUTBOX_KEEP_MS, DELIVERED_KEEP_MS = 7 * 86400 * 1000, 86400 * 1000

@@ -2,10 +2,9 @@
 -- are claimed, until they are resumed. The hash `paused` has a field `<model> <lane> <tenant>` for each
 -- pause, where `*` stands for all: `<ms of its beginning> operator` or, where the tenant paused its own
 -- jobs, `… tenant`. Jobs that run go on, and so do deadlines.
+-- requires shared
 
 local PAUSED_RETRY_MS = 30000  -- nobody knows how long a pause lasts
-
-local pauses = {}
 
 -- The pauses of a model: {lanes, tenants: sets; lines: by lane a set of tenants; behind: by stream the last of
 -- the paused jobs in front, as far as the call has seen them}. nil where it has none.

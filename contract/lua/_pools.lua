@@ -3,6 +3,7 @@
 -- lane `used:<lane>`: `<window> <tokens claimed in it> <tokens claimed in the window before>`; for each
 -- worker that lives and claims no jobs `aside:<incarnation>`, since when (ms); `ready_at` and `start_ms`
 -- are those of contract/starts.py.
+-- requires shared
 local UNKNOWN = -1
 local WORKER_TTL_MS = 15000  -- a worker is live until this long after its last heartbeat
 local POOL = {'tokens_per_s', 'stream_tokens_per_s', 'max_tokens', 'max_jobs'}
@@ -11,17 +12,6 @@ local WINDOW_MS = 10000
 local OVERDUE_MS = 60000  -- an announced worker is no longer expected so long after its time
 local OVERDUE_RETRY_MS = 1000
 local MIN_SHARE = 0.05  -- of the rate, assumed for a lane that more urgent lanes leave nothing
-
-local pools = {}
-
--- The fields of a hash as numbers; 0 for missing fields.
-local function numbers(key, names)
-  local found = {}
-  for i, value in ipairs(redis.call('HMGET', key, unpack(names))) do
-    found[names[i]] = tonumber(value or 0) or 0
-  end
-  return found
-end
 
 -- Tokens claimed from a lane in the current window and in the one before.
 local function current_windows(used, now)

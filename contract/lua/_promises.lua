@@ -1,11 +1,10 @@
 -- Spreads the retries of refused jobs: callers return one after another as room becomes free, and the
 -- lines (a tenant in a lane) take turns. The sorted set `promised:<model>` holds each line's next retry
 -- time (ms); past times do not count.
+-- requires shared
 
 local UNPROMISED_RATIO = 2  -- half of the drain rate is promised, the other half is for new jobs
 local MAX_PROMISE_MS = 3600 * 1000
-
-local promises = {}
 
 local function promise_key(tag, job)
   return tag .. ':promised:' .. job.model, job.lane .. ' ' .. job.tenant

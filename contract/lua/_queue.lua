@@ -1,5 +1,6 @@
 -- Finds the next waiting job that fits and claims it, out of order where jobs before it do not fit.
 -- All entries up to the consumer group's last delivered id are claimed; later claimed ones are pending.
+-- requires shared
 
 local MAX_PASSED = 8   -- jobs that may be claimed ahead of a job that waits in front of them
 local MAX_SKIPPED = 4  -- jobs of one stream that a search passes over
@@ -9,7 +10,7 @@ local MAX_TENANTS = 8  -- of a lane, whose queues are searched, or read at once
 local ALL_TENANTS = 256  -- that are looked at: most may have no job for an arm (_ab.lua)
 
 -- The last delivered id of a queue stream; makes its consumer group where it is lost.
-local function last_delivered(key)
+function queue.last_delivered(key)
   local group = redis.call('XINFO', 'GROUPS', key)[1]
   if not group then redis.call('XGROUP', 'CREATE', key, GROUP, '0') end
   for i = 1, #(group or ''), 2 do
@@ -47,11 +48,11 @@ end
 -- With `fair` (see fairness.parse_slots) the room is what is left of each tenant's share; the result
 -- names the tenant, and jobs of tenants without room are ignored. So are `paused` ones (pauses.find);
 -- where it met any, the search goes on behind its window.
-local function find_fit(tag, key, room, skipped, fair, paused)
+function queue.find_fit(tag, key, room, skipped, fair, paused)
   if redis.call('EXISTS', key) == 0 then return false end
   local most, num_skipped, is_front = fair and FAIR_WINDOW or WINDOW, 0, true
   local behind = paused and paused.behind[key]
-  local last, is_first = behind or last_delivered(key), not behind
+  local last, is_first = behind or queue.last_delivered(key), not behind
   repeat
     local num_read, num_paused = 0, 0
     for entry in entries_behind(key, last, most) do
@@ -88,7 +89,7 @@ end
 
 -- What `find` returns for the first of a lane's tenants, by their counters, for which it returns
 -- anything; false: nothing of the tenant waits there.
-local function first_of_tenants(tag, model, lane, paused, find)
+function queue.first_of_tenants(tag, model, lane, paused, find)
   local active, first, num_looks, num_searched = lane_key(tag, 'active', model, lane), 0, 0, 0
   repeat
     local tenants = redis.call('ZRANGE', active, first, first + MAX_TENANTS - 1)
@@ -105,10 +106,10 @@ local function first_of_tenants(tag, model, lane, paused, find)
 end
 
 -- A tenant's next job that fits, as find_fit. `searched`: see ab.searched.
-local function next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
-  local queue, nothing = lane_key(tag, 'q', model, lane) .. ':' .. tenant, false
+function queue.next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
+  local stream, nothing = lane_key(tag, 'q', model, lane) .. ':' .. tenant, false
   for _, stream_end in ipairs(searched) do
-    local found, is_blocked = find_fit(tag, queue .. stream_end, room, skipped)
+    local found, is_blocked = queue.find_fit(tag, stream .. stream_end, room, skipped)
     if found or is_blocked then return found, is_blocked end
     if found == nil then nothing = nil end
   end
@@ -116,12 +117,12 @@ local function next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
 end
 
 -- The next job of a lane that fits: returned jobs first, then tenants by their counters. As find_fit.
-local function next_in_lane(tag, model, lane, room, skipped, searched, paused)
+function queue.next_in_lane(tag, model, lane, room, skipped, searched, paused)
   local back = lane_key(tag, 'back', model, lane)
-  local found, is_blocked = find_fit(tag, back, room, skipped, nil, paused)
+  local found, is_blocked = queue.find_fit(tag, back, room, skipped, nil, paused)
   if found or is_blocked then return found, is_blocked end
-  return first_of_tenants(tag, model, lane, paused, function(tenant)
-    return next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
+  return queue.first_of_tenants(tag, model, lane, paused, function(tenant)
+    return queue.next_of_tenant(tag, model, lane, tenant, room, skipped, searched)
   end)
 end
 
@@ -138,7 +139,7 @@ end
 local MAX_RUNS_BYTES = 1024  -- of the last claims of a job
 
 -- Claims a job that was found; nil where it has expired or cannot be read.
-local function claim_job(tag, found, incarnation, lease_ms, now, config)
+function queue.claim_job(tag, found, incarnation, lease_ms, now, config)
   mark_pending(found)
   local job = load_job(tag, found.id)
   if not job or job.stream ~= string.sub(found.key, #tag + 2) then
@@ -150,7 +151,7 @@ local function claim_job(tag, found, incarnation, lease_ms, now, config)
     terminal(tag, job, 'expired', '', '', now)
     return nil
   end
-  if is_in_tenant_queue(job) then fairness.charge(tag, job) end
+  if ledger.is_in_tenant_queue(job) then fairness.charge(tag, job) end
   ledger.start(tag, job)
   job.epoch, job.attempt = job.epoch + 1, job.attempt + 1
   local is_first = not job.claimed

@@ -2,6 +2,7 @@
 -- packed, what an append needs, so that a step reads and writes all its jobs in two commands. While a
 -- job is in the hash, `next`, `tokens` and `hash` of its record may be outdated. An append adds a job;
 -- leaving the worker or a change of other packed values removes it.
+-- requires shared
 local PACKED = '<xddddc8ddds'  -- begins with a zero byte; numbers are doubles, the log's hash has 8 bytes
 local PROGRESS = '<xddddc8'  -- its beginning, up to the hash
 

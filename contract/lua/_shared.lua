@@ -58,29 +58,24 @@ local VIEW_FIELDS = {
   'predicted', 'runs',
 }
 
+-- Fields of a job's record that functions use: required texts, numbers, other texts.
+local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
 local NUMBERS = {
   'epoch', 'attempt', 'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens',
   'max_tokens', 'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged',
   'callback_every', 'created', 'choices', 'fixed', 'grown', 'token_bytes', 'log_bytes',
 }
 local JOB_FIELDS = {
-  'state', 'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash', 'epoch', 'attempt',
-  'releases', 'lapses', 'crashes', 'next', 'tokens', 'cost', 'prompt_tokens', 'max_tokens',
-  'max_attempts', 'deadline', 'ttl_ms', 'metered', 'charged', 'has_objects',
-  'callback_to', 'callback_every', 'callback_started', 'created', 'claimed', 'predicted', 'choices',
-  'part', 'arm', 'fixed', 'passing', 'batch_price', 'runs', 'grown', 'steered',
-  'token_bytes', 'log_bytes',
+  'state', 'has_objects', 'callback_to', 'callback_started', 'claimed', 'predicted', 'part', 'arm',
+  'passing', 'batch_price', 'runs', 'steered',
 }
+for i = 1, #WORDS do JOB_FIELDS[#JOB_FIELDS + 1] = WORDS[i] end
+for i = 1, #NUMBERS do JOB_FIELDS[#JOB_FIELDS + 1] = NUMBERS[i] end
 
-local WORDS = {'tenant', 'model', 'lane', 'stream', 'entry', 'owner', 'hash'}
-
-local ab = {}  -- two configurations side by side; _ab.lua
-local admission = {}  -- accepts or refuses jobs; _admission.lua
-local ledger = {}  -- accounts for jobs' costs; _ledger.lua
-local memory = {}  -- divides the memory; _memory.lua
-local outbox = {}  -- callback messages; _outbox.lua
-local running = {}  -- progress of running jobs; _running.lua
-local totals = {}  -- totals of metrics; _totals.lua
+-- Filled by the files of these names: `_ab.lua`, …
+local ab, admission, fairness, filters, ledger = {}, {}, {}, {}, {}
+local memory, operations, outbox, pauses, pools = {}, {}, {}, {}, {}
+local promises, queue, running, totals = {}, {}, {}, {}
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -91,6 +86,20 @@ end
 local function whole_number(text)
   local number = tonumber(text)
   if number and number >= -2 ^ 53 and number <= 2 ^ 53 then return math.floor(number) end
+end
+
+-- The key of what a lane of a model has.
+local function lane_key(tag, kind, model, lane)
+  return tag .. ':' .. kind .. ':' .. model .. ':' .. lane
+end
+
+-- The fields of a hash as numbers; 0 for missing fields.
+local function numbers(key, names)
+  local found = {}
+  for i, value in ipairs(redis.call('HMGET', key, unpack(names))) do
+    found[names[i]] = tonumber(value or 0) or 0
+  end
+  return found
 end
 
 -- Adds to fields of a hash: {field, number, …}. Two commands, however many fields. Returns the sums.

@@ -2,6 +2,7 @@
 -- field is `<metric>:<lane>[:<label>]`; a histogram has `…:<bucket>` from 1 on, the last for +Inf, and
 -- `…:sum` (us). contract/telemetry/metrics.py lists the metrics. Functions count with each transition,
 -- so that no count is lost when a worker or gateway dies.
+-- requires shared
 local TOTALS_TTL_MS = 30 * 24 * 3600 * 1000
 local REPORTED_TTL_MS = 24 * 3600 * 1000
 local LATENCY_BOUNDS_MS = {

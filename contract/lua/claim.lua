@@ -26,8 +26,8 @@ local MAX_BEYOND = 3
 
 -- Whether this worker has or gets the turn to run a suspect; a turn is `<worker> <until ms>`.
 local function has_turn(tag, model, incarnation, lease_ms, now, paused)
-  local queue, turn = tag .. ':q:' .. model .. ':suspect', tag .. ':turn:' .. model
-  if not find_fit(tag, queue, ANY, {}, nil, paused) then return false end
+  local stream, turn = tag .. ':q:' .. model .. ':suspect', tag .. ':turn:' .. model
+  if not queue.find_fit(tag, stream, ANY, {}, nil, paused) then return false end
   local holder, until_ms = string.match(redis.call('GET', turn) or '', '^(%S+) (%d+)$')
   if not holder or tonumber(until_ms) <= now then
     local quota = math.max(1, math.floor(redis.call('ZCARD', tag .. ':workers:' .. model) / 4))
@@ -41,11 +41,11 @@ end
 
 -- Claims a suspect for an idle worker with the turn: {job}, or {} where all have expired.
 local function claim_suspect(tag, model, incarnation, lease_ms, now, config, paused)
-  local queue = tag .. ':q:' .. model .. ':suspect'
+  local stream = tag .. ':q:' .. model .. ':suspect'
   for _ = 1, MAX_BEYOND do
-    local found = find_fit(tag, queue, ANY, {}, nil, paused)
+    local found = queue.find_fit(tag, stream, ANY, {}, nil, paused)
     if not found then return {} end
-    local job = claim_job(tag, found, incarnation, lease_ms, now, config)
+    local job = queue.claim_job(tag, found, incarnation, lease_ms, now, config)
     if job then
       redis.call('SADD', tag .. ':alone:' .. model, found.id)
       redis.call('DEL', tag .. ':turn:' .. model)
@@ -90,15 +90,15 @@ end
 local function next_below_share(tag, model, lane, skipped, searched, paused)
   local passed = {}
   local back = lane_key(tag, 'back', model, lane.name)
-  local found = find_fit(tag, back, 0, passed, lane.fair, paused)
+  local found = queue.find_fit(tag, back, 0, passed, lane.fair, paused)
   if found then
     for _, id in ipairs(passed) do table.insert(skipped, id) end
     return found
   end
-  return (first_of_tenants(tag, model, lane.name, paused, function(tenant)
+  return (queue.first_of_tenants(tag, model, lane.name, paused, function(tenant)
     local room, passed = fairness.tenant_room(tag, lane.fair, tenant), {}
     if room <= 0 then return nil end
-    found = next_of_tenant(tag, model, lane.name, tenant, room, passed, searched)
+    found = queue.next_of_tenant(tag, model, lane.name, tenant, room, passed, searched)
     if found then
       for _, id in ipairs(passed) do table.insert(skipped, id) end
       found.tenant = tenant
@@ -117,7 +117,7 @@ local function choose(tag, model, lanes, num_filled, skipped, searched, paused)
     end
     if deficit > 0 then
       local passed = {}
-      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, passed, searched,
+      local found, is_blocked = queue.next_in_lane(tag, model, lane.name, lane.room, passed, searched,
         paused)
       if is_blocked then return nil, lane.name end
       if found and found.cost <= deficit then
@@ -128,7 +128,7 @@ local function choose(tag, model, lanes, num_filled, skipped, searched, paused)
   end
   for _, lane in ipairs(lanes) do
     if lane.slots > num_filled then
-      local found, is_blocked = next_in_lane(tag, model, lane.name, lane.room, skipped, searched,
+      local found, is_blocked = queue.next_in_lane(tag, model, lane.name, lane.room, skipped, searched,
         paused)
       if found or is_blocked then return found, lane.name end
     elseif lane.slots == 0 and lane.fair then
@@ -200,7 +200,7 @@ local function claim(keys, argv)
     end
     if not lane then found, lane = take_offer(tag, model, lanes, argv, num_filled, now) end
     if not found then break end
-    local job = claim_job(tag, found, incarnation, lease_ms, now, config)
+    local job = queue.claim_job(tag, found, incarnation, lease_ms, now, config)
     if not job or found.tenant then num_beyond = num_beyond + 1 end
     if job then
       for _, served in ipairs(lanes) do

@@ -11,10 +11,10 @@ local MAX_BYTES = 2 ^ 17
 
 local function queue_position(tag, id, key)
   local job = load_job(tag, id)
-  if job.state ~= 'queued' or not is_in_tenant_queue(job) then return {} end
+  if job.state ~= 'queued' or not ledger.is_in_tenant_queue(job) then return {} end
   local pool = pools.find(tag, job.model, now_ms())
   local mark = numbers(key, {'turn_jobs', 'turn_tokens', 'cold_ms'})
-  local line = numbers(tenant_queue_key(tag, job), {'left_jobs', 'left_tokens'})
+  local line = numbers(ledger.tenant_queue_key(tag, job), {'left_jobs', 'left_tokens'})
   job.weight = fairness.weight(tag, job.tenant)
   local ahead = admission.ahead(tag, job, pool, math.max(0, mark.turn_jobs - line.left_jobs),
     math.max(0, mark.turn_tokens - line.left_tokens), 1)

@@ -12,7 +12,7 @@ local MAX_LINES = 40  -- tenants whose queues are read, over all lanes
 
 local function first_created(tag, key)
   if redis.call('EXISTS', key) == 0 then return nil end
-  local first = redis.call('XRANGE', key, '(' .. last_delivered(key), '+', 'COUNT', 1)[1]
+  local first = redis.call('XRANGE', key, '(' .. queue.last_delivered(key), '+', 'COUNT', 1)[1]
   return first
     and tonumber(redis.call('HGET', tag .. ':job:' .. first[2][2], 'created') or nil)
 end
@@ -22,8 +22,8 @@ local function oldest_wait(tag, model, lane, num_lanes, now)
   local tenants = redis.call('ZRANGE', lane_key(tag, 'active', model, lane), 0, math.ceil(MAX_LINES / num_lanes) - 1)
   for _, tenant in ipairs(tenants) do
     for _, stream_end in pairs(STREAM_ENDS) do
-      local queue = lane_key(tag, 'q', model, lane) .. ':' .. tenant .. stream_end
-      oldest = math.min(oldest, first_created(tag, queue) or now)
+      local stream = lane_key(tag, 'q', model, lane) .. ':' .. tenant .. stream_end
+      oldest = math.min(oldest, first_created(tag, stream) or now)
     end
   end
   return now - oldest
