@@ -1,11 +1,13 @@
 """Types of the functions' arguments and replies. The calls are in functions.py."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Literal
 
 import msgspec
+from msgspec import field
 
 from contract.callbacks import Callback
 from contract.errors import JobRefused, RateLimits
@@ -47,30 +49,47 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Submission(msgspec.Struct, frozen=True):
     """Terms of a job's submission. Tokens, seconds.
 
-    The functions compute a job's cost: its prompt and the output predicted from earlier jobs.
+    Fields are the terms of submit.lua, under their `name` where one is given; those in seconds are
+    `_ms` there. The functions compute a job's cost: its prompt and the output predicted from
+    earlier jobs.
     """
 
-    max_output_tokens: int  # of all choices
+    max_output_tokens: int = field(name="max_tokens")  # of all choices
     deadline_s: float
-    retention_s: float
+    retention_s: float = field(name="ttl_s")
     max_attempts: int = 3
-    lane_bound_tokens: int = 0  # waiting in the lane; 0: no bound
-    lane_bound_s: float = 0.0  # predicted wait; 0: no bound
+    lane_bound_tokens: int = field(default=0, name="lane_tokens")  # waiting in it; 0: no bound
+    lane_bound_s: float = field(default=0.0, name="lane_wait_s")  # predicted wait; 0: no bound
     limits: TenantLimits = TenantLimits()
     batch_price: float = 1.0  # of a token in the lane `batch`, in the meter of tokens: 0 to 1
-    max_stored_bytes: int = 0  # of all kept jobs; 0: no bound
-    max_tenant_stored_bytes: int = 0  # of its tenant's
+    max_stored_bytes: int = field(default=0, name="max_bytes")  # of all kept jobs; 0: no bound
+    max_tenant_stored_bytes: int = field(default=0, name="max_tenant_bytes")
     needs_worker: bool = False  # refuse without a live worker of the model
-    cold_start_s: float = 0.0  # until a first worker is up, without live workers
-    idempotency_key: str = ""
+    cold_start_s: float = field(default=0.0, name="cold_s")  # until a first worker is up
+    idempotency_key: str = field(default="", name="idem_key")
     body_hash: str = ""
     attendance_s: float = 0.0  # cancelled after this long without a caller; 0: never
-    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)  # the caller's, for searches
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the caller's, for searches
     callback: Callback | None = None  # receives messages about the job
     vector_bytes: int = 0  # of a prefill-only job's output
-    is_passing: bool = False  # nobody reads the result once it was delivered
+    is_ephemeral: bool = field(default=False, name="is_passing")  # not read after its delivery
     call_prompt_tokens: int = 0  # of a flow's calls, more than its own prompt; an estimate
     is_counted: bool = False  # `enter` has counted it as a request
+
+    def queue_terms(self) -> dict[str, str | int | float]:
+        """By the names of submit.lua."""
+        terms: dict[str, str | int | float] = msgspec.structs.asdict(self.limits)
+        for name, term in _TERMS:
+            value = getattr(self, name)
+            terms[term] = int(value * 1000) if term.endswith("_ms") else value
+        return terms
+
+
+_TERMS = [
+    (each.name, re.sub("_s$", "_ms", each.encode_name))
+    for each in msgspec.structs.fields(Submission)
+    if each.name not in ("limits", "metadata", "callback")
+]
 
 
 class QueuePosition(msgspec.Struct, frozen=True):

@@ -449,38 +449,16 @@ def encoded_parts(job: Job, submission: Submission) -> tuple[bytes, bytes, bytes
 
 def _submit_arguments(job: Job, submission: Submission) -> tuple[str | bytes, ...]:
     """The arguments of submit and quote."""
-    s, limits = submission, submission.limits
-    parts = encoded_parts(job, s)
+    parts, to = encoded_parts(job, submission), submission.callback
     terms: dict[str, str | int | float] = {
         **job.queue_terms(),
-        "max_tokens": s.max_output_tokens,
-        "deadline_ms": int(s.deadline_s * 1000),
-        "ttl_ms": int(s.retention_s * 1000),
-        "max_attempts": s.max_attempts,
+        **submission.queue_terms(),
         "version": WIRE_VERSION,
-        "attendance_ms": int(s.attendance_s * 1000),
-        "idem_key": s.idempotency_key,
         "idem_ttl_ms": IDEMPOTENCY_TTL_S * 1000,
-        "body_hash": s.body_hash,
-        "lane_tokens": s.lane_bound_tokens,
-        "lane_wait_ms": int(s.lane_bound_s * 1000),
-        "requests_per_min": limits.requests_per_min,
-        "tokens_per_min": limits.tokens_per_min,
-        "concurrent_tokens": limits.concurrent_tokens,
-        "batch_price": s.batch_price,
-        "lane_share": limits.lane_share,
-        "stored_bytes": stored_bytes(job, s, parts),
-        "max_tenant_bytes": s.max_tenant_stored_bytes,
-        "max_bytes": s.max_stored_bytes,
-        "vector_bytes": s.vector_bytes,
-        "is_counted": s.is_counted,
-        "is_passing": s.is_passing,
-        "needs_worker": s.needs_worker,
-        "cold_ms": int(s.cold_start_s * 1000),
-        "callback_to": "" if s.callback is None else s.callback.destination(job.tenant),
-        "callback_started": s.callback is not None and s.callback.notifies_start,
-        "callback_every": 0 if s.callback is None else s.callback.progress_tokens,
-        "call_prompt_tokens": s.call_prompt_tokens,
+        "stored_bytes": stored_bytes(job, submission, parts),
+        "callback_to": "" if to is None else to.destination(job.tenant),
+        "callback_started": to is not None and to.notifies_start,
+        "callback_every": 0 if to is None else to.progress_tokens,
     }
     encoded, metadata, callback = parts
     names = job.id, job.tenant, job.model, job.lane

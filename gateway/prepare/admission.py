@@ -348,7 +348,7 @@ def admit(
         max_tenant_stored_bytes=max_tenant_stored_bytes,
         cold_start_s=settings.cold_start_s,
         # A response is read again; so may be an answer whose caller has a key to return with.
-        is_passing=submission.needs_worker
+        is_ephemeral=submission.needs_worker
         and not submission.idempotency_key
         and job.endpoint is not Endpoint.RESPONSES,
     )

@@ -385,7 +385,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
 @case("submit", "that forgets results of long answers, for memory")
 async def _(crowd: CrowdedRedis) -> Calls:
     [old] = crowd.take_ended(1)
-    jobs = await crowd.submit_many(64, "", LANES[0], is_passing=True)
+    jobs = await crowd.submit_many(64, "", LANES[0], is_ephemeral=True)
     for each in jobs:
         await crowd.functions.cancel(each.id, each.tenant)
     log: Any = await crowd.client.dump(crowd.keys.of("log", old.id))

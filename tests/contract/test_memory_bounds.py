@@ -317,7 +317,7 @@ async def test_results_of_calls_give_way(client: redis.asyncio.Redis) -> None:
     await crowd.submit("t", "interactive", kept)
     for _ in range(3_000):
         job = make_job("t", "interactive")
-        if not await crowd.submit("t", "interactive", job, is_passing=True):
+        if not await crowd.submit("t", "interactive", job, is_ephemeral=True):
             break
         for claimed in await crowd.functions.claim(
             "w", "m", LANES, lease_s=600, max_jobs=8, max_tokens=10**9
@@ -330,7 +330,7 @@ async def test_results_of_calls_give_way(client: redis.asyncio.Redis) -> None:
     ended: Any = await client.zrange(passing, 0, -1)
     await client.zadd(passing, dict.fromkeys(ended, 1))  # as if they had ended long ago
     # As large as those: the sixteen results that one call may forget need not hold a larger one.
-    assert await crowd.submit("t", "interactive", make_job("t", "interactive"), is_passing=True)
+    assert await crowd.submit("t", "interactive", make_job("t", "interactive"), is_ephemeral=True)
     assert await crowd.functions.read(kept.id, "t") is not None
     await crowd.check_sums()
 

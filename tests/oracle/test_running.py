@@ -168,7 +168,7 @@ a pool that has measured nothing has no rate, and one that did keeps it
   beat w; redis HGET pool:m tokens_per_s -> None
   beat w 10; beat w; redis HGET pool:m tokens_per_s -> 10
 a detached job needs no caller, and nothing gets shorter
-  submit t1 t2 attendance_s=5 deadline_s=50 retention_s=70 is_passing=True; attend t1 t9 -> 1
+  submit t1 t2 attendance_s=5 deadline_s=50 retention_s=70 is_ephemeral=True; attend t1 t9 -> 1
   detach t1 40 60 -> OK
   field t1 ttl_ms passing -> 70000 None
   since t1 deadline -> -50.0
@@ -432,8 +432,8 @@ def test_results_that_are_old_give_way(world: World, calls: Calls) -> None:
     """Of synchronous calls, fifteen seconds after their end, the oldest first, four at a time."""
     calls.run(["run_job t9"])
     for i in range(6):
-        calls.run([f"run_job t{i} is_passing=True; pass_time 1"])
-    calls.run(["submit u1 is_passing=True; pass_time 8.999; redis SET memory 90000"])
+        calls.run([f"run_job t{i} is_ephemeral=True; pass_time 1"])
+    calls.run(["submit u1 is_ephemeral=True; pass_time 8.999; redis SET memory 90000"])
     calls.run(["submit t8 -> lane_full lane_memory 10.0", "status t0 -> succeeded"])
     calls.run(
         ["pass_time 4.001; redis SET memory 90000; submit t8 -> new", "status t9 -> succeeded"]
