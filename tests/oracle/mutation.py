@@ -71,7 +71,8 @@ KNOWN = {
     ): "it is less than a byte",
     (
         "_memory.lua",
-        "local num_trusted = 0  -- jobs to accept before the next INFO, over all tags of the server",
+        "local num_trusted = 0  -- jobs to accept before the next INFO,"
+        " over all tags of the server",
         "0",
     ): "one job more than it should is accepted after the functions are loaded",
     (

@@ -220,6 +220,9 @@ another lane: claim x lanes=batch -> -
 it has gone on: append t1; claim x -> -
 it has ended: append t1 1 succeeded; claim x -> -
 it is given back and claimed: release t1; claim x -> t1
+one that was given back waits behind others
+  start u1 u2 u3 u4 cost=50; release u1; release u2; release u3; release u4
+  release t1; claim x tokens=20 -> -
 it was moved: move t1 batch; claim x -> -
 it has waited long: pass_time 2.5; claim x -> t1
 it is no longer offered: pass_time 2.501; claim x -> -

@@ -33,6 +33,9 @@ a cold start in time: ask t9 cold_start_s=9 deadline_s=9 -> OK
 a late cold start: ask t9 cold_start_s=9 deadline_s=8 -> deadline_infeasible - 1.0
 unfinished tokens, no rate
   submit t1; ask t9 concurrent_tokens=10 -> tenant_quota concurrent_tokens 10.0
+a wait of as many as run at once, no rate
+  beat jobs=1 tokens=10; submit t1; ask t9 lane_bound_s=9 -> lane_full lane_wait 10.0
+a wait of fewer, no rate: beat jobs=2 tokens=20; submit t1; ask t9 lane_bound_s=9 -> OK
 a share of a lane, no rate
   submit t1; ask t9 lane_share=0.5 lane_bound_tokens=30 -> tenant_quota lane_share 10.0
 a full lane, no rate: submit t1; ask t9 lane_bound_tokens=15 -> lane_full lane_tokens 10.0
@@ -59,6 +62,10 @@ a job above the lane's bound: ask t9 lane_bound_tokens=9 -> lane_full lane_token
 another lane: ask t9 lane=batch lane_bound_tokens=25 -> OK
 a long wait: ask t9 lane_bound_s=1.5 -> lane_full lane_wait 0.5
 a wait that is allowed: ask t9 lane_bound_s=2 -> OK
+a cold start is no wait
+  pass_time 15.001; ask t9 lane_bound_s=2 cold_start_s=9 -> OK
+a long wait beside a cold start
+  pass_time 15.001; ask t9 lane_bound_s=1.5 cold_start_s=9 -> lane_full lane_wait 0.5
 a late end: ask t9 deadline_s=1.5 -> deadline_infeasible - 0.5
 an end in time: ask t9 deadline_s=2 -> OK
 a full lane beside one with a share

@@ -414,6 +414,7 @@ of some: submit t1 t2; redis SET memory 120000; ask t9 -> OK
 the rest is for others
   submit t1 t2 t3; redis SET memory 60000; ask t9 -> tenant_quota tenant_memory 10.0
 one of the others: submit u1 u2 u3; redis SET memory 60000; ask t9 -> OK
+almost all is taken: submit u1 u2 u3; redis SET memory 51000; ask t9 -> lane_full lane_memory 10.0
 all is taken: submit u1 u2 u3; redis SET memory 40000; ask t9 -> lane_full lane_memory 10.0
 """)
 def test_the_memory_is_divided(calls: Calls, script: list[str]) -> None:
