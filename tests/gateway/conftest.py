@@ -1,9 +1,13 @@
 """A real gateway on a loopback port, and a fake worker that the tests drive."""
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -21,7 +25,7 @@ from gateway.server import build_server
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.fleet import until
-from tests.gateway.fake_worker import FakeWorker, publish_model
+from tests.gateway.fake_worker import FakeWorker, live_worker, publish_model
 from tests.gateway.vector_worker import CARDS, publish_vector_model, vector_worker
 
 
@@ -66,6 +70,37 @@ def running_gateway(settings: GatewaySettings, *, port: int = 0) -> Iterator[str
         assert not thread.is_alive()
 
 
+@asynccontextmanager
+async def calling(
+    redis_url: str, headers: dict[str, str] | None = None, **overrides: object
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway that runs as long."""
+    with running_gateway(make_settings(redis_url, **overrides)) as url:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20) as client:
+            yield client
+
+
+@contextmanager
+def gateway_process(redis_url: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A gateway that can be killed, and its URL."""
+    command = [sys.executable, "-m", "infra", "gateway", "--port=0", "--namespace=test"]
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"REDIS_URL": redis_url} | environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        found = (re.search(r"listening on (\S+) port (\d+)", line) for line in process.stderr)
+        try:
+            host, port = next(each.groups() for each in found if each)
+            yield process, f"http://{host}:{port}"
+        finally:
+            process.kill()
+
+
 @pytest.fixture(scope="session")
 def gateway_url(redis_server: EmbeddedRedis) -> Iterator[str]:
     with running_gateway(make_settings(redis_server.url)) as url:
@@ -80,14 +115,9 @@ def console_url(redis_server: EmbeddedRedis) -> Iterator[str]:
 
 
 @pytest.fixture
-async def idle_worker(
-    redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
-) -> FakeWorker:
+async def idle_worker(redis_client: redis.asyncio.Redis) -> FakeWorker:
     """A live worker of a published model, driven by the test."""
-    await publish_model(redis_client, keys)
-    worker = FakeWorker(functions)
-    await worker.beat()
-    return worker
+    return await live_worker(redis_client)
 
 
 @pytest.fixture
@@ -96,6 +126,15 @@ async def worker(idle_worker: FakeWorker) -> AsyncIterator[FakeWorker]:
     task = asyncio.create_task(idle_worker.serve())
     yield idle_worker
     await end_tasks(task)
+
+
+async def until_known(http: httpx.AsyncClient, model: str) -> None:
+    """Returns once the gateway knows a published model; it reads the cards once a second."""
+
+    async def is_known() -> bool:
+        return (await http.get(f"/v1/models/{model}")).status_code == 200
+
+    await until(is_known)
 
 
 Serving = Callable[[str], Awaitable[FakeWorker]]
@@ -109,11 +148,7 @@ async def serving(
     await publish_model(redis_client, keys)  # later tests ask for it, and the gateway remembers
     for name in CARDS:
         await publish_vector_model(redis_client, keys, name)
-
-    async def is_known() -> bool:
-        return (await http.get(f"/v1/models/{name}")).status_code == 200
-
-    await until(is_known)  # the gateway reads the cards once a second
+    await until_known(http, name)
     tasks = []
 
     async def start(model: str) -> FakeWorker:

@@ -127,6 +127,14 @@ class FakeWorker:
     info: str = "{}"  # JSON, of its status
     state: WorkerState = "up"
 
+    @property
+    def client(self) -> redis.asyncio.Redis:
+        return self.functions._client
+
+    @property
+    def keys(self) -> Keys:
+        return self.functions._keys
+
     async def beat(self, *held: Claimed) -> list[str]:
         pairs = [(claimed.job.id, claimed.epoch) for claimed in held]
         return await self.functions.heartbeat(
@@ -143,9 +151,8 @@ class FakeWorker:
         """Waits for the next job."""
         if (found := await self._claimed()) is not None:
             return found
-        functions = self.functions
-        async with functions._client.pubsub() as pubsub:
-            await pubsub.subscribe(functions._keys.of("wake", self.model))
+        async with self.client.pubsub() as pubsub:
+            await pubsub.subscribe(self.keys.of("wake", self.model))
             while (found := await self._claimed()) is None:
                 # A clock that was moved wakes nobody.
                 await pubsub.get_message(ignore_subscribe_messages=True, timeout=0.05)

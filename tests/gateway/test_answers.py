@@ -1,6 +1,5 @@
 """Answers of both endpoints, whole and streaming, as OpenAI's own client reads them."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.streams import whole_stream
 pytestmark = pytest.mark.anyio
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
-CHAT = {"model": MODEL, "messages": MESSAGES}
 PROMPT_IDS = encode_text("user: Hi\nassistant: ")
 
 
@@ -28,8 +26,11 @@ async def client(gateway_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_a_chat_is_answered_whole(worker: FakeWorker, client: openai.AsyncOpenAI) -> None:
-    """The messages pass through the model's template; text, usage and ids are returned."""
+async def test_a_chat_is_answered_whole_and_streamed(
+    worker: FakeWorker, client: openai.AsyncOpenAI
+) -> None:
+    """The messages pass through the model's template. Of a stream the role is first, then a chunk
+    for each event, usage last if requested."""
     answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == ("Hello wörld!", "stop")
@@ -39,63 +40,17 @@ async def test_a_chat_is_answered_whole(worker: FakeWorker, client: openai.Async
     [job] = worker.seen
     assert job.prompt_ids == PROMPT_IDS
     assert answer.id == "chatcmpl-" + job.id.removeprefix("job-")
-
-
-async def test_a_chat_is_streamed(worker: FakeWorker, client: openai.AsyncOpenAI) -> None:
-    """The role first, a chunk for each event, usage last if requested."""
     stream = await client.chat.completions.create(
         model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
     )
-    chunks = [chunk async for chunk in stream]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    contents = [chunk.choices[0].delta.content for chunk in chunks[1:-1]]
+    first, *chunks, last, usage = [chunk async for chunk in stream]
+    assert first.choices[0].delta.role == "assistant"
+    contents = [chunk.choices[0].delta.content for chunk in (*chunks, last)]
     assert contents == ["Hello", " wörld", "!"]
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.total_tokens == len(PROMPT_IDS) + 13
-
-
-async def test_a_stream_without_an_idempotency_key_is_plain(
-    idle_worker: FakeWorker, http: httpx.AsyncClient
-) -> None:
-    """It has no ids and no comments, because load generators parse each chunk as `data:`. With a
-    key both are sent, the id after the data."""
-    for headers in ({}, {"idempotency-key": "plain"}):
-        body = {"model": MODEL, "prompt": "ab", "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-            claimed = await idle_worker.claim()
-            parts = answer.aiter_raw()
-            first = await anext(parts)  # a heartbeat: nothing else has happened
-            assert first.strip() == (b": waiting" if headers else b"")
-            for number, event in enumerate(says("a", "b")(claimed.job), 1):
-                await idle_worker.say(claimed, number, event)
-            await idle_worker.finish(claimed, 3)
-            rest = b"".join([part async for part in parts])
-        *events, done = [event.strip() for event in rest.split(b"\n\n") if event.strip()]
-        lines = [[line for line in event.split(b"\n") if line[:1] != b":"] for event in events]
-        assert done == b"data: [DONE]"
-        assert [line[0][:6] for line in lines] == [b"data: "] * 2
-        assert [line[1][:4] for line in lines if line[1:]] == [b"id: "] * (2 if headers else 0)
-
-
-async def test_usage_can_be_in_every_chunk(worker: FakeWorker, http: httpx.AsyncClient) -> None:
-    """`continuous_usage_stats`, also after a stream is resumed."""
-    worker.script = says("a", "b", "c")
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"model": MODEL, "prompt": "ab", "n": 2, "stream": True, "stream_options": options}
-    headers = {"idempotency-key": "continuous"}
-    whole = (await http.post("/v1/completions", json=body, headers=headers)).text
-    chunks = [event.data for event in whole_stream(whole)]
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1]
-    assert counts[-1] == counts[-2]
-    first_id = next(line for line in whole.splitlines() if line.startswith("id: "))
-    headers["last-event-id"] = first_id.removeprefix("id: ")
-    rest = (await http.post("/v1/completions", json=body, headers=headers)).text
-    assert whole.endswith(rest)
-    assert len(rest) < len(whole)
+    assert last.choices[0].finish_reason == "stop"
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.total_tokens == len(PROMPT_IDS) + 13
 
 
 async def test_a_completion_is_answered_whole_and_streamed(
@@ -107,20 +62,43 @@ async def test_a_completion_is_answered_whole_and_streamed(
         assert answer.choices[0].text == "Hello wörld!"
     assert {job.prompt_ids for job in worker.seen} == {(97, 98)}
     stream = await client.completions.create(model=MODEL, prompt="ab", stream=True)
-    texts = [chunk.choices[0].text async for chunk in stream]
-    assert texts == ["Hello", " wörld", "!"]
+    assert [chunk.choices[0].text async for chunk in stream] == ["Hello", " wörld", "!"]
 
 
-async def test_the_synchronous_client_works_as_well(worker: FakeWorker, gateway_url: str) -> None:
-    """One client, both endpoints, streaming and not."""
+@pytest.mark.parametrize("key", ["", "plain"])
+async def test_a_stream_without_an_idempotency_key_is_plain(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, key: str
+) -> None:
+    """It has no ids and no comments, because load generators parse each chunk as `data:`. With a
+    key both are sent, the id after the data."""
+    body = {"model": MODEL, "prompt": "ab", "stream": True}
+    headers = {"idempotency-key": key} if key else {}
+    async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        claimed = await idle_worker.claim()
+        parts = answer.aiter_raw()
+        first = await anext(parts)  # a heartbeat: nothing else has happened
+        assert first.strip() == (b": waiting" if key else b"")
+        await idle_worker.run(claimed, says("a", "b"))
+        rest = b"".join([part async for part in parts])
+    *events, done = [event.strip() for event in rest.split(b"\n\n") if event.strip()]
+    lines = [[line for line in event.split(b"\n") if line[:1] != b":"] for event in events]
+    assert done == b"data: [DONE]"
+    assert [line[0][:6] for line in lines] == [b"data: "] * 2
+    assert [line[1][:4] for line in lines if line[1:]] == [b"id: "] * (2 if key else 0)
 
-    def talk() -> list[str | None]:
-        with openai.OpenAI(
-            base_url=f"{gateway_url}/v1", api_key="none", max_retries=0, timeout=20
-        ) as client:
-            whole = client.chat.completions.create(model=MODEL, messages=MESSAGES)
-            stream = client.completions.create(model=MODEL, prompt="ab", stream=True)
-            text = "".join(chunk.choices[0].text for chunk in stream)
-            return [whole.choices[0].message.content, text]
 
-    assert await asyncio.to_thread(talk) == ["Hello wörld!", "Hello wörld!"]
+async def test_usage_can_be_in_every_chunk(worker: FakeWorker, http: httpx.AsyncClient) -> None:
+    """`continuous_usage_stats`, also after a stream is resumed."""
+    worker.script = says("a", "b", "c")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": MODEL, "prompt": "ab", "n": 2, "stream": True, "stream_options": options}
+    headers = {"idempotency-key": "continuous"}
+    whole = (await http.post("/v1/completions", json=body, headers=headers)).text
+    chunks = whole_stream(whole)
+    counts = [chunk.data["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == counts[-2]
+    headers["last-event-id"] = next(chunk.id for chunk in chunks if chunk.id)
+    rest = (await http.post("/v1/completions", json=body, headers=headers)).text
+    assert whole.endswith(rest)
+    assert len(rest) < len(whole)

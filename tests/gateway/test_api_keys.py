@@ -1,6 +1,5 @@
 """API keys over HTTP: what a key permits, whose jobs it sees, and how soon it is revoked."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,12 +7,13 @@ import httpx
 import pytest
 import redis.asyncio
 
-from contract.api_keys import ApiKey, ApiKeys, KeyTerms, Pepper, Scope
+from contract.api_keys import ApiKeys, KeyTerms, Pepper, Scope
 from contract.keys import Keys
 from gateway.redis.key_ring import REMEMBERED_S, KeyRing
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.fleet import until
+from tests.gateway.conftest import calling
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -27,9 +27,8 @@ NO_RESPONSE = "/v1/responses/resp_0-" + "0" * 32
 @pytest.fixture
 async def fresh(redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway with an empty cache of keys."""
-    with running_gateway(make_settings(redis_server.url)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            yield client
+    async with calling(redis_server.url) as client:
+        yield client
 
 
 @pytest.fixture
@@ -44,6 +43,15 @@ async def bearer(api_keys: ApiKeys, tenant: str = "acme", **terms: Any) -> dict[
 
 def code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
+
+
+async def refused(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    """Returns once a caller is refused; until then the gateway's cache still knows its key."""
+
+    async def is_so() -> bool:
+        return (await http.get("/v1/models", headers=headers)).status_code != 200
+
+    await until(is_so)
 
 
 async def test_calls_without_a_key_are_served_until_the_first_key_is_created(
@@ -61,49 +69,38 @@ async def test_calls_without_a_key_are_served_until_the_first_key_is_created(
     assert code(await fresh.get("/v1/models")) == (401, "invalid_api_key")
 
 
-async def refused(http: httpx.AsyncClient, headers: dict[str, str]) -> None:
-    """Returns once a caller is refused; until then the gateway's cache still knows its key."""
-    async with asyncio.timeout(10):
-        while (await http.get("/v1/models", headers=headers)).status_code == 200:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+_CALLS = (
+    *("completions", "chat/completions", "embeddings", "rerank", "score", "classify"),
+    *("responses", "responses/input_tokens", "quote"),
+)
+SCOPED = {
+    Scope.INFERENCE: [f"POST /v1/{path}" for path in _CALLS],
+    Scope.JOBS_WRITE: [
+        *("POST /v1/jobs", f"POST {NO_JOB}/cancel", f"PATCH {NO_JOB}"),
+        *(f"POST {NO_RESPONSE}/cancel", f"DELETE {NO_RESPONSE}"),
+    ],
+    Scope.JOBS_READ: [
+        *(f"GET {NO_JOB}", f"GET {NO_JOB}/events"),
+        *(f"GET {NO_RESPONSE}", f"GET {NO_RESPONSE}/input_items"),
+    ],
+}
 
 
-SCOPED = [
-    (Scope.INFERENCE, "POST", "/v1/completions"),
-    (Scope.INFERENCE, "POST", "/v1/chat/completions"),
-    (Scope.INFERENCE, "POST", "/v1/embeddings"),
-    (Scope.INFERENCE, "POST", "/v1/rerank"),
-    (Scope.INFERENCE, "POST", "/v1/score"),
-    (Scope.INFERENCE, "POST", "/v1/classify"),
-    (Scope.INFERENCE, "POST", "/v1/responses"),
-    (Scope.INFERENCE, "POST", "/v1/responses/input_tokens"),
-    (Scope.INFERENCE, "POST", "/v1/quote"),
-    (Scope.JOBS_WRITE, "POST", "/v1/jobs"),
-    (Scope.JOBS_WRITE, "POST", NO_JOB + "/cancel"),
-    (Scope.JOBS_WRITE, "PATCH", NO_JOB),
-    (Scope.JOBS_WRITE, "POST", NO_RESPONSE + "/cancel"),
-    (Scope.JOBS_WRITE, "DELETE", NO_RESPONSE),
-    (Scope.JOBS_READ, "GET", NO_JOB),
-    (Scope.JOBS_READ, "GET", NO_JOB + "/events"),
-    (Scope.JOBS_READ, "GET", NO_RESPONSE),
-    (Scope.JOBS_READ, "GET", NO_RESPONSE + "/input_items"),
-]
-
-
+@pytest.mark.parametrize("scope", SCOPED)
 async def test_every_route_names_the_scope_that_a_key_lacks(
-    fresh: httpx.AsyncClient, api_keys: ApiKeys
+    fresh: httpx.AsyncClient, api_keys: ApiKeys, scope: Scope
 ) -> None:
     """403 without it, something else with it or with `admin`."""
-    for scope, method, path in SCOPED:
-        others = tuple(s for s in Scope if s not in (scope, Scope.ADMIN))
-        lacking = await bearer(api_keys, scopes=others)
+    lacking = await bearer(api_keys, scopes=tuple({*Scope} - {scope, Scope.ADMIN}))
+    granted = [await bearer(api_keys, scopes=(each,)) for each in (scope, Scope.ADMIN)]
+    for route in SCOPED[scope]:
+        method, path = route.split()
         answer = await fresh.request(method, path, headers=lacking)
         assert code(answer) == (403, "missing_scope"), path
         assert f"'{scope}'" in answer.json()["error"]["message"]
         assert answer.json()["error"]["type"] == "permission_error"
-        for scopes in ((scope,), (Scope.ADMIN,)):
-            granted = await bearer(api_keys, scopes=scopes)
-            answer = await fresh.request(method, path, headers=granted)
+        for headers in granted:
+            answer = await fresh.request(method, path, headers=headers)
             assert answer.status_code not in (401, 403), path
 
 
@@ -125,22 +122,18 @@ async def test_a_key_permits_only_its_lanes(
     assert answer.status_code == 202
 
 
-@pytest.mark.parametrize("prefer", ["respond-async", "wait=0", "respond-async, wait=30"])
 async def test_a_call_that_may_become_a_job_needs_the_scope_of_jobs(
-    fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker, prefer: str
-) -> None:
-    """`Prefer` does not permit with `inference` what `POST /v1/jobs` refuses."""
-    headers = await bearer(api_keys, scopes=(Scope.INFERENCE,)) | {"prefer": prefer}
-    answer = await fresh.post("/v1/completions", json=BODY, headers=headers)
-    assert code(answer) == (403, "missing_scope")
-    assert "'jobs:write'" in answer.json()["error"]["message"]
-
-
-async def test_both_scopes_allow_a_call_to_become_a_job(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
-    scopes = (Scope.INFERENCE, Scope.JOBS_WRITE)
-    headers = await bearer(api_keys, scopes=scopes) | {"prefer": "wait=0"}
+    """`Prefer` does not permit with `inference` what `POST /v1/jobs` refuses."""
+    lacking = await bearer(api_keys, scopes=(Scope.INFERENCE,))
+    for prefer in ("respond-async", "wait=0", "respond-async, wait=30"):
+        headers = lacking | {"prefer": prefer}
+        answer = await fresh.post("/v1/completions", json=BODY, headers=headers)
+        assert code(answer) == (403, "missing_scope")
+        assert "'jobs:write'" in answer.json()["error"]["message"]
+    headers = await bearer(api_keys, scopes=(Scope.INFERENCE, Scope.JOBS_WRITE))
+    headers["prefer"] = "wait=0"
     assert (await fresh.post("/v1/completions", json=BODY, headers=headers)).status_code == 202
 
 
@@ -205,32 +198,20 @@ async def test_only_an_admin_lists_the_jobs_of_other_tenants(
     assert (await fresh.get("/v1/jobs", headers=admin)).json()["data"] == []
 
 
-async def test_another_tenant_s_job_is_not_found(
+async def test_jobs_and_idempotency_keys_of_two_tenants_are_separate(
     fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
 ) -> None:
-    """Read, followed, cancelled: the same 404, byte for byte."""
+    """Another's job is not found. The same idempotency key makes two jobs."""
     ours, theirs = await bearer(api_keys, "ours"), await bearer(api_keys, "theirs")
-    job_id = (await fresh.post("/v1/jobs", json=JOB, headers=ours)).json()["id"]
-    change = {"lane": "batch"}
-    for method, suffix in (("GET", ""), ("GET", "/events"), ("POST", "/cancel"), ("PATCH", "")):
-        path, body = f"/v1/jobs/{job_id}{suffix}", change if method == "PATCH" else None
-        foreign = await fresh.request(method, path, headers=theirs, json=body)
-        none = await fresh.request(method, NO_JOB + suffix, headers=theirs, json=body)
-        assert code(foreign) == (404, "job_not_found")
-        assert foreign.content == none.content
-    assert (await fresh.get(f"/v1/jobs/{job_id}", headers=ours)).json()["status"] == "queued"
-
-
-async def test_idempotency_keys_of_two_tenants_are_separate(
-    fresh: httpx.AsyncClient, api_keys: ApiKeys, idle_worker: FakeWorker
-) -> None:
-    """The same key, two jobs."""
     same = {"idempotency-key": "k"}
-    one, two = [
-        (await fresh.post("/v1/jobs", json=JOB, headers=same | await bearer(api_keys, name))).json()
-        for name in ("one", "two")
+    job_id, other_id = [
+        (await fresh.post("/v1/jobs", json=JOB, headers=same | each)).json()["id"]
+        for each in (ours, theirs)
     ]
-    assert one["id"] != two["id"]
+    assert job_id != other_id
+    path = f"/v1/jobs/{job_id}"
+    assert code(await fresh.get(path, headers=theirs)) == (404, "job_not_found")
+    assert (await fresh.get(path, headers=ours)).json()["status"] == "queued"
 
 
 async def test_the_operator_s_own_key_works_beside_those_in_redis(
@@ -238,11 +219,9 @@ async def test_the_operator_s_own_key_works_beside_those_in_redis(
 ) -> None:
     """BATCHWAY_API_KEY belongs to the default tenant and permits everything."""
     own = {"authorization": "Bearer a-key-of-the-operator"}
-    settings = make_settings(redis_server.url, api_key="a-key-of-the-operator")
-    with running_gateway(settings) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            made = await bearer(api_keys)
-            answers = [await http.post("/v1/jobs", json=JOB, headers=h) for h in (own, made)]
+    async with calling(redis_server.url, api_key="a-key-of-the-operator") as http:
+        made = await bearer(api_keys)
+        answers = [await http.post("/v1/jobs", json=JOB, headers=h) for h in (own, made)]
     assert [answer.status_code for answer in answers] == [202, 202]
     claimed = {(await idle_worker.claim()).job.tenant for _ in range(2)}
     assert claimed == {"default", "acme"}
@@ -254,22 +233,17 @@ async def test_a_key_under_another_pepper_is_invalid(
     """Without the pepper, writing to Redis does not create a valid key."""
     planted = await bearer(ApiKeys(redis_client, keys))
     real = await bearer(ApiKeys(redis_client, keys, Pepper(b"the operator's pepper")))
-    with running_gateway(
-        make_settings(redis_server.url, key_pepper="the operator's pepper")
-    ) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            assert code(await http.get("/v1/models", headers=planted)) == (401, "invalid_api_key")
-            assert (await http.get("/v1/models", headers=real)).status_code == 200
+    async with calling(redis_server.url, key_pepper="the operator's pepper") as http:
+        assert code(await http.get("/v1/models", headers=planted)) == (401, "invalid_api_key")
+        assert (await http.get("/v1/models", headers=real)).status_code == 200
 
 
 async def test_a_key_is_forgotten_within_five_seconds(api_keys: ApiKeys) -> None:
-    """By the cache's clock: revoked keys, and keys that expire while cached."""
+    """By the cache's clock: revoked keys, and keys that expire while cached. Malformed keys are not
+    looked up; of others also that they are unknown is kept."""
     now_s = 0.0
-    num_calls = 0
 
     async def call(function: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
         return await function()
 
     ring = KeyRing(api_keys, call, lambda: now_s)
@@ -283,127 +257,82 @@ async def test_a_key_is_forgotten_within_five_seconds(api_keys: ApiKeys) -> None
     assert REMEMBERED_S <= 5
     now_s = REMEMBERED_S
     assert await ring.terms_of(key) is None
-
-
-async def test_guessed_prefixes_do_not_fill_the_memory(
-    api_keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oldest are dropped; malformed keys are not looked up."""
-    monkeypatch.setattr("gateway.redis.key_ring.MAX_REMEMBERED", 3)
-    found: list[str] = []
-    real = api_keys.find
-
-    async def find(prefix: str) -> ApiKey | None:
-        found.append(prefix)
-        return await real(prefix)
-
-    async def call(function: Any) -> Any:
-        return await function()
-
-    monkeypatch.setattr(api_keys, "find", find)
-    await api_keys.create(KeyTerms(tenant="acme"))
-    ring = KeyRing(api_keys, call)
-    for letter in "abcde":
-        assert await ring.terms_of(f"bw-{letter * 8}-{'0' * 64}") is None
     assert await ring.terms_of("sk-none") is None
-    assert len(ring._found) == 3
-    assert found == [letter * 8 for letter in "abcde"]
+    assert len(ring._found) == 1
+    assert await ring.terms_of(f"bw-{'a' * 8}-{'0' * 64}") is None
+    assert len(ring._found) == 2
 
 
-async def test_keys_are_rejected_while_redis_is_away(redis_server: EmbeddedRedis) -> None:
+async def test_keys_are_rejected_while_redis_is_away() -> None:
     """503, because the gateway cannot check the key."""
-    with running_gateway(make_settings("redis://127.0.0.1:1")) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            for headers in ({}, {"authorization": f"Bearer bw-{'a' * 8}-{'0' * 64}"}):
-                assert code(await http.get("/v1/models", headers=headers)) == (
-                    503,
-                    "broker_unavailable",
-                )
+    async with calling("redis://127.0.0.1:1") as http:
+        for headers in ({}, {"authorization": f"Bearer bw-{'a' * 8}-{'0' * 64}"}):
+            answer = await http.get("/v1/models", headers=headers)
+            assert code(answer) == (503, "broker_unavailable")
 
 
 async def test_keys_can_be_required_before_one_exists(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis
 ) -> None:
     """Beyond loopback, an empty Redis does not open the gateway."""
-    with running_gateway(make_settings(redis_server.url, require_key=True)) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            assert code(await http.get("/v1/models")) == (401, "invalid_api_key")
+    async with calling(redis_server.url, require_key=True) as http:
+        assert code(await http.get("/v1/models")) == (401, "invalid_api_key")
 
 
 DAY_S, MONTH_S = 86_400, 30 * 86_400
+CALL = "/v1/completions"
 
 
 @pytest.mark.parametrize(
-    ("granted_s", "asked", "kept_s"),
+    ("granted_s", "path", "body", "headers", "kept_s"),
     [
-        (0.0, {}, DAY_S),
-        (3600.0, {}, 3600),
-        (3600.0, {"retention_s": 7200}, 7200),
-        (365.0 * DAY_S, {}, MONTH_S),
+        (0.0, "/v1/jobs", JOB, {}, DAY_S),
+        (3600.0, "/v1/jobs", JOB, {}, 3600),
+        (3600.0, "/v1/jobs", JOB | {"retention_s": 7200}, {}, 7200),
+        (365.0 * DAY_S, "/v1/jobs", JOB, {}, MONTH_S),
+        (120.0, CALL, BODY, {}, 120),
+        (7200.0, CALL, BODY, {}, 600),
+        (7200.0, CALL, BODY, {"prefer": "wait=10"}, 7200),
     ],
-    ids=["the installation's", "the key's own", "what the job asks for", "cut at the bound"],
+    ids=[
+        *("the installation's", "the key's own", "what the job asks for", "cut at the bound"),
+        *("a call no longer than jobs", "a call, the installation's", "a call that becomes a job"),
+    ],
 )
 async def test_a_job_is_kept_for_as_long_as_its_key_says(
     fresh: httpx.AsyncClient,
     api_keys: ApiKeys,
-    idle_worker: FakeWorker,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    granted_s: float,
-    asked: dict[str, Any],
-    kept_s: int,
-) -> None:
-    """If the job does not ask for a time. It can be read until then and not afterwards."""
-    headers = await bearer(api_keys, retention_s=granted_s)
-    answer = await fresh.post("/v1/jobs", json=JOB | asked, headers=headers)
-    path = f"/v1/jobs/{answer.json()['id']}"
-    await idle_worker.run(await idle_worker.claim())
-    await redis_client.incrby(TEST_CLOCK, kept_s * 1000 - 60_000)
-    await idle_worker.functions.sweep()
-    assert (await fresh.get(path, headers=headers)).status_code == 200
-    await redis_client.incrby(TEST_CLOCK, 60_000)
-    await idle_worker.functions.sweep()
-    assert code(await fresh.get(path, headers=headers)) == (404, "job_not_found")
-
-
-@pytest.mark.parametrize(
-    ("granted_s", "headers", "kept_s"),
-    [
-        (120.0, {}, 120),
-        (7200.0, {}, 600),
-        (7200.0, {"prefer": "wait=10"}, 7200),
-    ],
-    ids=["no longer than jobs", "the installation's", "may become a job"],
-)
-async def test_the_output_of_a_call_is_kept_no_longer_than_the_key_s_jobs(
-    fresh: httpx.AsyncClient,
-    api_keys: ApiKeys,
     worker: FakeWorker,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
     granted_s: float,
+    path: str,
+    body: dict[str, Any],
     headers: dict[str, str],
     kept_s: int,
 ) -> None:
-    """A call that becomes a job is kept as a job."""
+    """If the job does not ask for a time. The output of a call is kept no longer than that; a call
+    that becomes a job is kept as a job."""
     headers = headers | await bearer(api_keys, retention_s=granted_s)
-    answer = await fresh.post("/v1/completions", json=BODY, headers=headers)
-    assert answer.status_code == 200
-    ttl_ms: Any = await redis_client.hget(keys.of("job", answer.headers["x-job-id"]), "ttl_ms")
+    answer = await fresh.post(path, json=body, headers=headers)
+    assert answer.status_code in (200, 202)
+    job_id = answer.headers.get("x-job-id") or answer.json()["id"]
+    ttl_ms: Any = await worker.client.hget(worker.keys.of("job", job_id), "ttl_ms")
     assert int(ttl_ms) == kept_s * 1000
 
 
-def test_a_retention_that_is_too_short_is_an_error() -> None:
-    """A result that is deleted at once could not be read."""
-    with pytest.raises(ValueError, match="a retention is 60 s or more"):
-        KeyTerms(tenant="acme", retention_s=59.0)
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.009, 100.5, float("nan"), float("inf")])
-def test_a_weight_out_of_bounds_is_an_error(weight: float) -> None:
-    """Also a weight that is not a number."""
-    with pytest.raises(ValueError, match="a weight is a number from"):
-        KeyTerms(tenant="acme", weight=weight)
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"retention_s": 59.0}, "a retention is 60 s or more"),
+        *(
+            ({"weight": weight}, "a weight is a number from")
+            for weight in (0.0, 0.009, 100.5, float("nan"), float("inf"))
+        ),
+    ],
+)
+def test_terms_out_of_bounds_are_an_error(terms: dict[str, float], message: str) -> None:
+    """A result that is deleted at once could not be read; a weight may be no number."""
+    with pytest.raises(ValueError, match=message):
+        KeyTerms(tenant="acme", **terms)  # type: ignore[arg-type]
 
 
 async def test_a_job_has_the_weight_of_its_key(
@@ -414,3 +343,28 @@ async def test_a_job_has_the_weight_of_its_key(
         headers = await bearer(api_keys, weight=weight)
         assert (await fresh.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
         assert worker.seen[-1].weight == weight
+
+
+@pytest.mark.parametrize(
+    ("tier", "counted", "left"), [("flex", 21.5, "970"), ("default", 43.0, "940")]
+)
+async def test_tokens_of_the_lane_batch_count_less_in_a_key_s_limit(
+    redis_server: EmbeddedRedis,
+    api_keys: ApiKeys,
+    worker: FakeWorker,
+    tier: str,
+    counted: float,
+    left: str,
+) -> None:
+    """BATCHWAY_BATCH_PRICE: half of them; the usage of an answer stays the true number."""
+    await worker.client.set(TEST_CLOCK, "=1700000000000")
+    headers = await bearer(api_keys, tokens_per_minute=1000)
+    body = BODY | {"prompt": "x" * 30, "max_tokens": 30, "service_tier": tier}
+    async with calling(redis_server.url, headers, batch_price=0.5) as http:
+        answer = await http.post("/v1/completions", json=body)
+        job = (await http.get(f"/v1/jobs/{answer.headers['x-job-id']}")).json()
+    usage = {"prompt_tokens": 30, "completion_tokens": 13, "total_tokens": 43}
+    assert answer.json()["usage"] == job["usage"] == usage
+    assert answer.headers["x-ratelimit-remaining-tokens"] == left  # of 30 and at most 30 tokens
+    level = await worker.client.hget(worker.keys.of("tenant", "acme"), "tokens")
+    assert float(level or 0) == counted

@@ -2,8 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -14,7 +13,7 @@ from gateway.http.listener import AdmittingListener
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.gateway.conftest import make_settings, running_gateway
-from tests.gateway.test_slow_clients import LIVEZ, Client, connected, limits
+from tests.gateway.test_slow_clients import LIVEZ, connected, limits
 
 pytestmark = pytest.mark.anyio
 
@@ -32,14 +31,13 @@ FAILURES = {
 
 
 @pytest.fixture
-def url(redis_server: EmbeddedRedis) -> Iterator[httpx.URL]:
+def url(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.URL]:
     """The URL of a gateway that gives little credit, which does not grow during a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrivals, "CREDIT", CREDIT)
-        patch.setattr(arrivals, "PER_S", 1e-6)
-        settings = make_settings(redis_server.url, max_connections_per_address=CREDIT)
-        with limits(head_timeout_s=0.1), running_gateway(settings) as url:
-            yield httpx.URL(url)
+    monkeypatch.setattr(arrivals, "CREDIT", CREDIT)
+    monkeypatch.setattr(arrivals, "PER_S", 1e-6)
+    settings = make_settings(redis_server.url, max_connections_per_address=CREDIT)
+    with limits(head_timeout_s=0.1), running_gateway(settings) as url:
+        yield httpx.URL(url)
 
 
 async def outcome(url: httpx.URL, source: str, raw: bytes = LAST) -> bytes:
@@ -52,15 +50,6 @@ async def outcome(url: httpx.URL, source: str, raw: bytes = LAST) -> bytes:
         return CUT_OFF
 
 
-@asynccontextmanager
-async def kept_alive(url: httpx.URL, source: str) -> AsyncIterator[Client]:
-    """A connection of an earlier request."""
-    async with connected(url, source) as client:
-        client.send(LIVEZ)
-        assert (await client.answer()).startswith(SERVED)
-        yield client
-
-
 @pytest.mark.parametrize(("number", "raw"), list(enumerate(FAILURES.values(), 1)), ids=FAILURES)
 async def test_failed_heads_use_up_an_addresss_credit(
     url: httpx.URL, number: int, raw: bytes
@@ -68,7 +57,9 @@ async def test_failed_heads_use_up_an_addresss_credit(
     """Whether the client leaves, or the gateway refuses or waits in vain. Then connections are
     answered 429, and then reset. Other addresses and earlier connections are served."""
     source = f"127.0.1.{number}"
-    async with kept_alive(url, source) as earlier:
+    async with connected(url, source) as earlier:
+        earlier.send(LIVEZ)
+        assert (await earlier.answer()).startswith(SERVED)
         outcomes = [await outcome(url, source, raw) for _ in range(CREDIT // 16)]
         assert not {SERVED, REFUSED} & set(outcomes)
         outcomes = [await outcome(url, source) for _ in range(80)]
@@ -103,16 +94,16 @@ async def test_whole_requests_give_credit_back(url: httpx.URL) -> None:
     assert await asyncio.gather(*calls) == [SERVED] * CREDIT
 
 
-async def test_without_a_limit_there_is_no_rate(redis_server: EmbeddedRedis) -> None:
+async def test_without_a_limit_there_is_no_rate(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As behind a proxy, which all clients have as their address."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrivals, "CREDIT", CREDIT)
-        settings = make_settings(redis_server.url, max_connections_per_address=0)
-        with running_gateway(settings) as url:
-            for _ in range(2 * CREDIT):
-                async with connected(httpx.URL(url), "127.0.3.4") as client:
-                    client.send(b"G")
-            assert await outcome(httpx.URL(url), "127.0.3.4") == SERVED
+    monkeypatch.setattr(arrivals, "CREDIT", CREDIT)
+    with running_gateway(make_settings(redis_server.url, max_connections_per_address=0)) as url:
+        for _ in range(2 * CREDIT):
+            async with connected(httpx.URL(url), "127.0.3.4") as client:
+                client.send(b"G")
+        assert await outcome(httpx.URL(url), "127.0.3.4") == SERVED
 
 
 def test_by_default_the_credit_is_far_from_honest_clients() -> None:
@@ -122,30 +113,22 @@ def test_by_default_the_credit_is_far_from_honest_clients() -> None:
     assert arrivals.PER_S / (1 - arrivals.WHOLE) >= 500
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_credit_grows_with_time_up_to_its_bound() -> None:
     """Debt has a bound too, so an address is served again soon after an attack."""
-    clock = Clock()
-    credit = Arrivals(2_000, clock)
+    now_s = 0.0
+    credit = Arrivals(2_000, lambda: now_s)
     assert credit.take("a", 30) == 1_970
     assert credit.take("a", -90) == 2_000
     assert credit.take("a", 10_000) == -arrivals.ANSWERED
-    clock.now_s += 1
+    now_s += 1
     assert credit.take("a") == arrivals.PER_S - arrivals.ANSWERED
-    clock.now_s += 3_600
+    now_s += 3_600
     assert credit.take("a", 1) == 1_999
 
 
 def test_addresses_that_are_remembered_have_a_bound() -> None:
     """An attacker may have a network of 65,536 networks. The one seen last is not forgotten."""
-    credit = Arrivals(1, Clock())
+    credit = Arrivals(1, lambda: 0.0)
     for number in range(3 * arrivals.MAX_NETWORKS):
         credit.take(f"2001:db8:{number:x}::/64", 100)
         assert credit.take("attacker", 1) <= max(-arrivals.ANSWERED, arrivals.CREDIT - 1 - number)

@@ -17,6 +17,8 @@ from gateway.http.errors import ApiError
 from gateway.settings import GatewaySettings
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
+pytestmark = pytest.mark.anyio
+
 BOUND = 5_000
 KEY = "a-gateway-s-own-key"
 
@@ -110,46 +112,30 @@ def test_damaged_and_cut_data_is_refused(
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "compress", "\xff"])
-def test_other_encodings_are_refused_with_those_that_are_taken(encoding: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        Decoder(encoding, BOUND)
-    assert refused.value.status == 415
-    assert refused.value.headers == {"accept-encoding": "gzip, deflate"}
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
-async def test_calls_with_encoded_bodies_are_answered(
-    worker: FakeWorker,
-    http: httpx.AsyncClient,
-    encoding: str,
-    encode: Callable[[bytes], bytes],
-) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-    headers = {"content-type": "application/json", "content-encoding": encoding.strip()}
-    content = encode(json.dumps(body).encode())
-    answer = await http.post("/v1/chat/completions", content=content, headers=headers)
-    assert answer.status_code == 200, answer.text
-
-
-@pytest.mark.anyio
-async def test_a_call_s_encoded_body_has_the_limit_of_a_plain_one() -> None:
-    """413 with the setting's name; a bomb is not decoded."""
-    settings_ = GatewaySettings(redis_url="redis://127.0.0.1:1", api_key=KEY)
-    transport = httpx.ASGITransport(create_app(settings_))
-    headers = {"content-type": "application/json", "content-encoding": "gzip", "x-api-key": KEY}
+async def test_other_encodings_are_refused_with_those_that_are_taken(encoding: str) -> None:
+    app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1", api_key=KEY))
+    transport = httpx.ASGITransport(app)
+    headers = {"content-type": "application/json", "x-api-key": KEY, "content-encoding": encoding}
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-        bomb = gzip.compress(bytes(50_000_000))
-        answer = await http.post("/v1/chat/completions", content=bomb, headers=headers)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (413, "body_too_large")
-        assert "BATCHWAY_MAX_BODY_BYTES" in error["message"]
-        answer = await http.post("/v1/chat/completions", content=b"{}", headers=headers)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
-        headers["content-encoding"] = "br"
-        answer = await http.post("/v1/chat/completions", content=b"{}", headers=headers)
-        assert answer.status_code == 415
-        assert answer.headers["accept-encoding"] == "gzip, deflate"
+        answer = await http.post("/v1/chat/completions", content=b"{}", headers=raw)
+    assert answer.status_code == 415
+    assert answer.headers["accept-encoding"] == "gzip, deflate"
+
+
+async def test_calls_with_encoded_bodies_are_answered(
+    worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """What is not encoded as it says is refused."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    for encoding, encode in ENCODERS:
+        headers = {"content-type": "application/json", "content-encoding": encoding.strip()}
+        content = encode(json.dumps(body).encode())
+        answer = await http.post("/v1/chat/completions", content=content, headers=headers)
+        assert answer.status_code == 200, answer.text
+    headers["content-encoding"] = "gzip"
+    answer = await http.post("/v1/chat/completions", content=b"{}", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
 
 
 def test_the_default_limit_admits_a_context_of_131072_tokens() -> None:

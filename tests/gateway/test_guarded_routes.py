@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import redis.asyncio
 from fastapi import APIRouter, FastAPI
@@ -31,7 +30,7 @@ from gateway.routes.requests import GuardedRoute
 from gateway.settings import GatewaySettings
 from gateway.turns import Owner, current_owner, work_for
 from infra.embedded_redis import EmbeddedRedis
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import calling
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -103,17 +102,19 @@ async def test_without_a_key_nothing_of_a_body_is_read() -> None:
     assert open_paths == set(re.findall(r"`([A-Z]+ /[^`]*)`", listed))
 
 
-async def test_the_login_reads_a_kilobyte_at_most() -> None:
-    """413 for more after the first part, 415 for an encoding; a key fits."""
-    app, path = app_with_key(), "/console/session"
-    headers = {"content-type": "application/json"}
-    assert await answered(app, "POST", path, headers, [b" " * 1025] * 3) == (413, 1)
-    encoded = headers | {"content-encoding": "gzip"}
-    assert await answered(app, "POST", path, encoded, [BOMB]) == (415, 0)
-    assert await answered(app, "POST", path, headers, [json.dumps({"key": KEY}).encode()]) == (
-        200,
-        1,
-    )
+async def test_some_routes_read_little_and_nothing_encoded() -> None:
+    """The login takes a kilobyte: 413 for more after the first part; a key fits. A file may not be
+    encoded, because a few bytes would stand for gigabytes on a disk."""
+    app = app_with_key()
+    login, typed = ("POST", "/console/session"), {"content-type": "application/json"}
+    assert await answered(app, *login, typed, [b" " * 1025] * 3) == (413, 1)
+    right = json.dumps({"key": KEY}).encode()
+    assert await answered(app, *login, typed, [right]) == (200, 1)
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    paths = {login[1]: typed, "/v1/files": form, "/v1/uploads/x/parts": form}
+    for path, headers in paths.items():
+        encoded = headers | {"x-api-key": KEY, "content-encoding": "gzip"}
+        assert await answered(app, "POST", path, encoded, [BOMB]) == (415, 0)
 
 
 def test_a_route_cannot_forget_to_ask_who_calls() -> None:
@@ -130,47 +131,32 @@ def test_a_route_cannot_forget_to_ask_who_calls() -> None:
     assert all(isinstance(route, GuardedRoute) for route in own)
 
 
-@pytest.fixture
-async def spent(
+async def test_a_spent_limit_refuses_what_submits_work_and_nothing_else(
     redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys, worker: FakeWorker
-) -> AsyncIterator[httpx.AsyncClient]:
-    """A caller whose one request of this minute is made."""
+) -> None:
+    """Reads, changes and cancels go on; what is refused is not read. A call that submits no work
+    reads 64 KiB at most."""
     key, _ = await ApiKeys(redis_client, keys).create(
         KeyTerms(tenant="acme", requests_per_minute=1)
     )
-    with running_gateway(make_settings(redis_server.url, console=True)) as url:
-        async with httpx.AsyncClient(base_url=url, headers={"x-api-key": key}) as client:
-            body = {"model": MODEL, "prompt": "ab"}
-            assert (await client.post("/v1/completions", json=body)).status_code == 200
-            yield client
-
-
-async def test_a_spent_limit_refuses_what_submits_work_and_nothing_else(
-    spent: httpx.AsyncClient,
-) -> None:
-    """Reads, changes and cancels go on; what is refused is not read."""
-    seen = set()
-    for method, path, route in routes(create_app(make_settings("redis://127.0.0.1:1"))):
-        if path.endswith("/feed") or route.right is None:
-            continue
-        answer = await spent.request(
-            method, path, content=b"{", headers={"content-type": "application/json"}
-        )
-        is_refused = answer.status_code == 429
-        assert is_refused == (method == "POST" and path in COUNTED), (method, path)
-        if is_refused:
-            seen.add(path)
-            assert answer.headers["x-dropped-reason"] == "tenant_quota"
-    assert seen == COUNTED
-
-
-async def test_small_calls_have_small_bodies(spent: httpx.AsyncClient) -> None:
-    """A call that submits no work reads 64 KiB at most."""
-    content = b'{"lane": "' + b"a" * 2**16 + b'"}'
-    headers = {"content-type": "application/json"}
-    for path in ("/v1/lanes/pause", "/v1/jobs/cancel", "/v1/callbacks/dead/replay"):
-        answer = await spent.post(path, content=content, headers=headers)
-        assert answer.status_code == 413, path
+    headers, seen = {"content-type": "application/json"}, set()
+    async with calling(redis_server.url, {"x-api-key": key}, console=True) as http:
+        body = {"model": MODEL, "prompt": "ab"}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        for method, path, route in routes(app_with_key(console=True)):
+            if path.endswith("/feed") or route.right is None:
+                continue
+            answer = await http.request(method, path, content=b"{", headers=headers)
+            is_refused = answer.status_code == 429
+            assert is_refused == (method == "POST" and path in COUNTED), (method, path)
+            if is_refused:
+                seen.add(path)
+                assert answer.headers["x-dropped-reason"] == "tenant_quota"
+        assert seen == COUNTED
+        content = b'{"lane": "' + b"a" * 2**16 + b'"}'
+        for path in ("/v1/lanes/pause", "/v1/jobs/cancel", "/v1/callbacks/dead/replay"):
+            answer = await http.post(path, content=content, headers=headers)
+            assert answer.status_code == 413, path
 
 
 HEAVY = [
@@ -198,15 +184,18 @@ async def json_bodies() -> AsyncIterator[JsonBodies]:
     await own.aclose()
 
 
+async def parse_here(raw: bytes) -> Any:
+    return parse_object(raw)
+
+
 async def test_a_heavy_body_is_read_as_a_light_one(json_bodies: JsonBodies) -> None:
     """The same value, or the same refusal, with the same hash."""
     for raw in HEAVY:
         assert not is_light(raw)
         results: list[Any] = []
-        for read in (lambda raw: parse_object(raw), json_bodies.parse):
+        for read in (parse_here, json_bodies.parse):
             try:
-                found = read(raw)
-                results.append(await found if asyncio.iscoroutine(found) else found)
+                results.append(await read(raw))
             except ApiError as error:
                 results.append((error.status, error.message))
         assert results[0] == results[1], raw[:20]
@@ -317,11 +306,3 @@ async def test_an_encoded_body_comes_in_small_pieces() -> None:
     with pytest.raises(ApiError) as refused:
         await whole(gzip.compress(b"a") * 1_000)
     assert "members" in refused.value.message
-
-
-async def test_a_file_may_not_be_encoded() -> None:
-    """A few bytes would stand for gigabytes on a disk; nothing is read."""
-    headers = {"x-api-key": KEY, "content-type": "multipart/form-data; boundary=x"}
-    for path in ("/v1/files", "/v1/uploads/x/parts"):
-        encoded = headers | {"content-encoding": "gzip"}
-        assert await answered(app_with_key(), "POST", path, encoded, [BOMB]) == (415, 0)

@@ -1,6 +1,5 @@
 """A tenant's jobs: listed, filtered, deleted; and what another tenant sees."""
 
-import asyncio
 import re
 from typing import Any
 
@@ -9,16 +8,17 @@ import pytest
 import redis.asyncio
 from msgspec.structs import replace
 
-from contract.function_types import Append, Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
+from contract.jobs import new_job_id
 from contract.keys import Keys
 from tests.clock import TEST_CLOCK
-from tests.gateway.conftest import openapi_document
-from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
+from tests.contract.some_calls import make_submission
+from tests.gateway.conftest import openapi_document, until_known
+from tests.gateway.fake_worker import MODEL, FakeWorker, job_of_one, publish_model
 
 pytestmark = pytest.mark.anyio
 
+OTHER = "somebody else"  # a tenant
 JOB: dict[str, Any] = {
     "endpoint": "/v1/completions",
     "body": {"model": MODEL, "prompt": "ab", "max_tokens": 20},
@@ -42,19 +42,10 @@ def ids(page: dict[str, Any]) -> list[str]:
     return [job["id"] for job in page["data"]]
 
 
-async def foreign_job(functions: Functions) -> str:
-    """A job of another tenant."""
-    job = Job(
-        id=new_job_id(),
-        tenant="somebody else",
-        model=MODEL,
-        lane="standard",
-        endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=(97,),
-        params=SamplingParams(max_tokens=4, seed=0),
-        created_s=0,
-    )
-    await functions.submit(job, Submission(4, deadline_s=60, retention_s=60))
+async def submit_for(functions: Functions, tenant: str) -> str:
+    """A job that the gateway's caller did not submit."""
+    job = replace(job_of_one(), id=new_job_id(), tenant=tenant)
+    await functions.submit(job, make_submission())
     return job.id
 
 
@@ -63,7 +54,7 @@ async def test_a_list_is_read_page_by_page(
 ) -> None:
     """Youngest first, each once, none of another tenant; `last_id` leads to the next page."""
     submitted = [await submit(http) for _ in range(5)]
-    await foreign_job(functions)
+    await submit_for(functions, OTHER)
     seen: list[str] = []
     query: dict[str, Any] = {"limit": 2}
     while True:
@@ -104,18 +95,13 @@ async def test_jobs_are_filtered(idle_worker: FakeWorker, http: httpx.AsyncClien
 
 
 async def test_jobs_are_filtered_by_error_and_time(
-    idle_worker: FakeWorker,
-    http: httpx.AsyncClient,
-    functions: Functions,
-    redis_client: redis.asyncio.Redis,
+    idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """`created_before` excludes its own time, as `created_after` does."""
-    await redis_client.set(TEST_CLOCK, "=1700000000000")
+    await idle_worker.client.set(TEST_CLOCK, "=1700000000000")
     old = await submit(http)
-    claimed = await idle_worker.claim()
-    end = Append(old, claimed.epoch, 1, fin=JobStatus.FAILED, code="engine_error", message="it")
-    await functions.append(idle_worker.incarnation, [end], lease_s=10)
-    await redis_client.set(TEST_CLOCK, "=1700000010000")
+    await idle_worker.finish(await idle_worker.claim(), 1, "engine_error", "it")
+    await idle_worker.client.set(TEST_CLOCK, "=1700000010000")
     young = await submit(http)
     assert ids(await listed(http, error_code="engine_error")) == [old]
     assert ids(await listed(http, error_code="poison")) == []
@@ -129,22 +115,10 @@ async def test_an_admin_lists_the_jobs_of_all_tenants(
     idle_worker: FakeWorker, http: httpx.AsyncClient, functions: Functions
 ) -> None:
     """In the order of their submission, page by page; `tenant` names each."""
-    expected: list[str] = []
-    job = Job(
-        id="",
-        tenant="",
-        model=MODEL,
-        lane="standard",
-        endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=(97,),
-        params=SamplingParams(max_tokens=4, seed=0),
-        created_s=0,
-    )
-    for number in range(150):
-        tenant = "busy" if number % 3 else f"t{number % 7}"
-        each = replace(job, id=new_job_id(), tenant=tenant)
-        await functions.submit(each, Submission(4, 60, 60))
-        expected.append(each.id)
+    expected = [
+        await submit_for(functions, "busy" if number % 3 else f"t{number % 7}")
+        for number in range(150)
+    ]
     seen: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True}
     while page["has_more"]:
@@ -168,17 +142,9 @@ async def test_jobs_of_an_operators_lane_are_found(
     await publish_model(redis_client, keys)  # gateways remember cards for a second
     await publish_model(redis_client, keys, "nocturnal", lanes=("nightly",))
     await FakeWorker(functions, model="nocturnal").beat()
-
-    async def submitted() -> str:
-        body = {"model": "nocturnal", "prompt": "ab", "max_tokens": 4}
-        job = JOB | {"body": body, "lane": "nightly"}
-        while True:  # until the gateway has read the cards again
-            answer = await http.post("/v1/jobs", json=job)
-            if answer.status_code != 404:
-                return str(answer.json()["id"])
-            await asyncio.sleep(0.05)
-
-    job_id = await submitted()
+    await until_known(http, "nocturnal")
+    body = {"model": "nocturnal", "prompt": "ab", "max_tokens": 4}
+    job_id = await submit(http, body=body, lane="nightly")
     assert ids(await listed(http, lane="nightly")) == [job_id]
     assert ids(await listed(http, lane="batch")) == []
     answer = await http.get("/v1/jobs", params={"lane": "weekly"})
@@ -192,18 +158,8 @@ async def test_a_rare_job_is_found_behind_many(
 ) -> None:
     """One function call searches 500 jobs; the gateway repeats it."""
     rare = await submit(http, metadata={"rare": "yes"})
-    job = Job(
-        id="",
-        tenant="default",
-        model=MODEL,
-        lane="standard",
-        endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=(97,),
-        params=SamplingParams(max_tokens=4, seed=0),
-        created_s=0,
-    )
     for _ in range(520):
-        await functions.submit(replace(job, id=new_job_id()), Submission(4, 60, 60))
+        await submit_for(functions, "default")
     page = await listed(http, **{"metadata[rare]": "yes"})
     assert (ids(page), page["has_more"]) == ([rare], False)
 
@@ -235,47 +191,27 @@ async def test_a_wrong_query_names_its_parameter(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"metadata": {"k" * 65: ""}}, f"metadata.{'k' * 64}"),
-        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
-        ({"metadata": {"k": 1}}, "metadata.k"),
-        ({"retention_s": 59}, "retention_s"),
-        ({"retention_s": 31 * 86_400}, "retention_s"),
-    ],
-)
-async def test_metadata_and_retention_have_bounds(
-    idle_worker: FakeWorker, http: httpx.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
-    """OpenAI's for metadata: 16 pairs, keys of 64, values of 512 characters."""
-    answer = await http.post("/v1/jobs", json=JOB | fields)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].startswith(param)
-
-
 async def test_a_job_is_forgotten_when_its_retention_is_over(
-    idle_worker: FakeWorker,
-    http: httpx.AsyncClient,
-    functions: Functions,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """Nothing is left of it, also in the list."""
-    await submit(http, retention_s=60)
+    """It can be read until then; nothing is left of it afterwards, also in the list."""
+    path = f"/v1/jobs/{await submit(http, retention_s=60)}"
     await idle_worker.run(await idle_worker.claim())
+    await idle_worker.client.incrby(TEST_CLOCK, 59_000)
+    await idle_worker.functions.sweep()
     assert len(ids(await listed(http))) == 1
-    await redis_client.incrby(TEST_CLOCK, 60_000)
-    await functions.sweep()
+    assert (await http.get(path)).status_code == 200
+    await idle_worker.client.incrby(TEST_CLOCK, 1_000)
+    await idle_worker.functions.sweep()
     assert ids(await listed(http)) == []
-    found: Any = await redis_client.keys(f"{keys.tag}:*")
+    assert (await http.get(path)).status_code == 404
+    found: Any = await idle_worker.client.keys(f"{idle_worker.keys.tag}:*")
     left = {key.decode().split(":")[3] for key in found}
     assert not left & {"job", "log", "jobs", "kept"}
 
 
 async def test_a_deletion_removes_all_data_of_a_job(
-    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+    idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """409 before its end; then 404 on every route, and nothing is left in Redis."""
     job_id = await submit(http, metadata={"k": "v"})
@@ -288,26 +224,22 @@ async def test_a_deletion_removes_all_data_of_a_job(
         assert (await http.get(f"/v1/jobs/{job_id}{route}")).status_code == 404
     assert (await http.delete(f"/v1/jobs/{job_id}")).status_code == 404
     assert ids(await listed(http)) == []
-    assert await redis_client.keys(f"*{job_id}*") == []
-    assert await redis_client.zcard(keys.of("kept")) == 0
+    assert await idle_worker.client.keys(f"*{job_id}*") == []
+    assert await idle_worker.client.zcard(idle_worker.keys.of("kept")) == 0
 
 
 def job_routes() -> list[tuple[str, str]]:
     """Method and path of every route of one job, taken from the app. Objects are excluded: they
     are read by signed URLs, without a key."""
-    document = openapi_document()
-    return sorted(
+    found = sorted(
         (method.upper(), path)
-        for path, item in document["paths"].items()
+        for path, item in openapi_document()["paths"].items()
         for method in item
         if "{job_id}" in path and not path.startswith("/v1/objects/")
     )
-
-
-def test_every_route_of_a_job_is_known() -> None:
-    """The list above finds the known ones."""
-    assert len(job_routes()) >= 7
-    assert ("POST", "/v1/callbacks/dead/{job_id}/replay") in job_routes()
+    assert len(found) >= 7
+    assert ("POST", "/v1/callbacks/dead/{job_id}/replay") in found
+    return found
 
 
 @pytest.mark.parametrize(("method", "path"), job_routes())
@@ -321,7 +253,7 @@ async def test_another_tenants_job_does_not_exist(
 ) -> None:
     """Each route answers as for an unknown id."""
     await publish_model(redis_client, keys)
-    foreign, unknown = await foreign_job(functions), new_job_id()
+    foreign, unknown = await submit_for(functions, OTHER), new_job_id()
     body = {"json": {"lane": "batch"}} if method in ("POST", "PATCH") else {}
     answers = [
         await http.request(method, re.sub(r"\{job_id\}", job_id, path), **body)  # type: ignore[arg-type]
@@ -331,6 +263,6 @@ async def test_another_tenants_job_does_not_exist(
     assert answers[0].content == answers[1].content
     names = [sorted(set(answer.headers) - {"x-request-id"}) for answer in answers]
     assert names[0] == names[1]
-    found = await functions.read(foreign, "somebody else")
+    found = await functions.read(foreign, OTHER)
     assert found is not None
     assert (found[0].status, found[0].lane) == ("queued", "standard")

@@ -1,7 +1,6 @@
-"""Jobs: submitted, read, streamed from any event, cancelled, expired, idempotent."""
+"""Jobs: submitted, read, changed, streamed from any event, cancelled, expired, idempotent."""
 
 import asyncio
-import json
 import re
 from typing import Any
 
@@ -9,10 +8,16 @@ import httpx
 import pytest
 import redis.asyncio
 
+from contract.connection import end_tasks
 from contract.jobs import JobStatus
 from contract.keys import Keys
+from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
+from tests.fleet import until
+from tests.gateway.conftest import gateway_process
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model, says
+from tests.streams import events_of as parsed
+from tests.streams import whole_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -23,9 +28,13 @@ CHAT = {"endpoint": "/v1/chat/completions", "body": CHAT_BODY}
 
 
 async def submit(http: httpx.AsyncClient, job: dict[str, Any] | None = None) -> str:
-    answer = await http.post("/v1/jobs", json=job or COMPLETION)
+    answer = await http.post("/v1/jobs", json=COMPLETION | (job or {}))
     assert answer.status_code == 202, answer.text
     return str(answer.json()["id"])
+
+
+def code_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 async def events(http: httpx.AsyncClient, job_id: str, **headers: str) -> list[str]:
@@ -36,7 +45,7 @@ async def events(http: httpx.AsyncClient, job_id: str, **headers: str) -> list[s
 
 
 def events_of(text: str) -> list[str]:
-    """The events of a stream, without its comments."""
+    """The events of a stream, byte by byte, without its comments."""
     parts = re.sub(r"^:.*\n", "", text, flags=re.MULTILINE).split("\n\n")
     return [part for part in parts if part]
 
@@ -101,16 +110,14 @@ async def test_a_replaced_log_is_read_from_its_start(
     assert answer.json()["error"]["param"] == "Last-Event-ID"
 
 
-async def test_a_result_is_never_a_part_of_one(
-    worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
+async def test_a_result_is_never_a_part_of_one(worker: FakeWorker, http: httpx.AsyncClient) -> None:
     """After a failover of Redis the log may be shorter than the record that was read before."""
     job_id = await submit(http)
     await events(http, job_id)
     assert (await http.get(f"/v1/jobs/{job_id}")).json()["result"] is not None
-    log = keys.of("log", job_id)
-    entries: Any = await redis_client.xrevrange(log, count=1)
-    await redis_client.xdel(log, entries[0][0])
+    log = worker.keys.of("log", job_id)
+    entries: Any = await worker.client.xrevrange(log, count=1)
+    await worker.client.xdel(log, entries[0][0])
 
     answer = await http.get(f"/v1/jobs/{job_id}")
 
@@ -124,18 +131,17 @@ async def test_a_follower_sees_a_job_wait_and_run(
     """`queued` while it waits, each chunk as it comes, the job at the end."""
     job_id = await submit(http)
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
-        lines = answer.aiter_lines()
-        assert await anext(lines) == "event: queued"
-        claimed = await idle_worker.claim()
-        await idle_worker.run(claimed)
-        rest = [line async for line in lines if line.startswith(("event", "data: [DONE]"))]
-    assert [line for line in rest if "queued" not in line] == ["event: succeeded", "data: [DONE]"]
+        stream = parsed(answer)
+        assert (await anext(stream)).type == "queued"
+        await idle_worker.run(await idle_worker.claim())
+        types = [event.type async for event in stream if event.type != "queued"]
+    assert types == ["message"] * 3 + ["succeeded"]
 
 
 async def test_a_cancelled_job_ends_at_once_and_keeps_its_output(
     idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
-    """200 twice, 409 if it ended otherwise, 404 for an unknown job."""
+    """200 twice, 409 if it ended otherwise, 404 for an unknown job; nor can those be moved."""
     job_id = await submit(http)
     claimed = await idle_worker.claim()
     await idle_worker.say(claimed, 1, says("Hel")(claimed.job)[0])
@@ -146,26 +152,59 @@ async def test_a_cancelled_job_ends_at_once_and_keeps_its_output(
     assert job["result"]["choices"][0]["text"] == "Hel"
     done = await submit(http)
     await idle_worker.run(await idle_worker.claim())
-    answer = await http.post(f"/v1/jobs/{done}/cancel")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "already_terminal")
-    for unknown in ("job-0-" + "0" * 32, "x"):
-        answer = await http.post(f"/v1/jobs/{unknown}/cancel")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "job_not_found")
+    for job_id in (done, "job-0-" + "0" * 32, "x"):
+        expected = (409, "already_terminal") if job_id == done else (404, "job_not_found")
+        moved = await http.patch(f"/v1/jobs/{job_id}", json={"lane": "standard"})
+        cancelled = await http.post(f"/v1/jobs/{job_id}/cancel")
+        assert code_of(moved) == code_of(cancelled) == expected
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
 async def test_a_job_without_workers_expires(
-    redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient
+    redis_client: redis.asyncio.Redis, keys: Keys, http: httpx.AsyncClient, is_moved: bool
 ) -> None:
-    """The gateway's sweep ends the job, and the follower gets the end."""
+    """The gateway's sweep ends the job, and the follower gets the end; also at a deadline that was
+    moved up, which leaves the lane."""
     await publish_model(redis_client, keys)
-    job_id = await submit(http, COMPLETION | {"deadline_s": 5})
+    job_id = await submit(http, {"lane": "batch"} | ({} if is_moved else {"deadline_s": 5}))
+    if is_moved:
+        answer = await http.patch(f"/v1/jobs/{job_id}", json={"deadline_s": 5})
+        assert answer.json()["lane"] == "batch"
     async with http.stream("GET", f"/v1/jobs/{job_id}/events") as answer:
-        lines = answer.aiter_lines()
-        await anext(lines)
+        stream = parsed(answer)
+        assert (await anext(stream)).type == "queued"
         await redis_client.incrby(TEST_CLOCK, 6000)
-        rest = [line async for line in lines if line.startswith("event: e")]
-    assert rest == ["event: expired"]
+        assert [event.type async for event in stream if event.type != "queued"] == ["expired"]
     assert (await http.get(f"/v1/jobs/{job_id}")).json()["status"] == "expired"
+
+
+async def test_a_waiting_job_changes_its_lane_and_its_turn(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """It overtakes jobs in its former lane."""
+    first, second = [await submit(http, {"lane": "batch"}) for _ in range(2)]
+    answer = await http.patch(f"/v1/jobs/{second}", json={"lane": "interactive"})
+    assert (answer.status_code, answer.json()["lane"]) == (200, "interactive")
+    assert [(await idle_worker.claim()).job.id for _ in range(2)] == [second, first]
+
+
+async def test_a_running_job_s_worker_receives_the_change(
+    idle_worker: FakeWorker, http: httpx.AsyncClient
+) -> None:
+    """Lane and deadline go to the worker while it runs."""
+    job_id = await submit(http, {"lane": "batch"})
+    await idle_worker.claim()
+    async with idle_worker.client.pubsub() as pubsub:
+        await pubsub.subscribe(idle_worker.keys.of("ctl", idle_worker.incarnation))
+        async with asyncio.timeout(5):
+            await anext(pubsub.listen())
+            change = {"lane": "interactive", "deadline_s": 50}
+            answer = await http.patch(f"/v1/jobs/{job_id}", json=change)
+            message = (await anext(pubsub.listen()))["data"].decode()
+    job = answer.json()
+    assert (job["status"], job["lane"]) == ("running", "interactive")
+    assert 45 < job["timings"]["deadline_at"] - job["timings"]["queued_at"] < 60
+    assert message.startswith(f"moved {job_id} interactive ")
 
 
 async def test_an_idempotency_key_attaches_or_refuses(
@@ -178,9 +217,10 @@ async def test_an_idempotency_key_attaches_or_refuses(
     assert one.content == two.content
     assert len(worker.seen) == 1
     other = await http.post("/v1/completions", json=BODY | {"n": 2}, headers=headers)
-    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_mismatch")
-    bad = await http.post("/v1/completions", json=BODY, headers={"idempotency-key": "a b"})
-    assert bad.json()["error"]["param"] == "Idempotency-Key"
+    assert code_of(other) == (422, "idempotency_mismatch")
+    for key in ("a b", "x" * 10_000):
+        bad = await http.post("/v1/completions", json=BODY, headers={"idempotency-key": key})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "Idempotency-Key")
 
 
 async def test_a_call_becomes_a_job_on_request(worker: FakeWorker, http: httpx.AsyncClient) -> None:
@@ -201,14 +241,44 @@ async def test_a_call_becomes_a_job_on_request(worker: FakeWorker, http: httpx.A
         ({"x": 1}, "x", "unknown_parameter"),
         ({"body": BODY | {"n": 9}}, "body.n", "invalid_value"),
         ({"body": BODY | {"model": "none"}}, "body.model", "model_not_found"),
+        # OpenAI's bounds of metadata: 16 pairs, keys of 64, values of 512 characters.
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
+        ({"metadata": {"k" * 65: ""}}, f"metadata.{'k' * 64}", "invalid_value"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k", "invalid_value"),
+        ({"metadata": {"k": 1}}, "metadata.k", "invalid_value"),
+        ({"retention_s": 59}, "retention_s", "invalid_value"),
+        ({"retention_s": 31 * 86_400}, "retention_s", "invalid_value"),
     ],
 )
 async def test_a_wrong_job_names_its_parameter(
     idle_worker: FakeWorker, http: httpx.AsyncClient, fields: Any, param: str, code: str
 ) -> None:
     """Parameters of the inner body are named below `body`."""
-    error = (await http.post("/v1/jobs", json=COMPLETION | fields)).json()["error"]
-    assert (error["param"], error["code"]) == (param, code)
+    answer = await http.post("/v1/jobs", json=COMPLETION | fields)
+    assert code_of(answer) == (400 if code != "model_not_found" else 404, code)
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({}, "lane", "missing_required_parameter"),
+        ({"lane": "fast"}, "lane", "unknown_lane"),
+        ({"lane": 1}, "lane", "invalid_value"),
+        ({"deadline_s": 0}, "deadline_s", "invalid_value"),
+        ({"deadline_s": 10**9}, "deadline_s", "invalid_value"),
+        ({"body": {}}, "body", "unknown_parameter"),
+    ],
+)
+async def test_a_wrong_change_names_its_parameter(
+    idle_worker: FakeWorker, http: httpx.AsyncClient, change: Any, param: str, code: str
+) -> None:
+    """The job stays unchanged."""
+    job_id = await submit(http, {"lane": "batch"})
+    answer = await http.patch(f"/v1/jobs/{job_id}", json=change)
+    assert code_of(answer) == (400, code)
+    assert answer.json()["error"]["param"] == param
+    assert (await http.get(f"/v1/jobs/{job_id}")).json()["lane"] == "batch"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -225,29 +295,55 @@ async def test_a_disconnect_cancels_the_call(
     assert await idle_worker.wait_until_ended(claimed) is JobStatus.CANCELLED
 
 
+async def test_a_killed_gateway_s_call_is_cancelled_once_nobody_attends_to_it(
+    redis_server: EmbeddedRedis, idle_worker: FakeWorker
+) -> None:
+    """While the gateway lives, the job waits; then its attendance expires."""
+    functions, attendance_s = idle_worker.functions, 1.0
+
+    async def attended_until_ms() -> dict[bytes, float]:
+        key = idle_worker.keys.of("attended")
+        rows: Any = await idle_worker.client.zrange(key, 0, -1, withscores=True)
+        return dict(rows)
+
+    async def is_attended() -> bool:
+        return bool(await attended_until_ms())
+
+    async def is_attended_for_longer() -> bool:
+        return (await attended_until_ms())[job_id] > first_ms + 1000 * attendance_s
+
+    async def is_swept() -> bool:
+        return (await functions.sweep()).num_unattended > 0
+
+    with gateway_process(redis_server.url, BATCHWAY_ATTENDANCE_S=str(attendance_s)) as started:
+        process, url = started
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            call = asyncio.create_task(http.post("/v1/completions", json=BODY))
+            await until(is_attended)
+            [(job_id, first_ms)] = (await attended_until_ms()).items()
+            await until(is_attended_for_longer)
+            assert (await functions.sweep()).num_unattended == 0
+            process.kill()
+            await until(is_swept)
+            await end_tasks(call)
+    found = await functions.read(job_id.decode(), "default")
+    assert found is not None
+    assert found[0].status is JobStatus.CANCELLED
+
+
 @pytest.mark.parametrize(
-    ("code", "status", "shown"),
-    [
-        ("prompt_too_long", 400, "prompt_too_long"),
-        ("bad_parameter", 400, "bad_parameter"),
-        ("engine_error", 500, "engine_error"),
-        ("retries", 500, "retries"),
-    ],
+    ("code", "status"),
+    [("prompt_too_long", 400), ("bad_parameter", 400), ("engine_error", 500), ("retries", 500)],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_first_token_is_a_status(
-    idle_worker: FakeWorker,
-    http: httpx.AsyncClient,
-    code: str,
-    status: int,
-    shown: str,
-    stream: bool,
+    idle_worker: FakeWorker, http: httpx.AsyncClient, code: str, status: int, stream: bool
 ) -> None:
     """Also for streams: the status line waits for the first event."""
     call = asyncio.create_task(http.post("/v1/completions", json=BODY | {"stream": stream}))
     await idle_worker.finish(await idle_worker.claim(), 1, code, "it broke")
     answer = await call
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, shown)
+    assert code_of(answer) == (status, code)
     assert answer.headers["x-job-id"].startswith("job-0-")
 
 
@@ -259,24 +355,21 @@ async def test_a_failure_within_a_stream_is_its_last_event(
     claimed = await idle_worker.claim()
     await idle_worker.say(claimed, 1, says("a")(claimed.job)[0])
     await idle_worker.finish(claimed, 2, "engine_error", "it broke")
-    *_, error, done, _ = (await call).text.split("\n\n")
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_error"
-    assert done == "data: [DONE]"
+    assert whole_stream((await call).text)[-1].data["error"]["code"] == "engine_error"
 
 
 async def test_an_expired_or_cancelled_call_gets_504_or_409(
-    idle_worker: FakeWorker, http: httpx.AsyncClient, redis_client: redis.asyncio.Redis, keys: Keys
+    idle_worker: FakeWorker, http: httpx.AsyncClient
 ) -> None:
     """504 and 409, with a header that tells clients not to retry."""
     call = asyncio.create_task(http.post("/v1/completions", json=BODY))
     await idle_worker.claim()
-    await redis_client.incrby(TEST_CLOCK, 121_000)
-    answer = await call
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    await idle_worker.client.incrby(TEST_CLOCK, 121_000)
+    assert code_of(await call) == (504, "deadline_exceeded")
     await idle_worker.beat()
     call = asyncio.create_task(http.post("/v1/completions", json=BODY))
     claimed = await idle_worker.claim()
     await http.post(f"/v1/jobs/{claimed.job.id}/cancel")
     answer = await call
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "cancelled")
+    assert code_of(answer) == (409, "cancelled")
     assert answer.headers["x-should-retry"] == "false"

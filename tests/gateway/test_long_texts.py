@@ -1,8 +1,9 @@
 """Long texts are counted and cut in pieces, with the tokens that they have as a whole."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,58 +21,51 @@ NUM_TEXTS = 12
 SCRIPTS = ("aAx.-=#_漢あ😀é\n\t", "abcdefghij", "👩‍👩‍👧🏳️‍🌈e\u0301ก็한", "\r\n  <eos>[CLS]")
 
 
-def _byte_level() -> Tokenizer:
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel()
-    found.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=3_000, special_tokens=["<s>"]))
-    found.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)])
+def _trained(
+    model: models.Model, trainer: trainers.Trainer, texts: Iterable[str] = CORPUS, **parts: Any
+) -> Tokenizer:
+    found = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(found, name, part)
+    found.train_from_iterator(texts, trainer)
     return found
 
 
 def _one_word() -> Tokenizer:
     """As Llama 2: all of a text is one word to merge."""
-    found = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    found.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    texts = [text.replace(" ", "▁")[:9_000] for text in CORPUS[:4]]
+    return _trained(
+        models.BPE(unk_token="<unk>", fuse_unk=True),
+        trainers.BpeTrainer(vocab_size=2_000, special_tokens=["<unk>"]),
+        [text[at : at + 40] for text in texts for at in range(0, len(text), 40)],
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
     )
-    trained = (text.replace(" ", "▁")[:9_000] for text in CORPUS[:4])
-    pieces = [text[at : at + 40] for text in trained for at in range(0, len(text), 40)]
-    trainer = trainers.BpeTrainer(vocab_size=2_000, special_tokens=["<unk>"])
-    found.train_from_iterator(pieces, trainer)
-    return found
-
-
-def _sentencepiece() -> Tokenizer:
-    found = Tokenizer(models.Unigram())
-    found.normalizer = normalizers.Sequence(
-        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
-    )
-    found.pre_tokenizer = pre_tokenizers.Metaspace()
-    found.train_from_iterator(
-        CORPUS,
-        trainers.UnigramTrainer(vocab_size=2_000, special_tokens=["<unk>"], unk_token="<unk>"),
-    )
-    return found
-
-
-def _wordpiece() -> Tokenizer:
-    found = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    found.normalizer = normalizers.BertNormalizer()
-    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[UNK]", "[CLS]", "[SEP]"]
-    found.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=3_000, special_tokens=special)
-    )
-    found.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    return found
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "bytes": lambda: Tokenizer.from_str(hash_tokenizer().tokenizer_json),
-    "byte-level": _byte_level,
+    "byte-level": lambda: _trained(
+        models.BPE(),
+        trainers.BpeTrainer(vocab_size=3_000, special_tokens=["<s>"]),
+        pre_tokenizer=pre_tokenizers.ByteLevel(),
+        post_processor=processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 0)]),
+    ),
     "one word": _one_word,
-    "sentencepiece": _sentencepiece,
-    "wordpiece": _wordpiece,
+    "sentencepiece": lambda: _trained(
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=2_000, special_tokens=["<unk>"], unk_token="<unk>"),
+        CORPUS[:9],
+        normalizer=normalizers.Sequence(
+            [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+        ),
+        pre_tokenizer=pre_tokenizers.Metaspace(),
+    ),
+    "wordpiece": lambda: _trained(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=3_000, special_tokens=["[UNK]", "[CLS]", "[SEP]"]),
+        normalizer=normalizers.BertNormalizer(),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+        post_processor=processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1)),
+    ),
     "demo": lambda: Tokenizer.from_file(str(ROOT / "infra/demo_model/tokenizer.json")),
 }
 

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import platform
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,8 @@ from contract.functions import Functions
 from contract.keys import Keys
 from gateway import memory
 from infra.embedded_redis import EmbeddedRedis
+from tests.fleet import until
+from tests.gateway.conftest import gateway_process
 from tests.gateway.fake_worker import FakeWorker, publish_model
 from tests.gateway.vector_worker import (
     CARDS,
@@ -47,16 +47,8 @@ def process(redis_server: EmbeddedRedis) -> Iterator[tuple[int, str]]:
     """A gateway's process id and URL, whatever object store tests before have named."""
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
-    command = [sys.executable, "-m", "infra", "gateway", "--port=0", "--namespace=test"]
-    environment = os.environ | {"REDIS_URL": redis_server.url}
-    with subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
-    ) as child:
-        assert child.stderr is not None
-        found = (re.search(r"listening on (\S+) port (\d+)", line) for line in child.stderr)
-        host, port = next(each.groups() for each in found if each)
-        yield child.pid, f"http://{host}:{port}"
-        child.kill()
+    with gateway_process(redis_server.url) as (child, url):
+        yield child.pid, url
 
 
 def memory_mb(pid: int, name: str) -> float:
@@ -90,10 +82,10 @@ async def test_calls_of_megabytes_give_their_memory_back(
     """Refused ones, two at a time, and quotes of those that are cut."""
     pid, url = process
     await publish_model(redis_client, keys)
-    workers = [FakeWorker(functions)]
+    await FakeWorker(functions).beat()
     for name in CARDS:
         await publish_vector_model(redis_client, keys, name)
-        workers.append(vector_worker(functions, name))
+        await vector_worker(functions, name).beat()
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def post(path: str, body: object, text: str = LONG) -> int:
@@ -103,16 +95,13 @@ async def test_calls_of_megabytes_give_their_memory_back(
             )
             return answer.status_code
 
-        for worker in workers:
-            await worker.beat()
         for path, body in CALLS.values():  # loads tokenizers, starts template processes
             assert await post(path, body, "ab" * 9_000) == 400
         start_mb = memory_mb(pid, "VmRSS")
         found = {}
         for name, (path, body) in CALLS.items():
             cut = {"endpoint": path, "body": body | {"truncate_prompt_tokens": 32}}
-            for _ in range(1):
-                assert {*await asyncio.gather(post(path, body), post(path, body))} == {400}, name
+            assert {*await asyncio.gather(post(path, body), post(path, body))} == {400}, name
             assert await post("/v1/quote", cut) == 200, name
             found[name] = memory_mb(pid, "VmHWM"), memory_mb(pid, "VmRSS")
         assert memory_mb(pid, "VmHWM") < MAX_PEAK_MB, (start_mb, found)
@@ -127,10 +116,10 @@ async def test_free_memory_below_what_is_used_goes_back(monkeypatch: pytest.Monk
     before_mb = memory_mb(os.getpid(), "VmRSS")
     blocks = blocks[-1:]
     trimming = asyncio.create_task(memory.keep_trimmed())
-    try:
-        async with asyncio.timeout(30):
-            while memory_mb(os.getpid(), "VmRSS") > before_mb - 50:  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0)
-    finally:
-        await end_tasks(trimming)
+
+    async def is_trimmed() -> bool:
+        return memory_mb(os.getpid(), "VmRSS") <= before_mb - 50
+
+    await until(is_trimmed)
+    await end_tasks(trimming)
     assert blocks

@@ -6,12 +6,12 @@ The same random numbers draw the same request.
 import copy
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.gateway.bad_requests import spoilt
 from tests.gateway.mutations import values
-from tests.gateway.mutations.places import objects_of, places_of
 from tests.gateway.mutations.seeds import (
     CHANGE,
     CHAT,
@@ -93,7 +93,7 @@ def draw(rng: random.Random, number: int) -> Request:
         raw = spelled = _encoded(rng, draft)
         if kind == "bytes":
             draft.changes.append("bytes")
-            raw = _changed_bytes(rng, raw)
+            raw = spoilt(rng, raw)
         if raw != spelled or _meaning(draft) != _meaning(unchanged):
             return _finished(draft, raw)
 
@@ -125,6 +125,42 @@ def _change(rng: random.Random, draft: _Draft, changes: Mapping["_Change", int])
     if not draft.tree:
         draft.tree["model"] = "m"  # something that can be changed
     change(rng, draft)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value, or a name in an object with free names; `put` replaces it."""
+
+    owner: Any
+    at: Any
+    is_name: bool
+    is_free: bool  # it is a text that a caller may choose
+
+    @property
+    def value(self) -> Any:
+        return self.at if self.is_name else self.owner[self.at]
+
+    def put(self, value: Any) -> None:
+        if self.is_name:
+            self.owner[value if isinstance(value, str) else "x"] = self.owner.pop(self.at)
+        else:
+            self.owner[self.at] = value
+
+
+def places_of(node: Any, name: str = "") -> Iterator[Place]:
+    """All values below a node, and the names of metadata."""
+    items = list(node.items() if isinstance(node, dict) else enumerate(node))
+    for at, value in items:
+        inner = str(at) if isinstance(node, dict) and name != "metadata" else name
+        yield Place(node, at, False, isinstance(value, str) and inner in values.FREE)
+        if name == "metadata":
+            yield Place(node, at, True, True)
+        if isinstance(value, dict | list):
+            yield from places_of(value, inner)
+
+
+def objects_of(node: Any) -> Iterator[dict[str, Any]]:
+    return (p.value for p in places_of(node) if not p.is_name and isinstance(p.value, dict))
 
 
 # --- changes that are likely to be accepted ---------------------------------------------------
@@ -275,31 +311,6 @@ def _encoded(rng: random.Random, draft: _Draft) -> bytes:
     is_ascii, indent = rng.random() < 0.5, rng.choice((None, None, None, 0, "\t"))
     text = json.dumps(draft.tree, ensure_ascii=is_ascii, indent=indent)
     return text.encode("utf-8", "surrogatepass")
-
-
-def _changed_bytes(rng: random.Random, raw: bytes) -> bytes:
-    """Changes one to three bytes."""
-    changed = bytearray(raw)
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        at, length = rng.randrange(len(changed) + 1), rng.randint(1, 9)
-        match rng.randrange(8):
-            case 0:
-                changed[at : at + 1] = bytes([rng.randrange(256)])
-            case 1:
-                changed[at : at + 1] = bytes([rng.randrange(0x20, 0x7F)])
-            case 2:
-                del changed[at : at + length]
-            case 3:
-                changed[at:at] = changed[at : at + length]
-            case 4:
-                changed[at:at] = rng.choice(values.PIECES)
-            case 5:  # a name twice
-                changed[1:1] = b'"model": "m", ' if rng.random() < 0.5 else b'"n": NaN, '
-            case 6:
-                changed[:] = changed[:at] if rng.random() < 0.3 else b" \n" + changed + b"\r\n "
-            case _:
-                changed[:] = changed.replace(b'"', b'"\xe2\x80\x8b', 1)
-    return bytes(changed)
 
 
 def _change_head(rng: random.Random, draft: _Draft) -> None:

@@ -63,18 +63,27 @@ class Seed:
         return "PATCH" if self.path == CHANGE else "POST"
 
 
-def _says(text: str, role: str = "user", **more: Any) -> dict[str, Any]:
+_PARTS = [{"type": "text", "text": text} for text in ("canary-one", "two\nlines")]
+
+
+def _says(text: Any, role: str = "user", **more: Any) -> dict[str, Any]:
     return {"role": role, "content": text, **more}
 
 
+def _call(path: str, name: str, headers: Mapping[str, str] | None = None, /, **fields: Any) -> Seed:
+    return Seed(
+        f"{path.removeprefix('/v1/')}, {name}", path, {"model": MODEL, **fields}, headers or {}
+    )
+
+
 def _chat(name: str, headers: Mapping[str, str] | None = None, **fields: Any) -> Seed:
-    body = {"model": MODEL, "messages": [_says("canary-hello")], "max_tokens": 4, **fields}
-    return Seed(f"chat, {name}", CHAT, body, headers or {})
+    least = {"messages": [_says("canary-hello")], "max_tokens": 4}
+    return _call(CHAT, name, headers, **least | fields)
 
 
 def _completion(name: str, headers: Mapping[str, str] | None = None, **fields: Any) -> Seed:
-    body = {"model": MODEL, "prompt": "canary-once", "max_tokens": 4, **fields}
-    return Seed(f"completion, {name}", COMPLETIONS, body, headers or {})
+    least = {"prompt": "canary-once", "max_tokens": 4}
+    return _call(COMPLETIONS, name, headers, **least | fields)
 
 
 _CALLS: tuple[Seed, ...] = (
@@ -84,14 +93,7 @@ _CALLS: tuple[Seed, ...] = (
         messages=[
             _says("canary-rules", "system"),
             _says("canary-more", "developer"),
-            {
-                "role": "user",
-                "name": "canary-ann",
-                "content": [
-                    {"type": "text", "text": "canary-one"},
-                    {"type": "text", "text": "two\nlines"},
-                ],
-            },
+            _says(_PARTS, name="canary-ann"),
             _says("canary-well", "assistant"),
             _says("and?"),
         ],
@@ -130,114 +132,89 @@ _CALLS: tuple[Seed, ...] = (
 
 
 _VECTORS: tuple[Seed, ...] = (
-    Seed("embeddings", EMBEDDINGS, {"model": EMBEDDER, "input": ["canary-a", "b"], **_LABELS}),
-    Seed(
-        "embeddings, all fields",
+    _call(EMBEDDINGS, "plain", model=EMBEDDER, input=["canary-a", "b"], **_LABELS),
+    _call(
         EMBEDDINGS,
-        {
-            "model": EMBEDDER,
-            "input": "canary-text",
-            "dimensions": 4,
-            "input_type": "query",
-            "encoding_format": "base64",
-        },
+        "all fields",
         {"idempotency-key": "canary-key"},
+        model=EMBEDDER,
+        input="canary-text",
+        dimensions=4,
+        input_type="query",
+        encoding_format="base64",
     ),
-    Seed("embeddings, ids", EMBEDDINGS, {"model": EMBEDDER, "input": [[99, 97], [110]]}),
-    Seed(
-        "rerank",
+    _call(EMBEDDINGS, "ids", model=EMBEDDER, input=[[99, 97], [110]]),
+    _call(
         RERANK,
-        {
-            "model": RERANKER,
-            "query": "canary-query",
-            "documents": ["canary-one", {"text": "canary-two"}],
-            "top_n": 1,
-            "return_documents": True,
-        },
+        "all fields",
         {"prefer": "wait=20"},
+        model=RERANKER,
+        query="canary-query",
+        documents=["canary-one", {"text": "canary-two"}],
+        top_n=1,
+        return_documents=True,
     ),
-    Seed("score", SCORE, {"model": EMBEDDER, "text_1": "canary-one", "text_2": ["canary-two"]}),
-    Seed("classify", CLASSIFY, {"model": CLASSIFIER, "input": ["canary-text"]}),
+    _call(SCORE, "plain", model=EMBEDDER, text_1="canary-one", text_2=["canary-two"]),
+    _call(CLASSIFY, "plain", model=CLASSIFIER, input=["canary-text"]),
 )
 
 
 _RESPONSES: tuple[Seed, ...] = (
-    Seed("response", RESPONSES, {"model": MODEL, "input": "canary-hello", "max_output_tokens": 16}),
-    Seed(
-        "response, items",
+    _call(RESPONSES, "plain", input="canary-hello", max_output_tokens=16),
+    _call(
         RESPONSES,
-        {
-            "model": MODEL,
-            "instructions": "canary-rules",
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "canary-one"}]},
-                {"role": "assistant", "content": "canary-two"},
-                {"type": "message", "role": "user", "content": "canary-three"},
-            ],
-            "max_output_tokens": 16,
-            "temperature": 0.5,
-            "metadata": _LABELS["metadata"],
-        },
+        "items",
+        instructions="canary-rules",
+        input=[
+            _says([{"type": "input_text", "text": "canary-one"}]),
+            _says("canary-two", "assistant"),
+            _says("canary-three", type="message"),
+        ],
+        max_output_tokens=16,
+        temperature=0.5,
+        metadata=_LABELS["metadata"],
     ),
 )
 
 
-def _jobs() -> tuple[Seed, ...]:
-    bodies = {seed.name: seed.body for seed in _CALLS}
-    chat, completion = bodies["chat, log probabilities"], bodies["completion, sampling"]
-    callback = {
-        "url": "https://receiver.invalid/canary-path?token=canary-token",
-        "secret": SECRET,
-        "payload": "full",
-        "events": ["job.started", "job.progress"],
-        "progress_tokens": 2,
-    }
-    key = {"idempotency-key": "canary-key"}
-    plain = {"endpoint": COMPLETIONS, "body": bodies["completion, plain"]}
-    return (
-        Seed("job, plain", JOBS, plain),
-        Seed("job, callback", JOBS, {"endpoint": CHAT, "body": chat, "callback": callback}),
-        Seed(
-            "job, all fields",
-            JOBS,
-            {
-                "endpoint": COMPLETIONS,
-                "body": completion,
-                "lane": "batch",
-                "deadline_s": 3_600,
-                "retention_s": 7_200.5,
-                "metadata": {"canary-name": "canary-value", "größe": "🌍"},
-                "callback": {"url": "https://receiver.invalid:8443/", "secret": SECRET},
-            },
-            key,
-        ),
-        Seed(
-            "job, nulls",
-            JOBS,
-            {
-                "endpoint": CHAT,
-                "body": bodies["chat, parts and roles"],
-                "lane": None,
-                "callback": None,
-            },
-        ),
-        Seed(
-            "job, stream",
-            JOBS,
-            {"endpoint": CHAT, "body": bodies["chat, stream"], "lane": "scoring"},
-        ),
-        Seed(
-            "job, several prompts",
-            JOBS,
-            {"endpoint": COMPLETIONS, "body": bodies["completion, several prompts"]},
-        ),
-        Seed("job, embeddings", JOBS, {"endpoint": EMBEDDINGS, "body": _VECTORS[0].body}),
-        Seed("quote", QUOTE, {**plain, "lane": "interactive", "deadline_s": 60.5}),
-        Seed("quote, chat", QUOTE, {"endpoint": CHAT, "body": chat, "callback": callback}),
-        Seed("change, lane", CHANGE, {"lane": "batch"}),
-        Seed("change, deadline", CHANGE, {"deadline_s": 600}),
-        Seed("change, both", CHANGE, {"lane": "standard", "deadline_s": 604_800}),
-    )
+def _job(
+    name: str, call: str, headers: Mapping[str, str] | None = None, path: str = JOBS, **fields: Any
+) -> Seed:
+    """A job of one of the calls, by its name."""
+    [seed] = [seed for seed in (*_CALLS, *_VECTORS) if seed.name == call]
+    body = {"endpoint": seed.path, "body": seed.body, **fields}
+    return Seed(f"{path.rpartition('/')[2]}, {name}", path, body, headers or {})
 
 
-SEEDS: tuple[Seed, ...] = _CALLS + _VECTORS + _RESPONSES + _jobs()
+_CALLBACK = {
+    "url": "https://receiver.invalid/canary-path?token=canary-token",
+    "secret": SECRET,
+    "payload": "full",
+    "events": ["job.started", "job.progress"],
+    "progress_tokens": 2,
+}
+_JOBS: tuple[Seed, ...] = (
+    _job("plain", "completions, plain"),
+    _job("callback", "chat/completions, log probabilities", callback=_CALLBACK),
+    _job(
+        "all fields",
+        "completions, sampling",
+        {"idempotency-key": "canary-key"},
+        lane="batch",
+        deadline_s=3_600,
+        retention_s=7_200.5,
+        metadata={"canary-name": "canary-value", "größe": "🌍"},
+        callback={"url": "https://receiver.invalid:8443/", "secret": SECRET},
+    ),
+    _job("nulls", "chat/completions, parts and roles", lane=None, callback=None),
+    _job("stream", "chat/completions, stream", lane="scoring"),
+    _job("several prompts", "completions, several prompts"),
+    _job("embeddings", "embeddings, plain"),
+    _job("plain", "completions, plain", path=QUOTE, lane="interactive", deadline_s=60.5),
+    _job("chat", "chat/completions, log probabilities", path=QUOTE, callback=_CALLBACK),
+    Seed("change, lane", CHANGE, {"lane": "batch"}),
+    Seed("change, deadline", CHANGE, {"deadline_s": 600}),
+    Seed("change, both", CHANGE, {"lane": "standard", "deadline_s": 604_800}),
+)
+
+SEEDS: tuple[Seed, ...] = _CALLS + _VECTORS + _RESPONSES + _JOBS

@@ -170,10 +170,6 @@ FREE = frozenset(
         *("metadata", "messages", "input", "query", "documents", "text_1", "text_2"),
     }
 )
-PIECES: tuple[bytes, ...] = (
-    *(b"{", b"}", b"[", b"]", b'"', b"\\", b",", b":", b"\x00", b"\xff", b"1e", b"null", b"NaN"),
-    *(b" ", b"\n", b"\\u0041", b"\\ud800", b"\xc3\xa9", b"0", b"-", b"[" * 5_000),
-)
 _PREFERENCES: tuple[bytes, ...] = (
     *(b"respond-async", b"wait=0", b"wait=20", b"respond-async, wait=1", b"wait=\xb2", b","),
     *(b"handling=strict", b"wait=-1", b"RESPOND-ASYNC;x=y", b"wait=999999999"),
