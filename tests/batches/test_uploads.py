@@ -11,7 +11,6 @@ import pytest
 import redis.asyncio
 from openai import AsyncOpenAI
 
-from contract.api_keys import ApiKeys, KeyTerms
 from contract.keys import Keys
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
@@ -143,14 +142,10 @@ async def test_an_upload_ends_after_an_hour(
 
 
 async def test_uploads_of_other_tenants_do_not_exist(
-    base_url: str, redis_client: redis.asyncio.Redis, keys: Keys
+    tenants: tuple[AsyncOpenAI, AsyncOpenAI],
 ) -> None:
     """The same 404 as for an unknown id."""
-    clients = []
-    for tenant in ("one", "two"):
-        key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant=tenant))
-        clients.append(AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0))
-    one, two = clients
+    one, two = tenants
     upload_id = await begin(one)
     for asked in (upload_id, "upload_" + "0" * 32, "upload_x"):
         for ask in (
@@ -161,8 +156,6 @@ async def test_uploads_of_other_tenants_do_not_exist(
             with pytest.raises(openai.NotFoundError) as refused:
                 await ask
             assert refused.value.code == "upload_not_found"
-    for client in clients:
-        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -200,4 +193,4 @@ async def test_a_file_may_be_too_large_in_parts_too(client: AsyncOpenAI) -> None
     """By what is announced, before any part is sent."""
     with pytest.raises(openai.APIStatusError) as refused:
         await begin(client, 3_000_001)
-    assert (refused.value.status_code, refused.value.body) == (413, refused.value.body)
+    assert refused.value.status_code == 413
