@@ -107,29 +107,6 @@ def test_an_impossible_command_gives_one_sentence(
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(
-    ("option", "complaint"),
-    [
-        ("--scopes=everything", "different names out of inference"),
-        ("--lanes=fast", "different names out of"),
-        ("--lane-share=1.5", "over 0, at most 1"),
-        ("--requests-per-minute=0", "at least 1"),
-        ("--retention-s=59", "at least 60"),
-        ("--retention-s=nan", "at least 60"),
-        ("--weight=101", "at least 0.01, at most 100"),
-        ("--expires=0", "over 0"),
-    ],
-)
-def test_errors_name_wrong_terms(
-    option: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before any request to Redis."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(["keys", "create", "--tenant=acme", option])
-    assert end.value.code == 2
-    assert complaint in capsys.readouterr().err
-
-
 def test_a_short_pepper_is_an_error(keys_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a gateway."""
     monkeypatch.setenv("BATCHWAY_KEY_PEPPER", "short")
