@@ -255,22 +255,6 @@ def test_errors_name_the_wrong_line_of_a_trace(text: str, reason: str, tmp_path:
         read_trace(trace, 256, "s")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(("--prompt-tokens", text) for text in ("0", "9:4", "1:2:3", "a")),
-        ("--cancel-share", "1.1"),
-        ("--base-url", "localhost:8000"),
-        ("--rate", "0"),
-    ],
-)
-def test_bad_options_are_errors(arguments: tuple[str, str]) -> None:
-    """Before any request."""
-    with pytest.raises(SystemExit) as ended:
-        loads_of(*arguments)
-    assert ended.value.code == 2
-
-
 def test_progress_is_shown_on_terminals_only() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
