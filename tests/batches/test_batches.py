@@ -146,7 +146,6 @@ async def test_a_line_that_cannot_run_is_in_the_error_file(
 async def test_a_failed_job_is_in_the_error_file(
     client: AsyncOpenAI, idle_worker: FakeWorker
 ) -> None:
-    """With its status and code."""
     batch = await start(client, jsonl([line("1")]))
     await idle_worker.finish(await idle_worker.claim(), 1, "engine_error", "broken")
     batch = await ended(client, batch)

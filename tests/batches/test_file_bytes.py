@@ -136,7 +136,6 @@ async def test_a_gateway_that_runs_no_batches_deletes_expired_files(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """The tenant gets its bytes back."""
     settings = make_settings(redis_server.url, object_store=store_setting, feeds_batches=False)
     async with gateway_client(settings) as client:
         file_id = await store(client)

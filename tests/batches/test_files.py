@@ -137,7 +137,6 @@ AFTER = "expires_after[anchor]"
 async def test_a_bad_upload_is_refused_by_its_field(
     base_url: str, redis_client: redis.asyncio.Redis, data: dict[str, str], files: Any, param: str
 ) -> None:
-    """Missing, unknown and impossible fields."""
     purpose = {} if param == "purpose" or "purpose" in files else {"purpose": "batch"}
     async with httpx.AsyncClient(base_url=base_url) as http:
         answer = await http.post("/v1/files", data=purpose | data, files=files)

@@ -96,26 +96,10 @@ async def test_the_batches_of_one_tenant_do_not_keep_that_of_another_waiting(
 
 
 async def test_a_batch_is_validated_and_cancelled_while_others_run(
-    tenants: tuple[AsyncOpenAI, AsyncOpenAI], idle_worker: FakeWorker
-) -> None:
-    """It waits for no place among those that run."""
-    one, _ = tenants
-    for number in range(MAX_BATCHES):
-        await start(one, jsonl([line(f"{number}")]))
-        await idle_worker.claim()
-    waiting = await start(one, jsonl([line("waiting")]))
-    bad = await start(one, b"no JSON")
-    assert (await ended(one, bad)).status == "failed"
-    await reached(one, waiting, "in_progress")
-    await one.batches.cancel(waiting.id)
-    assert (await ended(one, waiting)).status == "cancelled"
-    assert len(idle_worker.seen) == MAX_BATCHES
-
-
-async def test_a_feeder_without_room_is_known_to_be_alive(
     client: AsyncOpenAI, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Other gateways go on taking batches."""
+    """It waits for no place among those that run. Other gateways know that a feeder without room is
+    alive, and go on taking batches."""
     for number in range(MAX_BATCHES):
         await start(client, jsonl([line(f"{number}")]))
         await idle_worker.claim()
@@ -125,6 +109,13 @@ async def test_a_feeder_without_room_is_known_to_be_alive(
         return await redis_client.exists(keys.of("batches_fed")) == 1
 
     await until(is_fed)
+    waiting = await start(client, jsonl([line("waiting")]))
+    bad = await start(client, b"no JSON")
+    assert (await ended(client, bad)).status == "failed"
+    await reached(client, waiting, "in_progress")
+    await client.batches.cancel(waiting.id)
+    assert (await ended(client, waiting)).status == "cancelled"
+    assert len(idle_worker.seen) == MAX_BATCHES
 
 
 async def test_a_tenant_may_have_so_many_open_batches(

@@ -100,7 +100,6 @@ async def test_what_does_not_make_the_file_is_refused(client: AsyncOpenAI) -> No
 
 
 async def test_a_cancelled_upload_is_gone(client: AsyncOpenAI, tmp_path: Path) -> None:
-    """With its parts and what it counted."""
     upload_id = await begin(client, 3_000_000)
     await add(client, upload_id, b"abc")
     with pytest.raises(openai.RateLimitError):
@@ -116,7 +115,6 @@ async def test_a_cancelled_upload_is_gone(client: AsyncOpenAI, tmp_path: Path) -
 async def test_a_damaged_record_of_an_upload_is_told(
     client: AsyncOpenAI, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """As that of a file."""
     upload_id = await begin(client)
     await redis_client.hset(keys.of("file", upload_id), "purpose", "upload:soon")
     with pytest.raises(openai.APIStatusError) as refused:
@@ -182,7 +180,6 @@ async def test_a_wrong_request_names_what_is_wrong(
     status: int,
     param: str | None,
 ) -> None:
-    """Of each of the paths."""
     path = path.format(id=await begin(client))
     async with httpx.AsyncClient(base_url=base_url) as http:
         answer = await http.post(f"/v1/uploads{path}", **request_)

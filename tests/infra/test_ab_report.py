@@ -262,7 +262,6 @@ def test_the_exit_status_is_a_gate(
 def test_jobs_of_other_versions_lanes_and_times_are_left_out(
     redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report is of the present versions."""
     jobs = draw_jobs(400)
     old = [msgspec.structs.replace(job, version="cccc") for job in jobs[:100]]
     other = [msgspec.structs.replace(job, lane="batch") for job in jobs[100:150]]
@@ -277,7 +276,6 @@ def test_jobs_of_other_versions_lanes_and_times_are_left_out(
 def test_without_two_versions_there_is_no_report(
     redis_server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence, and no verdict."""
     plant(redis_server, [], candidate="aaaa")
     assert cli.main(["ab", "report"]) == 2
     assert "both versions are the same configuration" in capsys.readouterr().err

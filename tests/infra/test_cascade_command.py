@@ -131,7 +131,6 @@ def test_each_point_is_what_the_cascade_does(rows: list[Measured]) -> None:
     ],
 )
 def test_data_that_tell_nothing_are_refused(rows: list[Measured], fault: str) -> None:
-    """By what is missing."""
     with pytest.raises(CannotFit, match=fault):
         fit_threshold(rows, target=0.98, seed=0)
 
@@ -325,7 +324,6 @@ def test_a_cascade_is_named_where_there_are_several(
 def test_the_demo_models_held_out_questions_are_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chat, with a text as the answer."""
     from training.questions import main as write_questions
 
     monkeypatch.setattr("sys.argv", ["questions", "--per-family", "2"])

@@ -79,7 +79,6 @@ def test_no_heavy_package_is_imported_before_it_is_needed(program: str, heavy: l
 
 
 def test_the_version_is_printed() -> None:
-    """`batchway --version` names the program."""
     done = run_cli("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("batchway ")
@@ -329,7 +328,6 @@ def test_another_object_store_for_a_namespace_is_an_error(
 def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the command that installs it."""
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torch" else real(name)
@@ -461,7 +459,6 @@ def test_one_of_several_running_stacks_must_be_named(
     ],
 )
 def test_a_wrong_model_is_an_error_before_anything_starts(model: str, complaint: str) -> None:
-    """In one sentence."""
     done = run_cli("up", "--port=0", "--model", model, HF_HUB_OFFLINE="1")
     assert done.returncode == 2
     assert complaint in done.stderr
@@ -481,7 +478,6 @@ def test_a_wrong_model_is_an_error_before_anything_starts(model: str, complaint:
 def test_wrong_flows_are_an_error_before_anything_starts(
     tmp_path: Path, text: str, complaint: str
 ) -> None:
-    """In one sentence."""
     path = tmp_path / "models.yaml"
     path.write_text(text)
     done = call_cli("up", "--port=0", f"--models={path}")

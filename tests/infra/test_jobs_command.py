@@ -238,7 +238,6 @@ async def test_failed_jobs_are_replayed_by_a_gateway(
 async def test_dead_callbacks_are_replayed_by_filter(
     redis_server: EmbeddedRedis, functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Without a gateway, too."""
     outbox = Outbox(redis_client, keys)
     for _ in range(3):
         await dead_letter(functions, outbox)

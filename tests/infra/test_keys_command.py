@@ -80,7 +80,6 @@ def test_a_key_is_created_listed_rotated_and_revoked(keys_of: Any) -> None:
 
 
 def test_only_the_owner_can_read_a_key_file(keys_of: Any, tmp_path: Path) -> None:
-    """`--json OUT` writes it besides printing."""
     path = tmp_path / "key.json"
     status, out, _ = keys_of("create", "--tenant=acme", "--json", str(path))
     assert status == 0

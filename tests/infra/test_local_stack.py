@@ -126,7 +126,6 @@ def test_children_end_with_a_killed_parent() -> None:
 
 
 def test_a_second_signal_kills() -> None:
-    """Without waiting for a long answer."""
     with running_stack("--max-model-len=512", model=ENDLESS) as stack:
         request = Stream(stack, max_tokens=480)
         children = stack.children()
@@ -139,7 +138,6 @@ def test_a_second_signal_kills() -> None:
 
 
 def test_a_model_that_cannot_be_served_ends_everything() -> None:
-    """With one sentence, without endless restarts."""
     with running_stack(model=HashModelOptions(refuses="the folder holds no model")) as stack:
         assert stack.wait() == 1
         stack.wait_for("the folder holds no model")

@@ -138,7 +138,6 @@ async def test_a_resumed_job_has_the_spans_of_both_its_workers(
 
 
 def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default."""
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     tracing = Tracing("batchway-gateway")
     tracing.open()
