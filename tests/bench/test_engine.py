@@ -124,7 +124,7 @@ def test_a_command_that_cannot_run_ends_with_one_sentence(
 ) -> None:
     """For a missing file, a token beyond the vocabulary, and a missing model."""
     beyond = save(Workload((WorkloadRequest((VOCAB_SIZE,), 2),)), tmp_path)
-    words = [*command.split(), "--kv-cache-gib=0.01"]
+    words = command.split()
 
     assert main([*words, f"--model={model}", f"--workload={tmp_path / 'none.json'}"]) == 1
     assert main([*words, f"--model={model}", f"--workload={beyond}"]) == 1
