@@ -147,6 +147,16 @@ async def test_a_cancel_keeps_what_is_finished(
     assert (await client.batches.cancel(batch.id)).status == "cancelled"
 
 
+async def test_a_batch_is_cancelled_while_it_is_validated(
+    client: AsyncOpenAI, idle_worker: FakeWorker
+) -> None:
+    """Its feeder learns it when it records the next status."""
+    batch = await start(client, jsonl([line(f"{number}") for number in range(400)]))
+    batch = await ended(client, await client.batches.cancel(batch.id))
+    assert batch.status == "cancelled"
+    assert idle_worker.seen == []
+
+
 async def test_a_window_that_ends_keeps_what_is_finished(
     client: AsyncOpenAI,
     idle_worker: FakeWorker,
