@@ -147,14 +147,13 @@ async def test_a_cancel_keeps_what_is_finished(
     assert (await client.batches.cancel(batch.id)).status == "cancelled"
 
 
-async def test_a_batch_is_cancelled_while_it_is_validated(
-    client: AsyncOpenAI, idle_worker: FakeWorker
+async def test_a_batch_that_is_cancelled_at_once_is_told(
+    client: AsyncOpenAI, idle_worker: FakeWorker, redis_server: EmbeddedRedis
 ) -> None:
-    """Its feeder learns it when it records the next status."""
-    batch = await start(client, jsonl([line(f"{number}") for number in range(400)]))
-    batch = await ended(client, await client.batches.cancel(batch.id))
-    assert batch.status == "cancelled"
-    assert idle_worker.seen == []
+    async with Receiver({"/": always(Answer())}) as receiver, service(redis_server):
+        batch = await start_told(client, receiver, jsonl([line("1")]))
+        batch = await ended(client, await client.batches.cancel(batch.id))
+        await check_told(receiver, batch, "batch.cancelled", batch.cancelled_at)
 
 
 async def test_a_window_that_ends_keeps_what_is_finished(
