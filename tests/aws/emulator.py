@@ -4,36 +4,37 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.aws.lambda_events import KEY
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EMULATOR = Path(sys.executable).with_name("aws-lambda-rie")  # installed by scripts/setup
 START_S = 60.0
-
-
 _PATH = "/2015-03-31/functions/function/invocations"
 
 
+def function_environ(redis_url: str, **more: str) -> dict[str, str]:
+    """A function's environment variables."""
+    own = {"REDIS_URL": redis_url, "BATCHWAY_NAMESPACE": "test", "BATCHWAY_API_KEY": KEY}
+    return own | {"BATCHWAY_POLL_S": "0.05", "BATCHWAY_ALLOWED_HOSTS": "*"} | more
+
+
 @asynccontextmanager
-async def emulating(
-    command: Sequence[str], environ: Mapping[str, str], *, handler: str = ""
-) -> AsyncIterator["Emulator"]:
-    """Runs `python COMMAND` as the runtime; ends all of its processes at exit."""
+async def emulating(environ: Mapping[str, str]) -> AsyncIterator["Emulator"]:
+    """Runs ApiFunction; ends all of its processes at exit."""
     port, runtime_port = free_port(), free_port()
     line = [
         str(EMULATOR),
         f"--runtime-interface-emulator-address=127.0.0.1:{port}",
         f"--runtime-api-address=127.0.0.1:{runtime_port}",
-        sys.executable,
-        *command,
-        *([handler] if handler else []),
+        *(sys.executable, "-m", "awslambdaric", "gateway.aws.handler.handler"),
     ]
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     process = await asyncio.create_subprocess_exec(

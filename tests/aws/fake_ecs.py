@@ -29,6 +29,7 @@ class Task:
     num_jobs: int = 0
     is_protected: bool = False
     is_draining: bool = False
+    reason: dict[str, Any] = field(default_factory=dict)  # of its end, as in DescribeTasks
 
     @property
     def arn(self) -> str:
@@ -79,7 +80,8 @@ class FakeEcs:
     def describe_tasks(self, *, tasks: list[str], **_: Any) -> dict[str, Any]:
         running: list[tuple[Task, dict[str, Any]]] = [(task, {}) for task in self.tasks]
         ended = [
-            (task, {"stoppedAt": self._time(tick), **self.reason}) for task, tick in self.stopped
+            (task, {"stoppedAt": self._time(tick), **self.reason, **task.reason})
+            for task, tick in self.stopped
         ]
         shown = [(task, more) for task, more in (*running, *ended) if task.arn in tasks]
         known = [{"taskArn": t.arn, "taskDefinitionArn": t.definition, **more} for t, more in shown]
@@ -118,8 +120,7 @@ class FakeEcs:
                 task.num_jobs -= 1
         self.tasks = [task for task in self.tasks if task.num_jobs or not task.is_draining]
         for task in [task for task in self.tasks if task.fails_tick <= self.now]:
-            self.tasks.remove(task)
-            self.stopped.append((task, self.now))
+            self.fail(task)
         current = [task for task in self.tasks if task.definition == self.definition]
         most = self.num_desired * self.max_percent // 100
         fewest = math.ceil(self.num_desired * self.min_percent / 100)
@@ -129,6 +130,11 @@ class FakeEcs:
         self._end(current, max(0, len(current) - self.num_desired))
         room = max(most, self.num_desired) - len(self.tasks)
         self.start(max(0, min(room, self.num_desired - len(current))))
+
+    def fail(self, task: Task) -> None:
+        """A task ends by itself."""
+        self.tasks.remove(task)
+        self.stopped.append((task, self.now))
 
     def _end(self, tasks: list[Task], num: int) -> None:
         """Ends unprotected tasks, whichever."""

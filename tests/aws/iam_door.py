@@ -2,15 +2,15 @@
 signature get Lambda's 403, others go on with all headers."""
 
 import re
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 from botocore.auth import SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+
+from tests.loopback import Handler, running_server
 
 REGION = "eu-central-1"
 CALLER = Credentials("testing", "testing-secret")
@@ -21,12 +21,11 @@ _NOT_PASSED_ON = {"connection", "content-length", "transfer-encoding", "date", "
 def function_url(stream_url: str) -> Iterator[str]:
     """Yields its address."""
 
-    class Door(BaseHTTPRequestHandler):
+    class Door(Handler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = self.body()
             if not _is_signed(self, body):
-                headers = httpx.Headers({"content-type": "application/json"})
-                self._answer(403, headers, [b'{"Message": "Forbidden"}'])
+                self.answer(403, b'{"Message": "Forbidden"}')
                 return
             with httpx.stream(
                 self.command,
@@ -35,34 +34,21 @@ def function_url(stream_url: str) -> Iterator[str]:
                 headers=self.headers.items(),
                 timeout=60,
             ) as found:
-                self._answer(found.status_code, found.headers, found.iter_raw())
+                self.send_response(found.status_code)
+                for name, value in found.headers.items():
+                    if name not in _NOT_PASSED_ON:
+                        self.send_header(name, value)
+                self.end_headers()
+                for part in found.iter_raw():
+                    self.wfile.write(part)
 
         do_GET = do_POST
 
-        def _answer(self, status: int, headers: httpx.Headers, parts: Iterable[bytes]) -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                if name not in _NOT_PASSED_ON:
-                    self.send_header(name, value)
-            self.end_headers()
-            for part in parts:
-                self.wfile.write(part)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Door)
-    serving = threading.Thread(target=server.serve_forever)
-    serving.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
+    with running_server(Door) as url:
+        yield url
 
 
-def _is_signed(call: BaseHTTPRequestHandler, body: bytes) -> bool:
+def _is_signed(call: Handler, body: bytes) -> bool:
     """Whether CALLER signed it for Lambda in this region, by AWS' own computation."""
     given = call.headers.get("authorization", "")
     parts = re.fullmatch(

@@ -158,6 +158,13 @@ def container(task: str) -> dict[str, Any]:
     return dict(found)
 
 
+def variables(name: str) -> dict[str, Any]:
+    """The environment of a function or of a task's container."""
+    if name in of_type("AWS::ECS::TaskDefinition"):
+        return {pair["Name"]: pair["Value"] for pair in container(name)["Environment"]}
+    return dict(of_type("AWS::Lambda::Function")[name]["Environment"]["Variables"])
+
+
 def arguments(task: str, *, worker_options: str | None = None) -> list[str]:
     """A task's command line, with each parameter replaced by its default or what is given."""
     holds = [] if worker_options is None else ["HasWorkerOptions"]

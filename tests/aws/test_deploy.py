@@ -264,8 +264,6 @@ def test_the_stack_of_the_data_stays_and_is_named(aws_environ: dict[str, str], b
 
 
 def test_only_the_last_snapshots_of_this_cache_are_listed(aws_environ: dict[str, str]) -> None:
-    """By the cache's exact name."""
-
     class Cache:
         def describe_snapshots(self) -> dict[str, Any]:
             groups = ("batchway-c", "batchway-c2", "prod-batchway-c", "", None)

@@ -27,7 +27,7 @@ from tests.aws.lambda_events import (
     sns_event,
     sqs_event,
 )
-from tests.aws.template import of_type
+from tests.aws.template import of_type, statements, variables
 from tests.gateway.conftest import make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 
@@ -38,11 +38,13 @@ NO_JOB = {"endpoint": "/v1/completions", "body": {"model": MODEL}}
 BUCKET = "intake"
 EACH = 12
 MINUTE_S = 60.0
+Letters = Callable[[], list[tuple[str, str]]]  # (text, reason) of each
+Put = Callable[[str, bytes], dict[str, Any]]
 
 
 @pytest.fixture
-def dead_letters(aws_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Reads the queue of dead letters: (text, reason) of each."""
+def dead_letters(aws_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Letters]:
+    """Reads the queue of dead letters."""
     sqs = boto3.client("sqs")
     url = sqs.create_queue(QueueName="dead")["QueueUrl"]
     monkeypatch.setenv(DEAD_LETTERS_VARIABLE, url)
@@ -62,7 +64,7 @@ def dead_letters(aws_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def put(aws_environ: dict[str, str]) -> Callable[[str, bytes], dict[str, Any]]:
+def put(aws_environ: dict[str, str]) -> Put:
     """Writes an object; returns the event that tells of it."""
     s3 = boto3.client("s3")
     where = {"LocationConstraint": aws_environ["AWS_REGION"]}
@@ -108,8 +110,8 @@ async def num_queued(client: redis.asyncio.Redis) -> int:
 async def test_no_event_is_lost_while_redis_is_away_for_half_an_hour(
     breakable_redis: EmbeddedRedis,
     own_redis: redis.asyncio.Redis,
-    dead_letters: Callable[[], list[tuple[str, str]]],
-    put: Callable[[str, bytes], dict[str, Any]],
+    dead_letters: Letters,
+    put: Put,
 ) -> None:
     """Five kinds that nobody waits for, with one of each that is no job; and the API's caller is
     told to come again. Every event is delivered twice, and makes one job."""
@@ -165,8 +167,8 @@ async def test_an_event_of_no_known_form_ends_in_the_dead_letters(
     reason: str,
     invoke: Invoke,
     idle_worker: FakeWorker,
-    dead_letters: Callable[[], list[tuple[str, str]]],
-    put: Callable[[str, bytes], dict[str, Any]],
+    dead_letters: Letters,
+    put: Put,
 ) -> None:
     """It fails in every asynchronous attempt, and as a message is written down with its reason."""
     with pytest.raises(JobRefused) as failed:
@@ -186,7 +188,7 @@ async def test_events_within_events_are_read(
     invoke: Invoke,
     idle_worker: FakeWorker,
     redis_client: redis.asyncio.Redis,
-    put: Callable[[str, bytes], dict[str, Any]],
+    put: Put,
 ) -> None:
     """S3 over SNS over SQS, EventBridge over SQS, and what Lambda gave up; each time the same job.
     What S3 sends when notifications are set up is nothing."""
@@ -210,7 +212,7 @@ async def test_events_within_events_are_read(
 
 
 async def test_a_message_that_is_refused_for_hours_ends_with_its_last_reason(
-    invoke: Invoke, idle_worker: FakeWorker, dead_letters: Callable[[], list[tuple[str, str]]]
+    invoke: Invoke, idle_worker: FakeWorker, dead_letters: Letters
 ) -> None:
     """A model that does not come: before SQS itself would move the message, without a reason."""
     text = json.dumps({"endpoint": "/v1/completions", "body": {"model": "none", "prompt": "a"}})
@@ -226,8 +228,8 @@ async def test_a_message_that_is_refused_for_hours_ends_with_its_last_reason(
 async def test_an_object_of_the_store_is_no_job(
     redis_server: Any,
     idle_worker: FakeWorker,
-    put: Callable[[str, bytes], dict[str, Any]],
-    dead_letters: Callable[[], list[tuple[str, str]]],
+    put: Put,
+    dead_letters: Letters,
 ) -> None:
     """Whoever may send events may not read all tenants' prompts and files by them."""
     settings = make_settings(redis_server.url, api_key=KEY, object_store=f"s3://{BUCKET}/jobs")
@@ -242,8 +244,7 @@ async def test_a_message_whose_dead_letter_fails_stays_in_the_queue(
     invoke: Invoke, idle_worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, redis_server: Any
 ) -> None:
     """SQS then moves it by itself."""
-    url = "http://127.0.0.1:1/none"
-    monkeypatch.setenv(DEAD_LETTERS_VARIABLE, url)
+    monkeypatch.setenv(DEAD_LETTERS_VARIABLE, "http://127.0.0.1:1/none")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     async with running_function(make_settings(redis_server.url, api_key=KEY)) as lonely:
@@ -259,21 +260,18 @@ def test_the_template_keeps_events_for_longer_than_an_outage() -> None:
     assert receives > MAX_RECEIVES
     assert 4 * 3_600 < MAX_RECEIVES * queue["VisibilityTimeout"] < queue["MessageRetentionPeriod"]
     [asynchronous] = of_type("AWS::Lambda::EventInvokeConfig").values()
-    assert (
-        asynchronous["MaximumEventAgeInSeconds"] == 6 * 3_600
-    )  # what Lambda's own faults may take
+    # What Lambda's own faults may take.
+    assert asynchronous["MaximumEventAgeInSeconds"] == 6 * 3_600
     assert asynchronous["Qualifier"] == "live"
     alarms = of_type("AWS::CloudWatch::Alarm").values()
     assert {"DestinationDeliveryFailures", "ApproximateNumberOfMessagesVisible"} <= {
         alarm.get("MetricName") for alarm in alarms
     }
-    function = of_type("AWS::Lambda::Function")["ApiFunction"]
-    variables = function["Environment"]["Variables"]
-    assert variables[DEAD_LETTERS_VARIABLE] == {"Ref": "IntakeDeadLetters"}
-    [role] = [role for name, role in of_type("AWS::IAM::Role").items() if name == "ApiRole"]
+    dead_letters = variables("ApiFunction")[DEAD_LETTERS_VARIABLE]
+    assert dead_letters == {"Ref": "IntakeDeadLetters"}
     [sends] = [
-        statement["Resource"]
-        for statement in role["Policies"][0]["PolicyDocument"]["Statement"]
-        if statement.get("Action") == "sqs:SendMessage"
+        one["Resource"]
+        for role, one in statements()
+        if role == "ApiRole" and one.get("Action") == "sqs:SendMessage"
     ]
     assert sends == [{"Fn::GetAtt": [name, "Arn"]} for name in ("IntakeQueue", "IntakeDeadLetters")]

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.door import Door
-from tests.aws.emulator import EMULATOR, emulating, serving_web
+from tests.aws.emulator import EMULATOR, emulating, function_environ, serving_web
 from tests.aws.lambda_events import HEADERS, KEY
 from tests.gateway.fake_worker import FakeWorker
 from tests.payloads.bucket import CREDENTIALS
@@ -37,20 +37,11 @@ async def client(
     redis_server: EmbeddedRedis, idle_worker: FakeWorker, s3_setting: str
 ) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of the API; other addresses are reached as ever."""
-    environ = {
-        "REDIS_URL": redis_server.url,
-        "BATCHWAY_NAMESPACE": "test",
-        "BATCHWAY_API_KEY": KEY,
-        "BATCHWAY_ALLOWED_HOSTS": "*",
-        "BATCHWAY_OBJECT_STORE": s3_setting,
-        **CREDENTIALS,
-    }
+    environ = function_environ(redis_server.url, BATCHWAY_OBJECT_STORE=s3_setting, **CREDENTIALS)
     host = HEADERS["Host"]
     async with (
         serving_web(environ) as stream_url,
-        emulating(
-            ["-m", "awslambdaric"], environ, handler="gateway.aws.handler.handler"
-        ) as emulator,
+        emulating(environ) as emulator,
         openai.DefaultAsyncHttpxClient(
             mounts={f"https://{host}": Door(emulator, stream_url)}, timeout=httpx2.Timeout(120)
         ) as http,

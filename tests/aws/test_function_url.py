@@ -16,7 +16,7 @@ from botocore.awsrequest import AWSRequest
 from openai import AsyncOpenAI
 
 from infra.embedded_redis import EmbeddedRedis
-from tests.aws.emulator import serving_web
+from tests.aws.emulator import function_environ, serving_web
 from tests.aws.iam_door import CALLER, REGION, function_url
 from tests.aws.lambda_events import KEY
 from tests.aws.template import ROOT, chosen, of_type, transformed
@@ -41,13 +41,7 @@ class Signed(httpx2.Auth):
 
 @pytest.fixture
 async def url(redis_server: EmbeddedRedis, worker: FakeWorker) -> AsyncIterator[str]:
-    environ = {
-        "REDIS_URL": redis_server.url,
-        "BATCHWAY_NAMESPACE": "test",
-        "BATCHWAY_API_KEY": KEY,
-        "BATCHWAY_ALLOWED_HOSTS": "*",
-    }
-    async with serving_web(environ) as stream_url:
+    async with serving_web(function_environ(redis_server.url)) as stream_url:
         with function_url(stream_url) as url:
             yield url
 

@@ -1,7 +1,8 @@
 """ApiFunction: each kind of event reaches the app, and is answered in the format of its sender."""
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,18 @@ from gateway.aws import handler
 from gateway.aws.environment import load_settings
 from gateway.aws.intake import JobRefused
 from gateway.settings import GatewaySettings
+from infra.embedded_redis import EmbeddedRedis
 from tests.aws.conftest import Invoke, running_function
-from tests.aws.lambda_events import KEY, http_event, rest_event, sqs_event
+from tests.aws.emulator import EMULATOR, Emulator, emulating, function_environ
+from tests.aws.lambda_events import (
+    KEY,
+    event_bus_event,
+    given_up,
+    http_event,
+    rest_event,
+    sns_event,
+    sqs_event,
+)
 from tests.gateway.conftest import make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 
@@ -28,6 +39,9 @@ pytestmark = pytest.mark.anyio
 
 COMPLETION = {"model": MODEL, "prompt": "ab"}
 JOB = {"endpoint": "/v1/completions", "body": COMPLETION}
+needs_emulator = pytest.mark.skipif(
+    not EMULATOR.exists(), reason="no aws-lambda-rie: scripts/setup says why"
+)
 BOTH = pytest.mark.parametrize("event", [rest_event, http_event], ids=["rest", "http"])
 Event = Callable[..., dict[str, Any]]
 
@@ -82,17 +96,8 @@ async def test_an_error_keeps_its_status_and_format(
     invoke: Invoke,
     idle_worker: FakeWorker,
 ) -> None:
-    """API Gateway sends what uvicorn would send."""
     answer = await invoke(event(method, path, body))
     assert (answer["statusCode"], json.loads(answer["body"])["error"]["code"]) == (status, code)
-
-
-async def test_a_request_without_the_key_is_refused(
-    invoke: Invoke, idle_worker: FakeWorker
-) -> None:
-    """API Gateway does not check the key; the app does."""
-    answer = await invoke(rest_event("GET", "/v1/models", headers={"Authorization": "Bearer x"}))
-    assert answer["statusCode"] == 401
 
 
 async def test_a_job_body_is_submitted_without_http(
@@ -138,22 +143,15 @@ async def test_message_attributes_become_headers(invoke: Invoke, idle_worker: Fa
 
 
 async def test_a_call_becomes_a_job_before_the_function_times_out(
-    redis_server: Any, idle_worker: FakeWorker
+    invoke: Invoke, idle_worker: FakeWorker
 ) -> None:
     """Lambda tells the remaining time; the response says where to read the job."""
-    import asyncio
 
     class Context:
         def get_remaining_time_in_millis(self) -> int:
             return 2_300
 
-    def run() -> dict[str, Any]:
-        function = handler.Function(make_settings(redis_server.url, api_key=KEY))
-        answered = function(rest_event("POST", "/v1/completions", COMPLETION), Context())
-        function.close()
-        return answered
-
-    answer = await asyncio.to_thread(run)
+    answer = await invoke(rest_event("POST", "/v1/completions", COMPLETION), Context())
     assert answer["statusCode"] == 202
     assert json.loads(answer["body"])["object"] == "job"
 
@@ -193,28 +191,21 @@ async def test_the_entry_point_reads_its_settings_once(
     worker: FakeWorker, redis_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the first invocation, so that a snapshot contains no settings."""
-    import asyncio
-    import threading
-
     monkeypatch.setenv("REDIS_URL", redis_server.url)
     monkeypatch.setenv("BATCHWAY_NAMESPACE", "test")
     monkeypatch.setenv("BATCHWAY_API_KEY", KEY)
     assert handler._function is None
 
-    answers: list[dict[str, Any]] = []
-
-    def run() -> None:
-        answers.append(handler.handler(rest_event("GET", "/livez"), None))
+    def run() -> list[int]:
+        first = handler.handler(rest_event("GET", "/livez"), None)
         monkeypatch.delenv("REDIS_URL")
-        answers.append(handler.handler(rest_event("GET", "/readyz"), None))
+        second = handler.handler(rest_event("GET", "/readyz"), None)
         assert handler._function is not None
         handler._function.close()
         handler._function = None
+        return [first["statusCode"], second["statusCode"]]
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    await asyncio.to_thread(thread.join)
-    assert [answer["statusCode"] for answer in answers] == [200, 200]
+    assert await asyncio.to_thread(run) == [200, 200]
 
 
 def test_functions_feed_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,3 +214,45 @@ def test_functions_feed_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCHWAY_FEEDS_BATCHES", "1")
     assert not load_settings().feeds_batches
     assert GatewaySettings.from_env().feeds_batches
+
+
+# --- in Lambda's own emulator: awslambdaric and our handler ------------------------------------
+
+
+@pytest.fixture
+async def api_function(redis_server: EmbeddedRedis) -> AsyncIterator[Emulator]:
+    async with emulating(function_environ(redis_server.url)) as emulator:
+        yield emulator
+
+
+@needs_emulator
+async def test_calls_and_direct_invocations_are_answered(
+    api_function: Emulator, worker: FakeWorker
+) -> None:
+    """In the formats of REST and HTTP APIs."""
+    call = {"model": MODEL, "prompt": "ab", "seed": 1}
+    called = (await api_function.invoke(rest_event("POST", "/v1/completions", call))).json()
+    unknown = (await api_function.invoke(http_event("GET", "/v1/models/none"))).json()
+    refused = await api_function.invoke(rest_event("POST", "/v1/jobs", JOB, {"Authorization": ""}))
+    invoked = (await api_function.invoke(JOB)).json()
+
+    assert json.loads(called["body"])["choices"][0]["text"] == "Hello wörld!"
+    assert (unknown["statusCode"], refused.json()["statusCode"]) == (404, 401)
+    assert (invoked["statusCode"], invoked["body"]["object"]) == (202, "job")
+
+
+@needs_emulator
+async def test_events_that_were_not_accepted_are_errors(
+    api_function: Emulator, idle_worker: FakeWorker
+) -> None:
+    """Lambda sees a failed invocation, and tries again; of messages it is told which failed."""
+    text, bad = json.dumps(JOB), {"endpoint": "/v1/completions", "body": {"model": "none"}}
+    for event in (event_bus_event("1", JOB), sns_event("1", text), JOB):
+        assert (await api_function.invoke(event)).json()["statusCode"] == 202
+    for event in (event_bus_event("2", bad), sns_event("2", json.dumps(bad)), bad):
+        failed = (await api_function.invoke(event)).json()
+        assert failed["errorType"] == "JobRefused"
+        assert json.loads(failed["errorMessage"])["statusCode"] in (400, 404)
+    messages = sqs_event(("a", text), ("b", json.dumps(bad)), ("c", json.dumps(given_up(JOB, "3"))))
+    answer = (await api_function.invoke(messages)).json()
+    assert answer == {"batchItemFailures": [{"itemIdentifier": "b"}]}

@@ -2,8 +2,8 @@
 
 import argparse
 import json
+import random
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import boto3
@@ -19,6 +19,7 @@ from infra.aws.workforce import EcsService
 from infra.embedded_redis import EmbeddedRedis
 from infra.pool import PoolPolicy
 from tests.aws.conftest import Clock, Invoke, running_function
+from tests.aws.fake_ecs import EPOCH_S, TICK_S, FakeEcs, Task
 from tests.aws.lambda_events import KEY, rest_event
 from tests.fleet import until
 from tests.gateway.conftest import make_settings
@@ -176,57 +177,14 @@ async def test_paused_jobs_start_no_worker(
     assert (waiting > 0, paused, resumed) == (True, 0, waiting)
 
 
-class StoppedTasks:
-    """An ECS with ended tasks, in the format of DescribeTasks."""
-
-    num_desired = 3
-    definition = "t:1"
-
-    def __init__(self, *tasks: dict[str, Any]) -> None:
-        at = datetime.fromtimestamp(100, UTC)
-        self.tasks = [
-            {"taskArn": f"t{number}", "taskDefinitionArn": "t:1", "stoppedAt": at, **task}
-            for number, task in enumerate(tasks)
-        ]
-        self.running: list[dict[str, Any]] = []
-
-    def list_tasks(self, *, desiredStatus: str, **_: Any) -> dict[str, Any]:
-        shown = self.tasks if desiredStatus == "STOPPED" else self.running
-        return {"taskArns": [task["taskArn"] for task in shown]}
-
-    def describe_tasks(self, *, tasks: list[str], **_: Any) -> dict[str, Any]:
-        known = [*self.tasks, *self.running]
-        return {"tasks": [task for task in known if task["taskArn"] in tasks]}
-
-    def describe_services(self, **_: Any) -> dict[str, Any]:
-        service = {"desiredCount": self.num_desired, "taskDefinition": self.definition}
-        return {"services": [service]}
-
-    def update_service(self, *, desiredCount: int, **_: Any) -> None:
-        self.num_desired = desiredCount
-
-    def update_task_protection(self, *, tasks: list[str], **_: Any) -> dict[str, Any]:
-        return {"protectedTasks": [{"taskArn": arn} for arn in tasks]}
-
-    def end(self, arn: str, at_s: float) -> None:
-        """Ends a task with an error."""
-        self.running = [task for task in self.running if task["taskArn"] != arn]
-        self.tasks.append(
-            {
-                "taskArn": arn,
-                "taskDefinitionArn": self.definition,
-                "stopCode": "EssentialContainerExited",
-                "containers": [{"exitCode": 3}],
-                "stoppedAt": datetime.fromtimestamp(at_s, UTC),
-            }
-        )
+FAILED = {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 3}]}
 
 
 def test_only_tasks_that_end_with_an_error_count_as_failed() -> None:
     """Also by the health check, whatever the container then exits with. Tasks that were stopped,
     found no machine, lost it, or exited with 0 do not."""
-    ended: Any = StoppedTasks(
-        {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 3}]},
+    ends: list[dict[str, Any]] = [
+        FAILED,
         {"stopCode": "EssentialContainerExited", "containers": [{"exitCode": 0}]},
         {"stopCode": "TaskFailedToStart", "containers": [{}]},
         {"stopCode": "ServiceSchedulerInitiated", "containers": [{"exitCode": 137}]},
@@ -238,72 +196,72 @@ def test_only_tasks_that_end_with_an_error_count_as_failed() -> None:
             "stoppedReason": "Task failed container health checks",
             "containers": [{"exitCode": 0}],
         },
-        {"containers": [{"exitCode": 3}], "taskDefinitionArn": "t:0"},  # of an earlier version
-    )
-    failed = EcsService(ended, "c", "s").failed()
-    assert [task.name for task in failed] == ["t0", "t2", "t6", "t7"]
-    assert {task.at_s for task in failed} == {100.0}
-    assert EcsService(StoppedTasks(), "c", "s").failed() == []
+    ]
+    fake = FakeEcs(random.Random(0), num_desired=3)
+    assert EcsService(fake, "c", "s").failed() == []
+    fake.stopped = [(Task(n, "worker:1", 0, reason=end), 0) for n, end in enumerate(ends)]
+    fake.stopped.append((Task(8, "worker:0", 0, reason=FAILED), 0))  # of an earlier version
+    failed = EcsService(fake, "c", "s").failed()
+    assert [task.name for task in failed] == [fake.stopped[n][0].arn for n in (0, 2, 6, 7)]
+    assert {task.at_s for task in failed} == {EPOCH_S}
 
 
 @pytest.fixture
-async def stopped(service: PoolService, invoke: Invoke) -> StoppedTasks:
-    """What the pool sees of ECS, and a waiting job."""
-    client: Any = StoppedTasks()
-    service.workforce = EcsService(client, "c", "s")
-    client.running = [
-        {"taskArn": f"x/r{number}", "taskDefinitionArn": "t:1"} for number in range(3)
-    ]
+async def fake(service: PoolService, invoke: Invoke) -> FakeEcs:
+    """What the pool sees of ECS: three tasks, whose failures are errors. A job waits."""
+    fake = FakeEcs(random.Random(0), num_desired=3, reason=FAILED)
+    fake.start(3)
+    service.workforce = EcsService(fake, "c", "s")
     await invoke(rest_event("POST", "/v1/jobs", JOB))
-    tasks: StoppedTasks = client
-    return tasks
+    return fake
+
+
+def pass_time(service: PoolService, fake: FakeEcs, seconds: float) -> None:
+    service.clock_s.now_s += seconds  # type: ignore[attr-defined]
+    fake.now += int(seconds / TICK_S)
 
 
 @pytest.mark.parametrize("were_ready", [True, False])
 async def test_the_breaker_opens_for_tasks_that_were_never_ready(
-    service: PoolService, stopped: StoppedTasks, functions: Functions, were_ready: bool
+    service: PoolService, fake: FakeEcs, functions: Functions, were_ready: bool
 ) -> None:
     """It stays closed for three failed tasks whose workers took jobs at any earlier time."""
-    workers = [FakeWorker(functions, incarnation=f"r{n}-1-ab") for n in range(3 * were_ready)]
-    for worker in workers:
-        await worker.beat()
+    names = [task.incarnation for task in fake.tasks] if were_ready else []
+    for name in names:
+        await FakeWorker(functions, incarnation=name).beat()
     assert not (await service.step()).is_breaker_open
 
-    service.clock_s.now_s += 600.0  # type: ignore[attr-defined]
-    for number in range(3):
-        stopped.end(f"x/r{number}", service.clock_s() - number)
-    for worker in workers:
-        await functions.leave(worker.incarnation, MODEL)
+    for task in list(fake.tasks):
+        pass_time(service, fake, 300.0)
+        fake.fail(task)
+    for name in names:
+        await functions.leave(name, MODEL)
 
     assert (await service.step()).is_breaker_open is not were_ready
 
 
 async def test_failures_count_until_a_worker_is_ready_or_another_version_runs(
-    service: PoolService, stopped: StoppedTasks, functions: Functions
+    service: PoolService, fake: FakeEcs, functions: Functions
 ) -> None:
     """Also those that ECS has forgotten meanwhile."""
 
-    async def fail(number: int) -> bool:
-        service.clock_s.now_s += 4_000.0  # type: ignore[attr-defined]
-        stopped.tasks = []  # ECS shows them for an hour
-        stopped.end(f"x/f{number}", service.clock_s())
+    async def fail() -> bool:
+        pass_time(service, fake, 4_000.0)  # ECS shows them for an hour
+        fake.start(1)
+        fake.fail(fake.tasks[-1])
         return (await service.step()).is_breaker_open
 
-    assert [await fail(number) for number in range(3)] == [False, False, True]
-    stopped.definition = "t:2"
+    assert [await fail() for _ in range(3)] == [False, False, True]
+    fake.definition = "worker:2"
     assert not (await service.step()).is_breaker_open
-    assert [await fail(number) for number in range(3, 5)] == [False, False]
-    await FakeWorker(functions, incarnation="r0-1-ab").beat()
+    assert [await fail() for _ in range(2)] == [False, False]
+    await FakeWorker(functions, incarnation=fake.tasks[0].incarnation).beat()
     await service.step()
-    assert [await fail(number) for number in range(5, 7)] == [False, False]
-    assert await fail(7) is True
+    assert [await fail() for _ in range(3)] == [False, False, True]
 
 
 async def test_a_pool_that_stops_its_starts_says_so(
-    service: PoolService,
-    stopped: StoppedTasks,
-    invoke: Invoke,
-    caplog: pytest.LogCaptureFixture,
+    service: PoolService, fake: FakeEcs, invoke: Invoke, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once in its log, as a metric, and to callers with the time of the next try. After the next
     version's start no more."""
@@ -311,19 +269,20 @@ async def test_a_pool_that_stops_its_starts_says_so(
     service.emit = lines.append
     call = rest_event("POST", "/v1/completions", JOB["body"])
     await service.step()
-    for number in range(3):
-        stopped.end(f"x/r{number}", service.clock_s() + 1)
+    fake.now += 1
+    for task in list(fake.tasks):
+        fake.fail(task)
     for _ in range(3):
         await service.step()
     logged = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert [text.partition(":")[0] for text in logged] == ["no worker is started for 901 s"]
+    assert [text.partition(":")[0] for text in logged] == ["no worker is started for 905 s"]
     metrics = [json.loads(line) for line in lines if "BreakerOpen" in line]
     assert [(one["BreakerOpen"], one["FailedStarts"]) for one in metrics[1:]] == [(1, 3)] * 3
     answer = await refused_with("model_failed", invoke, call)
     error = json.loads(answer["body"])["error"]
     assert "3 workers in a row ended before they were ready" in error["message"]
     assert int(answer["headers"]["retry-after"]) >= 890
-    stopped.definition = "t:2"
+    fake.definition = "worker:2"
     await service.step()
     await refused_with("no_workers", invoke, call)
 
@@ -342,7 +301,6 @@ async def refused_with(code: str, invoke: Invoke, call: dict[str, Any]) -> dict[
 
 
 def test_a_missing_service_is_an_error(ecs: EcsService) -> None:
-    """It is not polled again and again."""
     with pytest.raises(LookupError, match="no service 'x'"):
         EcsService(ecs.client, "c", "x").num_desired()
 

@@ -51,12 +51,8 @@ async def api_function(settings: GatewaySettings, local_url: str) -> AsyncIterat
 @pytest.fixture
 async def stream_url(redis_server: EmbeddedRedis) -> AsyncIterator[str]:
     """StreamFunction's program."""
-    environ = {
-        "REDIS_URL": redis_server.url,
-        "BATCHWAY_NAMESPACE": NAMESPACE,
-        "BATCHWAY_REQUIRE_KEY": "0",
-    }
-    async with serving_web(environ) as url:
+    own = {"REDIS_URL": redis_server.url, "BATCHWAY_NAMESPACE": NAMESPACE}
+    async with serving_web(own | {"BATCHWAY_REQUIRE_KEY": "0"}) as url:
         yield url
 
 

@@ -61,7 +61,6 @@ def test_errors_name_a_missing_or_malformed_secret(monkeypatch: pytest.MonkeyPat
 def test_redis_password_is_put_into_redis_url(
     url: str | None, password: str, expected: str | None
 ) -> None:
-    """If REDIS_URL has no password."""
     environ = {"REDIS_PASSWORD": password} | ({"REDIS_URL": url} if url else {})
     assert redis_url_of(environ) == expected
 

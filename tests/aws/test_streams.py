@@ -9,7 +9,7 @@ import pytest
 
 from gateway.settings import GatewaySettings, variable
 from infra.embedded_redis import EmbeddedRedis
-from tests.aws.template import of_type
+from tests.aws.template import of_type, variables
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, says
 from tests.gateway.test_jobs import events_of
@@ -23,9 +23,9 @@ NAMES = ("sync_deadline_s", "sync_limit_s")
 
 def seconds_of(function: str) -> dict[str, float]:
     """What a function is given, or the setting's default."""
-    variables = of_type("AWS::Lambda::Function")[function]["Environment"]["Variables"]
+    given = variables(function)
     defaults = {name: GatewaySettings.model_fields[name].default for name in NAMES}
-    return {name: float(variables.get(variable(name), defaults[name])) for name in NAMES}
+    return {name: float(given.get(variable(name), defaults[name])) for name in NAMES}
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from tests.aws.template import (
 
 @pytest.mark.campaign
 def test_linters_find_nothing() -> None:
-    """cfn-lint, including warnings and informational messages."""
+    """cfn-lint, including warnings and informational messages: among others, nothing refers to what
+    a condition leaves out."""
     program = "from cfnlint.runner import main; main()"
     files = [str(path) for path in (TEMPLATE, *NESTED.values(), images.TEMPLATE)]
     done = subprocess.run(

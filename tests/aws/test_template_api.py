@@ -14,6 +14,7 @@ from tests.aws.template import (
     functions,
     of_type,
     transformed,
+    variables,
 )
 
 STREAM_INSTANCES = "StreamInstancesFunction"
@@ -110,10 +111,9 @@ def test_the_two_stream_functions_differ_in_where_they_run() -> None:
 @pytest.mark.parametrize("name", ["StreamFunction", "StreamInstancesFunction"])
 def test_streams_go_through_the_web_adapter(name: str) -> None:
     """The layer starts the handler, which runs an existing module."""
-    function = of_type("AWS::Lambda::Function")[name]
-    variables = function["Environment"]["Variables"]
-    assert variables["AWS_LWA_INVOKE_MODE"] == "response_stream"
-    assert variables["AWS_LAMBDA_EXEC_WRAPPER"] == "/opt/bootstrap"
+    function, given = of_type("AWS::Lambda::Function")[name], variables(name)
+    assert given["AWS_LWA_INVOKE_MODE"] == "response_stream"
+    assert given["AWS_LAMBDA_EXEC_WRAPPER"] == "/opt/bootstrap"
     [layer] = function["Layers"]
     assert "LambdaAdapterLayerArm64" in layer["Fn::Sub"]
     path = ROOT / "gateway" / "aws" / function["Handler"]
@@ -124,11 +124,10 @@ def test_streams_go_through_the_web_adapter(name: str) -> None:
 
 
 def test_every_variable_of_a_function_is_a_setting() -> None:
-    """The gateway reads each of our variables."""
     known = {variable(name) for name in GatewaySettings.model_fields}
     known |= {SECRETS_VARIABLE, DEAD_LETTERS_VARIABLE, SETTINGS_VARIABLE}
-    for name, function in functions().items():
-        given = set(function["Environment"]["Variables"])
+    for name in functions():
+        given = set(variables(name))
         assert {v for v in given if v.startswith("BATCHWAY_")} <= known, name
         assert {"REDIS_URL", SECRETS_VARIABLE} <= given
 
@@ -151,15 +150,9 @@ def test_a_domain_and_a_web_acl_belong_to_the_public_stage() -> None:
     assert mapping["Stage"] == {"Ref": stage}
     [acl] = of_type("AWS::WAFv2::WebACLAssociation").values()
     assert acl["ResourceArn"]["Fn::Sub"].endswith(f"::/restapis/${{Api}}/stages/${{{stage}}}")
-    urls = [
-        pair["Value"]
-        for pair in of_type("AWS::ECS::TaskDefinition")["CallbacksTask"]["ContainerDefinitions"][0][
-            "Environment"
-        ]
-        if pair["Name"] == "BATCHWAY_PUBLIC_URL"
-    ]
-    assert [*urls, transformed()["Outputs"]["Url"]["Value"]] == [urls[0]] * 2
-    assert chosen(urls[0], "HasDomain") == {"Fn::Sub": "https://${DomainName}"}
+    url = variables("CallbacksTask")["BATCHWAY_PUBLIC_URL"]
+    assert transformed()["Outputs"]["Url"]["Value"] == url
+    assert chosen(url, "HasDomain") == {"Fn::Sub": "https://${DomainName}"}
 
 
 def test_a_private_api_answers_through_its_endpoint_alone() -> None:

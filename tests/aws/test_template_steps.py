@@ -132,7 +132,6 @@ def before(part: str, other: str) -> bool:
 
 
 def test_a_first_deployment_that_fails_leaves_no_bucket() -> None:
-    """And one that is deleted leaves both."""
     resources = transformed()["Resources"].items()
     kept = {name: r["DeletionPolicy"] for name, r in resources if r["Type"] == "AWS::S3::Bucket"}
     assert set(kept.values()) == {"RetainExceptOnCreate"}

@@ -4,8 +4,12 @@ the stack's resources are left out."""
 import ast
 import json
 import os
+import pty
+import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,6 @@ import yaml  # type: ignore[import-untyped]
 from moto.core.config import default_user_config
 
 from infra.aws.parameters import complete
-from tests.aws.conversation import converse
 from tests.aws.template import ROOT, written
 from tests.aws.test_deploy import bucket
 from tests.aws.test_preflight import IMAGES, REGION, Network
@@ -144,6 +147,37 @@ def test_a_whole_deployment_in_another_region_than_the_default(
     assert nested[-1] == sorted([*parts, "PoolOfOther"])
     destroyed = clone.run("scripts/destroy", "--yes", f"--region={REGION}")
     assert "Left, and paid for" in destroyed
+
+
+_ANSI = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
+_QUESTION = re.compile(r"([^\n]*?) ?\[([^\n]*)\]: $")
+
+
+def converse(
+    command: Sequence[str], answers: Mapping[str, str], *, folder: Path, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Answers each question of a program at a terminal by its beginning, all others with Enter;
+    returns the questions with what they offer. Raises AssertionError with all output if the program
+    fails."""
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        command, cwd=folder, env=dict(environ), stdin=end, stdout=end, stderr=end
+    )
+    os.close(end)
+    text, begun, asked = "", 0, {}
+    with suppress(OSError):  # the program has closed its end
+        while part := os.read(terminal, 65_536):
+            text += part.decode(errors="replace")
+            said = _ANSI.sub("", text[begun:]).replace("\r", "")
+            if (question := _QUESTION.search(said)) is not None:
+                name = question[1].strip()
+                asked[name] = question[2]
+                begun = len(text)
+                answer = next((a for q, a in answers.items() if name.startswith(q)), "")
+                os.write(terminal, f"{answer}\n".encode())
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0, text
+    return asked
 
 
 ANSWERS = {

@@ -2,9 +2,6 @@
 
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import boto3
@@ -18,6 +15,7 @@ from infra.aws.container_entry import WeightsMissing, fetch_weights
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.template import container
 from tests.gateway.fake_worker import FakeWorker, publish_model
+from tests.loopback import Handler, running_server
 from workers.settings import new_incarnation
 from workers.supervisor.load_progress import LoadProgress
 
@@ -74,35 +72,17 @@ def test_the_model_becomes_options(aws_environ: dict[str, str], tmp_path: Path) 
     assert container_entry.model_arguments({}, tmp_path, progress) == []
 
 
-class _MetadataHandler(BaseHTTPRequestHandler):
+class Metadata(Handler):
     """ECS's task metadata endpoint, version 4."""
 
     def do_GET(self) -> None:
-        body = b'{"TaskARN": "arn:aws:ecs:eu-central-1:123456789012:task/c/0123abcd"}'
-        self.send_response(200 if self.path == "/v4/x/task" else 404)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Logs nothing."""
+        task = b'{"TaskARN": "arn:aws:ecs:eu-central-1:123456789012:task/c/0123abcd"}'
+        self.answer(200 if self.path == "/v4/x/task" else 404, task)
 
 
-@pytest.fixture
-def metadata_url() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), _MetadataHandler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v4/x"
-        server.shutdown()
-        thread.join()
-
-
-def test_a_worker_is_named_after_its_ecs_task(
-    metadata_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere after its host."""
-    host = worker_health.host_name({"ECS_CONTAINER_METADATA_URI_V4": metadata_url})
+def test_a_worker_is_named_after_its_ecs_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server(Metadata) as url:
+        host = worker_health.host_name({"ECS_CONTAINER_METADATA_URI_V4": f"{url}/v4/x"})
     assert host == "0123abcd"
     monkeypatch.setenv("BATCHWAY_HOST", host)
     assert new_incarnation().startswith("0123abcd-")

@@ -14,13 +14,11 @@ import redis.asyncio
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from contract.api_keys import ApiKeys, KeyTerms
-from contract.connection import end_tasks
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.starts import ANY_LANE, Starts
 from infra.embedded_redis import EmbeddedRedis
-from tests.clock import TEST_CLOCK
+from tests.batches.conftest import gateway_client, serving
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
@@ -88,9 +86,12 @@ def ids(found: Sequence[dict[str, Any]]) -> list[str]:
 async def test_a_batch_answers_every_line(
     client: AsyncOpenAI, worker: FakeWorker, redis_client: redis.asyncio.Redis, url: Url, keys: Keys
 ) -> None:
-    """In the order of its file, with the answers of calls; the jobs leave nothing in Redis."""
-    asked = [line(f"id-{number}", url) for number in range(150)]
-    batch = await start(client, jsonl(asked), url, metadata={"run": "7"})
+    """In the order of its file, with the answers of calls; the jobs leave nothing in Redis. Blank
+    lines, byte order marks and other names of a line are ignored, over several parts."""
+    asked = [line(f"id-{number}", url) | {"more": number} for number in range(150)]
+    blank = itertools.cycle([b"\n", b"", b"  \t\r\n", b"\xef\xbb\xbf", b"\r\n\n"])
+    content = b"".join(next(blank) + jsonl([each]) for each in asked) + b"\n\n"
+    batch = await start(client, content, url, metadata={"run": "7"})
     assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"run": "7"})
     assert (batch.endpoint, batch.completion_window) == (url, "24h")
     assert batch.expires_at == batch.created_at + DAY_S
@@ -121,19 +122,6 @@ async def test_a_batch_answers_every_line(
     await until(are_forgotten)
 
 
-async def test_blank_lines_and_byte_order_marks_are_skipped(
-    client: AsyncOpenAI, worker: FakeWorker
-) -> None:
-    """Over several parts; other names of a line are ignored."""
-    asked = [line(f"id-{number}") | {"more": number} for number in range(150)]
-    blank = itertools.cycle([b"\n", b"", b"  \t\r\n", b"\xef\xbb\xbf", b"\r\n\n"])
-    content = b"".join(next(blank) + jsonl([each]) for each in asked) + b"\n\n"
-    batch = await ended(client, await start(client, content))
-    assert (batch.status, batch.errors, batch.error_file_id) == ("completed", None, None)
-    assert ids(await results(client, batch.output_file_id)) == ids(asked)
-    assert len({job.id for job in worker.seen}) == len(worker.seen) == 150
-
-
 async def test_a_line_that_cannot_run_is_in_the_error_file(
     client: AsyncOpenAI, worker: FakeWorker
 ) -> None:
@@ -158,7 +146,6 @@ async def test_a_line_that_cannot_run_is_in_the_error_file(
 async def test_a_failed_job_is_in_the_error_file(
     client: AsyncOpenAI, idle_worker: FakeWorker
 ) -> None:
-    """With its status and code."""
     batch = await start(client, jsonl([line("1")]))
     await idle_worker.finish(await idle_worker.claim(), 1, "engine_error", "broken")
     batch = await ended(client, batch)
@@ -199,11 +186,8 @@ async def test_a_batch_waits_for_the_first_worker_of_its_model(
     await publish_model(redis_client, keys, "late")
     late = FakeWorker(functions, "late")
     await late.beat()
-    serving = asyncio.create_task(late.serve())
-    try:
+    async with serving(late):
         done = await ended(client, batch)
-    finally:
-        await end_tasks(serving)
     assert done.status == "completed"
     assert ids(await results(client, done.output_file_id)) == ["1"]
 
@@ -226,66 +210,15 @@ async def test_a_bad_file_fails_as_a_whole(
     assert worker.seen == []
 
 
-async def test_a_cancel_keeps_what_is_finished(
-    client: AsyncOpenAI, idle_worker: FakeWorker
-) -> None:
-    """The rest is in the error file as batch_cancelled; the worker is told to stop."""
-    asked = [line(f"{number}") for number in range(400)]
-    batch = await start(client, jsonl(asked))
-    for _ in range(100):
-        await idle_worker.run(await idle_worker.claim())
-    running = await idle_worker.claim()
-    cancelled = await client.batches.cancel(batch.id)
-    assert cancelled.status == "cancelling"
-    await idle_worker.wait_until_ended(running)
-    batch = await ended(client, batch)
-    assert batch.status == "cancelled"
-    assert None not in (batch.cancelling_at, batch.cancelled_at)
-    output = await results(client, batch.output_file_id)
-    errors = await results(client, batch.error_file_id)
-    assert sorted(ids(output)) == sorted(job_text(job) for job in idle_worker.seen[:100])
-    assert {error["error"]["code"] for error in errors} == {"batch_cancelled"}
-    cut_off = [each["custom_id"] for each in errors if "cut off" in each["error"]["message"]]
-    assert cut_off == [job_text(running.job)], "only this one had begun"
-    assert sorted(ids(output) + ids(errors)) == sorted(ids(asked))
-    assert batch.request_counts is not None
-    assert batch.request_counts.model_dump() == {"completed": 100, "failed": 300, "total": 400}
-    assert (await client.batches.cancel(batch.id)).status == "cancelled"
-
-
 def job_text(job: Any) -> str:
     return bytes(job.prompt_ids).decode()
 
 
-async def test_a_window_that_ends_keeps_what_is_finished(
-    client: AsyncOpenAI, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis
-) -> None:
-    """After 24 hours the rest is in the error file as batch_expired."""
-    asked = [line(f"{number}") for number in range(300)]
-    batch = await start(client, jsonl(asked))
-    for _ in range(50):
-        await idle_worker.run(await idle_worker.claim())
-    await redis_client.set(TEST_CLOCK, (DAY_S + 1) * 1000)
-    batch = await ended(client, batch)
-    assert batch.status == "expired"
-    assert batch.expired_at is not None
-    output = await results(client, batch.output_file_id)
-    errors = await results(client, batch.error_file_id)
-    assert (len(output), len(errors)) == (50, 250)
-    assert {error["error"]["code"] for error in errors} == {"batch_expired"}
-    assert sorted(ids(output) + ids(errors)) == sorted(ids(asked))
-
-
 async def test_batches_are_listed_and_other_tenants_have_none(
-    base_url: str, worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
+    tenants: tuple[AsyncOpenAI, AsyncOpenAI], worker: FakeWorker
 ) -> None:
     """A batch or file of another tenant is the same 404 as an unknown one."""
-    api_keys = ApiKeys(redis_client, keys)
-    clients = []
-    for tenant in ("one", "two"):
-        key, _ = await api_keys.create(KeyTerms(tenant=tenant))
-        clients.append(AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0))
-    one, two = clients
+    one, two = tenants
     started = [await start(one, jsonl([line("1")])) for _ in range(3)]
     listed = [batch.id async for batch in await one.batches.list(limit=2)]
     assert listed == [batch.id for batch in started][::-1]
@@ -303,8 +236,6 @@ async def test_batches_are_listed_and_other_tenants_have_none(
             endpoint=COMPLETIONS,
             completion_window="24h",
         )
-    for client in clients:
-        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -328,46 +259,21 @@ async def test_a_bad_batch_is_refused_by_its_field(
     assert answer.json()["error"]["param"] == (param or "output_expires_after.seconds")
 
 
-async def test_another_gateway_goes_on_with_a_batch(
-    store_setting: str,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    idle_worker: FakeWorker,
-) -> None:
-    """A gateway that ends gives its lease back; the next finds the parts and the jobs."""
-    settings = make_settings(redis_server.url, object_store=store_setting)
-    asked = [line(f"{number}") for number in range(300)]
-    with running_gateway(settings) as url:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            batch = await start(client, jsonl(asked))
-            for _ in range(100):
-                await idle_worker.run(await idle_worker.claim())
-    with running_gateway(settings) as url:
-        serving = asyncio.create_task(idle_worker.serve())
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            batch = await ended(client, batch)
-            output = await results(client, batch.output_file_id)
-        await end_tasks(serving)
-    assert (batch.status, ids(output)) == ("completed", ids(asked))
-    assert len({job.id for job in idle_worker.seen}) == len(idle_worker.seen) == 300
-
-
 async def test_a_batch_that_nobody_would_run_is_refused(
     store_setting: str, redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """By a gateway that runs none, until another one does; that is known for an hour."""
     settings = make_settings(redis_server.url, object_store=store_setting)
     other = settings.model_copy(update={"feeds_batches": False})
-    with running_gateway(other) as url:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.InternalServerError) as refused:
-                await start(client, jsonl([line("1")]))
-            assert (refused.value.status_code, refused.value.code) == (503, "no_feeder")
-            with running_gateway(settings):
+    async with gateway_client(other) as client:
+        with pytest.raises(openai.InternalServerError) as refused:
+            await start(client, jsonl([line("1")]))
+        assert (refused.value.status_code, refused.value.code) == (503, "no_feeder")
+        with running_gateway(settings):
 
-                async def is_fed() -> bool:
-                    return await redis_client.exists(keys.of("batches_fed")) == 1
+            async def is_fed() -> bool:
+                return await redis_client.exists(keys.of("batches_fed")) == 1
 
-                await until(is_fed)
-            assert (await start(client, jsonl([line("1")]))).status == "validating"
+            await until(is_fed)
+        assert (await start(client, jsonl([line("1")]))).status == "validating"
     assert 3_500_000 < await redis_client.pttl(keys.of("batches_fed")) <= 3_600_000

@@ -1,7 +1,6 @@
 """The bytes of a tenant's files: each file's are given back exactly once."""
 
 import asyncio
-import contextlib
 import io
 import shutil
 from pathlib import Path
@@ -16,10 +15,11 @@ from contract.keys import Keys
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.store import PayloadLost
 from infra.embedded_redis import EmbeddedRedis
+from tests.batches.conftest import gateway_client
 from tests.batches.test_files import CONTENT, store
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import make_settings
 
 pytestmark = pytest.mark.anyio
 
@@ -128,22 +128,6 @@ async def test_a_content_is_announced_before_it_is_written(
     assert await redis_client.zcard(keys.of("objects_due")) == 1
 
 
-async def test_an_expired_file_is_unknown_where_no_gateway_deletes_it(
-    files: Files, redis_client: redis.asyncio.Redis
-) -> None:
-    """It is neither found nor listed; one that has not expired is."""
-    short, long = new_file_id(), new_file_id()
-    for file_id, lifetime_s in ((short, 3600), (long, 7200)):
-        file = StoredFile(id=file_id, tenant=TENANT, num_bytes=1, purpose="batch", filename="a")
-        await files.add(file, lifetime_s=lifetime_s, max_tenant_bytes=0)
-    await redis_client.set(TEST_CLOCK, 3_601_000)
-    assert await files.find(short, TENANT) is None
-    found = await files.find(long, TENANT)
-    assert found is not None
-    listed = await files.page(TENANT, purpose="", after="", is_oldest_first=True, max_files=1)
-    assert listed == [found]
-
-
 async def test_a_gateway_that_runs_no_batches_deletes_expired_files(
     store_setting: str,
     redis_server: EmbeddedRedis,
@@ -152,11 +136,9 @@ async def test_a_gateway_that_runs_no_batches_deletes_expired_files(
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
-    """The tenant gets its bytes back."""
     settings = make_settings(redis_server.url, object_store=store_setting, feeds_batches=False)
-    with running_gateway(settings) as url:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            file_id = await store(client)
+    async with gateway_client(settings) as client:
+        file_id = await store(client)
         await redis_client.set(TEST_CLOCK, 31 * 86_400_000)
         await until_not_due(redis_client, keys, file_id)
     assert await files.tenant_bytes(TENANT) == 0
@@ -173,44 +155,3 @@ async def test_a_file_that_many_delete_is_given_back_once(
     refused = [reply for reply in replies if isinstance(reply, openai.NotFoundError)]
     assert len(refused) == 7
     assert await files.tenant_bytes(TENANT) == len(CONTENT)
-
-
-async def test_a_file_that_expires_beside_a_deletion_is_given_back_once(
-    client: AsyncOpenAI,
-    kept: str,
-    files: Files,
-    store_setting: str,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-) -> None:
-    """Two gateways forget it, and its owner deletes it at the same time."""
-    file = await client.files.create(
-        file=("a", CONTENT),
-        purpose="batch",
-        expires_after={"anchor": "created_at", "seconds": 3600},
-    )
-    settings = make_settings(redis_server.url, object_store=store_setting)
-    with running_gateway(settings):
-        await redis_client.set(TEST_CLOCK, 3_601_000)
-        with contextlib.suppress(openai.NotFoundError):
-            await client.files.delete(file.id)
-        await until_not_due(redis_client, keys, file.id)
-    assert await files.tenant_bytes(TENANT) == len(CONTENT)
-
-
-async def test_a_result_file_that_is_written_again_has_its_new_size(
-    files: Files, redis_client: redis.asyncio.Redis
-) -> None:
-    """A feeder that takes over may have more results; deleting the file gives all bytes back."""
-    file_id = new_file_id()
-    for num_bytes in (5, 9, 9, 7):
-        file = StoredFile(
-            id=file_id, tenant=TENANT, num_bytes=num_bytes, purpose="batch_output", filename="a"
-        )
-        await files.add(file, lifetime_s=3600, max_tenant_bytes=0)
-        found = await files.find(file_id, TENANT)
-        assert found is not None
-        assert (found.num_bytes, await files.tenant_bytes(TENANT)) == (num_bytes, num_bytes)
-    assert await files.drop(file_id)
-    assert await files.tenant_bytes(TENANT) == 0

@@ -13,6 +13,7 @@ from contract.batches import MAX_OPEN
 from contract.keys import Keys
 from gateway.runners.batches.feeder import MAX_BATCHES
 from infra.embedded_redis import EmbeddedRedis
+from tests.batches.conftest import client_of, gateway_client
 from tests.batches.test_batches import (
     COMPLETIONS,
     ended,
@@ -38,7 +39,7 @@ async def narrow(
     """A client whose unfinished jobs may have 100 tokens in all."""
     terms = KeyTerms(tenant="narrow", concurrent_tokens=100)
     key, _ = await ApiKeys(redis_client, keys).create(terms)
-    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0) as client:
+    async with client_of(base_url, key) as client:
         yield client
 
 
@@ -77,23 +78,8 @@ async def test_a_line_without_room_lets_smaller_ones_pass(
     assert ids(await results(narrow, batch.output_file_id)) == ["large", "small"]
 
 
-@pytest.fixture
-async def tenants(
-    base_url: str, redis_client: redis.asyncio.Redis, keys: Keys
-) -> AsyncIterator[list[AsyncOpenAI]]:
-    """Clients of two tenants."""
-    api_keys = ApiKeys(redis_client, keys)
-    issued = [await api_keys.create(KeyTerms(tenant=tenant)) for tenant in ("one", "two")]
-    clients = [
-        AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0) for key, _ in issued
-    ]
-    yield clients
-    for client in clients:
-        await client.close()
-
-
 async def test_the_batches_of_one_tenant_do_not_keep_that_of_another_waiting(
-    tenants: list[AsyncOpenAI], idle_worker: FakeWorker
+    tenants: tuple[AsyncOpenAI, AsyncOpenAI], idle_worker: FakeWorker
 ) -> None:
     """One of them makes way, and goes on later: no line is run twice."""
     one, two = tenants
@@ -110,26 +96,10 @@ async def test_the_batches_of_one_tenant_do_not_keep_that_of_another_waiting(
 
 
 async def test_a_batch_is_validated_and_cancelled_while_others_run(
-    tenants: list[AsyncOpenAI], idle_worker: FakeWorker
-) -> None:
-    """It waits for no place among those that run."""
-    one, _ = tenants
-    for number in range(MAX_BATCHES):
-        await start(one, jsonl([line(f"{number}")]))
-        await idle_worker.claim()
-    waiting = await start(one, jsonl([line("waiting")]))
-    bad = await start(one, b"no JSON")
-    assert (await ended(one, bad)).status == "failed"
-    await reached(one, waiting, "in_progress")
-    await one.batches.cancel(waiting.id)
-    assert (await ended(one, waiting)).status == "cancelled"
-    assert len(idle_worker.seen) == MAX_BATCHES
-
-
-async def test_a_feeder_without_room_is_known_to_be_alive(
     client: AsyncOpenAI, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """Other gateways go on taking batches."""
+    """It waits for no place among those that run. Other gateways know that a feeder without room is
+    alive, and go on taking batches."""
     for number in range(MAX_BATCHES):
         await start(client, jsonl([line(f"{number}")]))
         await idle_worker.claim()
@@ -139,6 +109,13 @@ async def test_a_feeder_without_room_is_known_to_be_alive(
         return await redis_client.exists(keys.of("batches_fed")) == 1
 
     await until(is_fed)
+    waiting = await start(client, jsonl([line("waiting")]))
+    bad = await start(client, b"no JSON")
+    assert (await ended(client, bad)).status == "failed"
+    await reached(client, waiting, "in_progress")
+    await client.batches.cancel(waiting.id)
+    assert (await ended(client, waiting)).status == "cancelled"
+    assert len(idle_worker.seen) == MAX_BATCHES
 
 
 async def test_a_tenant_may_have_so_many_open_batches(
@@ -148,16 +125,15 @@ async def test_a_tenant_may_have_so_many_open_batches(
     settings = make_settings(redis_server.url, object_store=store_setting)
     await redis_client.set(keys.of("batches_fed"), 1)
     not_feeding = settings.model_copy(update={"feeds_batches": False})
-    with running_gateway(not_feeding) as url:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            batches = [await start(client, b"no JSON") for _ in range(MAX_OPEN)]
-            with pytest.raises(openai.RateLimitError) as refused:
-                await start(client, b"no JSON")
-            assert refused.value.code == "tenant_quota"
-            assert str(MAX_OPEN) in refused.value.message
-            with running_gateway(settings):
-                await ended(client, batches[0])
-                await start(client, b"no JSON")
+    async with gateway_client(not_feeding) as client:
+        batches = [await start(client, b"no JSON") for _ in range(MAX_OPEN)]
+        with pytest.raises(openai.RateLimitError) as refused:
+            await start(client, b"no JSON")
+        assert refused.value.code == "tenant_quota"
+        assert str(MAX_OPEN) in refused.value.message
+        with running_gateway(settings):
+            await ended(client, batches[0])
+            await start(client, b"no JSON")
 
 
 async def test_a_tenant_whose_files_are_full_starts_no_batch(

@@ -1,6 +1,5 @@
 """Batches whose input, parts, records or jobs' objects are lost while they run: no line is lost."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 
 from contract.batches import PART_LINES
-from contract.connection import end_tasks
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.batches.conftest import gateway_client, serving
 from tests.batches.test_batches import ended, ids, jsonl, line, results, start
 from tests.fleet import until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -38,9 +37,8 @@ async def client(
         max_batch_jobs=request.param * PART_LINES,
         object_min_bytes=64,
     )
-    with running_gateway(settings) as url:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+    async with gateway_client(settings) as client:
+        yield client
 
 
 async def run_first_part(client: AsyncOpenAI, worker: FakeWorker) -> Batch:
@@ -72,9 +70,8 @@ async def test_the_lines_of_a_lost_part_run_again(
     part.unlink()
     if left is not None:
         part.write_bytes(left)
-    serving = asyncio.create_task(idle_worker.serve())
-    batch = await ended(client, batch)
-    await end_tasks(serving)
+    async with serving(idle_worker):
+        batch = await ended(client, batch)
     assert (batch.status, batch.error_file_id) == ("completed", None)
     output = await results(client, batch.output_file_id)
     assert ids(output) == [f"{number}" for number in range(NUM_LINES)]
@@ -91,14 +88,13 @@ async def test_batches_that_cannot_go_on_leave_their_places_to_others(
     """The parts of four batches are unreadable; a younger one is complete."""
     settings = make_settings(redis_server.url, object_store=store_setting)
     await redis_client.set(keys.of("batches_fed"), 1)
-    with running_gateway(settings.model_copy(update={"feeds_batches": False})) as url:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            for _ in range(4):
-                broken = await start(client, jsonl([line("1")]))
-                await redis_client.hset(keys.of("batch_parts", broken.id), "0", "?")
-            batch = await start(client, jsonl([line("1")]))
-            with running_gateway(settings):
-                assert (await ended(client, batch)).status == "completed"
+    async with gateway_client(settings.model_copy(update={"feeds_batches": False})) as client:
+        for _ in range(4):
+            broken = await start(client, jsonl([line("1")]))
+            await redis_client.hset(keys.of("batch_parts", broken.id), "0", "?")
+        batch = await start(client, jsonl([line("1")]))
+        with running_gateway(settings):
+            assert (await ended(client, batch)).status == "completed"
 
 
 async def test_a_cancelled_batch_lists_the_lines_of_a_part_that_redis_has_lost(
@@ -121,28 +117,26 @@ async def lose_prompt(worker: FakeWorker, store: str) -> None:
     await worker.run(claimed)
 
 
-async def test_a_line_whose_job_has_lost_its_object_runs_again(
+async def test_a_line_whose_job_has_lost_its_object_runs_again_once(
     client: AsyncOpenAI, idle_worker: FakeWorker, store_setting: str
 ) -> None:
-    """The line succeeds."""
-    batch = await start(client, jsonl([line("1", prompt="x" * 100, echo=True)]))
-    await lose_prompt(idle_worker, store_setting)
-    await idle_worker.run(await idle_worker.claim())
-    batch = await ended(client, batch)
-    assert (batch.status, batch.error_file_id) == ("completed", None)
-    assert ids(await results(client, batch.output_file_id)) == ["1"]
-
-
-async def test_a_line_whose_job_loses_its_object_again_has_failed(
-    client: AsyncOpenAI, idle_worker: FakeWorker, store_setting: str
-) -> None:
-    """It does not run for ever."""
-    batch = await start(client, jsonl([line("1", prompt="x" * 100, echo=True)]))
-    await lose_prompt(idle_worker, store_setting)
-    await lose_prompt(idle_worker, store_setting)
-    batch = await ended(client, batch)
-    [error] = await results(client, batch.error_file_id)
-    assert error["response"]["body"]["error"]["code"] == "payload_lost"
+    """It succeeds then; where its job loses its object again, it has failed."""
+    asked = jsonl([line("1", prompt="x" * 100, echo=True)])
+    for loses_again in (False, True):
+        batch = await start(client, asked)
+        await lose_prompt(idle_worker, store_setting)
+        if loses_again:
+            await lose_prompt(idle_worker, store_setting)
+        else:
+            await idle_worker.run(await idle_worker.claim())
+        batch = await ended(client, batch)
+        assert batch.status == "completed"
+        assert ids(await results(client, batch.output_file_id)) == ["1"] * (not loses_again)
+        codes = [
+            error["response"]["body"]["error"]["code"]
+            for error in await results(client, batch.error_file_id)
+        ]
+        assert codes == ["payload_lost"] * loses_again
 
 
 def long_lines() -> list[dict[str, Any]]:
@@ -160,7 +154,6 @@ async def test_a_batch_whose_file_is_deleted_fails_with_the_results_of_what_runs
     batch = await start(client, jsonl(asked))
     running = await idle_worker.claim()
     await client.files.delete(batch.input_file_id)
-    serving = asyncio.create_task(idle_worker.serve())
 
     async def is_lost() -> bool:  # all other parts that were read have ended
         nonlocal batch
@@ -169,11 +162,11 @@ async def test_a_batch_whose_file_is_deleted_fails_with_the_results_of_what_runs
         counts = batch.request_counts
         return counts is not None and counts.completed == 3 * PART_LINES
 
-    await until(is_lost)
-    assert batch.status == "in_progress"
-    await idle_worker.run(running)
-    batch = await ended(client, batch)
-    await end_tasks(serving)
+    async with serving(idle_worker):
+        await until(is_lost)
+        assert batch.status == "in_progress"
+        await idle_worker.run(running)
+        batch = await ended(client, batch)
     assert batch.status == "failed"
     assert batch.errors is not None
     assert [error.code for error in batch.errors.data or []] == ["file_not_found"]

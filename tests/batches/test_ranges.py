@@ -66,7 +66,6 @@ def test_several_ranges_get_their_bytes_if_they_touch() -> None:
     ],
 )
 def test_what_is_no_range_of_bytes_is_ignored(header: str) -> None:
-    """As if there were no header."""
     assert Span.asked(header, 6) is None
 
 

@@ -1,6 +1,5 @@
 """Batches of responses: what their lines may ask for, and what is stored beside the output."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,13 +10,13 @@ import redis.asyncio
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
-from contract.connection import end_tasks
 from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
+from tests.batches.conftest import gateway_client, serving
 from tests.batches.test_batches import Url, ended, ids, jsonl, results, start
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
-from tests.gateway.conftest import make_settings, running_gateway
+from tests.gateway.conftest import make_settings
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model
 from tests.gateway.test_responses_api import TOOL, thinks_and_calls
 
@@ -113,14 +112,13 @@ async def test_a_stored_response_outlives_its_batch(
 
 async def test_chains_go_through_batches(client: AsyncOpenAI, idle_worker: FakeWorker) -> None:
     """A line goes on from a stored response, and a call from a stored line."""
-    serving = asyncio.create_task(idle_worker.serve())
-    first = await client.responses.create(model=MODEL, input="One")
-    asked = line("two", previous_response_id=first.id, store=True)
-    [second] = await bodies(client, await run(client, asked))
-    third = await client.responses.create(
-        model=MODEL, input="Three", previous_response_id=second.id
-    )
-    await end_tasks(serving)
+    async with serving(idle_worker):
+        first = await client.responses.create(model=MODEL, input="One")
+        asked = line("two", previous_response_id=first.id, store=True)
+        [second] = await bodies(client, await run(client, asked))
+        third = await client.responses.create(
+            model=MODEL, input="Three", previous_response_id=second.id
+        )
     assert second.previous_response_id == first.id
     listed = [item async for item in await client.responses.input_items.list(third.id, order="asc")]
     texts = [item.model_dump()["content"][0]["text"] for item in listed]
@@ -175,21 +173,19 @@ async def test_another_gateway_goes_on_with_responses(
     redis_client: redis.asyncio.Redis,
     idle_worker: FakeWorker,
 ) -> None:
-    """It finds the jobs of the gateway before it: no line responds twice, and all are stored."""
+    """A gateway that ends gives its lease back; the next finds the parts and the jobs: no line
+    responds twice, and all are stored."""
     settings = make_settings(redis_server.url, object_store=store_setting)
     asked = [line(f"{number}", store=True) for number in range(100)]
-    with running_gateway(settings) as url:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            batch = await start(client, jsonl(asked), RESPONSES)
-            for _ in range(80):
-                await idle_worker.run(await idle_worker.claim())
-    with running_gateway(settings) as url:
-        serving = asyncio.create_task(idle_worker.serve())
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            batch = await ended(client, batch)
-            found = await bodies(client, batch)
-            stored = [await client.responses.retrieve(response.id) for response in found]
-        await end_tasks(serving)
+    async with gateway_client(settings) as client:
+        batch = await start(client, jsonl(asked), RESPONSES)
+        for _ in range(80):
+            await idle_worker.run(await idle_worker.claim())
+    async with gateway_client(settings) as client, serving(idle_worker):
+        batch = await ended(client, batch)
+        output, found = await results(client, batch.output_file_id), await bodies(client, batch)
+        stored = [await client.responses.retrieve(response.id) for response in found]
+    assert (batch.status, ids(output)) == ("completed", ids(asked))
     assert len({job.id for job in idle_worker.seen}) == len(idle_worker.seen) == 100
     assert stored == found
     assert [response.output_text for response in found] == ["Hello wörld!"] * 100

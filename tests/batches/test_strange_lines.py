@@ -14,16 +14,50 @@ from gateway.http.bodies import parse_object
 from gateway.http.errors import ApiError
 from gateway.prepare import calls
 from gateway.runners.batches import part_run
-from tests.batches.test_batches import CHAT, ended, jsonl, line, results, start
+from tests.batches.test_batches import (
+    CHAT,
+    COMPLETIONS,
+    Url,
+    ended,
+    ids,
+    jsonl,
+    line,
+    results,
+    start,
+)
+from tests.gateway.bad_requests import BODIES
 from tests.gateway.fake_worker import FakeWorker, says
 from tests.gateway.strings_in_strings import chats
-from tests.gateway.test_strings_in_strings import DEEP, with_arguments
+from tests.gateway.test_strings_in_strings import DAMAGED, DEEP, with_arguments
 
 pytestmark = pytest.mark.anyio
 
-
-def request(number: int, body: dict[str, Any]) -> dict[str, Any]:
-    return {"custom_id": f"{number}", "method": "POST", "url": CHAT, "body": body}
+SCHEMAS: list[dict[str, Any]] = [
+    {"$ref": "#"},
+    {"type": "object", "properties": {f"p{n}": {} for n in range(1_000)}},
+    {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": {"type": "null"}}},
+    {"oneOf": [{"type": "object", "properties": {f"p{n}": {}}} for n in range(30)]},
+    {"type": "string", "pattern": "(?=a)b"},
+]
+# What the server must take as well as what it must refuse.
+FIELDS: list[dict[str, Any]] = [
+    *(
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": each}}}
+        for each in SCHEMAS
+    ),
+    *({"guided_regex": each} for each in ("a{1000000}", "(", "(?<=a)b", "")),
+    {"guided_grammar": "start: start"},
+    {"guided_json": '{"type": "string", "const": "\\ud800"}'},
+    {"guided_json": "[" * 5_000},
+    {"guided_choice": ["a", ""]},
+    {"max_tokens": -1},
+    {"max_tokens": 10**9},
+    {"temperature": 1e300},
+    {"stop": [""]},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]},
+    {"logit_bias": {"999999": 1}},
+    {"unknown": 1},
+]
 
 
 def readable(rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -31,27 +65,47 @@ def readable(rng: random.Random) -> Iterator[dict[str, Any]]:
     while True:
         body = chats(rng)
         with contextlib.suppress(ApiError):
-            parse_object(json.dumps(request(0, body)).encode())
+            parse_object(json.dumps(line("0", CHAT) | {"body": body}).encode())
             yield body
 
 
-async def test_each_line_with_strange_strings_has_its_result(
-    client: AsyncOpenAI, worker: FakeWorker
-) -> None:
-    """An answer, or an error that is not the server's."""
-    worker.script = says("ab")
-    deep = [with_arguments('{"a": ' + "[" * n + "]" * n + "}") for n in DEEP[::4]]
-    bodies = [*deep, *itertools.islice(readable(random.Random(4)), 60)]
+def strange_bodies() -> Iterator[dict[str, Any]]:
+    """With JSON inside of strings."""
+    deep = ['{"a": ' + "[" * n + "]" * n + "}" for n in DEEP[::4]]
+    yield from map(with_arguments, [*deep, *DAMAGED, "", "null", '{"a":', f'{{"a":{"9" * 5_000}}}'])
+    yield from itertools.islice(readable(random.Random(4)), 60)
 
-    batch = await ended(
-        client, await start(client, jsonl([request(*each) for each in enumerate(bodies)]), CHAT)
-    )
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+async def test_each_strange_line_has_its_result(
+    client: AsyncOpenAI, worker: FakeWorker, url: Url
+) -> None:
+    """An answer, or an error that is not the server's; good lines are answered."""
+    worker.script = says("ab")
+    asked = [line("good", url), *(line(f"{n}", url, **each) for n, each in enumerate(FIELDS))]
+    if url == CHAT:
+        asked += [line(f"b{n}", url) | {"body": b} for n, b in enumerate(strange_bodies())]
+
+    batch = await ended(client, await start(client, jsonl(asked), url))
 
     assert batch.status == "completed", batch.errors
     found = await results(client, batch.output_file_id)
     failed = await results(client, batch.error_file_id)
-    assert len(found) + len(failed) == len(bodies)
-    assert {each["response"]["status_code"] for each in failed} <= {400}
+    assert sorted(ids(found) + ids(failed)) == sorted(ids(asked))
+    assert "good" in ids(found)
+    assert {each["response"]["status_code"] for each in failed} == {400}
+
+
+async def test_each_line_that_is_no_request_is_an_error_of_its_file(
+    client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    """None ends the reading of the others."""
+    lines = [body.replace(b"\n", b" ") for body in BODIES.values()]
+    batch = await ended(client, await start(client, b"\n".join(lines)))
+    assert (batch.status, worker.seen) == ("failed", [])
+    assert batch.errors is not None
+    found = [error.line for error in batch.errors.data or []]
+    assert found == [number for number, each in enumerate(lines, 1) if each.strip()]
 
 
 async def test_an_unexpected_error_is_that_of_its_line(

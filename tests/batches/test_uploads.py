@@ -11,7 +11,6 @@ import pytest
 import redis.asyncio
 from openai import AsyncOpenAI
 
-from contract.api_keys import ApiKeys, KeyTerms
 from contract.keys import Keys
 from tests.clock import TEST_CLOCK
 from tests.fleet import until
@@ -101,7 +100,6 @@ async def test_what_does_not_make_the_file_is_refused(client: AsyncOpenAI) -> No
 
 
 async def test_a_cancelled_upload_is_gone(client: AsyncOpenAI, tmp_path: Path) -> None:
-    """With its parts and what it counted."""
     upload_id = await begin(client, 3_000_000)
     await add(client, upload_id, b"abc")
     with pytest.raises(openai.RateLimitError):
@@ -117,7 +115,6 @@ async def test_a_cancelled_upload_is_gone(client: AsyncOpenAI, tmp_path: Path) -
 async def test_a_damaged_record_of_an_upload_is_told(
     client: AsyncOpenAI, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
-    """As that of a file."""
     upload_id = await begin(client)
     await redis_client.hset(keys.of("file", upload_id), "purpose", "upload:soon")
     with pytest.raises(openai.APIStatusError) as refused:
@@ -143,14 +140,10 @@ async def test_an_upload_ends_after_an_hour(
 
 
 async def test_uploads_of_other_tenants_do_not_exist(
-    base_url: str, redis_client: redis.asyncio.Redis, keys: Keys
+    tenants: tuple[AsyncOpenAI, AsyncOpenAI],
 ) -> None:
     """The same 404 as for an unknown id."""
-    clients = []
-    for tenant in ("one", "two"):
-        key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant=tenant))
-        clients.append(AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0))
-    one, two = clients
+    one, two = tenants
     upload_id = await begin(one)
     for asked in (upload_id, "upload_" + "0" * 32, "upload_x"):
         for ask in (
@@ -161,8 +154,6 @@ async def test_uploads_of_other_tenants_do_not_exist(
             with pytest.raises(openai.NotFoundError) as refused:
                 await ask
             assert refused.value.code == "upload_not_found"
-    for client in clients:
-        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +180,6 @@ async def test_a_wrong_request_names_what_is_wrong(
     status: int,
     param: str | None,
 ) -> None:
-    """Of each of the paths."""
     path = path.format(id=await begin(client))
     async with httpx.AsyncClient(base_url=base_url) as http:
         answer = await http.post(f"/v1/uploads{path}", **request_)
@@ -200,4 +190,4 @@ async def test_a_file_may_be_too_large_in_parts_too(client: AsyncOpenAI) -> None
     """By what is announced, before any part is sent."""
     with pytest.raises(openai.APIStatusError) as refused:
         await begin(client, 3_000_001)
-    assert (refused.value.status_code, refused.value.body) == (413, refused.value.body)
+    assert refused.value.status_code == 413

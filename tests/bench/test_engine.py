@@ -72,7 +72,6 @@ def test_all_strategies_yield_equal_tokens_and_all_figures(
 
 
 def test_no_request_starts_before_its_arrival() -> None:
-    """On the test's clock."""
     now_s = 0.0
 
     def clock_s() -> float:
@@ -119,25 +118,25 @@ def test_errors_name_the_wrong_field_of_a_workload(
         read_workload(file)
 
 
+@pytest.mark.parametrize("command", ["bench engine", "compare"])
 def test_a_command_that_cannot_run_ends_with_one_sentence(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For a missing file, a token beyond the vocabulary, and a missing model."""
-    missing = tmp_path / "none.json"
     beyond = save(Workload((WorkloadRequest((VOCAB_SIZE,), 2),)), tmp_path)
+    words = command.split()
 
-    assert run("--model", model, "--workload", missing) == 1
-    assert run("--model", model, "--workload", beyond) == 1
-    assert run("--model", tmp_path / "nowhere", "--workload", beyond) == 1
+    assert main([*words, f"--model={model}", f"--workload={tmp_path / 'none.json'}"]) == 1
+    assert main([*words, f"--model={model}", f"--workload={beyond}"]) == 1
+    assert main([*words, f"--model={tmp_path / 'nowhere'}", f"--workload={beyond}"]) == 1
 
-    messages = [line for line in capsys.readouterr().err.splitlines() if "bench engine:" in line]
+    messages = [line for line in capsys.readouterr().err.splitlines() if f"{command}:" in line]
     assert len(messages) == 3
     assert "none.json cannot be read" in messages[0]
     assert "vocabulary" in messages[1]
 
 
 def test_percentiles_are_measured_values() -> None:
-    """They are not interpolated."""
     assert percentile([], 0.5) is None
     assert percentile([3.0], 0.99) == 3.0
     assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
@@ -145,7 +144,6 @@ def test_percentiles_are_measured_values() -> None:
 
 
 def test_latencies_of_a_timeline() -> None:
-    """From arrival, and between tokens."""
     timeline = Timeline(1.0, [7, 8, 9], [1.5, 1.75, 2.5])
 
     assert (timeline.ttft_s, timeline.itls_s, timeline.e2e_s) == (0.5, [0.25, 0.75], 1.5)

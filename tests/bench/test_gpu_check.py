@@ -24,6 +24,7 @@ from bench.gpu_check.record import Finding, Record
 from bench.models import SHAPES, TINY, random_decoder, save_model
 from bench.processes import UP_IS_READY, NotStarted, run_program, running_server
 from infra.measure.workloads import log_uniform_workload
+from tests.infra.processes import is_alive
 
 CPU = torch.device("cpu")
 
@@ -130,7 +131,6 @@ def test_the_model_suits_the_card(free_bytes: int, name: str, num_out: int) -> N
 
 
 def test_a_shape_counts_its_weights() -> None:
-    """All but those of the norms."""
     decoder = random_decoder(TINY.config(), CPU, torch.float32)
 
     counted = sum(p.numel() for p in decoder.parameters() if p.ndim == 2)
@@ -192,19 +192,13 @@ time.sleep(600)
 """
 
 
-def has_ended(pid: int) -> bool:
-    """Also if nobody has waited for it."""
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
 def test_a_program_that_is_too_slow_ends_with_its_children(tmp_path: Path) -> None:
     lines: list[str] = []
 
     with pytest.raises(TimeoutError):
         run_program([sys.executable, "-c", PARENT], tmp_path / "log", 3.0, lines.append)
 
-    assert has_ended(int(lines[0]))
+    assert not is_alive(int(lines[0]))
 
 
 def test_a_server_that_does_not_start_says_why(
@@ -224,7 +218,7 @@ def test_a_server_that_does_not_start_says_why(
         running_server([sys.executable, "-c", PARENT], tmp_path / "slow", "ready (.*)", 2.0),
     ):
         pass
-    assert has_ended(int((tmp_path / "slow").read_text()))
+    assert not is_alive(int((tmp_path / "slow").read_text()))
 
 
 def test_what_was_started_ends_with_a_check_that_is_killed() -> None:
@@ -256,12 +250,8 @@ def test_a_lost_token_is_far_behind_the_models_choice(
     monkeypatch.setattr(calls, "_STREAMS_EACH", 1)
     save_model(TINY, CPU, torch.float32, tmp_path / "model")
     command = [sys.executable, "-m", "infra", "up", "--port=0", f"--model={tmp_path / 'model'}"]
-    command += [
-        "--engine=own",
-        f"--served-model-name={calls.MODEL}",
-        "--kv-cache-gib=0.01",
-        "--threads=1",
-    ]
+    command += ["--engine=own", f"--served-model-name={calls.MODEL}"]
+    command += ["--kv-cache-gib=0.01", "--threads=1"]
     workload = log_uniform_workload(
         2, TINY.vocab_size, prompt_tokens=(6, 6), output_tokens=(20, 20)
     )

@@ -24,6 +24,7 @@ from infra.parser import build_parser
 from infra.tables import progress_line
 from tests.bench import scripted_server as script
 from tests.bench.scripted_server import ScriptedServer, WatchedClock
+from tests.infra.test_keeper import Terminal
 
 pytestmark = pytest.mark.anyio
 
@@ -130,7 +131,6 @@ async def test_an_absent_server_fails_every_call() -> None:
 
 
 async def test_plain_calls_send_only_parameters_of_openai(server: ScriptedServer) -> None:
-    """--plain leaves out the two extensions."""
     await run(server, one_by_one(script.ANSWER))
     await run(server, one_by_one(script.ANSWER), is_plain=True)
 
@@ -169,7 +169,6 @@ def test_throughput_and_latency_are_in_separate_tables() -> None:
 
 
 def test_the_csv_has_a_row_for_each_request(tmp_path: Path) -> None:
-    """Of all runs. Missing values are empty."""
     write_csv(finished_runs(), tmp_path / "out.csv")
 
     with (tmp_path / "out.csv").open() as file:
@@ -230,13 +229,11 @@ def test_options_become_loads(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,prompt_tokens,max_tokens\n3,5,2\n1.5,7,4\n")
     [traced] = loads_of("--trace", str(trace))
-    lengths = [(r.arrival_s, len(r.prompt_token_ids), r.max_tokens) for r in _requests(traced)]
-    assert lengths == [(1.5, 7, 4), (3.0, 5, 2)]
+    assert [
+        (request.arrival_s, len(request.prompt_token_ids), request.max_tokens)
+        for request in traced.workload.requests
+    ] == [(1.5, 7, 4), (3.0, 5, 2)]
     assert traced.is_open
-
-
-def _requests(load: Load) -> tuple[WorkloadRequest, ...]:
-    return load.workload.requests
 
 
 @pytest.mark.parametrize(
@@ -255,27 +252,7 @@ def test_errors_name_the_wrong_line_of_a_trace(text: str, reason: str, tmp_path:
         read_trace(trace, 256, "s")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(("--prompt-tokens", text) for text in ("0", "9:4", "1:2:3", "a")),
-        ("--cancel-share", "1.1"),
-        ("--base-url", "localhost:8000"),
-        ("--rate", "0"),
-    ],
-)
-def test_bad_options_are_errors(arguments: tuple[str, str]) -> None:
-    """Before any request."""
-    with pytest.raises(SystemExit) as ended:
-        loads_of(*arguments)
-    assert ended.value.code == 2
-
-
 def test_progress_is_shown_on_terminals_only() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         show = progress_line("requests", stream)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,8 @@ from infra.cli import main
 from tests.fakes import HashModelOptions
 from tests.infra.processes import wait_until
 from tests.infra.stack import Stack, running_stack
+from tests.telemetry.test_exactness import summed
+from tests.telemetry.test_metrics import samples
 
 pytestmark = pytest.mark.e2e
 
@@ -54,12 +55,7 @@ def counted(stack: Stack, name: str, **labels: str) -> int:
     """The sum of a counter's series with these labels, from the gateway's /metrics."""
     headers = {"Authorization": f"Bearer {KEY}"}
     page = httpx.get(f"{stack.url}/metrics", headers=headers, timeout=20).text
-    total = 0.0
-    for line in page.splitlines():
-        found = re.match(rf"batchway_{name}{{(.*)}} (\S+)$", line)
-        if found and all(f'{key}="{value}"' in found[1] for key, value in labels.items()):
-            total += float(found[2])
-    return int(total)
+    return int(summed(samples(page), name, **labels))
 
 
 def test_sums_are_the_servers_metrics(stack: Stack, tmp_path: Path) -> None:

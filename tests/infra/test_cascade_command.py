@@ -2,9 +2,7 @@
 
 import json
 import math
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from infra.measure.cascade_fit import (
     Measured,
     fit_threshold,
 )
+from tests.loopback import Handler, running_server
 
 CASCADE = """\
 models:
@@ -132,70 +131,53 @@ def test_each_point_is_what_the_cascade_does(rows: list[Measured]) -> None:
     ],
 )
 def test_data_that_tell_nothing_are_refused(rows: list[Measured], fault: str) -> None:
-    """By what is missing."""
     with pytest.raises(CannotFit, match=fault):
         fit_threshold(rows, target=0.98, seed=0)
 
 
-class Models(ThreadingHTTPServer):
-    """On a free port of loopback, in a thread."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.bodies: list[Any] = []
-
-
-class Answers(BaseHTTPRequestHandler):
+class Models:
     """`small` knows numbers below 30, and is sure of those below 40; `large` knows all."""
 
-    server: Models
+    def __init__(self) -> None:
+        self.url = ""
+        self.bodies: list[Any] = []
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.bodies.append(body)
-        if self.path == "/v1/score":
+    def answer(self, path: str, body: Any) -> tuple[int, object]:
+        """The status and the data."""
+        self.bodies.append(body)
+        if path == "/v1/score":
             if not body["text_2"]:
-                self.answer(400, {"error": {"code": "invalid_value"}})
-                return
-            self.answer(200, {"data": [{"score": 0.9 if int(body["text_1"]) < 40 else 0.1}]})
-            return
+                return 400, {"error": {"code": "invalid_value"}}
+            return 200, {"data": [{"score": 0.9 if int(body["text_1"]) < 40 else 0.1}]}
         is_chat = "messages" in body
         number = int(body["messages"][0]["content"] if is_chat else body["prompt"])
+        if number == 999:
+            return 400, {"error": {"code": "bad", "message": f"{number} is secret"}}
         is_small = body["model"] == "small"
         sure = math.log(0.9 if number < 40 else 0.2)
         text = f" {number if not is_small or number < 30 else -1}\n"
-        if is_small and number == 38 and not body.get("response_format"):
-            text = ""
         if body.get("response_format"):
             text = json.dumps({"is": int(text), "sure": math.exp(sure)})
+        elif is_small and number == 38:
+            text = ""
         choice: dict[str, Any] = {"text": text, "logprobs": {"token_logprobs": [sure] * 3}}
         if is_chat:
             tokens = [{"logprob": sure}] * 3
             choice = {"message": {"content": text}, "logprobs": {"content": tokens}}
-        if number == 999:
-            self.answer(400, {"error": {"code": "bad", "message": f"{number} is secret"}})
-        else:
-            self.answer(200, {"choices": [choice], "usage": {"total_tokens": 7}})
-
-    def answer(self, status: int, data: object) -> None:
-        text = json.dumps(data).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
+        return 200, {"choices": [choice], "usage": {"total_tokens": 7}}
 
 
 @pytest.fixture
 def server() -> Iterator[Models]:
-    with Models() as found:
-        thread = threading.Thread(target=found.serve_forever)
-        thread.start()
-        yield found
-        found.shutdown()
-        thread.join()
+    models = Models()
+
+    class Answers(Handler):
+        def do_POST(self) -> None:
+            status, data = models.answer(self.path, json.loads(self.body()))
+            self.answer(status, json.dumps(data).encode())
+
+    with running_server(Answers) as models.url:
+        yield models
 
 
 def fit(server: Models, folder: Path, kind: str, lines: list[Any], *more: str) -> int:
@@ -206,7 +188,7 @@ def fit(server: Models, folder: Path, kind: str, lines: list[Any], *more: str) -
         [
             *("cascade", "fit", f"--data={folder / 'data.jsonl'}"),
             f"--models={folder / 'models.yaml'}",
-            f"--base-url=http://127.0.0.1:{server.server_port}/v1",
+            f"--base-url={server.url}/v1",
             *("--target-quality=0.9", f"--json={folder / 'out.json'}", *more),
         ]
     )
@@ -342,7 +324,6 @@ def test_a_cascade_is_named_where_there_are_several(
 def test_the_demo_models_held_out_questions_are_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chat, with a text as the answer."""
     from training.questions import main as write_questions
 
     monkeypatch.setattr("sys.argv", ["questions", "--per-family", "2"])

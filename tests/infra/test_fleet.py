@@ -82,7 +82,6 @@ def test_fields_become_options_of_the_worker(tmp_path: Path) -> None:
     ["{enable_thinking: false, a: [1, null]}", '\'{"enable_thinking":false,"a":[1,null]}\''],
 )
 def test_template_variables_are_a_mapping_or_json(tmp_path: Path, written: str) -> None:
-    """Beside the other options of generating."""
     text = (
         f"models:\n- model: demo\n  default_chat_template_kwargs: {written}\n"
         "  generation_config: none\n  tool_call_parser: hermes\n"
@@ -230,7 +229,6 @@ def test_weights_without_shares_must_fit_together(tmp_path: Path, small_machine:
 
 
 def test_a_refused_fleet_starts_nothing(tmp_path: Path) -> None:
-    """Exit status 2, and one sentence."""
     file = tmp_path / "fleet.yaml"
     file.write_text(two("memory_share: 0.7, device: cpu", "memory_share: 0.7, device: cpu"))
     done = call_cli("up", "--port=0", "--fleet", str(file))

@@ -1,7 +1,6 @@
 """`batchway up --fleet` from end to end: two models behind one address. The hash model stands for
 them where the weights do not matter; its engine is a process that starts in a tenth of the time."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -17,8 +16,6 @@ from tests.hash_engine import HASH_MODEL_FILE
 from tests.infra.processes import wait_until
 from tests.infra.stack import Stack, running_fleet
 from tests.infra.test_cli import run_cli
-from tests.tiny_models import save_tiny_model
-from workers.model.machine import total_cpu_bytes
 
 pytestmark = pytest.mark.e2e
 
@@ -39,15 +36,6 @@ def hash_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two models with different answers."""
     root = tmp_path_factory.mktemp("hash_models")
     return save_hash_model(root / "a", eos_rate=0.0), save_hash_model(root / "b", eos_rate=0.4)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models with different weights."""
-    root = tmp_path_factory.mktemp("models")
-    return save_tiny_model("llama", root / "a", seed=1), save_tiny_model(
-        "qwen3", root / "b", seed=2
-    )
 
 
 def complete(client: openai.OpenAI, model: str) -> str:
@@ -149,49 +137,3 @@ def test_a_fleet_outlives_a_model_that_cannot_be_loaded(
         assert complete(client, "b")
         assert complete(client, "a") == first
         assert stack.end() == 0
-
-
-@pytest.mark.campaign
-@pytest.mark.long  # six starts; test_keeper.py has the rule
-def test_a_fleet_outlives_a_model_that_dies_again_and_again(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Killed whenever it has started: it is given up, and the other answers throughout."""
-    a, b = folders
-    file = tmp_path / "fleet.yaml"
-    file.write_text(f"models:\n- {{model: {a}, {FIELDS}}}\n- {{model: {b}, {FIELDS}}}\n")
-    with running_fleet(file) as stack:
-        client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
-        first, num_killed = complete(client, "a"), 0
-
-        def is_given_up() -> bool:
-            nonlocal num_killed
-            with contextlib.suppress(ValueError, ProcessLookupError):
-                end_worker(stack, str(b), signal.SIGKILL)
-                num_killed += 1
-            return any("model 'b' has failed: signal SIGKILL" in line for line in stack.lines)
-
-        wait_until(is_given_up, timeout_s=120)
-        assert num_killed == 6
-        assert complete(client, "a") == first
-        listed = {m["id"]: m for m in httpx.get(f"{stack.url}/v1/models").json()["data"]}
-        assert listed["a"]["failed"] is None
-        assert stack.process.poll() is None
-
-
-@pytest.mark.campaign
-@pytest.mark.long  # test_loader.py has the sentence, test_local_stack.py the end of everything
-def test_a_worker_without_room_for_a_cache_ends_everything(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """The share holds the weights and no more: with figures, without endless restarts."""
-    weights = folders[0] / "model.safetensors"
-    share = weights.stat().st_size / total_cpu_bytes()
-    file = tmp_path / "fleet.yaml"
-    file.write_text(f"models:\n- {{model: {folders[0]}, memory_share: {share:.12f}, {FIELDS}}}\n")
-    with running_fleet(file) as stack:
-        assert stack.wait() == 1
-        stack.wait_for("for the KV cache")
-        stack.wait_for("batchway | worker-1 cannot run (exit status 3)")
-        assert not any("starts again" in line for line in stack.lines)
-        stack.assert_left_nothing([])

@@ -40,17 +40,10 @@ def child_of(program: str, output: TextIO, *, pass_fds: Sequence[int] = ()) -> C
 
 
 def test_pauses_between_restarts_grow_until_the_last() -> None:
-    """At most five restarts in a row."""
+    """A long run begins them anew."""
     restarts = Restarts()
     pauses = [restarts.next_pause_s(lived_s=1.0) for _ in range(6)]
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, None]
-
-
-def test_a_long_run_resets_the_restarts() -> None:
-    """After a minute."""
-    restarts = Restarts()
-    for _ in range(5):
-        restarts.next_pause_s(lived_s=0.0)
     assert restarts.next_pause_s(lived_s=61.0) == 0.5
 
 
@@ -59,7 +52,6 @@ def test_a_long_run_resets_the_restarts() -> None:
     [(1, "exit status 1"), (-9, "signal SIGKILL"), (-200, "signal 200")],
 )
 def test_an_exit_status_is_described(status: int, words: str) -> None:
-    """Signals have their names, if known."""
     assert describe_status(status) == words
 
 
@@ -116,24 +108,28 @@ async def pauses_of(
     return pauses, told
 
 
-async def test_a_part_that_dies_again_and_again_is_tried_for_ever() -> None:
-    """After five quick failures it is given up, with the last words of each life."""
-    pauses, told = await pauses_of("print('no memory'); print(); raise SystemExit(1)", 8)
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0]
-    assert told == [("exit status 1: no memory", pause_s) for pause_s in (15.0, 30.0, 60.0)]
-
-
-async def test_a_part_that_is_refused_is_given_up_at_once() -> None:
-    """And tried again: the cause may pass."""
-    pauses, told = await pauses_of("raise SystemExit(3)", 3)
-    assert pauses == [15.0, 30.0, 60.0]
-    assert told == [("exit status 3", pause_s) for pause_s in pauses]
-
-
-async def test_a_part_that_lives_long_is_not_given_up() -> None:
-    """However often it ends."""
-    pauses, told = await pauses_of("raise SystemExit(1)", 8, lived_s=61.0)
-    assert (pauses, told) == ([0.5] * 8, [])
+@pytest.mark.parametrize(
+    ("program", "lived_s", "pauses", "reason"),
+    [
+        (
+            "print('no memory'); print(); raise SystemExit(1)",
+            0.0,
+            [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0],
+            "exit status 1: no memory",
+        ),
+        ("raise SystemExit(3)", 0.0, [15.0, 30.0, 60.0], "exit status 3"),
+        ("raise SystemExit(1)", 61.0, [0.5] * 8, ""),
+    ],
+    ids=["dies again and again", "is refused", "lives long"],
+)
+async def test_a_part_is_given_up_and_tried_for_ever(
+    program: str, lived_s: float, pauses: list[float], reason: str
+) -> None:
+    """After five quick failures, or one refusal, whose cause may pass; with the last words of each
+    life. One that lives long is not given up, however often it ends."""
+    found, told = await pauses_of(program, len(pauses), lived_s=lived_s)
+    assert found == pauses
+    assert told == [(reason, pause_s) for pause_s in pauses if pause_s >= 15.0]
 
 
 async def test_each_start_is_announced() -> None:
@@ -179,7 +175,6 @@ async def test_a_child_that_ignores_the_signal_is_killed() -> None:
 
 
 async def test_a_child_ends_when_its_lifeline_is_cut() -> None:
-    """By SIGTERM, then by SIGKILL."""
     program = (
         "import signal, time; from infra.child import end_with_parent; "
         "signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); "

@@ -80,7 +80,6 @@ def test_a_key_is_created_listed_rotated_and_revoked(keys_of: Any) -> None:
 
 
 def test_only_the_owner_can_read_a_key_file(keys_of: Any, tmp_path: Path) -> None:
-    """`--json OUT` writes it besides printing."""
     path = tmp_path / "key.json"
     status, out, _ = keys_of("create", "--tenant=acme", "--json", str(path))
     assert status == 0
@@ -105,29 +104,6 @@ def test_an_impossible_command_gives_one_sentence(
     assert found == status
     assert complaint in errors
     assert "Traceback" not in errors
-
-
-@pytest.mark.parametrize(
-    ("option", "complaint"),
-    [
-        ("--scopes=everything", "different names out of inference"),
-        ("--lanes=fast", "different names out of"),
-        ("--lane-share=1.5", "over 0, at most 1"),
-        ("--requests-per-minute=0", "at least 1"),
-        ("--retention-s=59", "at least 60"),
-        ("--retention-s=nan", "at least 60"),
-        ("--weight=101", "at least 0.01, at most 100"),
-        ("--expires=0", "over 0"),
-    ],
-)
-def test_errors_name_wrong_terms(
-    option: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before any request to Redis."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(["keys", "create", "--tenant=acme", option])
-    assert end.value.code == 2
-    assert complaint in capsys.readouterr().err
 
 
 def test_a_short_pepper_is_an_error(keys_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import pytest
 import redis
 
 from batchway_client.events import Parser
-from contract.jobs import SamplingParams
-from tests.fakes import HashModelOptions, encode_text, expected_output
+from tests.fakes import HashModelOptions
 from tests.infra.processes import wait_until
 from tests.infra.stack import MODEL, Stack, running_stack
 from tests.infra.test_cli import run_cli
@@ -126,7 +126,6 @@ def test_children_end_with_a_killed_parent() -> None:
 
 
 def test_a_second_signal_kills() -> None:
-    """Without waiting for a long answer."""
     with running_stack("--max-model-len=512", model=ENDLESS) as stack:
         request = Stream(stack, max_tokens=480)
         children = stack.children()
@@ -139,7 +138,6 @@ def test_a_second_signal_kills() -> None:
 
 
 def test_a_model_that_cannot_be_served_ends_everything() -> None:
-    """With one sentence, without endless restarts."""
     with running_stack(model=HashModelOptions(refuses="the folder holds no model")) as stack:
         assert stack.wait() == 1
         stack.wait_for("the folder holds no model")
@@ -151,44 +149,22 @@ def test_a_model_that_cannot_be_served_ends_everything() -> None:
 
 @pytest.mark.campaign
 def test_a_data_directory_keeps_jobs_across_restarts(tmp_path: Path) -> None:
-    """One that finished in a run can be read in the next, which finishes one that was running,
-    token for token. With the durable profile, Redis writes before it answers."""
+    """One that finished in a run can be read in the next. With the durable profile, Redis writes
+    before it answers."""
     kept = (f"--data-dir={tmp_path}", "--drain-s=0")
-    body = {"model": MODEL, "prompt": "go on", "max_tokens": 80, "temperature": 0}
-    body |= {"return_token_ids": True}
-
-    def post(stack: Stack, body: dict[str, Any]) -> str:
-        sent = {"endpoint": "/v1/completions", "body": body}
-        job_id: str = httpx.post(f"{stack.url}/v1/jobs", json=sent).json()["id"]
-        return job_id
-
-    def job_of(stack: Stack, job_id: str) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{stack.url}/v1/jobs/{job_id}").json()
-        return found
-
-    with running_stack(*kept, model=ENDLESS) as stack:
-        short = post(stack, {"model": MODEL, "prompt": "keep me", "max_tokens": 4})
-        wait_until(lambda: bool(job_of(stack, short)["status"] == "succeeded"))
-        long = post(stack, body)
-        wait_until(lambda: job_of(stack, long)["usage"]["completion_tokens"] > 5)
+    with running_stack(*kept) as stack:
+        job_id = stack.complete().headers["x-job-id"]
         assert stack.end() == 0
-    with running_stack(*kept, "--durability=durable", model=ENDLESS) as stack:
-        assert job_of(stack, short)["status"] == "succeeded"
+    with running_stack(*kept, "--durability=durable") as stack:
+        assert httpx.get(f"{stack.url}/v1/jobs/{job_id}").json()["status"] == "succeeded"
         [path] = stack.temp_dir.glob("batchway-*/redis.sock")
         with redis.Redis(unix_socket_path=str(path), decode_responses=True) as client:
             assert client.config_get("appendfsync") == {"appendfsync": "always"}
-        wait_until(lambda: job_of(stack, long)["status"] == "succeeded")
-        job = job_of(stack, long)
         assert stack.end() == 0
-    params = SamplingParams(max_tokens=80, seed=0, temperature=0.0)
-    expected, _ = expected_output(encode_text("go on"), params, eos_rate=0.0)
-    assert job["result"]["choices"][0]["token_ids"] == expected
-    assert job["attempt"] == 1
 
 
 def test_each_partition_gets_a_worker(tmp_path: Path) -> None:
-    """The namespace keeps its number. Fewer workers than partitions are refused, before anything
-    starts where the number is given."""
+    """The namespace keeps its number. Fewer workers than partitions are refused."""
     kept = (f"--data-dir={tmp_path}", "--drain-s=0")
     with running_stack(*kept, "--partitions=2", "--workers=2") as stack:
         assert (
@@ -196,16 +172,9 @@ def test_each_partition_gets_a_worker(tmp_path: Path) -> None:
         )  # the partition of its name
         assert httpx.get(f"{stack.url}/readyz").json()["workers"] == {MODEL: 2}
         assert stack.end() == 0
-    for given, status in (((), 1), (("--partitions=2",), 2)):
-        with running_stack(*kept, *given) as stack:
-            assert stack.wait() == status
-            stack.wait_for("2 partitions need as many workers of each model, but 'm' has 1")
-
-
-def test_the_durable_profile_needs_a_data_directory() -> None:
-    with running_stack("--durability=durable") as stack:
-        assert stack.wait() == 2
-        stack.wait_for("needs --data-dir")
+    with running_stack(*kept) as stack:
+        assert stack.wait() == 1
+        stack.wait_for("2 partitions need as many workers of each model, but 'm' has 1")
 
 
 class Stream(threading.Thread):
@@ -214,26 +183,17 @@ class Stream(threading.Thread):
     def __init__(self, stack: Stack, max_tokens: int) -> None:
         super().__init__()
         self._url = f"{stack.url}/v1/completions"
-        self._body = {
-            "model": MODEL,
-            "prompt": "go on",
-            "max_tokens": max_tokens,
-            "stream": True,
-            "return_token_ids": True,
-        }
+        self._body: dict[str, Any] = {"model": MODEL, "prompt": "go on", "max_tokens": max_tokens}
+        self._body |= {"stream": True, "return_token_ids": True}
         self.num_tokens = 0
         self.start()
         wait_until(lambda: self.num_tokens > 0)
 
     def run(self) -> None:
-        try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
-                parser = Parser()
-                for part in response.iter_bytes():
-                    for event in parser.feed(part):
-                        self._count(event.data)
-        except httpx.TransportError:
-            return  # the gateway was killed
-
-    def _count(self, chunk: dict[str, list[dict[str, list[int]]]]) -> None:
-        self.num_tokens += sum(len(c.get("token_ids") or ()) for c in chunk.get("choices", ()))
+        call = httpx.stream("POST", self._url, json=self._body, timeout=60)
+        parser = Parser()
+        with suppress(httpx.TransportError), call as response:  # the gateway may be killed
+            for part in response.iter_bytes():
+                for event in parser.feed(part):
+                    choices = event.data.get("choices", ())
+                    self.num_tokens += sum(len(c.get("token_ids") or ()) for c in choices)

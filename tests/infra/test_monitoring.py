@@ -88,7 +88,6 @@ def test_every_metric_is_used_by_a_query() -> None:
 
 
 def test_alerts_have_unique_names_and_explanations() -> None:
-    """And a severity and a summary."""
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)
     for rule in rules():
@@ -98,7 +97,6 @@ def test_alerts_have_unique_names_and_explanations() -> None:
 
 
 def test_panels_do_not_overlap() -> None:
-    """On a grid of 24 columns."""
     taken: set[tuple[int, int]] = set()
     for panel in panels():
         place = panel["gridPos"]

@@ -101,7 +101,6 @@ def follow(*seen: PoolView, policy: PoolPolicy = POLICY) -> list[Decision]:
 
 
 def test_the_pool_shrinks_only_after_a_quiet_period() -> None:
-    """A new burst restarts the period."""
     burst = {"interactive": 15_000}
     decisions = follow(
         view(3, at=0),
@@ -128,7 +127,6 @@ def test_the_pool_shrinks_to_the_recent_maximum() -> None:
 
 
 def test_surplus_workers_are_retired() -> None:
-    """They are drained."""
     _, four = follow(view(4, at=0, load=0.9), view(4, at=300, load=0.9))
     assert (four.num_workers, four.num_to_retire, four.reason) == (2, 2, "in")
 

@@ -29,12 +29,7 @@ async def test_a_recording_has_lengths_and_times_and_no_text(
 ) -> None:
     functions = Functions(redis_client, Keys())
     for number in range(3):
-        job = Job(
-            id=f"job-0-{number}", tenant="acme", model="m", lane="batch",
-            endpoint=Endpoint.COMPLETIONS, prompt_ids=(4711,) * (5 + number),
-            params=SamplingParams(max_tokens=9, seed=1), created_s=1,
-        )  # fmt: skip
-        await functions.submit(job, Submission(9, deadline_s=600.0, retention_s=60.0))
+        await functions.submit(*some_job(f"job-0-{number}", (4711,) * (5 + number)))
     claimed = await functions.claim("w", "m", ["batch"], lease_s=10.0, max_jobs=2, max_tokens=10**6)
     event = Tokens((ChoiceDelta(0, 0, (1234, 1235), "secret"),))
     end = Append("job-0-0", claimed[0].epoch, 1, event, 2, JobStatus.SUCCEEDED)
@@ -154,9 +149,9 @@ def test_a_signal_ends_a_recording_with_a_last_look(
         signal.signal(number, before)
 
 
-def some_job(job_id: str) -> tuple[Job, Submission]:
+def some_job(job_id: str, prompt_ids: tuple[int, ...] = (1, 2)) -> tuple[Job, Submission]:
     job = Job(
         id=job_id, tenant="acme", model="m", lane="batch", endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=(1, 2), params=SamplingParams(max_tokens=9, seed=1), created_s=1,
+        prompt_ids=prompt_ids, params=SamplingParams(max_tokens=9, seed=1), created_s=1,
     )  # fmt: skip
     return job, Submission(9, deadline_s=600.0, retention_s=60.0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import shlex
 import subprocess
 import sys
@@ -22,9 +21,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from contract.callbacks import Callback, CallbackKind
 from contract.connection import Listener, broker_errors, connect
 from contract.errors import CommandDenied
-from contract.function_types import Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
 from contract.pauses import Line, Pauses
@@ -37,7 +34,7 @@ from tests.batches.test_batches import ended, jsonl, line, results, start
 from tests.callbacks.callbacks_process import callbacks_processes
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.clock import TEST_CLOCK
-from tests.fakes import encode_text
+from tests.contract.some_calls import make_job, make_submission
 from tests.fleet import fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
 from tests.oracle.other_walks import FilesWalk, OperationsWalk, OutboxWalk
@@ -239,13 +236,20 @@ def test_every_function_runs_under_every_role_that_has_it(server: EmbeddedRedis)
     assert set(calls) == owned
 
 
-@pytest.mark.e2e
-@pytest.mark.anyio
-async def test_a_request_with_a_callback_works_under_the_roles(server: EmbeddedRedis) -> None:
-    """Gateway, worker and callbacks, each with its own user. Redis denies only commands that
-    they can do without."""
+@pytest.fixture
+def few_denials(server: EmbeddedRedis) -> Iterator[None]:
+    """Redis denies only commands that parts can do without."""
     with redis.Redis.from_url(server.url) as admin:
         run_command(admin, "ACL LOG", "RESET")
+        yield
+        assert {(e["username"], e["object"]) for e in admin.acl_log()} <= DISPENSABLE
+
+
+@pytest.mark.e2e
+@pytest.mark.anyio
+@pytest.mark.usefixtures("few_denials")
+async def test_a_request_with_a_callback_works_under_the_roles(server: EmbeddedRedis) -> None:
+    """Gateway, worker and callbacks, each with its own user."""
     settings = make_settings(role_url(server.url, "gateway"))
     async with (
         Receiver({"/well": always(Answer())}) as receiver,
@@ -267,17 +271,13 @@ async def test_a_request_with_a_callback_works_under_the_roles(server: EmbeddedR
         await until(lambda: has_received(receiver))
     assert whole.status_code == 200
     assert "data: [DONE]" in streamed.text
-    with redis.Redis.from_url(server.url) as admin:
-        refused = {(e["username"], e["object"]) for e in admin.acl_log()}
-    assert refused <= DISPENSABLE
 
 
 @pytest.mark.e2e
 @pytest.mark.anyio
+@pytest.mark.usefixtures("few_denials")
 async def test_a_batch_runs_under_the_roles(server: EmbeddedRedis, tmp_path: Path) -> None:
     """From its file's upload to the deletion of both files."""
-    with redis.Redis.from_url(server.url) as admin:
-        run_command(admin, "ACL LOG", "RESET")
     settings = make_settings(role_url(server.url, "gateway"), object_store=str(tmp_path))
     async with fleet(role_url(server.url, "worker"), 1):
         with running_gateway(settings) as url:
@@ -293,19 +293,15 @@ async def test_a_batch_runs_under_the_roles(server: EmbeddedRedis, tmp_path: Pat
                 assert [found.id async for found in client.batches.list()] == [batch.id]
                 for file in [file async for file in client.files.list()]:
                     await client.files.delete(file.id)
-    with redis.Redis.from_url(server.url) as admin:
-        refused = {(e["username"], e["object"]) for e in admin.acl_log()}
-    assert refused <= DISPENSABLE
 
 
 @pytest.mark.e2e
 @pytest.mark.anyio
+@pytest.mark.usefixtures("few_denials")
 async def test_flows_run_under_their_role(server: EmbeddedRedis, tmp_path: Path) -> None:
     """A gateway with models.yaml publishes and runs a flow of a worker's model."""
     path = tmp_path / "models.yaml"
     path.write_text("models: [{name: vote, ensemble: {members: [m, m], combine: vote}}]")
-    with redis.Redis.from_url(server.url) as admin:
-        run_command(admin, "ACL LOG", "RESET")
     settings = make_settings(role_url(server.url, "flows"), models=str(path))
     async with fleet(role_url(server.url, "worker"), 1):
         with running_gateway(settings) as url:
@@ -316,9 +312,6 @@ async def test_flows_run_under_their_role(server: EmbeddedRedis, tmp_path: Path)
                     return (await http.post("/v1/completions", json=body)).status_code == 200
 
                 await until(answers)
-    with redis.Redis.from_url(server.url) as admin:
-        refused = {(e["username"], e["object"]) for e in admin.acl_log()}
-    assert refused <= DISPENSABLE
 
 
 async def has_received(receiver: Receiver) -> bool:
@@ -327,23 +320,10 @@ async def has_received(receiver: Receiver) -> bool:
 
 async def submit_with_callback(server: EmbeddedRedis, target: str) -> None:
     """Submits a job as the gateway's user."""
-    client = connect(role_url(server.url, "gateway"), Keys("test"))
-    job = Job(
-        id=new_job_id(),
-        tenant="t",
-        model="m",
-        lane="standard",
-        endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=encode_text("ab"),
-        params=SamplingParams(max_tokens=4, seed=1, temperature=0.0),
-        created_s=0,
-    )
     callback = Callback(kind=CallbackKind.URL, target=target, secret=SECRET)
-    terms = Submission(max_output_tokens=4, deadline_s=60, retention_s=60, callback=callback)
-    try:
-        await Functions(client, Keys("test")).submit(job, terms)
-    finally:
-        await client.aclose()
+    async with connect(role_url(server.url, "gateway"), Keys("test")) as client:
+        functions = Functions(client, Keys("test"))
+        await functions.submit(make_job(), make_submission(callback=callback))
 
 
 def test_the_printed_commands_create_working_users(server: EmbeddedRedis) -> None:
@@ -420,24 +400,13 @@ async def test_errors_name_a_denied_command_and_its_user(server: EmbeddedRedis) 
         rules = [rule for rule in acl_rules(REDIS_ROLES["gateway"], "test") if rule != "+zadd"]
         run_command(admin, "ACL SETUSER", "poor", "reset", f">{PASSWORD}", *rules)
     client = connect(role_url(server.url, "poor"), Keys("test"))
-    job = Job(
-        id=new_job_id(),
-        tenant="t",
-        model="m",
-        lane="standard",
-        endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=encode_text("ab"),
-        params=SamplingParams(max_tokens=4, seed=1, temperature=0.0),
-        created_s=0,
-    )
-    terms = Submission(max_output_tokens=4, deadline_s=60, retention_s=60)
     async with contextlib.aclosing(client):
         with pytest.raises(CommandDenied, match="'poor' LPUSH"), broker_errors(client, "LPUSH"):
             await client.lpush("x", "secret")
         with pytest.raises(CommandDenied, match="a key of GET"), broker_errors(client, "GET"):
             await client.get("elsewhere")
         with pytest.raises(CommandDenied, match=r"'poor' FCALL batchway_v1_submit \(a command in"):
-            await Functions(client, Keys("test")).submit(job, terms)
+            await Functions(client, Keys("test")).submit(make_job(), make_submission())
         with pytest.raises(CommandDenied, match="'poor' a channel of SUBSCRIBE"):
             await follow(client, "elsewhere")
 
@@ -450,31 +419,6 @@ async def follow(client: redis.asyncio.Redis, channel: str) -> None:
             listener = Listener(pubsub, lambda _: None)
             while True:
                 await listener.listen()
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("part", ["gateway", "worker", "callbacks"])
-def test_a_part_with_too_few_permissions_does_not_start(
-    server: EmbeddedRedis, part: str, tmp_path: Path
-) -> None:
-    """One sentence, exit status 2."""
-    with redis.Redis.from_url(server.url) as admin:
-        run_command(admin, "ACL SETUSER", "deaf", "reset", "on", f">{PASSWORD}", "+ping", "+select")
-    model = ["--model", str(tmp_path)] if part == "worker" else []
-    done = subprocess.run(
-        [sys.executable, "-m", "infra", part, "--namespace", "test", *model],
-        env={
-            **os.environ,
-            "REDIS_URL": role_url(server.url, "deaf"),
-            "BATCHWAY_CALLBACK_KEY": "k" * 16,
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "Redis denies its user 'deaf'" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.anyio

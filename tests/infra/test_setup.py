@@ -64,7 +64,6 @@ def test_an_absent_package_index_is_an_error(clone_with_pip: Path) -> None:
 
 
 def test_errors_of_pip_are_quoted(clone_with_pip: Path) -> None:
-    """Its line with the error."""
     message = failed_setup(clone_with_pip, PIP_NO_INDEX="1", BATCHWAY_TORCH="torch==0.0.1")
 
     assert "torch==0.0.1: ERROR: No matching distribution found for torch==0.0.1." in message

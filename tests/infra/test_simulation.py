@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.function_types import Submission, WorkerCapacity
-from contract.jobs import Endpoint, Job, SamplingParams
+from contract.function_types import WorkerCapacity
 from contract.library import library_source
 from gateway.settings import GatewaySettings
 from infra.cli import main
@@ -45,6 +44,7 @@ from infra.planning.traces import (
 )
 from infra.planning.worker import Fleet
 from infra.pool import PoolPolicy
+from tests.contract.some_calls import make_job, make_submission
 from tests.infra.test_plan_command import SMALL, write_config
 from workers.ipc.messages import EngineOptions
 
@@ -97,11 +97,7 @@ def test_a_lease_lapses_by_the_virtual_clock(server: EmbeddedRedis) -> None:
     queue = VirtualQueue(server.url, lambda: now[0])
     functions = queue.functions
     done(functions.sweep())
-    job = Job(
-        id="job-0-lapse", tenant="t", model="m", lane="standard", endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=(1, 2), params=SamplingParams(max_tokens=5, seed=1), created_s=1,
-    )  # fmt: skip
-    done(functions.submit(job, Submission(5, deadline_s=600.0, retention_s=60.0)))
+    done(functions.submit(make_job(), make_submission()))
     claim: dict[str, Any] = {"lease_s": 10.0, "max_jobs": 4, "max_tokens": 1000}
     assert len(done(functions.claim("w", "m", ["standard"], **claim))) == 1
     now[0] += 9_000
@@ -207,7 +203,10 @@ def test_a_job_that_engines_die_on_fails(server: EmbeddedRedis) -> None:
 def test_too_much_is_refused_with_a_time(server: EmbeddedRedis) -> None:
     fleet = fleet_of()
     warm = some(200, 30.0)
-    flood = [replace_arrival(a, a.arrival_s + 8.0) for a in some(1000, 400.0, osl=200)]
+    flood = [
+        msgspec.structs.replace(each, arrival_s=each.arrival_s + 8.0)
+        for each in some(1000, 400.0, osl=200)
+    ]
     found = run(server, warm + flood, fleet=fleet)
     assert found.refusals
     assert len(found.retry_after_s) == sum(found.refusals.values())
@@ -216,10 +215,6 @@ def test_too_much_is_refused_with_a_time(server: EmbeddedRedis) -> None:
     )
     again = run(server, warm + flood, fleet=fleet, retries=2)
     assert again.num_arrivals == 1200
-
-
-def replace_arrival(arrival: Arrival, at_s: float) -> Arrival:
-    return Arrival(at_s, arrival.prompt_tokens, arrival.output_tokens, 0, arrival.lane)
 
 
 @pytest.mark.campaign
@@ -383,7 +378,7 @@ def test_calibration_says_where_the_simulation_is_weak(tmp_path: Path) -> None:
     assert max(map(abs, honest.costs.errors.values())) < 0.15
     slowed = [
         job if job.output_tokens < 60 or job.finished_s is None or job.first_token_s is None
-        else replaced(job, job.first_token_s + 3 * (job.finished_s - job.first_token_s))
+        else msgspec.structs.replace(job, finished_s=3 * job.finished_s - 2 * job.first_token_s)
         for job in jobs
     ]  # fmt: skip
     strange = calibrate(RecordedFleet(workers=1), slowed, EngineOptions(model_path=""))
@@ -437,10 +432,6 @@ def test_advice_is_given_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(strategy in shown for strategy in ("static", "dynamic"))
 
 
-def replaced(job: Recorded, finished_s: float) -> Recorded:
-    return msgspec.structs.replace(job, finished_s=finished_s)
-
-
 def test_calls_that_the_simulation_refused_are_not_compared() -> None:
     jobs = [
         Recorded(float(n), 10, 5, 5, "batch", "t", "succeeded", "", n + 0.1, n + 0.2, n + 1.0)
@@ -453,17 +444,19 @@ def test_calls_that_the_simulation_refused_are_not_compared() -> None:
     assert every.worst_error == pytest.approx(0.0)
 
 
-def test_a_recording_of_two_models_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("fleet", "num_jobs", "fault"),
+    [
+        (RecordedFleet(models=("large", "small")), 200, "large, small"),
+        (RecordedFleet(), 6, "only 3 jobs have ended"),
+    ],
+)
+def test_a_recording_of_two_models_or_few_jobs_is_refused(
+    fleet: RecordedFleet, num_jobs: int, fault: str
+) -> None:
     job = Recorded(0.0, 5, 5, 5, "standard", "t", "succeeded", "", 0.0, 0.1, 0.2)
-    fleet = RecordedFleet(models=("large", "small"))
-    with pytest.raises(BadWorkload, match="large, small"):
-        calibrate(fleet, [job] * 200, EngineOptions(model_path=""))
-
-
-def test_too_short_a_recording_is_refused() -> None:
-    job = Recorded(0.0, 5, 5, 5, "standard", "t", "succeeded", "", 0.0, 0.1, 0.2)
-    with pytest.raises(BadWorkload, match="only 3 jobs have ended"):
-        calibrate(RecordedFleet(), [job] * 6, EngineOptions(model_path=""))
+    with pytest.raises(BadWorkload, match=fault):
+        calibrate(fleet, [job] * num_jobs, EngineOptions(model_path=""))
 
 
 # --- advice ------------------------------------------------------------------------------------

@@ -12,11 +12,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import redis
 
-from infra.embedded_redis import EmbeddedRedis
 from infra.log_repeats import Repeats
-from infra.option_values import redis_url
 from tests.infra.stack import MODEL, Stack
 from tests.streams import whole_stream
 
@@ -163,45 +160,6 @@ def test_a_place_in_which_nothing_can_run_is_named(prefix: Sequence[str], reason
     assert done.returncode == 1
     assert reason in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("REPLICAOF", "127.0.0.1", "1"), "no Redis to work with: Redis takes no writes"),
-        (("CONFIG", "SET", "requirepass", "x"), "Redis refused the credentials"),
-        (("ACL", "SETUSER", "default", "-info"), "denies its user 'default' INFO"),
-    ],
-)
-def test_a_redis_that_cannot_be_used_is_named_at_the_start(
-    words: Sequence[str], reason: str
-) -> None:
-    """In one sentence, and nothing else is started."""
-    with EmbeddedRedis() as server:
-        with redis.Redis.from_url(server.url) as client:
-            client.execute_command(*words)
-        command = [sys.executable, "-m", "infra", "up", "--port=0", f"--redis-url={server.url}"]
-        done = subprocess.run([*command, *HASH_MODEL], capture_output=True, text=True, timeout=120)
-    assert done.returncode in (1, 2)
-    assert reason in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "redis://u:secret@[::1", "redis://u:secret@h:port", "redis://u:secret@h:99999",
-        "redis://h?socket_timeout=secret", "redis://h?secret=1", "redis://u:secret#x@h:1",
-        "redis://u:secret/x@h:1", "rediss://h?ssl_cert_reqs=secret", "http://secret",
-    ],
-)  # fmt: skip
-def test_a_url_that_cannot_be_used_is_refused_without_a_quote(
-    url: str,
-) -> None:
-    """It may contain a password."""
-    with pytest.raises(Exception, match="must be") as refusal:
-        redis_url(url)
-    assert "secret" not in str(refusal.value)
 
 
 def test_a_lasting_state_is_logged_once_a_minute() -> None:

@@ -29,7 +29,6 @@ def service(name: str) -> configparser.SectionProxy:
 
 
 def test_every_part_has_a_unit() -> None:
-    """And the page starts all of them."""
     parts = {"batchway-gateway", "batchway-worker@", "batchway-callbacks"}
     assert {name.removesuffix(".service") for name in PARTS} == parts
     [line] = re.findall(r"^sudo systemctl enable --now (.*)$", PAGE.read_text(), re.MULTILINE)

@@ -1,13 +1,13 @@
 """A small receiver of OTLP over HTTP that keeps every span."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.loopback import Handler, running_server
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,10 @@ def _values(attributes: Any) -> dict[str, Any]:
 def running_collector() -> Iterator[Collector]:
     collector = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Taking(Handler):
         def do_POST(self) -> None:  # named by http.server
-            collector.take(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+            collector.take(self.body())
+            self.answer(200)
 
-        def log_message(self, *_: object) -> None:
-            """Logs nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    collector.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with running_server(Taking) as collector.url:
         yield collector
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -29,7 +29,6 @@ def test_a_quantile_lies_within_its_bucket() -> None:
 
 
 def test_rates_and_percentiles_are_of_the_window() -> None:
-    """Gauges are current."""
     counts = Counts()
     counts.add("generation_tokens_total", "standard", value=1000)
     counts.observe("time_to_first_token_seconds", "standard", value=9.0, times=50)
@@ -55,7 +54,6 @@ def test_rates_and_percentiles_are_of_the_window() -> None:
 
 
 def test_the_first_page_gives_percentiles_but_no_rates() -> None:
-    """There is no earlier page to subtract."""
     counts = Counts()
     counts.observe("time_to_first_token_seconds", "standard", value=0.2)
     [lane] = look(page_of(counts)).lanes

@@ -1,9 +1,7 @@
 """One trace from the request to the callback, over real processes and OTLP, without content."""
 
 import asyncio
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -15,6 +13,7 @@ from contract.keys import Keys
 from contract.telemetry.tracing import Tracing
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.callbacks_process import callbacks_processes
+from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until
 from tests.gateway.conftest import make_settings, running_gateway
@@ -36,33 +35,8 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield found
 
 
-@pytest.fixture
-def receiver() -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A receiver of callbacks: its URL, and the received headers."""
-    requests: list[dict[str, str]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # the name is http.server's
-            self.rfile.read(int(self.headers["content-length"]))
-            requests.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            """Logs nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/hook", requests
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 async def test_one_trace_spans_request_worker_and_callback(
     collector: Collector,
-    receiver: tuple[str, list[dict[str, str]]],
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     functions: Functions,
@@ -70,29 +44,25 @@ async def test_one_trace_spans_request_worker_and_callback(
 ) -> None:
     """The spans of gateway, worker and callbacks are below the caller's own. One span for all of
     decoding has statistics of its steps. No span has a prompt or output."""
-    hook, requests = receiver
     settings = make_settings(redis_server.url, callback_allow=("127.0.0.1",))
     model = HashModelOptions(eos_rate=0.0)
-    secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
     body = {"model": "m", "prompt": f"{CANARY} " * 20, "max_tokens": 30}
-    asked = {
-        "endpoint": "/v1/completions",
-        "body": body,
-        "callback": {"url": hook, "secret": secret},
-    }
+    asked = {"endpoint": "/v1/completions", "body": body}
     with running_gateway(settings) as url:
         async with (
+            Receiver({"/": always(Answer())}) as receiver,
             fleet(redis_server.url, 1, model, engine={"max_num_batched_tokens": 64}),
             callbacks_processes(redis_server.url, 1),
             httpx.AsyncClient(base_url=url, timeout=30) as http,
         ):
             await Caller(functions, redis_client, keys).num_workers(1)
+            asked["callback"] = {"url": receiver.url("/"), "secret": SECRET}
             headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
             answer = await http.post("/v1/jobs", json=asked, headers=headers)
             answer.raise_for_status()
 
             async def are_delivered() -> bool:
-                return bool(requests) and bool(collector.named("callback"))
+                return bool(receiver.messages) and bool(collector.named("callback"))
 
             await until(are_delivered)
     spans = {span.name: span for span in collector.spans if span.trace_id == TRACE_ID}
@@ -119,8 +89,11 @@ async def test_one_trace_spans_request_worker_and_callback(
     decode = spans["decode"].attributes
     assert (decode["batchway.steps"], decode["batchway.tokens"]) == (30, 30)
     assert 0 < decode["batchway.step_s.mean"] <= decode["batchway.step_s.max"]
-    assert requests[0]["traceparent"].split("-")[1:3] == [TRACE_ID, spans["callback"].span_id]
-    assert not any(CANARY.encode() in sent or secret.encode() in sent for sent in collector.bodies)
+    assert receiver.messages[0].headers["traceparent"].split("-")[1:3] == [
+        TRACE_ID,
+        spans["callback"].span_id,
+    ]
+    assert not any(CANARY.encode() in sent or SECRET.encode() in sent for sent in collector.bodies)
 
 
 async def test_a_resumed_job_has_the_spans_of_both_its_workers(
@@ -165,7 +138,6 @@ async def test_a_resumed_job_has_the_spans_of_both_its_workers(
 
 
 def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default."""
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     tracing = Tracing("batchway-gateway")
     tracing.open()
