@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from contract.codec import wire_errors
 from contract.connection import broker_errors, repeated
-from contract.errors import BatchwayError, WireError, wire_errors
-from contract.ids import new_id
+from contract.errors import BatchwayError, WireError
+from contract.keys import new_id
 from contract.library import Partition
 
 UPLOAD_S = 3_600.0  # until a content without a record is deleted
@@ -148,7 +149,7 @@ class Files(Partition):
 
     async def tenant_bytes(self, tenant: str) -> int:
         """The bytes of all the tenant's files."""
-        with broker_errors(self._client, "HGET"), wire_errors("number of bytes"):
+        with broker_errors(self._client, "HGET", record="number of bytes"):
             raw: Any = await repeated(
                 lambda: self._client.hget(self._keys.of("file_bytes"), tenant)
             )
@@ -161,7 +162,7 @@ class Files(Partition):
         file is not in the list. Omits unreadable records."""
         key = self._keys.of("files", tenant)
         files: list[StoredFile] = []
-        with broker_errors(self._client, "ZRANGE"), wire_errors("list of files"):
+        with broker_errors(self._client, "ZRANGE", record="list of files"):
             start = 0
             if after:
                 rank_of = self._client.zrank if is_oldest_first else self._client.zrevrank

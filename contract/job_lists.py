@@ -9,7 +9,7 @@ from typing import Any
 
 from contract.connection import broker_errors, repeated
 from contract.function_types import JobPage, JobView, Wanted
-from contract.ids import partition_of
+from contract.keys import partition_of
 from contract.shards import Shard
 
 _YOUNGEST = "9007199254740991 ~"  # before all jobs

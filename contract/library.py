@@ -4,6 +4,7 @@ that Redis keeps jobs, as it is configured, and reads its memory limit."""
 import contextlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,7 @@ class Partition:
         write.
         """
         verb, function = "FCALL_RO" if reads else "FCALL", f"{LIBRARY}_{name}"
-
-        async def call() -> Any:
-            words = verb, function, 1, self._keys.tag, *args
-            return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+        call = partial(self._client.execute_command, verb, function, 1, self._keys.tag, *args)
 
         async def answered() -> Any:
             with broker_errors(self._client, f"{verb} {function}"):

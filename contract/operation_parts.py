@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from contract.function_types import Wanted
-from contract.ids import in_partition
+from contract.keys import in_partition
 from contract.operations import (
     MAX_LISTED,
     Operation,

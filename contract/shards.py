@@ -11,8 +11,7 @@ from contract.batches import Batches
 from contract.connection import connect
 from contract.files import Files
 from contract.functions import Functions
-from contract.ids import partition_of
-from contract.keys import Keys
+from contract.keys import Keys, partition_of
 from contract.operations import Operations
 from contract.outbox import Outbox
 from contract.partitions import known_number, made_number, partition_of_tenant

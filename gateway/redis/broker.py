@@ -41,9 +41,9 @@ from contract.function_types import (
     Wanted,
     Watched,
 )
-from contract.ids import in_partition, partition_of
 from contract.job_lists import JobLists
 from contract.jobs import Job, JobStatus, ObjectRef, StoredPrompt
+from contract.keys import in_partition, partition_of
 from contract.operations import Operations
 from contract.outbox import CallbackState, callback_state
 from contract.pauses import Line, Pause, PausedBy
@@ -191,9 +191,7 @@ class Broker:
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Queues a job in its tenant's partition, which its id names then. The calls of a flow are
         where it is. Raises JobRefused, PayloadUnavailable."""
-        shard = await self._shard_of(job)
-        terms = await self._bounded(submission)
-        placed = replace(job, id=in_partition(job.id, shard.number)) if shard.number else job
+        shard, placed, terms = await self._placed(job, submission)
         held = await self.payloads.offloaded(placed)
         try:
             submitted = await shard.call(lambda: shard.functions.submit(held, terms))
@@ -205,22 +203,23 @@ class Broker:
             await self._discard(held)
         return submitted
 
-    async def _shard_of(self, job: Job) -> GatewayShard:
-        """The partition of a new job."""
-        return await (self.shards.of(job.id) if job.parent else self.shards.home(job.tenant))
-
-    async def _bounded(self, submission: Submission) -> Submission:
-        """The submission with a partition's part of the fleet's bounds, which are equal. Those of a
-        tenant stay as they are."""
-        num, s = len(await self.shards.all()), submission
-        if num == 1:
-            return submission
-        return replace(
+    async def _placed(
+        self, job: Job, submission: Submission
+    ) -> tuple[GatewayShard, Job, Submission]:
+        """The partition of a new job, the job with an id of it, and the submission with the
+        partition's part of the fleet's bounds, which are equal. Those of a tenant stay as they are.
+        """
+        if (num := len(await self.shards.all())) == 1:
+            return self.shards.first, job, submission
+        s = submission
+        shard = await (self.shards.of(job.id) if job.parent else self.shards.home(job.tenant))
+        terms = replace(
             s,
             limits=replace(s.limits, lane_share=min(1.0, s.limits.lane_share * num)),
             lane_bound_tokens=_part(s.lane_bound_tokens, num),
             max_stored_bytes=_part(s.max_stored_bytes, num),
         )
+        return shard, replace(job, id=in_partition(job.id, shard.number)), terms
 
     async def _discard(self, held: Job) -> None:
         """Deletes the objects of a job that was not accepted."""
@@ -260,9 +259,7 @@ class Broker:
         return await shard.call(lambda: knows_key(*names))
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        shard = await self._shard_of(job)
-        placed = replace(job, id=in_partition(job.id, shard.number)) if shard.number else job
-        terms = await self._bounded(submission)
+        shard, placed, terms = await self._placed(job, submission)
         quote = await shard.call(lambda: shard.functions.quote(placed, terms))
         await self._note_refusal(placed, quote.refusal)
         refused = quote.refusal and await self.known.explained(job.model, shard, quote.refusal)

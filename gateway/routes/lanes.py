@@ -12,13 +12,8 @@ from gateway.files import tenant_quota
 from gateway.follow.job_objects import UnixSeconds
 from gateway.http.errors import MISSING, ApiError, no_such_model, not_found
 from gateway.http.handlers import answers
-from gateway.prepare.admission import (
-    Admin,
-    Caller,
-    JobsReader,
-    JobsWriter,
-    check_is_lane,
-)
+from gateway.prepare.admission import Admin, Caller, JobsReader, JobsWriter
+from gateway.prepare.calls import check_is_lane
 from gateway.prepare.unsupported import OwnModel, refusal
 from gateway.routes.requests import GuardedRoute
 from gateway.state import Gateway, ThisGateway

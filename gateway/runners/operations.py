@@ -20,7 +20,7 @@ from contract.operations import MAX_STEP_JOBS, Operation, OperationState, Step
 from contract.payloads.store import PayloadUnavailable
 from gateway.follow.members import cancel_whole
 from gateway.http.errors import ApiError, RecordUnreadable, UnknownJob
-from gateway.prepare.admission import bound_of, stored_bounds
+from gateway.prepare.calls import bound_of, stored_bounds
 from gateway.prepare.job_bodies import check_secret
 from gateway.prepare.vectors import vector_bytes
 from gateway.redis.shards import GatewayShard

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from contract.function_types import Append, Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
+from contract.keys import Keys, new_job_id
 from tests.clock import TEST_CLOCK
 from tests.gateway.conftest import openapi_document
 from tests.gateway.fake_worker import MODEL, FakeWorker, publish_model

@@ -24,8 +24,8 @@ from contract.connection import Listener, broker_errors, connect
 from contract.errors import CommandDenied
 from contract.function_types import Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.library import LIBRARY, library_source
 from contract.pauses import Line, Pauses
 from contract.starts import ANY_LANE, Starts

@@ -25,7 +25,7 @@ from contract.files import StoredFile
 from contract.payloads.store import ObjectStore, PayloadLost
 from gateway.files import Joined, lines, recorded, write_content
 from gateway.http.errors import ApiError
-from gateway.prepare.admission import check_endpoint, check_lane
+from gateway.prepare.calls import check_endpoint, check_lane
 from gateway.redis.known_models import NotAnnounced
 from gateway.runners.batches.lease import LeasedBatch
 from gateway.runners.batches.lines import BadLine, Line, Validation, parse_line, requests
