@@ -26,6 +26,7 @@ class Catalogue(Partition):
     def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
         super().__init__(client, keys)
         self.starts = Starts(client, keys)
+        self._list = keys.of("models")
         self.unreadable: frozenset[str] = frozenset()  # models that `models` last left out
         self._has_list = True
         self._cards: dict[str, tuple[bytes, ModelCard]] = {}  # as they were last read
@@ -42,12 +43,12 @@ class Catalogue(Partition):
         """Publishes a model whose tokenizer is published already. Raises WireError."""
         with broker_errors(self._client, "SET or SADD", record="list of models"):
             await self._client.set(self._keys.of("model", card.name), encode(card))
-            await self._client.sadd(self._keys.of("models"), card.name)
+            await self._client.sadd(self._list, card.name)
 
     async def withdraw(self, name: str) -> None:
         """Takes a model off the list. Raises WireError."""
         with broker_errors(self._client, "SREM or DEL", record="list of models"):
-            await self._client.srem(self._keys.of("models"), name)
+            await self._client.srem(self._list, name)
             await self._client.delete(self._keys.of("model", name))
 
     async def models(self) -> list[ModelCard]:
@@ -73,7 +74,7 @@ class Catalogue(Partition):
         """The names of all models; empty if another program has overwritten the list."""
         try:
             with broker_errors(self._client, "SMEMBERS", record="list of models"):
-                names: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
+                names: Any = await repeated(lambda: self._client.smembers(self._list))
         except WireError as exc:
             if self._has_list:
                 log.error("%s", exc)

@@ -22,7 +22,7 @@ from contract.library import Partition
 
 UPLOAD_S = 3_600.0  # until a content without a record is deleted
 _LIST_PAGE = 200  # records per read
-_UPLOAD_PURPOSE = "upload:"
+UPLOAD_PURPOSE = "upload:"
 
 
 class FilesFull(BatchwayError):
@@ -59,30 +59,10 @@ class Upload(msgspec.Struct, frozen=True):
     file_lifetime_s: int
 
     @classmethod
-    def new(
-        cls,
-        tenant: str,
-        num_bytes: int,
-        filename: str,
-        *,
-        file_lifetime_s: float,
-        partition: int = 0,
-    ) -> "Upload":
-        seconds = int(file_lifetime_s)
-        record = StoredFile(
-            id=new_id("upload_", partition),
-            tenant=tenant,
-            num_bytes=num_bytes,
-            purpose=f"{_UPLOAD_PURPOSE}{seconds}",
-            filename=filename,
-        )
-        return cls(record, seconds)
-
-    @classmethod
     def of(cls, record: StoredFile) -> "Upload":
         """Raises WireError."""
         with wire_errors("upload"):
-            return cls(record, int(record.purpose.removeprefix(_UPLOAD_PURPOSE)))
+            return cls(record, int(record.purpose.removeprefix(UPLOAD_PURPOSE)))
 
     def file(self) -> StoredFile:
         """The file that it becomes, which is the same each time it is completed."""
@@ -198,7 +178,7 @@ class Files(Partition):
 
 
 def _is_listed(file: StoredFile, purpose: str) -> bool:
-    return not file.purpose.startswith(_UPLOAD_PURPOSE) and purpose in ("", file.purpose)
+    return not file.purpose.startswith(UPLOAD_PURPOSE) and purpose in ("", file.purpose)
 
 
 def _record(file_id: str, flat: list[bytes]) -> StoredFile | None:

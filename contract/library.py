@@ -125,14 +125,12 @@ class Partition:
             ) from exc
 
     async def _in_pages(
-        self, name: str, size: int, rows: Sequence[Sequence[Word]], *args: Word, reads: bool = False
+        self, name: str, size: int, rows: Sequence[Sequence[Word]], *args: Word
     ) -> list[Any]:
         """The replies of a function, a list each, called for so many rows of arguments at a time:
         while it runs, all other calls wait."""
         pages = [chain(*rows[first : first + size]) for first in range(0, len(rows), size)]
-        return [
-            part for page in pages for part in await self._call(name, *args, *page, reads=reads)
-        ]
+        return [part for page in pages for part in await self._call(name, *args, *page)]
 
 
 def _flatten(reply: Any) -> list[Any]:
