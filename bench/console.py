@@ -28,8 +28,8 @@ from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Claimed, Submission, WorkerCapacity
 from contract.functions import Functions
-from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.library import ensure_library
 from contract.model_cards import ModelCard, TokenizerFiles
 from infra.embedded_redis import EmbeddedRedis

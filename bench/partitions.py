@@ -18,8 +18,8 @@ from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Claimed, Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.library import ensure_library
 from contract.partitions import partition_of_tenant
 from infra.embedded_redis import EmbeddedRedis

@@ -30,8 +30,8 @@ from bench.tables import markdown_table
 from contract.connection import connect
 from contract.function_types import Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.library import ensure_library
 from contract.pauses import Line, Pauses
 from infra.embedded_redis import EmbeddedRedis

@@ -12,7 +12,6 @@ import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
 from contract.connection import broker_errors, now_ms
-from contract.errors import wire_errors
 from contract.jobs import JobStatus
 from contract.keys import Keys
 
@@ -72,7 +71,7 @@ class AbRecord:
 async def read_ab(client: redis.asyncio.Redis, keys: Keys, model: str) -> AbRecord | None:
     """None if the model has had no candidate. Raises BrokerUnavailable, CommandDenied,
     WireError."""
-    with wire_errors("record of an A/B"), broker_errors(client, "HMGET, HGETALL or XRANGE"):
+    with broker_errors(client, "HMGET, HGETALL or XRANGE", record="record of an A/B"):
         fields: Any = await client.hmget(keys.of("ab", model), [*ARMS, "share"])
         if None in fields:
             return None

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
+from contract.codec import wire_errors
 from contract.connection import broker_errors, now_ms, repeated
-from contract.errors import wire_errors
 from contract.jobs import MAX_WEIGHT, MIN_WEIGHT
 from contract.keys import Keys
 
@@ -70,6 +70,10 @@ class KeyTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 "a tenant is named by at most 64 letters, digits and ._- that begin with one of "
                 "the first two"
             )
+        if min(self.requests_per_minute, self.tokens_per_minute, self.concurrent_tokens) < 0:
+            raise ValueError("a limit may not be negative")
+        if not 0.0 <= self.lane_share <= 1.0:
+            raise ValueError(f"lane_share is a share, not {self.lane_share}")
         if self.retention_s and not self.retention_s >= MIN_RETENTION_S:
             raise ValueError(f"a retention is {MIN_RETENTION_S:g} s or more")
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
@@ -155,7 +159,7 @@ class ApiKeys:
     async def pepper(self) -> Pepper | None:
         """The pepper in force; None where no key was ever made."""
         if self._pepper is None:
-            with wire_errors("pepper"), broker_errors(self._client, "GET"):
+            with broker_errors(self._client, "GET", record="pepper"):
                 raw: Any = await self._client.get(self._keys.of("key_pepper"))
             self._pepper = None if raw is None else Pepper(raw)
         return self._pepper
@@ -181,7 +185,7 @@ class ApiKeys:
 
     async def find(self, prefix: str) -> ApiKey | None:
         """Returns a key's record. Raises WireError."""
-        with wire_errors("API key record"), broker_errors(self._client, "HMGET"):
+        with broker_errors(self._client, "HMGET", record="API key record"):
             values: Any = await repeated(
                 lambda: self._client.hmget(
                     self._keys.of("api_key", prefix), ["record", "expires", "revoked"]
@@ -203,7 +207,7 @@ class ApiKeys:
 
     async def all(self) -> list[ApiKey]:
         """Every key ever made, oldest first. Raises WireError."""
-        with wire_errors("list of API keys"), broker_errors(self._client, "SMEMBERS"):
+        with broker_errors(self._client, "SMEMBERS", record="list of API keys"):
             prefixes: Any = await self._client.smembers(self._keys.of("api_keys"))
         found = [await self.find(prefix.decode(errors="replace")) for prefix in prefixes]
         return sorted((key for key in found if key is not None), key=lambda key: key.created_ms)

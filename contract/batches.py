@@ -16,11 +16,11 @@ import msgspec
 
 from contract.api_keys import KeyTerms
 from contract.callbacks import Callback
-from contract.codec import encode
+from contract.codec import encode, wire_errors
 from contract.connection import broker_errors, repeated
-from contract.errors import BatchwayError, WireError, wire_errors
-from contract.ids import in_partition, new_id, partition_of
+from contract.errors import BatchwayError, WireError
 from contract.jobs import Endpoint
+from contract.keys import in_partition, new_id, partition_of
 from contract.library import Partition
 
 PART_LINES = 64
@@ -173,7 +173,7 @@ class Batches(Partition):
 
     async def find(self, batch_id: str, tenant: str | None = None) -> Batch | None:
         """Returns a batch; None if the tenant has no such batch. `tenant` None: of any tenant."""
-        with broker_errors(self._client, "HGETALL"), wire_errors("batch"):
+        with broker_errors(self._client, "HGETALL", record="batch"):
             key = self._keys.of("batch", batch_id)
             found = _record(batch_id, await repeated(lambda: self._client.hgetall(key)))
         return found if found and tenant in (None, found.tenant) else None
@@ -182,7 +182,7 @@ class Batches(Partition):
         """The tenant's batches after the batch `after`, youngest first; None where that batch is
         not in the list. Omits unreadable records."""
         key = self._keys.of("batches", tenant)
-        with broker_errors(self._client, "ZREVRANGE"), wire_errors("list of batches"):
+        with broker_errors(self._client, "ZREVRANGE", record="list of batches"):
             start = 0
             if after:
                 rank: Any = await repeated(lambda: self._client.zrevrank(key, after))
@@ -250,7 +250,7 @@ class Batches(Partition):
 
     async def parts(self, batch_id: str) -> dict[int, Part]:
         """The parts that are written, by number."""
-        with broker_errors(self._client, "HGETALL"), wire_errors("part of a batch"):
+        with broker_errors(self._client, "HGETALL", record="part of a batch"):
             key = self._keys.of("batch_parts", batch_id)
             raw: Any = await repeated(lambda: self._client.hgetall(key))
             return {
@@ -259,7 +259,7 @@ class Batches(Partition):
 
     async def job_states(self, job_ids: Sequence[str]) -> list[str | None]:
         """The states of jobs in one round trip; None for one that does not exist."""
-        with broker_errors(self._client, "HGET"), wire_errors("state of a job"):
+        with broker_errors(self._client, "HGET", record="state of a job"):
             async with self._client.pipeline(transaction=False) as pipeline:
                 for job_id in job_ids:
                     pipeline.hget(self._keys.of("job", job_id), "state")

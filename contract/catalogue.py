@@ -8,7 +8,7 @@ import redis.asyncio
 
 from contract.codec import decode_card, decode_tokenizer, encode, encode_tokenizer
 from contract.connection import broker_errors, now_ms, repeated
-from contract.errors import WireError, wire_errors
+from contract.errors import WireError
 from contract.keys import Keys
 from contract.library import Partition
 from contract.model_cards import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
@@ -26,8 +26,10 @@ class Catalogue(Partition):
     def __init__(self, client: redis.asyncio.Redis, keys: Keys) -> None:
         super().__init__(client, keys)
         self.starts = Starts(client, keys)
+        self._list = keys.of("models")
         self.unreadable: frozenset[str] = frozenset()  # models that `models` last left out
         self._has_list = True
+        self._cards: dict[str, tuple[bytes, ModelCard]] = {}  # as they were last read
 
     async def publish(self, card: ModelCard, files: TokenizerFiles) -> None:
         """Publishes a model or replaces it. Raises WireError."""
@@ -39,21 +41,21 @@ class Catalogue(Partition):
 
     async def publish_card(self, card: ModelCard) -> None:
         """Publishes a model whose tokenizer is published already. Raises WireError."""
-        with wire_errors("list of models"), broker_errors(self._client, "SET or SADD"):
+        with broker_errors(self._client, "SET or SADD", record="list of models"):
             await self._client.set(self._keys.of("model", card.name), encode(card))
-            await self._client.sadd(self._keys.of("models"), card.name)
+            await self._client.sadd(self._list, card.name)
 
     async def withdraw(self, name: str) -> None:
         """Takes a model off the list. Raises WireError."""
-        with wire_errors("list of models"), broker_errors(self._client, "SREM or DEL"):
-            await self._client.srem(self._keys.of("models"), name)
+        with broker_errors(self._client, "SREM or DEL", record="list of models"):
+            await self._client.srem(self._list, name)
             await self._client.delete(self._keys.of("model", name))
 
     async def models(self) -> list[ModelCard]:
         """All models ever published, by name. Omits models with unreadable cards and logs each
         when it becomes unreadable.
         """
-        cards, unreadable = [], set()
+        cards, unreadable = list[ModelCard](), set[str]()
         for raw_name in sorted(await self._names()):
             name = raw_name.decode(errors="backslashreplace")
             try:
@@ -65,13 +67,14 @@ class Catalogue(Partition):
             else:
                 cards += [] if card is None else [card]
         self.unreadable = frozenset(unreadable)
+        self._cards = {card.name: self._cards[card.name] for card in cards}
         return cards
 
     async def _names(self) -> set[bytes]:
         """The names of all models; empty if another program has overwritten the list."""
         try:
-            with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS"):
-                names: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
+            with broker_errors(self._client, "SMEMBERS", record="list of models"):
+                names: Any = await repeated(lambda: self._client.smembers(self._list))
         except WireError as exc:
             if self._has_list:
                 log.error("%s", exc)
@@ -81,13 +84,17 @@ class Catalogue(Partition):
         return set(names)
 
     async def model(self, name: str) -> ModelCard | None:
-        """Returns a model's card; None if no such model was published. Raises WireError."""
+        """Returns a model's card, decoded once for as long as it stays the same; None if no such
+        model was published. Raises WireError."""
         raw = await self._read(self._keys.of("model", name), MAX_CARD_BYTES)
         if not raw:
             return None
-        card = decode_card(raw)
-        if card.name != name:
-            raise WireError("its card is another model's")
+        read, card = self._cards.get(name, (b"", None))
+        if card is None or read != raw:
+            card = decode_card(raw)
+            if card.name != name:
+                raise WireError("its card is another model's")
+            self._cards[name] = raw, card
         return card
 
     async def tokenizer(self, sha256: str) -> TokenizerFiles:
@@ -100,7 +107,7 @@ class Catalogue(Partition):
     async def num_live_workers(self, model: str) -> int:
         """Number of a model's workers with a recent heartbeat. Raises WireError."""
         since_ms = await now_ms(self._client) - int(WORKER_TTL_S * 1000)
-        with wire_errors("list of workers"), broker_errors(self._client, "ZCOUNT"):
+        with broker_errors(self._client, "ZCOUNT", record="list of workers"):
             key = self._keys.of("workers", model)
             return await repeated(lambda: self._client.zcount(key, since_ms, "+inf"))
 
@@ -108,7 +115,7 @@ class Catalogue(Partition):
         """A string in Redis, empty where there is none. Reads at most one byte over the limit.
         Raises WireError.
         """
-        with wire_errors("card or tokenizer"), broker_errors(self._client, "GETRANGE"):
+        with broker_errors(self._client, "GETRANGE", record="card or tokenizer"):
             raw: Any = await repeated(lambda: self._client.getrange(key, 0, max_bytes))
         if len(raw) > max_bytes:
             raise WireError(f"it is longer than {max_bytes} bytes")
@@ -121,7 +128,7 @@ async def known_store(client: redis.asyncio.Redis, keys: Keys, own: str) -> str:
 
     Raises BrokerUnavailable, CommandDenied, WireError.
     """
-    with wire_errors("object store's name"), broker_errors(client, "HGET or HSETNX"):
+    with broker_errors(client, "HGET or HSETNX", record="object store's name"):
         raw: Any = await client.hget(keys.of("object_store"), "name")
         if raw is None and own:
             await client.hsetnx(keys.of("object_store"), "name", own)
@@ -134,7 +141,7 @@ async def orphaned_jobs(client: redis.asyncio.Redis, keys: Keys, max_jobs: int) 
 
     Raises BrokerUnavailable, WireError.
     """
-    with wire_errors("list of orphaned objects"), broker_errors(client, "SRANDMEMBER"):
+    with broker_errors(client, "SRANDMEMBER", record="list of orphaned objects"):
         found: Any = await client.srandmember(keys.of("orphaned"), max_jobs)
     return [job_id.decode(errors="replace") for job_id in found or ()]
 

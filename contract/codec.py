@@ -1,14 +1,16 @@
-"""Encodes and decodes records in msgpack; each job's record has the wire version."""
+"""Encodes and decodes records in msgpack, and converts the errors of those that cannot be decoded.
+Each job's record has the wire version."""
 
+import contextlib
 import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
 
 from contract.callbacks import Callback
-from contract.errors import WireError, wire_errors
+from contract.errors import WireError
 from contract.events import LogEntry, LogEvent
 from contract.jobs import Job, ObjectRef
 from contract.model_cards import MAX_TOKENIZER_BYTES, ModelCard, TokenizerFiles
@@ -18,6 +20,30 @@ WIRE_VERSION = 1
 T = TypeVar("T")
 
 encode = msgspec.msgpack.Encoder().encode
+
+# msgspec, json, int() and bytes.decode() raise ValueErrors; missing fields and fields of another
+# type raise the others.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def wire_error(exc: Exception, what: str) -> WireError | None:
+    """Converts a decoder's error and the WRONGTYPE error of Redis; None for another error. `what`
+    names the kind of record."""
+    is_wrong_type = str(exc).startswith("WRONGTYPE")  # by its text: not all parts have redis-py
+    if is_wrong_type or isinstance(exc, _UNREADABLE):
+        return WireError(f"unreadable {what}: {type(exc).__name__}")
+    return None
+
+
+@contextlib.contextmanager
+def wire_errors(what: str) -> Iterator[None]:
+    """Raises WireError for such errors, without the cause, which may quote the record."""
+    try:
+        yield
+    except Exception as exc:
+        if (error := wire_error(exc, what)) is not None:
+            raise error from None
+        raise
 
 
 def _decoder(kind: type[T], what: str) -> Callable[[bytes], T]:
@@ -40,18 +66,12 @@ _event_decoder: msgspec.msgpack.Decoder[LogEvent] = msgspec.msgpack.Decoder(LogE
 _tokenizer_decoder = msgspec.msgpack.Decoder(TokenizerFiles)
 
 
-def decode_entry(number: int, hash_: bytes, raw: bytes) -> LogEntry:
-    """Decodes an entry of a log. Raises WireError."""
-    with wire_errors("log event"):
-        return LogEntry(number=number, hash=hash_.decode(), event=_event_decoder.decode(raw))
-
-
 def decode_logged(raw: bytes) -> LogEntry:
     """Decodes `<number> <hash> <event>`, as in a log and in the messages of its channel. Raises
     WireError."""
     with wire_errors("log event"):
         number, hash_, event = raw.split(b" ", 2)
-        return decode_entry(int(number), hash_, event)
+        return LogEntry(int(number), hash_.decode(), _event_decoder.decode(event))
 
 
 def encode_tokenizer(files: TokenizerFiles) -> tuple[str, bytes]:

@@ -28,6 +28,7 @@ from redis.exceptions import (
 )
 
 from contract.cluster import pool_from_url
+from contract.codec import wire_error
 from contract.errors import (
     BrokerFull,
     BrokerReplica,
@@ -175,10 +176,13 @@ def denied(
 
 
 @contextlib.contextmanager
-def broker_errors(client: redis.asyncio.Redis | redis.Redis, command: str) -> Iterator[None]:
+def broker_errors(
+    client: redis.asyncio.Redis | redis.Redis, command: str, record: str = ""
+) -> Iterator[None]:
     """Converts errors of redis-py: a server that does not answer or refuses into BrokerUnavailable
-    or BrokerFull, a missing right into CommandDenied with the user of `client` and `command`. Only
-    a ResponseError about the data of a key passes."""
+    or BrokerFull, a missing right into CommandDenied with the user of `client` and `command`. What
+    is left, a ResponseError about the data of a key or a decoder's error, becomes a WireError if
+    `record` names what is read."""
     try:
         yield
     except Exception as exc:
@@ -186,6 +190,8 @@ def broker_errors(client: redis.asyncio.Redis | redis.Redis, command: str) -> It
             raise denied(client, command, exc) from exc
         if (error := _broker_error(exc)) is not None:
             raise error from exc
+        if record and (unreadable := wire_error(exc, record)) is not None:
+            raise unreadable from None
         raise
 
 

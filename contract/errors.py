@@ -10,8 +10,6 @@ BatchwayError
 └── JobRefused          a job that is not accepted; has an ErrorCode
 """
 
-import contextlib
-from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
@@ -79,25 +77,6 @@ class CommandDenied(BatchwayError):
 
 class WireError(BatchwayError):
     """A record in Redis that cannot be decoded. The message does not quote it."""
-
-
-# msgspec, json, int() and bytes.decode() raise ValueErrors; missing fields and fields of another
-# type raise the others.
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-
-
-@contextlib.contextmanager
-def wire_errors(what: str) -> Iterator[None]:
-    """Converts decoders' errors and WRONGTYPE errors of Redis into WireError; `what` names the
-    kind of record. Drops the cause, which may quote the record.
-    """
-    try:
-        yield
-    except Exception as exc:
-        is_wrong_type = str(exc).startswith("WRONGTYPE")  # by its text: not all parts have redis-py
-        if is_wrong_type or isinstance(exc, _UNREADABLE):
-            raise WireError(f"unreadable {what}: {type(exc).__name__}") from None
-        raise
 
 
 class RateLimit(msgspec.Struct, frozen=True):

@@ -14,14 +14,15 @@ from typing import Any
 
 import msgspec
 
+from contract.codec import wire_errors
 from contract.connection import broker_errors, repeated
-from contract.errors import BatchwayError, WireError, wire_errors
-from contract.ids import new_id
+from contract.errors import BatchwayError, WireError
+from contract.keys import new_id
 from contract.library import Partition
 
 UPLOAD_S = 3_600.0  # until a content without a record is deleted
 _LIST_PAGE = 200  # records per read
-_UPLOAD_PURPOSE = "upload:"
+UPLOAD_PURPOSE = "upload:"
 
 
 class FilesFull(BatchwayError):
@@ -58,30 +59,10 @@ class Upload(msgspec.Struct, frozen=True):
     file_lifetime_s: int
 
     @classmethod
-    def new(
-        cls,
-        tenant: str,
-        num_bytes: int,
-        filename: str,
-        *,
-        file_lifetime_s: float,
-        partition: int = 0,
-    ) -> "Upload":
-        seconds = int(file_lifetime_s)
-        record = StoredFile(
-            id=new_id("upload_", partition),
-            tenant=tenant,
-            num_bytes=num_bytes,
-            purpose=f"{_UPLOAD_PURPOSE}{seconds}",
-            filename=filename,
-        )
-        return cls(record, seconds)
-
-    @classmethod
     def of(cls, record: StoredFile) -> "Upload":
         """Raises WireError."""
         with wire_errors("upload"):
-            return cls(record, int(record.purpose.removeprefix(_UPLOAD_PURPOSE)))
+            return cls(record, int(record.purpose.removeprefix(UPLOAD_PURPOSE)))
 
     def file(self) -> StoredFile:
         """The file that it becomes, which is the same each time it is completed."""
@@ -148,7 +129,7 @@ class Files(Partition):
 
     async def tenant_bytes(self, tenant: str) -> int:
         """The bytes of all the tenant's files."""
-        with broker_errors(self._client, "HGET"), wire_errors("number of bytes"):
+        with broker_errors(self._client, "HGET", record="number of bytes"):
             raw: Any = await repeated(
                 lambda: self._client.hget(self._keys.of("file_bytes"), tenant)
             )
@@ -161,7 +142,7 @@ class Files(Partition):
         file is not in the list. Omits unreadable records."""
         key = self._keys.of("files", tenant)
         files: list[StoredFile] = []
-        with broker_errors(self._client, "ZRANGE"), wire_errors("list of files"):
+        with broker_errors(self._client, "ZRANGE", record="list of files"):
             start = 0
             if after:
                 rank_of = self._client.zrank if is_oldest_first else self._client.zrevrank
@@ -197,7 +178,7 @@ class Files(Partition):
 
 
 def _is_listed(file: StoredFile, purpose: str) -> bool:
-    return not file.purpose.startswith(_UPLOAD_PURPOSE) and purpose in ("", file.purpose)
+    return not file.purpose.startswith(UPLOAD_PURPOSE) and purpose in ("", file.purpose)
 
 
 def _record(file_id: str, flat: list[bytes]) -> StoredFile | None:

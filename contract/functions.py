@@ -22,6 +22,7 @@ from contract.codec import (
     decode_metadata,
     decode_ref,
     encode,
+    wire_errors,
 )
 from contract.errors import (
     BrokerFull,
@@ -30,7 +31,6 @@ from contract.errors import (
     RateLimit,
     RateLimits,
     WireError,
-    wire_errors,
 )
 from contract.events import LogEntry
 from contract.function_types import (

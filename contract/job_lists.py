@@ -9,7 +9,7 @@ from typing import Any
 
 from contract.connection import broker_errors, repeated
 from contract.function_types import JobPage, JobView, Wanted
-from contract.ids import partition_of
+from contract.keys import partition_of
 from contract.shards import Shard
 
 _YOUNGEST = "9007199254740991 ~"  # before all jobs
@@ -40,11 +40,8 @@ class JobLists:
         return _merged(parts, max_jobs)
 
     async def _part(self, shard: Shard, after: str, max_jobs: int) -> JobPage | None:
-        return await shard.call(
-            lambda: shard.functions.list_jobs(
-                self._tenant, self._wanted, after=after, max_jobs=max_jobs
-            )
-        )
+        list_jobs, whose = shard.functions.list_jobs, self._tenant
+        return await shard.call(list_jobs, whose, self._wanted, after=after, max_jobs=max_jobs)
 
     async def _place_of(self, job_id: str) -> str | None:
         """The place of a job in the list."""

@@ -12,7 +12,6 @@ import msgspec
 
 from contract.endpoints import Endpoint as Endpoint
 from contract.flows import FlowCall
-from contract.ids import new_id
 
 _LOGPROB_BYTES = 18  # in msgpack: head, id below 2^32 and float64
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a tenant
@@ -289,10 +288,6 @@ def logprob_bytes(num_top: int | None) -> int:
 def cut_tokens(job: Job) -> dict[str, int]:
     """What `usage` shows of tokens that were cut off its prompts; {} if nothing was to be cut."""
     return {} if job.num_cut_tokens is None else {"truncated_tokens": job.num_cut_tokens}
-
-
-def new_job_id(partition: int = 0) -> str:
-    return new_id("job-", partition)
 
 
 def default_seed(job_id: str) -> int:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Sequence
+from functools import partial
 from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -96,10 +97,7 @@ class Partition:
         write.
         """
         verb, function = "FCALL_RO" if reads else "FCALL", f"{LIBRARY}_{name}"
-
-        async def call() -> Any:
-            words = verb, function, 1, self._keys.tag, *args
-            return await self._client.execute_command(*words)  # type: ignore[no-untyped-call]
+        call = partial(self._client.execute_command, verb, function, 1, self._keys.tag, *args)
 
         async def answered() -> Any:
             with broker_errors(self._client, f"{verb} {function}"):
@@ -122,14 +120,12 @@ class Partition:
             ) from exc
 
     async def _in_pages(
-        self, name: str, size: int, rows: Sequence[Sequence[Word]], *args: Word, reads: bool = False
+        self, name: str, size: int, rows: Sequence[Sequence[Word]], *args: Word
     ) -> list[Any]:
         """The replies of a function, a list each, called for so many rows of arguments at a time:
         while it runs, all other calls wait."""
         pages = [chain(*rows[first : first + size]) for first in range(0, len(rows), size)]
-        return [
-            part for page in pages for part in await self._call(name, *args, *page, reads=reads)
-        ]
+        return [part for page in pages for part in await self._call(name, *args, *page)]
 
 
 def _flatten(reply: Any) -> list[Any]:

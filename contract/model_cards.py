@@ -1,5 +1,6 @@
 """What workers publish of a model so that gateways can serve it."""
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -64,7 +65,7 @@ ENDPOINTS_OF_KIND = {
 }
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What a gateway needs to validate, render and tokenise requests for a model. Decoding checks
     the bounds, because gateways do not trust workers.
     """
@@ -87,7 +88,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     truncates: bool = False  # cuts prompts that are too long, unless a call says otherwise
     flow: Flow | None = None  # of a model that consists of others
 
-    @property
+    @cached_property
     def endpoints(self) -> tuple[Endpoint, ...]:
         """The endpoints that the model can answer; for a flow, those of its definition."""
         if self.flow is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from contract.function_types import Wanted
-from contract.ids import in_partition
+from contract.keys import in_partition
 from contract.operations import (
     MAX_LISTED,
     Operation,
@@ -28,10 +28,10 @@ async def add(
     for shard in await shards.of_list(terms["tenant"]):
         part_id = in_partition(operation_id, shard.number)
         try:
-            await shard.call(lambda: shard.operations.add(part_id, kind, wanted, **terms))  # noqa: B023
+            await shard.call(shard.operations.add, part_id, kind, wanted, **terms)
         except OperationsFull:
             for other, other_id in added:
-                await other.call(lambda: other.operations.stop(other_id))  # noqa: B023
+                await other.call(other.operations.stop, other_id)
             raise
         added.append((shard, part_id))
     return added[0][1]
@@ -40,7 +40,7 @@ async def add(
 async def find(shards: Shards[S], operation_id: str) -> Operation | None:
     """The whole operation, whichever part the id names."""
     shard = await shards.of(operation_id)
-    part = await shard.call(lambda: shard.operations.find(operation_id))
+    part = await shard.call(shard.operations.find, operation_id)
     if part is None or part.tenant:
         return part
     found = await shards.each(lambda s: s.operations.find(in_partition(operation_id, s.number)))
@@ -62,7 +62,7 @@ async def stop(shards: Shards[S], operation_id: str) -> OperationState | None:
     found = await find(shards, operation_id)
     for shard in [] if found is None else await shards.of_list(found.tenant):
         part_id = in_partition(operation_id, shard.number)
-        await shard.call(lambda: shard.operations.stop(part_id))  # noqa: B023
+        await shard.call(shard.operations.stop, part_id)
     found = await find(shards, operation_id)
     return None if found is None else found.state
 

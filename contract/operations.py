@@ -13,9 +13,9 @@ import msgspec
 from contract.batches import LeaseLost
 from contract.codec import encode
 from contract.connection import broker_errors, repeated
-from contract.errors import BatchwayError, wire_errors
+from contract.errors import BatchwayError
 from contract.function_types import TenantLimits, Wanted
-from contract.ids import new_id
+from contract.keys import new_id
 from contract.library import Partition
 
 MAX_OPEN = 16  # operations of a tenant that have not ended
@@ -94,14 +94,14 @@ class Operations(Partition):
 
     async def find(self, operation_id: str) -> Operation | None:
         """Reads an operation. Raises WireError."""
-        with wire_errors("operation"), broker_errors(self._client, "HGETALL"):
+        with broker_errors(self._client, "HGETALL", record="operation"):
             key = self._keys.of("operation", operation_id)
             raw: Any = await repeated(lambda: self._client.hgetall(key))
             return _operation(operation_id, raw) if raw else None
 
     async def of_owner(self, owner: str) -> list[Operation]:
         """A tenant's operations of the last week, the youngest first. Raises WireError."""
-        with wire_errors("operation"), broker_errors(self._client, "ZREVRANGE"):
+        with broker_errors(self._client, "ZREVRANGE", record="operation"):
             key = self._keys.of("operations", owner)
             raw_ids: Any = await self._client.zrevrange(key, 0, MAX_LISTED - 1)
         found = [await self.find(raw_id.decode()) for raw_id in raw_ids]

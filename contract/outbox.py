@@ -12,9 +12,9 @@ import msgspec
 import redis.asyncio
 
 from contract.callbacks import Callback, MessageKind, OutboxState
-from contract.codec import decode_callback
+from contract.codec import decode_callback, wire_errors
 from contract.connection import broker_errors
-from contract.errors import WireError, wire_errors
+from contract.errors import WireError
 from contract.keys import Keys
 from contract.library import Partition
 
@@ -166,7 +166,7 @@ async def callback_state(
 
     Raises BrokerUnavailable, WireError.
     """
-    with wire_errors("record of the outbox"), broker_errors(client, "HMGET"):
+    with broker_errors(client, "HMGET", record="record of the outbox"):
         job: Any = await client.hmget(keys.of("job", job_id), ["tenant", "callback_to"])
         record: Any = await client.hmget(
             keys.of("out", job_id), ["tenant", "state", "attempt", "to"]

@@ -2,7 +2,7 @@
 
 A partition is everything under one hash tag. Their number is fixed when the namespace is made; it
 is kept in partition 0. A tenant's partition follows from its name, an object's from its id
-(contract/ids.py). Nothing moves.
+(contract/keys.py). Nothing moves.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.connection import broker_errors, repeated
-from contract.errors import BrokerUnfit, wire_errors
+from contract.errors import BrokerUnfit
 from contract.keys import Keys
 
 log = logging.getLogger("batchway.partitions")
@@ -38,7 +38,7 @@ async def known_number(client: redis.asyncio.Redis, keys: Keys, given: int | Non
     """The number of partitions of a namespace; None while it is not made. `client`, `keys`: of
     partition 0; `given`: the number that this process was given, None: none. Raises
     PartitionsDiffer, BrokerUnavailable, CommandDenied, WireError."""
-    with wire_errors("number of partitions"), broker_errors(client, "GET or HGETALL"):
+    with broker_errors(client, "GET or HGETALL", record="number of partitions"):
         raw: Any = await repeated(lambda: client.get(keys.of(_NUMBER)))
         number = None if raw is None else int(raw)
         map_: Any = {} if raw else await repeated(lambda: client.hgetall(keys.of(_MAP)))

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import msgspec
 
 from contract.connection import broker_errors
-from contract.errors import wire_errors
 from contract.library import Partition
 
 PausedBy = Literal["operator", "tenant"]
@@ -65,7 +64,7 @@ class Pauses(Partition):
 
     async def all(self) -> list[Pause]:
         """All pauses, the oldest first. Raises WireError."""
-        with wire_errors("pause"), broker_errors(self._client, "HGETALL"):
+        with broker_errors(self._client, "HGETALL", record="pause"):
             raw: Any = await self._client.hgetall(self._keys.of("paused"))
             return sorted(map(_pause, raw, raw.values()), key=lambda pause: pause.since_ms)
 

@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
-from contract.codec import decode_callback, decode_job, decode_metadata
+from contract.codec import decode_callback, decode_job, decode_metadata, wire_errors
 from contract.connection import broker_errors, repeated
-from contract.errors import wire_errors
 from contract.function_types import Submission
 from contract.jobs import Job
 from contract.keys import Keys
@@ -33,7 +32,7 @@ async def replay_of(
 ) -> tuple[Job, Submission] | None:
     """Returns the job to submit and its terms, with a deadline of the same length; None where the
     record has expired. Its prompt may be an object of the old job. Raises WireError."""
-    with wire_errors("job record"), broker_errors(client, "HMGET"):
+    with broker_errors(client, "HMGET", record="job record"):
         key = keys.of("job", job_id)
         values: Any = await repeated(lambda: client.hmget(key, _FIELDS))
     raw = dict(zip(_FIELDS, values, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from contract.errors import wire_errors
+from contract.codec import wire_errors
 from contract.events import ChoiceDelta, End, LogEntry, TokenLogprob, Tokens, ToolCallDelta
 from contract.function_types import JobView
 from contract.jobs import FinishReason, Job, JobStatus, cut_tokens

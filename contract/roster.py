@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.connection import broker_errors
-from contract.errors import WireError, wire_errors
+from contract.errors import WireError
 from contract.functions import Functions
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Roster(Functions):
         records."""
         views = []
         for model in models:
-            with wire_errors("list of workers"), broker_errors(self._client, "ZRANGE"):
+            with broker_errors(self._client, "ZRANGE", record="list of workers"):
                 rows: Any = await self._client.zrange(self._keys.of("workers", model), 0, -1)
             for raw_name in rows:
                 name = raw_name.decode(errors="replace")
@@ -45,7 +45,7 @@ class Roster(Functions):
 
     async def worker(self, incarnation: str) -> WorkerView | None:
         """A worker, draining or not; None where it has exited or its record has expired."""
-        with wire_errors("record of a worker"), broker_errors(self._client, "HGETALL"):
+        with broker_errors(self._client, "HGETALL", record="record of a worker"):
             raw: Any = await self._client.hgetall(self._keys.of("worker", incarnation))
             if not raw:
                 return None
@@ -59,6 +59,6 @@ class Roster(Functions):
 
     async def is_to_drain(self, incarnation: str) -> bool:
         """Whether a worker was ordered to drain; it may have missed the message."""
-        with wire_errors("record of a worker"), broker_errors(self._client, "HGET"):
+        with broker_errors(self._client, "HGET", record="record of a worker"):
             order: Any = await self._client.hget(self._keys.of("worker", incarnation), "order")
         return bool(order == b"drain")

@@ -3,7 +3,7 @@ calls; which one an id or a tenant leads to."""
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Generic, Self, TypeVar
+from typing import Generic, ParamSpec, Self, TypeVar
 
 import redis.asyncio
 
@@ -11,8 +11,7 @@ from contract.batches import Batches
 from contract.connection import connect
 from contract.files import Files
 from contract.functions import Functions
-from contract.ids import partition_of
-from contract.keys import Keys
+from contract.keys import Keys, partition_of
 from contract.operations import Operations
 from contract.outbox import Outbox
 from contract.partitions import known_number, made_number, partition_of_tenant
@@ -20,6 +19,7 @@ from contract.pauses import Pauses
 
 _LOOK_S = 1.0  # between two looks whether the namespace is made
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -41,9 +41,11 @@ class Shard:
     async def aclose(self) -> None:
         await self.client.aclose()
 
-    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
+    async def call(
+        self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Returns the function's result; raises what it raises. All calls are made through it."""
-        return await function()
+        return await function(*args, **kwargs)
 
 
 S = TypeVar("S", bound=Shard)
@@ -75,7 +77,7 @@ class Shards(Generic[S]):
         if not self._is_known and time.monotonic() >= self._look_at_s:
             find = made_number if self._makes else known_number
             first = self.first
-            number = await first.call(lambda: find(first.client, first.keys, self._given))
+            number = await first.call(find, first.client, first.keys, self._given)
             self._look_at_s = time.monotonic() + _LOOK_S
             self._is_known = number is not None
             self._all += [self._make(n) for n in range(len(self._all), number or 1)]
@@ -98,7 +100,7 @@ class Shards(Generic[S]):
 
     async def each(self, ask: Callable[[S], Awaitable[T]]) -> list[T]:
         """Asks all partitions, one after another."""
-        return [await shard.call(lambda: ask(shard)) for shard in await self.all()]  # noqa: B023
+        return [await shard.call(ask, shard) for shard in await self.all()]
 
 
 class OpenShards(Shards[Shard]):

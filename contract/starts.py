@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from contract.connection import broker_errors, now_ms, repeated
-from contract.errors import wire_errors
 from contract.library import Partition
 
 MAX_REASON = 300  # characters
@@ -45,20 +44,20 @@ class Starts(Partition):
 
     async def measured(self, model: str, took_s: float) -> None:
         """Reports how long a worker's start took, and thereby that the model has not failed."""
-        with wire_errors("start of a worker"), broker_errors(self._client, "HSET or HDEL"):
+        with broker_errors(self._client, "HSET or HDEL", record="start of a worker"):
             await self._client.hset(self._key(model), "start_ms", str(int(took_s * 1000)))
             await self._client.hdel(self._key(model), *_FAILURE)
 
     async def announce(self, model: str, ready_in_s: float) -> None:
         """Announces that a worker of the model will be ready after `ready_in_s`."""
         ready_at_ms = await now_ms(self._client) + int(ready_in_s * 1000)
-        with wire_errors("start of a worker"), broker_errors(self._client, "HSET"):
+        with broker_errors(self._client, "HSET", record="start of a worker"):
             await self._client.hset(self._key(model), "ready_at", str(ready_at_ms))
 
     async def announce_another(self, model: str, starts_in_s: float) -> None:
         """Announces that a worker starts after `starts_in_s`. It is expected to take as long as the
         last one; announces nothing if that is unknown. Raises WireError."""
-        with wire_errors("start of a worker"), broker_errors(self._client, "HGET"):
+        with broker_errors(self._client, "HGET", record="start of a worker"):
             took: Any = await self._client.hget(self._key(model), "start_ms")
             took_s = None if took is None else int(took) / 1000
         if took_s is not None:
@@ -67,14 +66,14 @@ class Starts(Partition):
     async def decide(self, model: str, num_workers: int) -> None:
         """Publishes how many workers the pool should have."""
         value = f"{num_workers} {await now_ms(self._client)}"
-        with wire_errors("start of a worker"), broker_errors(self._client, "HSET"):
+        with broker_errors(self._client, "HSET", record="start of a worker"):
             await self._client.hset(self._key(model), "num_wanted", value)
 
     async def num_wanted(self, model: str) -> int | None:
         """How many workers the pool should have; None where nobody has decided it lately. Raises
         WireError."""
         now = await now_ms(self._client)
-        with wire_errors("start of a worker"), broker_errors(self._client, "HGET"):
+        with broker_errors(self._client, "HGET", record="start of a worker"):
             raw: Any = await self._client.hget(self._key(model), "num_wanted")
             num, at_ms = map(int, (raw or b"0 0").split())
         return num if now - at_ms < DECISION_TTL_S * 1000 else None
@@ -111,7 +110,7 @@ class Starts(Partition):
     async def failures(self) -> dict[str, ModelFailure]:
         """The reports by model. A model with several workers may have a live one all the same."""
         now = await now_ms(self._client)
-        with wire_errors("list of models"), broker_errors(self._client, "SMEMBERS or HMGET"):
+        with broker_errors(self._client, "SMEMBERS or HMGET", record="list of models"):
             raw: Any = await repeated(lambda: self._client.smembers(self._keys.of("models")))
             names = sorted(name.decode(errors="backslashreplace") for name in raw)
             async with self._client.pipeline(transaction=False) as pipeline:
@@ -128,7 +127,7 @@ class Starts(Partition):
         """The model's next worker, as it was announced; None if none was, or none came. One that is
         overdue for less than a minute may be ready at any moment. Raises WireError."""
         now = await now_ms(self._client)
-        with wire_errors("start of a worker"), broker_errors(self._client, "HMGET"):
+        with broker_errors(self._client, "HMGET", record="start of a worker"):
             raw: Any = await self._client.hmget(self._key(model), ["ready_at", "start_ms"])
             ready_ms, took_ms = (int(value or 0) for value in raw)
         if now > ready_ms + _OVERDUE_MS:

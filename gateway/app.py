@@ -9,17 +9,18 @@ from fastapi.telemetry import TelemetryConfig
 from starlette.middleware.cors import CORSMiddleware
 
 from contract.connection import end_tasks
+from contract.errors import BatchwayError
 from contract.telemetry.tracing import Tracing
 from gateway.follow.fleet import FleetWatch
 from gateway.http.errors import SYSTEM_RANDOM
 from gateway.http.handlers import add_handlers
-from gateway.http.limits import RequestLimits
+from gateway.http.limits import HeadGuard
 from gateway.http.metrics import EmbeddedMetrics
 from gateway.http.middleware import RequestObserver
-from gateway.http.origins import OriginGuard
 from gateway.memory import keep_trimmed
 from gateway.prepare.revocation import RevocationGuard
 from gateway.redis.broker import Broker
+from gateway.redis.shards import GatewayShard
 from gateway.routes import (
     batches,
     calls,
@@ -36,7 +37,8 @@ from gateway.routes import (
     uploads,
 )
 from gateway.routes.requests import GuardedRoute
-from gateway.runners.partitions import start_in_partitions
+from gateway.runners.batches.feeder import Feeder
+from gateway.runners.operations import run_operations
 from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 from gateway.turns import ConcurrencyCap, take_turns
@@ -72,7 +74,7 @@ def create_app(
             asyncio.create_task(gateway.broker.report_attendance()),
             asyncio.create_task(keep_trimmed()),
         ]
-        starting = asyncio.create_task(start_in_partitions(gateway, duties))
+        starting = asyncio.create_task(_start_in_partitions(gateway, duties))
         if settings.console:
             duties.append(asyncio.create_task(watch.run()))
         if settings.models:
@@ -117,8 +119,7 @@ def create_app(
     add_handlers(app, draw, sorted({route.path for route in _ROUTES if "{" not in route.path}))
     # The middleware that is added last is the outermost.
     app.add_middleware(RevocationGuard, key_ring=gateway.broker.key_ring)
-    app.add_middleware(OriginGuard, settings=settings)
-    app.add_middleware(RequestLimits, settings=settings)
+    app.add_middleware(HeadGuard, settings=settings)
     app.add_middleware(RequestObserver, metrics=gateway.metrics, tracing=tracing)
     if settings.embedded_metrics:
         app.add_middleware(EmbeddedMetrics, metrics=gateway.metrics)
@@ -132,3 +133,18 @@ def create_app(
             expose_headers=("*",),  # holds because credentials, which are cookies, never do
         )
     return app
+
+
+async def _start_in_partitions(gateway: Gateway, duties: list[asyncio.Task[None]]) -> None:
+    """Adds what runs in each partition without a caller, operations and batches, to `duties`, once
+    Redis has told the partitions."""
+    shards = list[GatewayShard]()
+    while not shards:
+        try:
+            shards = await gateway.broker.shards.all()
+        except BatchwayError:  # the breaker logs it
+            await asyncio.sleep(gateway.settings.poll_s)
+    for shard in shards:
+        duties.append(asyncio.create_task(run_operations(gateway, shard)))
+        if gateway.broker.payloads.store is not None:
+            duties.append(asyncio.create_task(Feeder(gateway, shard).run()))

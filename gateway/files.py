@@ -67,7 +67,7 @@ async def delete_objects(gateway: Gateway, object_id: str) -> None:
     except PayloadError:
         return
     shard = await gateway.broker.shards.of(object_id)
-    await gateway.broker.ask_files(shard, lambda files: files.deleted(object_id))
+    await shard.ask("file", shard.files.deleted, object_id)
 
 
 async def chunks(store: ObjectStore, file_id: str, span: Span) -> AsyncGenerator[bytes, None]:
@@ -80,11 +80,6 @@ async def chunks(store: ObjectStore, file_id: str, span: Span) -> AsyncGenerator
             return
         yield chunk
         at += len(chunk)
-
-
-async def write_content(store: ObjectStore, file_id: str, content: BinaryIO) -> None:
-    """Raises PayloadUnavailable."""
-    await asyncio.to_thread(store.write, content_key(file_id), content)
 
 
 class Joined(io.RawIOBase):
@@ -149,7 +144,7 @@ async def lines(
 async def check_quota(gateway: Gateway, tenant: str) -> None:
     """Raises ApiError (429) if the tenant's files have reached their limit."""
     shard = await gateway.broker.shards.home(tenant)
-    held = await gateway.broker.ask_files(shard, lambda files: files.tenant_bytes(tenant))
+    held = await shard.ask("file", shard.files.tenant_bytes, tenant)
     most = gateway.settings.max_tenant_file_bytes
     if most and held >= most:
         raise files_full(held, most)
@@ -163,7 +158,7 @@ async def recorded(
     shard = await gateway.broker.shards.of(file.id)
     terms: dict[str, Any] = {"lifetime_s": lifetime_s, "max_tenant_bytes": max_tenant_bytes}
     try:
-        return await gateway.broker.ask_files(shard, lambda files: files.add(file, **terms))
+        return await shard.ask("file", shard.files.add, file, **terms)
     except FilesFull as exc:
         await delete_objects(gateway, file.id)
         raise files_full(exc.num_bytes, gateway.settings.max_tenant_file_bytes) from None

@@ -14,7 +14,6 @@ from typing import Any
 
 from contract.catalogue import Catalogue
 from contract.connection import broker_errors
-from contract.errors import wire_errors
 from contract.jobs import TERMINAL_STATUSES
 from contract.keys import Keys
 from contract.shards import OpenShards
@@ -94,7 +93,7 @@ async def _run(options: argparse.Namespace, redis_url: str) -> int:
 async def _check(client: Any, keys: Keys, options: argparse.Namespace, where: str) -> int:
     """Shows the differences in one partition, and repairs them where asked; their number."""
     found = Differences()
-    with wire_errors("records"), broker_errors(client, "HGETALL"):
+    with broker_errors(client, "HGETALL", record="records"):
         if before := await differences(client, keys):
             await asyncio.sleep(_GAP_S)
             again = await differences(client, keys)

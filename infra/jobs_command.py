@@ -14,7 +14,7 @@ import msgspec
 
 from contract.catalogue import Catalogue
 from contract.connection import broker_errors
-from contract.errors import JobRefused, wire_errors
+from contract.errors import JobRefused
 from contract.function_types import JobView, Submitted
 from contract.functions import Functions
 from contract.job_lists import JobLists
@@ -189,7 +189,7 @@ class Quarantine(Functions):
 
     async def records(self) -> list[dict[str, Any]]:
         """All records, latest first."""
-        with wire_errors("quarantine"), broker_errors(self._client, "ZREVRANGE"):
+        with broker_errors(self._client, "ZREVRANGE", record="quarantine"):
             rows: Any = await self._client.zrevrange(
                 self._keys.of("quarantine"), 0, -1, withscores=True
             )
@@ -226,7 +226,7 @@ class Quarantine(Functions):
 
     async def _record(self, job_id: str, since_ms: int) -> dict[str, Any]:
         again = replayed_id(job_id)
-        with wire_errors("record of a poison job"), broker_errors(self._client, "HGET or EXISTS"):
+        with broker_errors(self._client, "HGET or EXISTS", record="record of a poison job"):
             raw: Any = await self._client.hget(self._keys.of("poison"), job_id)
             has_record = bool(await self._client.exists(self._keys.of("job", job_id)))
             was_requeued = bool(await self._client.exists(self._keys.of("job", again)))
@@ -363,7 +363,7 @@ async def _calibrations(
                 waits = list[tuple[int, ...]]()
                 for shard in await shards.all():
                     key = shard.keys.of("calibration", card.name, lane)
-                    with wire_errors("calibration"), broker_errors(shard.client, "LRANGE"):
+                    with broker_errors(shard.client, "LRANGE", record="calibration"):
                         raw: Any = await shard.client.lrange(key, 0, -1)
                         waits += [tuple(map(int, entry.split())) for entry in raw]
                 errors = [abs(said - ms) / max(_LEAST_WAIT_MS, ms) for said, ms in waits]

@@ -17,8 +17,8 @@ from contract import operation_parts
 from contract.batches import LeaseLost
 from contract.connection import now_ms
 from contract.function_types import Wanted
-from contract.ids import in_partition
 from contract.jobs import PUBLIC_STATUSES
+from contract.keys import in_partition
 from contract.operations import (
     Operation,
     OperationKind,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.connection import broker_errors
-from contract.errors import BrokerUnavailable, wire_errors
+from contract.errors import BrokerUnavailable
 from contract.function_types import JobRun
 from contract.functions import decode_runs
 from contract.jobs import TERMINAL_STATUSES
@@ -76,7 +76,7 @@ async def _watch(shards: OpenShards, recording: "_Recording", seconds: float) ->
             is_over = await _waited(min(_EVERY_S, until_s - time.monotonic()))
             try:
                 for shard in await shards.all():
-                    with wire_errors("records"), broker_errors(shard.client, "HMGET"):
+                    with broker_errors(shard.client, "HMGET", record="records"):
                         await recording.look(shard)
                 has_seen = True
             except BrokerUnavailable as exc:

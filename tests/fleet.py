@@ -18,8 +18,8 @@ import redis.asyncio
 from contract.events import End, LogEntry, Prompt, TokenLogprob, Tokens
 from contract.function_types import JobView, Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, SamplingParams
+from contract.keys import Keys, new_job_id
 from tests.fakes import HashModelOptions, encode_text
 from tests.hash_engine import HASH_MODEL_VARIABLE
 

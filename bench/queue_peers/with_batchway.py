@@ -18,8 +18,8 @@ from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Submission, TenantLimits
 from contract.functions import Functions
-from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, FinishReason, Job, JobStatus, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.library import ensure_library
 from contract.roster import Roster
 

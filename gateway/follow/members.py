@@ -7,7 +7,7 @@ import msgspec
 
 from contract.events import MemberRun, Members
 from contract.function_types import JobView
-from contract.jobs import TERMINAL_STATUSES, Job, JobStatus
+from contract.jobs import Job, JobStatus
 from gateway.http.errors import RecordUnreadable, UnknownJob
 from gateway.redis.broker import Broker
 
@@ -49,21 +49,14 @@ def chosen_header(job: Job) -> dict[str, str]:
     return {MODELS_HEADER: job.model} if job.asked_model and job.flow is None else {}
 
 
-async def members_of(broker: Broker, view: JobView) -> list[MemberRun]:
-    """Returns the calls of a job; if a route has chosen its model, the job itself. Calls whose end
-    is not in the log are looked up. Raises UnknownJob."""
-    job = view.job
-    if job.flow is None:
-        return [_of_route(view)] if job.asked_model else []
-    return [await _current(broker, job.tenant, run) for run in await _logged(broker, view)]
-
-
 async def tree_of(broker: Broker, view: JobView) -> tuple[Member, ...]:
     """Returns the calls of a job with their records, and theirs; if a route has chosen its model,
     the job itself. Raises UnknownJob."""
     job = view.job
     if job.flow is None:
-        return (Member(_of_route(view), view),) if job.asked_model else ()
+        num_tokens = view.num_prompt_tokens, view.num_output_tokens
+        run = MemberRun(job.model, job.id, view.status if view.is_terminal else None, *num_tokens)
+        return (Member(run, view),) if job.asked_model else ()
     found: list[Member] = []
     runs = await _logged(broker, view)
     for first in range(0, len(runs), _NUM_READS):
@@ -78,9 +71,9 @@ async def cancel_whole(broker: Broker, job: Job) -> JobStatus:
     status = await broker.cancel(job.id, job.tenant)
     if job.flow is not None:
         view, _ = await broker.read(job.id, job.tenant)
-        for run in await members_of(broker, view):
-            if run.status not in TERMINAL_STATUSES:
-                with contextlib.suppress(UnknownJob):
+        for run in await _logged(broker, view):
+            with contextlib.suppress(UnknownJob):
+                if run.status is None:
                     called, _ = await broker.read(run.job_id, job.tenant)
                     await cancel_whole(broker, called.job)
     return status
@@ -93,18 +86,12 @@ async def delete_whole(broker: Broker, job_id: str, tenant: str) -> JobStatus | 
     runs = []
     with contextlib.suppress(RecordUnreadable):
         view, _ = await broker.read(job_id, tenant)
-        runs = [] if view.job.flow is None else await members_of(broker, view)
+        runs = [] if view.job.flow is None else await _logged(broker, view)
     status = await broker.delete(job_id, tenant)
     for run in runs if status is None else ():
         with contextlib.suppress(UnknownJob):
             await delete_whole(broker, run.job_id, tenant)
     return status
-
-
-def _of_route(view: JobView) -> MemberRun:
-    status = view.status if view.is_terminal else None
-    num_tokens = view.num_prompt_tokens, view.num_output_tokens
-    return MemberRun(view.job.model, view.job.id, status, *num_tokens)
 
 
 async def _logged(broker: Broker, view: JobView) -> list[MemberRun]:
@@ -121,20 +108,3 @@ async def _member(broker: Broker, tenant: str, run: MemberRun) -> Member:
     except (UnknownJob, RecordUnreadable):
         return Member(run)
     return Member(run, view, () if view.job.flow is None else await tree_of(broker, view))
-
-
-async def _current(broker: Broker, tenant: str, run: MemberRun) -> MemberRun:
-    if run.status is not None:
-        return run
-    try:
-        view, _ = await broker.read(run.job_id, tenant)
-    except UnknownJob:
-        return run
-    num_prompt, num_output = view.num_prompt_tokens, view.num_output_tokens
-    if view.job.flow is not None:
-        runs = await members_of(broker, view)
-        num_prompt = sum(each.prompt_tokens for each in runs)
-        num_output = sum(each.output_tokens for each in runs)
-    return MemberRun(
-        run.model, run.job_id, view.status, num_prompt, num_output, view.code, run.name
-    )

@@ -25,7 +25,7 @@ from gateway.grammars.rules.calls import Frame, Reasoning, ToolCalls, free_rules
 from gateway.grammars.rules.lark import KNOBS, Lark, Marks, json_options, quoted
 from gateway.grammars.schemas.lengths import check_lengths
 from gateway.grammars.schemas.preparation import prepare
-from gateway.grammars.schemas.refusals import SchemaRefused
+from gateway.grammars.schemas.refusals import GrammarRefused as GrammarRefused
 from gateway.http.strict_json import parse_json
 
 _BYTES = LLTokenizer("byte")  # a token for each byte
@@ -140,15 +140,6 @@ class Kind(StrEnum):
     TEXT = "text"  # any text; the fields of a ToolFormat, if it may have calls
 
 
-class GrammarRefused(Exception):
-    """The grammar is rejected. The message is one sentence for the caller; `path` leads to the part
-    of the schema."""
-
-    def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message)
-        self.path = path
-
-
 class Around(TypedDict):
     """What surrounds an answer: how the model reasons, and the tokens of its formats."""
 
@@ -205,12 +196,9 @@ def _of_tools(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
         try:
             functions.append((number, name, _of_schema(schema, is_strict), is_strict))
         except GrammarRefused as refusal:
-            path = f"{number}.function.parameters.{refusal.path}".rstrip(".")
+            path = (f"{number}.function.parameters", *refusal.path)
             raise GrammarRefused(str(refusal), path) from None
-    try:
-        return tool_rules(lark, frame, {**calls, "functions": functions})
-    except SchemaRefused as refusal:
-        raise GrammarRefused(str(refusal), ".".join(refusal.path)) from None
+    return tool_rules(lark, frame, {**calls, "functions": functions})
 
 
 def _of_grammar(text: str) -> str:
@@ -253,7 +241,7 @@ def _of_schema(schema: Any, is_strict: bool) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GrammarRefused("a schema must be an object")
     if KNOBS in schema:
-        raise GrammarRefused("a schema may not set options of the library", KNOBS)
+        raise GrammarRefused("a schema may not set options of the library", (KNOBS,))
 
     def fault(part: dict[str, Any]) -> str:
         try:
@@ -262,14 +250,11 @@ def _of_schema(schema: Any, is_strict: bool) -> dict[str, Any]:
             return sentence(str(error))
         return fault_of(grammar)
 
-    try:
-        prepared = prepare(schema, is_strict, fault)
-        check_lengths(prepared)
-    except SchemaRefused as refusal:
-        raise GrammarRefused(str(refusal), ".".join(refusal.path)) from None
+    prepared = prepare(schema, is_strict, fault)
+    check_lengths(prepared)
     if found := fault(prepared.schema):
         part, found = prepared.innermost(found, fault)
-        raise GrammarRefused(found, ".".join(prepared.place_of(part)))
+        raise GrammarRefused(found, prepared.place_of(part))
     return {**prepared.schema, KNOBS: json_options(is_strict)}
 
 
@@ -277,7 +262,7 @@ def _answered(request: Any) -> str:
     try:
         return compile_grammar(**request | {"kind": Kind(request["kind"])})
     except GrammarRefused as refusal:
-        raise Refused(json.dumps([refusal.path, str(refusal)])) from None
+        raise Refused(json.dumps([".".join(refusal.path), str(refusal)])) from None
     except MemoryError:
         raise
     except Exception:  # of a keyword with a value that no schema has, as an enum of 1.5

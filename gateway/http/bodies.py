@@ -1,4 +1,5 @@
-"""The bodies of requests: their length, their encoding, and their JSON.
+"""What a client sends: the body of a request, with its length, its encoding and its JSON; and that
+the client has disconnected.
 
 What takes a moment to parse is checked in a process of its own (strict_json.py) and parsed without
 checks after that, so no body holds the event loop. `connections.RequestGuard` limits a body's time.
@@ -7,13 +8,14 @@ checks after that, so no body holds the event loop. `connections.RequestGuard` l
 import asyncio
 import math
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
+from contract.connection import end_tasks
 from gateway.child import Refused
 from gateway.child_process import ChildFailed, ChildLimits, ChildPool
 from gateway.http import strict_json
@@ -31,6 +33,8 @@ _MEMBER_BYTES, _MANY_MEMBERS = 4096, 64  # a gzip file has one member for so man
 # What is parsed at once, in 3 ms: bodies with so many marks, quotes and escapes, bytes.
 _LIGHT_MARKS, _LIGHT_QUOTES, _LIGHT_BYTES = 8_192, 32_768, 512 * 1024
 _NUM_CHECKS = 2  # at a time; one of each owner
+
+T = TypeVar("T")
 
 
 class Body:
@@ -200,3 +204,28 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         return strict_json.parse_object(raw)
     except JsonRefused as refusal:
         raise bad_request("invalid_json", str(refusal)) from None
+
+
+class ClientGone(Exception):
+    """The client closed the connection. Nobody sees the response."""
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Returns the result of `work`, or cancels it and raises ClientGone when the client disconnects
+    first. Also raises what `receive` raises: a body may arrive that nobody asked for."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(until_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        watching.result()
+        raise ClientGone
+    finally:
+        await end_tasks(working, watching)

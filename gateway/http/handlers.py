@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from contract.errors import BatchwayError
+from gateway.http.bodies import ClientGone
 from gateway.http.errors import (
     MISSING,
     UNKNOWN,
@@ -23,7 +24,7 @@ from gateway.http.errors import (
     similar_name,
     to_api_error,
 )
-from gateway.http.sse import AnsweredOtherwise, ClientGone
+from gateway.http.sse import AnsweredOtherwise
 
 log = logging.getLogger("batchway.gateway")
 

@@ -1,14 +1,12 @@
-"""Server-sent events: their encoding, and a response that notices when the client disconnects.
+"""Server-sent events: their encoding, and a response that ends when the client disconnects.
 
 Independent of jobs.
 """
 
-import asyncio
 import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import TypeVar
 
 import msgspec
 from fastapi import Request
@@ -16,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from contract.connection import end_tasks
 from contract.errors import BatchwayError
+from gateway.http.bodies import ClientGone, unless_gone
 from gateway.http.errors import internal_error, to_api_error
 
 log = logging.getLogger("batchway.gateway")
@@ -33,18 +31,12 @@ MEDIA_TYPE = "text/event-stream; charset=utf-8"
 STREAM_HEADER = (b"content-type", MEDIA_TYPE.encode())
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
-T = TypeVar("T")
-
 # Some clients split lines here, although JSON allows these characters in strings.
 _LINE_ENDS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),
     (b"\xe2\x80\xa9", b"\\u2029"),
 )
-
-
-class ClientGone(Exception):
-    """The client closed the connection. Nobody sees the response."""
 
 
 class AnsweredOtherwise(Exception):
@@ -93,27 +85,6 @@ class Heartbeat:
             return False
         self.touch()
         return True
-
-
-async def until_gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns the result of `work`, or cancels it and raises ClientGone when the client disconnects
-    first. Also raises what `receive` raises: a body may arrive that nobody asked for."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(until_gone(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        watching.result()
-        raise ClientGone
-    finally:
-        await end_tasks(working, watching)
 
 
 async def sse_response(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from contract.model_cards import ModelCard, TokenizerFiles
+from contract.model_cards import TokenizerFiles
 from contract.output_formats import GEMMA_QUOTE
 from gateway.child import Refused
 from gateway.child_process import (
@@ -24,7 +24,7 @@ from gateway.child_process import (
     ChildPool,
     ChildUnreadable,
 )
-from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused, invalid_value
+from gateway.http.errors import ModelUnreadable, TemplateFailed, TemplateRefused
 from gateway.turns import Turns, turn
 
 if TYPE_CHECKING:
@@ -47,13 +47,6 @@ _TURNS = Turns()  # of work that belongs to no gateway
 
 T = TypeVar("T")
 Given = TypeVar("Given", str, tuple[str, str])
-
-
-def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
-    """Raises ApiError for ids that the model does not have."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
-        own = f"those of the model's own tokenizer, from 0 to {card.vocab_size - 1}"
-        raise invalid_value(param, f"{param}: token ids must be {own}")
 
 
 async def tokenised(work: Callable[[], T], num_chars: int) -> T:

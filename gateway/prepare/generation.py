@@ -13,6 +13,7 @@ from contract.function_types import Submission
 from contract.jobs import Job, SamplingParams, default_seed
 from contract.model_cards import GenerationDefaults, ModelCard, TokenizerFiles
 from gateway.grammars.compiler import Constraint
+from gateway.grammars.rules.arguments import string_parameters
 from gateway.http.errors import (
     CONTEXT_EXCEEDED,
     UNSUPPORTED,
@@ -21,14 +22,14 @@ from gateway.http.errors import (
     bad_request,
     invalid_value,
 )
-from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong, check_ids, tokenised
-from gateway.prepare.admission import Prompts, with_prompts
+from gateway.models.tokens import Cut, ModelTokenizer, NoRoom, Over, TooLong, tokenised
 from gateway.prepare.past_calls import Rendered, one_call_each
 from gateway.prepare.schemas import (
     MAX_CHOICES,
     ChatBody,
     CompletionBody,
     Effort,
+    Function,
     GenerationBody,
     no_room,
 )
@@ -36,6 +37,7 @@ from gateway.settings import GatewaySettings
 from gateway.state import Gateway
 
 BUDGET = "thinking_token_budget"
+Prompts = tuple[tuple[int, ...], ...]
 
 # The numbers that a caller or its model may set, with OpenAI's defaults.
 _DEFAULTS: Mapping[str, float] = {
@@ -160,14 +162,28 @@ async def prepare_generation(
     submission: Submission,
 ) -> tuple[Job, Submission]:
     """Returns the job with its prompts and parameters, and its submission. Raises ApiError."""
-    _check_capabilities(card, body)
+    functions = [tool.function for tool in body.offered] if isinstance(body, ChatBody) else []
+    constraint = body.constraint
+    _check_capabilities(card, body, functions, constraint)
     prompts, num_cut = await prompts_of(tokenizer, card, body)
     if echoes(body):
         most = gateway.settings.max_body_bytes
         await _check_echo(tokenizer, prompts, body.n or 1, most)
     caps = _output_caps(gateway.settings, card, body, prompts)
     params = sampling_params(card, body, caps, job.id)
-    if (constraint := _constraint(tokenizer, card, body, prompts, max(caps))) is not None:
+    if isinstance(body, ChatBody):
+        if functions:  # then no other constraint is given
+            constraint = _tool_constraint(tokenizer, card, body, functions)
+        reasoning = reasoning_of(tokenizer, card, prompts[0], body.thinking_token_budget)
+        budget = None if reasoning is None else reasoning["budget"]
+        if constraint is None and budget is not None and budget < max(caps):
+            format_ = tokenizer.files.tool_format if functions else None
+            calls = None if format_ is None else msgspec.structs.asdict(format_)
+            constraint = Constraint(BUDGET, "text", calls)
+        if constraint is not None:  # on the answer after the reasoning
+            marks = {**tokenizer.marks, "ends": sorted(card.eos_token_ids)}
+            constraint = constraint.within({"marks": marks, "reasoning": reasoning})
+    if constraint is not None:
         _check_constrained(body, constraint.param)
         grammar = await gateway.grammars.compile(constraint)
         params = msgspec.structs.replace(params, grammar=grammar)
@@ -181,10 +197,30 @@ async def prepare_generation(
         shows_output=body.max_tokens != 0,
         prompt_logprobs=body.prompt_logprobs,
         num_cut_tokens=num_cut,
-        tools=body.string_parameters if isinstance(body, ChatBody) and body.offered else {},
+        # Models that write arguments without quotes do not show which are strings.
+        tools={f.name: string_parameters(f.parameters or {}) for f in functions},
     )
     max_output_tokens = params.n * sum(caps)
     return job, msgspec.structs.replace(submission, max_output_tokens=max_output_tokens)
+
+
+def with_prompts(job: Job, card: ModelCard, prompts: Prompts, **fields: Any) -> Job:
+    """The job with its prompts and other fields."""
+    is_list = len(prompts) > 1
+    return msgspec.structs.replace(
+        job,
+        prompt_ids=() if is_list else prompts[0],
+        prompt_list=prompts if is_list else (),
+        resume=card.capabilities.resume,
+        **fields,
+    )
+
+
+def check_ids(param: str, token_ids: tuple[int, ...], card: ModelCard) -> None:
+    """Raises ApiError for ids that the model does not have."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
+        own = f"those of the model's own tokenizer, from 0 to {card.vocab_size - 1}"
+        raise invalid_value(param, f"{param}: token ids must be {own}")
 
 
 async def _check_echo(
@@ -209,12 +245,16 @@ def _check_constrained(body: GenerationBody, param: str) -> None:
             raise invalid_value(name, f"{name} cannot be combined with {param}")
 
 
-def _check_capabilities(card: ModelCard, body: GenerationBody) -> None:
+def _check_capabilities(
+    card: ModelCard,
+    body: GenerationBody,
+    functions: Sequence[Function],
+    constraint: Constraint | None,
+) -> None:
     """Raises ApiError if the model's engine cannot do what the body asks for."""
-    if isinstance(body, ChatBody) and body.offered and not card.capabilities.tools:
+    if functions and not card.capabilities.tools:
         message = f"tools are not supported by {card.name!r}: their format is not known"
         raise bad_request(UNSUPPORTED, message, "tools")
-    constraint = body.constraint
     if constraint is not None and not card.capabilities.structured_output:
         param = constraint.param.split(".")[0]
         message = f"{param}: the engine of {card.name!r} cannot constrain its output"
@@ -225,34 +265,14 @@ def _check_capabilities(card: ModelCard, body: GenerationBody) -> None:
         raise bad_request(UNSUPPORTED, message, param)
 
 
-def _constraint(
-    tokenizer: ModelTokenizer, card: ModelCard, body: GenerationBody, prompts: Prompts, cap: int
-) -> Constraint | None:
-    """Returns the constraint on the output, if any: in chats, on the answer after the reasoning.
-    Raises ApiError if it cannot be enforced."""
-    if not isinstance(body, ChatBody):
-        return body.constraint
-    constraint = _tool_constraint(tokenizer, card, body) if body.offered else body.constraint
-    reasoning = reasoning_of(tokenizer, card, prompts[0], body.thinking_token_budget)
-    budget = None if reasoning is None else reasoning["budget"]
-    if constraint is None and budget is not None and budget < cap:
-        format_ = tokenizer.files.tool_format if body.offered else None
-        calls = None if format_ is None else msgspec.structs.asdict(format_)
-        constraint = Constraint(BUDGET, "text", calls)
-    if constraint is None:
-        return None
-    marks = {**tokenizer.marks, "ends": sorted(card.eos_token_ids)}
-    return constraint.within({"marks": marks, "reasoning": reasoning})
-
-
 def _tool_constraint(
-    tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody
+    tokenizer: ModelTokenizer, card: ModelCard, body: ChatBody, functions: Sequence[Function]
 ) -> Constraint | None:
     """The constraint on calls, if any. Raises ApiError if calls that must be forced cannot be."""
     format_, can = tokenizer.files.tool_format, card.capabilities.structured_output
     if format_ is not None and can:
         return body.tool_constraint(format_)
-    is_strict = any(tool.function.strict for tool in body.offered)
+    is_strict = any(function.strict for function in functions)
     if body.forces_calls or is_strict:
         param = "tool_choice" if body.forces_calls else "tools"
         reason = "are in a format that no grammar forces" if can else "cannot be constrained"

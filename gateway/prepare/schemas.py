@@ -19,7 +19,6 @@ from pydantic_core import to_json
 from contract.model_cards import ModelCard, TokenizerFiles
 from contract.output_formats import ToolFormat
 from gateway.grammars.compiler import Constraint
-from gateway.grammars.rules.arguments import string_parameters
 from gateway.http.errors import MISSING, ApiError, invalid_value
 from gateway.models.tokens import Cut
 from gateway.prepare.past_calls import arguments_object, fitting_id
@@ -275,13 +274,6 @@ class WithTools(Templated, Constrained):
             names = {tool.function.name for _, tool in self._chosen()}
             allowed = [tool for tool in allowed if tool.function.name in names]
         return allowed
-
-    @property
-    def string_parameters(self) -> dict[str, tuple[str, ...]]:
-        """For each function that may be called, its parameters that are strings: models that write
-        arguments without quotes do not show it."""
-        functions = [tool.function for tool in self.offered]
-        return {each.name: string_parameters(each.parameters or {}) for each in functions}
 
     @property
     def forces_calls(self) -> bool:

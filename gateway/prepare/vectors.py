@@ -23,10 +23,9 @@ from gateway.models.tokens import (
     NoRoom,
     Over,
     TooLong,
-    check_ids,
     tokenised,
 )
-from gateway.prepare.admission import Prompts, with_prompts
+from gateway.prepare.generation import Prompts, check_ids, with_prompts
 from gateway.prepare.schemas import no_room
 from gateway.prepare.vector_bodies import (
     EmbeddingsBody,

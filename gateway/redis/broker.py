@@ -16,7 +16,6 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from contract.api_keys import ApiKeys, Pepper
-from contract.batches import Batches
 from contract.byte_cache import ByteCache
 from contract.catalogue import clear_orphan, knows_key
 from contract.connection import SWEEP_PAUSE_S
@@ -30,7 +29,6 @@ from contract.errors import (
     WireError,
 )
 from contract.events import LogEntry
-from contract.files import Files
 from contract.function_types import (
     JobPage,
     JobView,
@@ -41,12 +39,10 @@ from contract.function_types import (
     Wanted,
     Watched,
 )
-from contract.ids import in_partition, partition_of
 from contract.job_lists import JobLists
 from contract.jobs import Job, JobStatus, ObjectRef, StoredPrompt
-from contract.operations import Operations
+from contract.keys import in_partition, partition_of
 from contract.outbox import CallbackState, callback_state
-from contract.pauses import Line, Pause, PausedBy
 from contract.payloads import open_store
 from contract.payloads.encoding import decode_log, encode_prompts, with_prompts
 from contract.payloads.store import (
@@ -185,18 +181,16 @@ class Broker:
         if not limits.requests_per_min:
             return False
         shard = await self.shards.home(tenant)
-        await shard.call(lambda: shard.functions.enter(tenant, limits))
+        await shard.call(shard.functions.enter, tenant, limits)
         return True
 
     async def submit(self, job: Job, submission: Submission) -> Submitted:
         """Queues a job in its tenant's partition, which its id names then. The calls of a flow are
         where it is. Raises JobRefused, PayloadUnavailable."""
-        shard = await self._shard_of(job)
-        terms = await self._bounded(submission)
-        placed = replace(job, id=in_partition(job.id, shard.number)) if shard.number else job
+        shard, placed, terms = await self._placed(job, submission)
         held = await self.payloads.offloaded(placed)
         try:
-            submitted = await shard.call(lambda: shard.functions.submit(held, terms))
+            submitted = await shard.call(shard.functions.submit, held, terms)
         except JobRefused as exc:
             await self._discard(held)
             await self._note_refusal(placed, exc)
@@ -205,22 +199,23 @@ class Broker:
             await self._discard(held)
         return submitted
 
-    async def _shard_of(self, job: Job) -> GatewayShard:
-        """The partition of a new job."""
-        return await (self.shards.of(job.id) if job.parent else self.shards.home(job.tenant))
-
-    async def _bounded(self, submission: Submission) -> Submission:
-        """The submission with a partition's part of the fleet's bounds, which are equal. Those of a
-        tenant stay as they are."""
-        num, s = len(await self.shards.all()), submission
-        if num == 1:
-            return submission
-        return replace(
+    async def _placed(
+        self, job: Job, submission: Submission
+    ) -> tuple[GatewayShard, Job, Submission]:
+        """The partition of a new job, the job with an id of it, and the submission with the
+        partition's part of the fleet's bounds, which are equal. Those of a tenant stay as they are.
+        """
+        if (num := len(await self.shards.all())) == 1:
+            return self.shards.first, job, submission
+        s = submission
+        shard = await (self.shards.of(job.id) if job.parent else self.shards.home(job.tenant))
+        terms = replace(
             s,
             limits=replace(s.limits, lane_share=min(1.0, s.limits.lane_share * num)),
             lane_bound_tokens=_part(s.lane_bound_tokens, num),
             max_stored_bytes=_part(s.max_stored_bytes, num),
         )
+        return shard, replace(job, id=in_partition(job.id, shard.number)), terms
 
     async def _discard(self, held: Job) -> None:
         """Deletes the objects of a job that was not accepted."""
@@ -243,7 +238,7 @@ class Broker:
         wanted_s = self._settings.cold_start_s + _WANTED_S
         starts = Starts(shard.client, shard.keys)
         with contextlib.suppress(BatchwayError):
-            await shard.call(lambda: starts.want(model, lane, wanted_s))
+            await shard.call(starts.want, model, lane, wanted_s)
 
     async def worker_wait(self, job: Job, status: JobStatus) -> WorkerWait | None:
         """The wait for a worker of a job with this status; None where it does not wait for one, or
@@ -256,14 +251,11 @@ class Broker:
     async def knows_key(self, tenant: str, idempotency_key: str) -> bool:
         """Whether a job was accepted under this Idempotency-Key."""
         shard = await self.shards.home(tenant)
-        names = shard.client, shard.keys, tenant, idempotency_key
-        return await shard.call(lambda: knows_key(*names))
+        return await shard.call(knows_key, shard.client, shard.keys, tenant, idempotency_key)
 
     async def quote(self, job: Job, submission: Submission) -> Quote:
-        shard = await self._shard_of(job)
-        placed = replace(job, id=in_partition(job.id, shard.number)) if shard.number else job
-        terms = await self._bounded(submission)
-        quote = await shard.call(lambda: shard.functions.quote(placed, terms))
+        shard, placed, terms = await self._placed(job, submission)
+        quote = await shard.call(shard.functions.quote, placed, terms)
         await self._note_refusal(placed, quote.refusal)
         refused = quote.refusal and await self.known.explained(job.model, shard, quote.refusal)
         return replace(quote, refusal=refused)
@@ -272,7 +264,7 @@ class Broker:
         """What a call replies for a job. Raises UnknownJob where it is None: the tenant has no such
         job."""
         shard = await self.shards.of(job_id)
-        found = await shard.call(lambda: ask(shard))
+        found = await shard.call(ask, shard)
         if found is None:
             raise UnknownJob(job_id)
         return found
@@ -318,55 +310,16 @@ class Broker:
             sum(each.num_dead_callbacks for each in found),
         )
 
-    async def drain(self, incarnation: str) -> bool:
-        """Orders a worker to drain; False if there is none. Raises BrokerUnavailable."""
-        found = await self.shards.each(lambda shard: shard.functions.drain([incarnation]))
-        return any(is_there for [is_there] in found)
-
-    async def pause(self, line: Line, by: PausedBy) -> Pause:
-        """Pauses jobs, which holds in every partition. Raises TooManyPauses."""
-        return (await self.shards.each(lambda shard: shard.pauses.pause(line, by)))[0]
-
-    async def resume(self, line: Line, by: PausedBy) -> bool:
-        """Ends a pause; False where there is none. Raises PausedByOperator."""
-        return any(await self.shards.each(lambda shard: shard.pauses.resume(line, by)))
-
-    async def pauses(self) -> list[Pause]:
-        """All pauses, the oldest first. Raises WireError."""
-        first = self.shards.first
-        return await first.call(first.pauses.all)
-
-    async def ask_operations(
-        self, shard: GatewayShard, ask: Callable[[Operations], Awaitable[T]]
-    ) -> T:
-        """One call to the operations of a partition. Raises LeaseLost, RecordUnreadable."""
-        with readable("operation"):
-            return await shard.call(lambda: ask(shard.operations))
-
     async def replay_of(self, job_id: str) -> tuple[Job, Submission] | None:
         """An ended job as a new one; None if its record has expired. Raises RecordUnreadable."""
-        with readable("job"):
-            shard = await self.shards.of(job_id)
-            return await shard.call(lambda: replay_of(shard.client, shard.keys, job_id))
-
-    async def ask_files(self, shard: GatewayShard, ask: Callable[[Files], Awaitable[T]]) -> T:
-        """One call to the records of a partition's files. Raises RecordUnreadable."""
-        with readable("file"):
-            return await shard.call(lambda: ask(shard.files))
-
-    async def ask_batches(self, shard: GatewayShard, ask: Callable[[Batches], Awaitable[T]]) -> T:
-        """One call to the records of a partition's batches. Raises LeaseLost, StatusChanged,
-        RecordUnreadable."""
-        with readable("batch"):
-            return await shard.call(lambda: ask(shard.batches))
+        shard = await self.shards.of(job_id)
+        return await shard.ask("job", replay_of, shard.client, shard.keys, job_id)
 
     async def callback_state(self, job_id: str, tenant: str) -> CallbackState | None:
         """The state of the job's callback; None if it has none. Raises RecordUnreadable."""
-        with readable("callback"):
-            shard = await self.shards.of(job_id)
-            return await shard.call(
-                lambda: callback_state(shard.client, shard.keys, job_id, tenant)
-            )
+        shard = await self.shards.of(job_id)
+        names = shard.client, shard.keys, job_id, tenant
+        return await shard.ask("callback", callback_state, *names)
 
     async def cancel(self, job_id: str, tenant: str) -> JobStatus:
         """Cancels a job and returns its status. Raises UnknownJob."""
@@ -394,13 +347,13 @@ class Broker:
         """Deletes an ended job, or returns another one's status. Raises UnknownJob."""
 
         shard = await self.shards.of(job_id)
-        status = await shard.call(lambda: shard.functions.delete(job_id, tenant))
+        status = await shard.call(shard.functions.delete, job_id, tenant)
         if status is False:
             raise UnknownJob(job_id)
         if isinstance(status, JobStatus):
             return status
         if await self.payloads.discard(job_id):
-            await shard.call(lambda: clear_orphan(shard.client, shard.keys, job_id))
+            await shard.call(clear_orphan, shard.client, shard.keys, job_id)
         return None
 
     async def detach(
@@ -505,7 +458,7 @@ class Broker:
         job_ids = [job_id for job_id in self._followed if partition_of(job_id) == number]
         try:
             shard = await self.shards.of(job_ids[0])
-            await shard.call(lambda: shard.functions.attend(job_ids))
+            await shard.call(shard.functions.attend, job_ids)
         except BrokerUnavailable:
             return False
         except (CommandDenied, WireError):

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 from cachetools import LRUCache, TTLCache
@@ -131,7 +130,7 @@ class KnownModels:
         if now_s < self._refused.get(sha256, 0.0):
             raise ModelUnreadable(card.name)
         try:
-            files = await self._call(lambda: self._catalogue.tokenizer(sha256))
+            files = await self._call(self._catalogue.tokenizer, sha256)
             tokenizer = await asyncio.to_thread(ModelTokenizer, card.name, files)
         except (WireError, ValueError) as exc:
             if sha256 not in self._refused:
@@ -153,7 +152,7 @@ class KnownModels:
             return known
         catalogue = Catalogue(shard.client, shard.keys)
         try:
-            num_workers = await shard.call(lambda: catalogue.num_live_workers(model))
+            num_workers = await shard.call(catalogue.num_live_workers, model)
         except WireError:  # `snapshots` reports it
             return 0
         if num_workers:
@@ -191,7 +190,7 @@ class KnownModels:
     async def expected_in(self, shard: GatewayShard, model: str) -> ExpectedStart | None:
         """The same of one partition."""
         with suppress(WireError):
-            return await shard.call(lambda: Starts(shard.client, shard.keys).expected(model))
+            return await shard.call(Starts(shard.client, shard.keys).expected, model)
         return None
 
     async def worker_wait(self, model: str, shard: GatewayShard) -> WorkerWait | None:
@@ -209,7 +208,7 @@ class KnownModels:
             for shard in await self._shards.all():
                 starts = Starts(shard.client, shard.keys)
                 with suppress(WireError):
-                    num = await shard.call(partial(starts.num_wanted, model))
+                    num = await shard.call(starts.num_wanted, model)
                     if num is not None:
                         found[model] += num
         return found
@@ -231,7 +230,7 @@ class KnownModels:
         """The bytes that Redis may use, at most a minute old; 0: unknown."""
         now_s = time.monotonic()
         if self._max_memory is None or now_s - self._max_memory[0] > MEMORY_TTL_S:
-            num_bytes, is_limited = await self._call(lambda: max_memory(self._client))
+            num_bytes, is_limited = await self._call(max_memory, self._client)
             if self._max_memory is None and not is_limited:
                 log.warning("Redis has no maxmemory: it may fill its machine's memory; set one")
             self._max_memory = now_s, num_bytes

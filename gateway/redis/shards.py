@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from contract.connection import connect
 from contract.errors import (
@@ -18,6 +18,7 @@ from contract.errors import (
 )
 from contract.library import check_fitness, ensure_library
 from contract.shards import Shard, Shards
+from gateway.http.errors import readable
 from gateway.redis.hints import Hints
 from gateway.settings import GatewaySettings
 
@@ -25,6 +26,7 @@ log = logging.getLogger("batchway.gateway")
 
 MAX_CALLS = 128  # concurrent calls of a partition, each on its own connection; others wait
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -92,7 +94,9 @@ class GatewayShard(Shard):
         await self.hints.aclose()
         await super().aclose()
 
-    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
+    async def call(
+        self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Returns the function's result. Raises BrokerUnavailable, at once if Redis failed a moment
         ago; BrokerUnfit; CommandDenied, which it logs; and what the function raises."""
         self._breaker.check()
@@ -101,10 +105,17 @@ class GatewayShard(Shard):
                 if not self._has_library:
                     await self._load_library()
                 with self._breaker.guard():
-                    return await function()
+                    return await function(*args, **kwargs)
             except (CommandDenied, BrokerFull, BrokerReplica, BrokerUnfit) as exc:
                 log.error("%s", exc)
                 raise
+
+    async def ask(
+        self, what: str, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """The same for a record, `what`. Raises RecordUnreadable where it cannot be decoded."""
+        with readable(what):
+            return await self.call(function, *args, **kwargs)
 
     async def _load_library(self) -> None:
         """Loads the library once for all calls that wait for it: if it fails, they fail at once."""

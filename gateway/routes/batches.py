@@ -172,9 +172,7 @@ async def create_batch(
     batch_id = new_batch_id(shard.number)
     terms: dict[str, Any] = {"window_s": _WINDOW_S, "callback": callback}
     try:
-        await gateway.broker.ask_batches(
-            shard, lambda batches: batches.add(batch_id, asked, **terms)
-        )
+        await shard.ask("batch", shard.batches.add, batch_id, asked, **terms)
     except BatchesFull:
         message = f"{MAX_OPEN} batches of this tenant have not ended, and no more may be open"
         raise tenant_quota(message) from None
@@ -186,7 +184,7 @@ async def _check_fed(gateway: ThisGateway) -> None:
     if gateway.settings.feeds_batches:
         return
     first = gateway.broker.shards.first
-    if not await gateway.broker.ask_batches(first, lambda batches: batches.are_fed()):
+    if not await first.ask("batch", first.batches.are_fed):
         message = (
             "no gateway that runs batches was alive within the last hour: an operator must act"
         )
@@ -202,9 +200,8 @@ async def list_batches(
 ) -> BatchList:
     """A page of the tenant's batches, youngest first."""
     shard = await gateway.broker.shards.home(caller.tenant)
-    found = await gateway.broker.ask_batches(
-        shard, lambda batches: batches.page(caller.tenant, after=after, max_batches=limit + 1)
-    )
+    terms: dict[str, Any] = {"after": after, "max_batches": limit + 1}
+    found = await shard.ask("batch", shard.batches.page, caller.tenant, **terms)
     if found is None:
         message = "after is no batch that is kept here: start at the first page"
         raise invalid_value("after", message)
@@ -222,9 +219,7 @@ async def cancel_batch(caller: JobsWriter, gateway: ThisGateway, batch_id: str) 
     """Ends a batch with what is finished; 409 if it is ending or has ended otherwise."""
     await _shown(gateway, caller.tenant, batch_id)
     shard = await gateway.broker.shards.of(batch_id)
-    status = await gateway.broker.ask_batches(
-        shard, lambda batches: batches.cancel(batch_id, caller.tenant)
-    )
+    status = await shard.ask("batch", shard.batches.cancel, batch_id, caller.tenant)
     if status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
         message = f"the batch cannot be cancelled any more: it is {status}"
         raise ApiError(409, "already_terminal", message, headers=NO_RETRY)
@@ -236,7 +231,7 @@ async def _shown(gateway: ThisGateway, tenant: str, batch_id: str) -> BatchObjec
     found = None
     if _BATCH_ID.fullmatch(batch_id):
         shard = await gateway.broker.shards.of(batch_id)
-        found = await gateway.broker.ask_batches(shard, lambda b: b.find(batch_id, tenant))
+        found = await shard.ask("batch", shard.batches.find, batch_id, tenant)
     if found is None:
         raise not_found("this batch", "batch_not_found")
     return batch_object(found)

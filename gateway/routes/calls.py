@@ -26,11 +26,11 @@ from gateway.follow.job_objects import AcceptedJob, accepted_response, submitted
 from gateway.follow.streams import call_stream, whole_answer
 from gateway.follow.sync_call import START, AskedPosition, AskedTimeLimit, ServerTiming, SyncCall
 from gateway.http import sse
-from gateway.http.bodies import JsonBodies
+from gateway.http.bodies import ClientGone, JsonBodies, unless_gone
 from gateway.http.errors import NO_RETRY, ApiError, UnknownJob, invalid_value, rate_headers
 from gateway.http.handlers import answers
-from gateway.prepare.admission import Caller, Inference, check_goes_on
-from gateway.prepare.calls import prepare_call
+from gateway.prepare.admission import Caller, Inference
+from gateway.prepare.calls import check_goes_on, prepare_call
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import ChatBody, CompletionBody
 from gateway.prepare.unsupported import CallFields, ignored_header
@@ -167,7 +167,7 @@ async def answer_call(
         return await submit_job(call.gateway, *prepared, headers)
     _check_resumes(call, body)
     work = prepare_call(call.gateway, body, job, submission)
-    await begin(call, caller, *await sse.unless_gone(call.request.receive, work))
+    await begin(call, caller, *await unless_gone(call.request.receive, work))
     call.headers |= ignored_header(body)
     with call.named_errors():
         if not isinstance(body, ChatBody | CompletionBody) or not body.stream:
@@ -212,8 +212,8 @@ async def begin(call: SyncCall, caller: Caller, job: Job, submission: Submission
 async def answer_whole(call: SyncCall, work: Awaitable[Mapping[str, Any]]) -> Response:
     """Waits for the answer of a call. Raises ClientGone if the caller leaves."""
     try:
-        answer = await sse.unless_gone(call.request.receive, work)
-    except sse.ClientGone:
+        answer = await unless_gone(call.request.receive, work)
+    except ClientGone:
         await call.on_gone()
         raise
     call.timing.mark("total")

@@ -53,9 +53,7 @@ async def list_dead_letters(
     """The tenant's undelivered callback messages, youngest first."""
     before_ms = None if before is None else round(before * 1000)
     shard = await gateway.broker.shards.home(caller.tenant)
-    letters = await shard.call(
-        lambda: shard.outbox.dead(caller.tenant, limit=limit, before_ms=before_ms)
-    )
+    letters = await shard.call(shard.outbox.dead, caller.tenant, limit=limit, before_ms=before_ms)
     return DeadCallbacks(data=[_shown(letter) for letter in letters])
 
 
@@ -63,7 +61,7 @@ async def list_dead_letters(
 async def get_dead_letter(caller: JobsReader, gateway: ThisGateway, job_id: JobId) -> DeadCallback:
     """One job's undelivered callback message."""
     shard = await gateway.broker.shards.of(job_id)
-    letters = await shard.call(lambda: shard.outbox.dead(caller.tenant, job_id=job_id))
+    letters = await shard.call(shard.outbox.dead, caller.tenant, job_id=job_id)
     if not letters:
         raise _unknown()
     return _shown(letters[0])
@@ -76,10 +74,10 @@ async def replay_dead_letter(
     """Delivers the message again, with the same id and a new count of attempts; 202."""
     shard = await gateway.broker.shards.of(job_id)
     if caller.terms.lanes:
-        letters = await shard.call(lambda: shard.outbox.dead(caller.tenant, job_id=job_id))
+        letters = await shard.call(shard.outbox.dead, caller.tenant, job_id=job_id)
         for letter in letters:  # one if the job has an undelivered message, else none
             caller.check_lane(letter.record.lane)
-    state = await shard.call(lambda: shard.outbox.replay(job_id, caller.tenant))
+    state = await shard.call(shard.outbox.replay, job_id, caller.tenant)
     if state is None:
         raise _unknown()
     if state is OutboxState.DELIVERED:

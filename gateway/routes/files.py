@@ -22,7 +22,6 @@ from gateway.files import (
     delete_objects,
     recorded,
     store_of,
-    write_content,
 )
 from gateway.follow.answer_models import Page
 from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid_value, not_found
@@ -130,15 +129,14 @@ async def list_files(
 ) -> FileList:
     """A page of the tenant's files."""
     shard = await gateway.broker.shards.home(caller.tenant)
-    found = await gateway.broker.ask_files(
-        shard,
-        lambda files: files.page(
-            caller.tenant,
-            purpose=purpose or "",
-            after=after,
-            is_oldest_first=order == "asc",
-            max_files=limit + 1,
-        ),
+    found = await shard.ask(
+        "file",
+        shard.files.page,
+        caller.tenant,
+        purpose=purpose or "",
+        after=after,
+        is_oldest_first=order == "asc",
+        max_files=limit + 1,
     )
     if found is None:
         message = "after is no file that is kept here: start at the first page"
@@ -200,7 +198,7 @@ async def delete_file(caller: JobsWriter, gateway: ThisGateway, file_id: str) ->
     """Deletes a file. Batches that read it fail."""
     _check_id(file_id)
     shard = await gateway.broker.shards.of(file_id)
-    if not await gateway.broker.ask_files(shard, lambda files: files.drop(file_id, caller.tenant)):
+    if not await shard.ask("file", shard.files.drop, file_id, caller.tenant):
         raise no_such_file()
     await delete_objects(gateway, file_id)
     return DeletedFile(id=file_id)
@@ -210,7 +208,7 @@ async def known_file(gateway: Gateway, caller: Caller, file_id: str) -> StoredFi
     """The tenant's file. Raises ApiError (404)."""
     _check_id(file_id)
     shard = await gateway.broker.shards.of(file_id)
-    file = await gateway.broker.ask_files(shard, lambda files: files.find(file_id, caller.tenant))
+    file = await shard.ask("file", shard.files.find, file_id, caller.tenant)
     if file is None:
         raise no_such_file()
     return file
@@ -245,8 +243,8 @@ async def _stored(
         purpose=purpose,
         filename=filename,
     )
-    await gateway.broker.ask_files(shard, lambda files: files.begin(file.id))
-    await write_content(store, file.id, content)
+    await shard.ask("file", shard.files.begin, file.id)
+    await asyncio.to_thread(store.write, content_key(file.id), content)
     most = gateway.settings.max_tenant_file_bytes
     return file_object(await recorded(gateway, file, lifetime_s, most))
 

@@ -48,17 +48,8 @@ from gateway.http.errors import (
     to_api_error,
 )
 from gateway.http.handlers import answers
-from gateway.prepare.admission import (
-    Caller,
-    Inference,
-    JobsReader,
-    JobsSubmitter,
-    JobsWriter,
-    check_goes_on,
-    check_is_lane,
-    check_lane,
-)
-from gateway.prepare.calls import prepare_call
+from gateway.prepare.admission import Caller, Inference, JobsReader, JobsSubmitter, JobsWriter
+from gateway.prepare.calls import check_goes_on, check_is_lane, check_lane, prepare_call
 from gateway.prepare.job_bodies import AnyJob, JobChange, to_callback
 from gateway.prepare.response_bodies import ResponseBody
 from gateway.prepare.response_jobs import prepare_response

@@ -12,13 +12,8 @@ from gateway.files import tenant_quota
 from gateway.follow.job_objects import UnixSeconds
 from gateway.http.errors import MISSING, ApiError, no_such_model, not_found
 from gateway.http.handlers import answers
-from gateway.prepare.admission import (
-    Admin,
-    Caller,
-    JobsReader,
-    JobsWriter,
-    check_is_lane,
-)
+from gateway.prepare.admission import Admin, Caller, JobsReader, JobsWriter
+from gateway.prepare.calls import check_is_lane
 from gateway.prepare.unsupported import OwnModel, refusal
 from gateway.routes.requests import GuardedRoute
 from gateway.state import Gateway, ThisGateway
@@ -85,10 +80,10 @@ async def pause_lane(caller: JobsWriter, gateway: ThisGateway, asked: PauseBody)
     line, by = _line(caller, asked)
     await _check_names(gateway, line)
     try:
-        pause = await gateway.broker.pause(line, by)
+        begun = await gateway.broker.shards.each(lambda shard: shard.pauses.pause(line, by))
     except TooManyPauses:
         raise tenant_quota("tenants may have no more pauses: resume one first") from None
-    return _shown(pause)
+    return _shown(begun[0])
 
 
 @router.post("/v1/lanes/resume", responses=answers(404, 415))
@@ -96,11 +91,11 @@ async def resume_lane(caller: JobsWriter, gateway: ThisGateway, asked: PauseBody
     """Ends the pause of the same names; 404 if there is none."""
     line, by = _line(caller, asked)
     try:
-        was_paused = await gateway.broker.resume(line, by)
+        ended = await gateway.broker.shards.each(lambda shard: shard.pauses.resume(line, by))
     except PausedByOperator:
         message = "an operator has paused this: a key with the scope 'admin' can resume it"
         raise ApiError(403, "missing_scope", message) from None
-    if not was_paused:
+    if not any(ended):
         raise not_found("this pause", "pause_not_found")
     lane, tenant, model = _names(line)
     return Resumed(lane=lane, tenant=tenant, model=model)
@@ -109,7 +104,8 @@ async def resume_lane(caller: JobsWriter, gateway: ThisGateway, asked: PauseBody
 @router.get("/v1/lanes/paused")
 async def list_pauses(caller: JobsReader, gateway: ThisGateway) -> PauseList:
     """What is paused, the oldest first: all for `admin`, else what holds the tenant's jobs."""
-    found = await gateway.broker.pauses()
+    first = gateway.broker.shards.first
+    found = await first.call(first.pauses.all)
     is_admin = caller.has(Scope.ADMIN)
     own = [each for each in found if is_admin or each.line.tenant in ("", caller.tenant)]
     return PauseList(data=[_shown(each) for each in own])
@@ -121,7 +117,8 @@ async def drain_worker(
 ) -> DrainedWorker:
     """Orders a worker to take no more jobs, to give back those that do not end in time, and to
     exit."""
-    if not await gateway.broker.drain(worker_id):
+    ordered = await gateway.broker.shards.each(lambda shard: shard.functions.drain([worker_id]))
+    if not any(is_there for [is_there] in ordered):
         raise not_found(f"the worker {worker_id[:64]!r}", "worker_not_found")
     return DrainedWorker(id=worker_id)
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field, model_validator
 from contract import operation_parts
 from contract.api_keys import Scope
 from contract.function_types import TenantLimits, Wanted
-from contract.ids import in_partition
 from contract.jobs import PUBLIC_STATUSES
+from contract.keys import in_partition
 from contract.operations import (
     MAX_OPEN,
     Operation,
@@ -24,14 +24,8 @@ from gateway.files import tenant_quota
 from gateway.follow.job_objects import UnixSeconds
 from gateway.http.errors import MISSING, NO_RETRY, ApiError, not_found, readable
 from gateway.http.handlers import answers
-from gateway.prepare.admission import (
-    ALL_TENANTS,
-    Caller,
-    JobsReader,
-    JobsSubmitter,
-    JobsWriter,
-    check_is_lane,
-)
+from gateway.prepare.admission import ALL_TENANTS, Caller, JobsReader, JobsSubmitter, JobsWriter
+from gateway.prepare.calls import check_is_lane
 from gateway.prepare.unsupported import Metadata, OwnModel, refusal
 from gateway.routes.requests import GuardedRoute
 from gateway.runners.operations import work

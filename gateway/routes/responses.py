@@ -25,6 +25,7 @@ from gateway.follow.stored_responses import job_of_response, read_response, show
 from gateway.follow.streams import response_stream, whole_response
 from gateway.follow.sync_call import SyncCall, TimeLimit
 from gateway.http import sse
+from gateway.http.bodies import unless_gone
 from gateway.http.errors import bad_request, invalid_value
 from gateway.http.handlers import answers
 from gateway.prepare.admission import Caller, Inference, JobsReader, JobsWriter
@@ -132,7 +133,7 @@ async def create_response(
         caller.check_scope(Scope.JOBS_WRITE)
     call = SyncCall(request, gateway, TimeLimit.of(request, gateway.settings))
     work = _prepared(request, gateway, caller, body, key)
-    await begin(call, caller, *await sse.unless_gone(request.receive, work))
+    await begin(call, caller, *await unless_gone(request.receive, work))
     call.headers |= ignored_header(body)
     record = decode_record(await gateway.broker.payloads.response(call.job))
     if body.background and not body.stream:

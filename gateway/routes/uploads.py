@@ -15,8 +15,16 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.datastructures import UploadFile
 
-from contract.files import UPLOAD_S, StoredFile, Upload, content_key, file_of_upload
+from contract.files import (
+    UPLOAD_PURPOSE,
+    UPLOAD_S,
+    StoredFile,
+    Upload,
+    content_key,
+    file_of_upload,
+)
 from contract.files import part_key as key_of
+from contract.keys import new_id
 from contract.payloads.store import ObjectStore
 from gateway.files import Joined, delete_objects, recorded, store_of
 from gateway.http.errors import MISSING, UNKNOWN, ApiError, bad_request, invalid_value, not_found
@@ -106,12 +114,14 @@ async def create_upload(
     lifetime = body.expires_after
     lifetime_s = lifetime.seconds if lifetime else gateway.settings.file_lifetime_s
     name = os.path.basename(body.filename) or "upload"
-    partition = (await gateway.broker.shards.home(caller.tenant)).number
-    upload = Upload.new(
-        caller.tenant, body.bytes, name, file_lifetime_s=lifetime_s, partition=partition
+    record = StoredFile(
+        id=new_id("upload_", (await gateway.broker.shards.home(caller.tenant)).number),
+        tenant=caller.tenant,
+        num_bytes=body.bytes,
+        purpose=f"{UPLOAD_PURPOSE}{int(lifetime_s)}",
+        filename=name,
     )
-    record = await recorded(gateway, upload.record, UPLOAD_S, of_tenant)
-    return _shown(record, "pending")
+    return _shown(await recorded(gateway, record, UPLOAD_S, of_tenant), "pending")
 
 
 @router.post("/v1/uploads/{upload_id}/parts", openapi_extra=_PART, responses=answers(404, 415))
@@ -168,7 +178,7 @@ async def complete_upload(
     parts = _checked_parts(upload.record, body, await asyncio.to_thread(store.sizes, upload_id))
     file = upload.file()
     shard = await gateway.broker.shards.of(file.id)
-    await gateway.broker.ask_files(shard, lambda files: files.begin(upload.file().id))
+    await shard.ask("file", shard.files.begin, file.id)
     joined = Joined(store, [(key_of(upload_id, name), num_bytes) for name, num_bytes in parts])
     await asyncio.to_thread(store.write, content_key(file.id), joined.buffered())
     if body.md5 is not None and body.md5.lower() != joined.md5:
@@ -208,7 +218,7 @@ def _checked_parts(
 
 async def _forget(gateway: Gateway, caller: Caller, upload_id: str) -> None:
     shard = await gateway.broker.shards.of(upload_id)
-    await gateway.broker.ask_files(shard, lambda files: files.drop(upload_id, caller.tenant))
+    await shard.ask("file", shard.files.drop, upload_id, caller.tenant)
     await delete_objects(gateway, upload_id)
 
 
@@ -217,9 +227,7 @@ async def _known(gateway: Gateway, caller: Caller, upload_id: str) -> Upload:
     found = None
     if _ID.fullmatch(upload_id):
         shard = await gateway.broker.shards.of(upload_id)
-        found = await gateway.broker.ask_files(
-            shard, lambda files: files.find_upload(upload_id, caller.tenant)
-        )
+        found = await shard.ask("file", shard.files.find_upload, upload_id, caller.tenant)
     if found is None:
         raise not_found("this upload", "upload_not_found")
     return found
@@ -231,7 +239,7 @@ async def _file_of(gateway: Gateway, caller: Caller, upload_id: str) -> StoredFi
         return None
     file_id = file_of_upload(upload_id)
     shard = await gateway.broker.shards.of(file_id)
-    return await gateway.broker.ask_files(shard, lambda files: files.find(file_id, caller.tenant))
+    return await shard.ask("file", shard.files.find, file_id, caller.tenant)
 
 
 def _shown(

@@ -20,7 +20,7 @@ from contract.operations import MAX_STEP_JOBS, Operation, OperationState, Step
 from contract.payloads.store import PayloadUnavailable
 from gateway.follow.members import cancel_whole
 from gateway.http.errors import ApiError, RecordUnreadable, UnknownJob
-from gateway.prepare.admission import bound_of, stored_bounds
+from gateway.prepare.calls import bound_of, stored_bounds
 from gateway.prepare.job_bodies import check_secret
 from gateway.prepare.vectors import vector_bytes
 from gateway.redis.shards import GatewayShard
@@ -51,11 +51,11 @@ async def run_operations(gateway: Gateway, shard: GatewayShard) -> None:
 async def work(gateway: Gateway, shard: GatewayShard, only: str = "") -> bool:
     """Works for about a second on one operation of a partition that no other gateway holds; `only`:
     on this. Returns whether there is more to do at once. Raises BatchwayError."""
-    ask, token = gateway.broker.ask_operations, secrets.token_hex(8)
-    operation_id = await ask(shard, lambda o: o.take(token, lease_s=LEASE_S, only=only))
+    operations, token = shard.operations, secrets.token_hex(8)
+    operation_id = await shard.ask("operation", operations.take, token, lease_s=LEASE_S, only=only)
     if operation_id is None:
         return False
-    operation = await ask(shard, lambda o: o.find(operation_id))
+    operation = await shard.ask("operation", operations.find, operation_id)
     if operation is None:
         return False
     run = _Run(gateway, shard, operation, token)
@@ -63,7 +63,7 @@ async def work(gateway: Gateway, shard: GatewayShard, only: str = "") -> bool:
         return await run.advance()
     finally:
         with contextlib.suppress(BatchwayError):  # then the lease lapses
-            await ask(shard, lambda o: o.give_back(operation_id, token))
+            await shard.ask("operation", operations.give_back, operation_id, token)
 
 
 class _Run:
@@ -106,15 +106,14 @@ class _Run:
     async def _step(self, reported: Step | None, *, max_jobs: int | None = None) -> Step:
         """Raises LeaseLost."""
         most = _REPLAYS if self._operation.kind == "replay" else MAX_STEP_JOBS
-        return await self._gateway.broker.ask_operations(
-            self._shard,
-            lambda operations: operations.step(
-                self._operation.id,
-                self._token,
-                lease_s=LEASE_S,
-                reported=reported,
-                max_jobs=most if max_jobs is None else max_jobs,
-            ),
+        return await self._shard.ask(
+            "operation",
+            self._shard.operations.step,
+            self._operation.id,
+            self._token,
+            lease_s=LEASE_S,
+            reported=reported,
+            max_jobs=most if max_jobs is None else max_jobs,
         )
 
     async def _end_calls(self, step: Step) -> None:

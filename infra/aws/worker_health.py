@@ -21,7 +21,7 @@ import redis.asyncio
 
 from contract.catalogue import WORKER_TTL_S
 from contract.connection import broker_errors, connect, now_ms, redis_url_of
-from contract.errors import BrokerUnavailable, WireError, wire_errors
+from contract.errors import BrokerUnavailable, WireError
 from contract.keys import Keys
 from infra.pool import START_LIMIT_S
 from workers.supervisor.load_progress import AGAIN
@@ -47,7 +47,7 @@ async def is_live(client: redis.asyncio.Redis, keys: Keys, host: str) -> bool:
     WireError."""
     prefix = f"{host}-".encode()
     since_ms = await now_ms(client) - int(WORKER_TTL_S * 1000)
-    with wire_errors("list of workers"), broker_errors(client, "SMEMBERS or ZRANGEBYSCORE"):
+    with broker_errors(client, "SMEMBERS or ZRANGEBYSCORE", record="list of workers"):
         models: Any = await client.smembers(keys.of("models"))
         for model in models:
             key = keys.of("workers", model.decode())

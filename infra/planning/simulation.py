@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from contract.errors import JobRefused
 from contract.function_types import Append, Blame, Claimed, Release, Submission, Verdict
 from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingParams
-from gateway.prepare.admission import bound_of
+from gateway.prepare.calls import bound_of
 from gateway.settings import GatewaySettings
 from infra.aws.pool_service import EVERY_S, PoolService, PoolWatch
 from infra.aws.workforce import OtherScaler

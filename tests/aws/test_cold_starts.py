@@ -12,8 +12,8 @@ import redis.asyncio
 
 from contract.function_types import Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.starts import ANY_LANE
 from infra.aws.pool_service import PoolService, PoolWatch
 from infra.aws.workforce import EcsService

@@ -16,8 +16,8 @@ from contract.callbacks import Callback, CallbackKind
 from contract.connection import connect
 from contract.function_types import Submission
 from contract.functions import Functions
-from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import TERMINAL_STATUSES, Endpoint, Job, JobStatus, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.callbacks_process import CallbacksProcess, callbacks_processes

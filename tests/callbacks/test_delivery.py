@@ -15,9 +15,8 @@ from contract.callbacks import Callback, CallbackKind, Secrets
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append
 from contract.functions import Functions
-from contract.ids import in_partition, partition_of
 from contract.jobs import FinishReason, Job, JobStatus
-from contract.keys import Keys
+from contract.keys import Keys, in_partition, partition_of
 from contract.outbox import DeadLetter, Outbox
 from contract.partitions import made_number
 from infra.embedded_redis import EmbeddedRedis

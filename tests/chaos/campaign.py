@@ -11,9 +11,8 @@ import redis.asyncio
 
 from contract.connection import connect, end_tasks
 from contract.functions import Functions
-from contract.ids import partition_of
 from contract.jobs import JobStatus
-from contract.keys import Keys
+from contract.keys import Keys, partition_of
 from infra.embedded_redis import Fsync
 from tests.callbacks.receiver import Answer, Receiver, always, half_of_the_time
 from tests.chaos.batches import KILLS, Batcher, BatchOracle

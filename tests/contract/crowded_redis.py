@@ -28,8 +28,8 @@ from contract.function_types import (
     WorkerCapacity,
 )
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.operations import OperationKind, Operations, new_operation_id
 from contract.outbox import Outbox, Taken
 from contract.pauses import Line, Pauses

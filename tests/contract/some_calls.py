@@ -8,8 +8,8 @@ from contract.callbacks import Callback, CallbackKind
 from contract.events import ChoiceDelta, Tokens
 from contract.function_types import Append, Claimed, Submission, Verdict
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.outbox import Outbox
 from tests.clock import clock_key
 from tests.cluster import partition_of_test

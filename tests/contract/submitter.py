@@ -11,8 +11,8 @@ from contract.connection import connect
 from contract.errors import JobRefused
 from contract.function_types import Submission, TenantLimits
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, SamplingParams
+from contract.keys import Keys, new_job_id
 
 PROMPT = (1, 2, 3)
 MAX_TOKENS = 7

@@ -9,8 +9,7 @@ import redis.asyncio
 from msgspec.structs import replace
 
 from contract.functions import Functions
-from contract.jobs import new_job_id
-from contract.keys import Keys
+from contract.keys import Keys, new_job_id
 from tests.clock import TEST_CLOCK
 from tests.contract.some_calls import make_submission
 from tests.gateway.conftest import openapi_document, until_known

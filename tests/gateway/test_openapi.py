@@ -24,8 +24,8 @@ from schemathesis.specs.openapi.checks import (
 
 from contract.connection import connect, end_tasks
 from contract.functions import Functions
-from contract.jobs import Endpoint, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint
+from contract.keys import Keys, new_job_id
 from contract.library import ensure_library
 from gateway.prepare.job_bodies import AnyJob, CallbackBody, CallBody, JobChange
 from gateway.prepare.response_bodies import ResponseBody

@@ -13,8 +13,8 @@ import redis.asyncio
 from contract.api_keys import ApiKeys, Scope
 from contract.function_types import Append, Submission
 from contract.functions import Functions
-from contract.jobs import Endpoint, Job, JobStatus, SamplingParams, new_job_id
-from contract.keys import Keys
+from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
+from contract.keys import Keys, new_job_id
 from contract.outbox import Outbox
 from contract.payloads import open_store
 from contract.payloads.encoding import with_prompts

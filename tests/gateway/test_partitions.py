@@ -14,8 +14,7 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms, Scope
-from contract.ids import partition_of
-from contract.keys import Keys
+from contract.keys import Keys, partition_of
 from contract.partitions import partition_of_tenant
 from infra.cli import main
 from infra.embedded_redis import EmbeddedRedis

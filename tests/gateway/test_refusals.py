@@ -22,7 +22,7 @@ from contract.starts import Starts
 from gateway.app import create_app
 from gateway.child_process import ChildPool
 from gateway.http.errors import JITTER, rate_headers, retry_after
-from gateway.prepare.admission import INTERACTIVE_TARGET_S, bound_of, stored_bounds, tokens_in
+from gateway.prepare.calls import INTERACTIVE_TARGET_S, bound_of, stored_bounds, tokens_in
 from gateway.settings import GatewaySettings, LaneBound, parse_lane_bounds
 from infra.embedded_redis import EmbeddedRedis
 from tests.clock import TEST_CLOCK
@@ -136,9 +136,7 @@ async def test_stored_bytes_are_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a tenant: 429, and other tenants are accepted; of all: 503. Deleted jobs make room."""
-    monkeypatch.setattr(
-        "gateway.prepare.admission.stored_bytes_beside", lambda memory_bytes: 35_000
-    )
+    monkeypatch.setattr("gateway.prepare.calls.stored_bytes_beside", lambda memory_bytes: 35_000)
     settings = make_settings(redis_server.url, max_tenant_stored_bytes=20_000)
     ours = await key_of(redis_client, keys)
     key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="other"))

@@ -139,7 +139,7 @@ def outcome(case: Case, is_strict: bool, walker: Walker, num_walks: int = 2) -> 
         refusal = exc
     if refusal is not None:
         assert str(refusal), "it has a reason"
-        assert not refusal.path or _leads_somewhere(schema, refusal.path)
+        assert not refusal.path or _leads_somewhere(schema, ".".join(refusal.path))
         return "refused"
     found = "ended"
     for number in range(num_walks):

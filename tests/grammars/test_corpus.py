@@ -144,7 +144,7 @@ def test_what_has_no_output_is_refused_by_its_place(
     with pytest.raises(GrammarRefused) as refused:
         compile_grammar(Kind.JSON_SCHEMA, schema, is_strict)
 
-    assert refused.value.path == path
+    assert ".".join(refused.value.path) == path
 
 
 @pytest.mark.parametrize(
@@ -213,4 +213,4 @@ def test_a_refusal_names_the_place_as_the_caller_wrote_it(schema: Any, path: str
     """Not as a later draft names it."""
     with pytest.raises(GrammarRefused) as refused:
         compile_grammar(Kind.JSON_SCHEMA, schema, True)
-    assert refused.value.path.startswith(path)
+    assert ".".join(refused.value.path).startswith(path)

@@ -246,7 +246,7 @@ def test_what_a_syntax_cannot_force_is_refused_by_its_path(syntax: str, keyword:
     schema = {"type": "object", "properties": {"a": {"type": "string", keyword: value}}}
     with pytest.raises(GrammarRefused, match=f"{keyword} cannot be forced") as refused:
         grammar_of(model, functions=[(3, "f", schema, True)])
-    assert refused.value.path == f"3.function.parameters.properties.a.{keyword}"
+    assert ".".join(refused.value.path) == f"3.function.parameters.properties.a.{keyword}"
     assert grammar_of(model, functions=[(3, "f", schema, False)])
 
 

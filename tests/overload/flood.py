@@ -18,7 +18,7 @@ from typing import Any
 import redis.asyncio
 
 from contract.connection import end_tasks
-from gateway.prepare.admission import INTERACTIVE_TARGET_S
+from gateway.prepare.calls import INTERACTIVE_TARGET_S
 from infra.tables import percentile
 from tests.campaigns.command_line import Progress, parser_of, run, silent
 from tests.campaigns.load import Ask, Attempt, Callers, side_by_side

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from contract.codec import decode_entry, decode_job, encode
+from contract.codec import decode_job, decode_logged, encode
 from contract.events import LogEntry, LogEvent
 from contract.function_types import Claimed
 from contract.jobs import Endpoint, Job, SamplingParams
@@ -40,7 +40,7 @@ class LoggedJob:
     def append(self, event: LogEvent, num_tokens: int) -> None:
         """Logs an event, encoded and decoded as in Redis."""
         assert not self.has_ended
-        self.log.append(decode_entry(len(self.log) + 1, b"", encode(event)))
+        self.log.append(decode_logged(b"%d  " % (len(self.log) + 1) + encode(event)))
         self.num_tokens += num_tokens
 
     def cut(self, num_events: int) -> "LoggedJob":

@@ -21,9 +21,8 @@ from contract.jobs import (
     JobStatus,
     Pooling,
     SamplingParams,
-    new_job_id,
 )
-from contract.keys import Keys
+from contract.keys import Keys, new_job_id
 from contract.model_cards import ModelCard, PoolingCard
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.encoding import decode_log

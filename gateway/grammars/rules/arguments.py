@@ -10,7 +10,7 @@ from typing import Any
 
 from contract.output_formats import GEMMA_QUOTE
 from gateway.grammars.rules.lark import ANY_TEXT, Lark, either, json_rule, quoted
-from gateway.grammars.schemas.refusals import Path, SchemaRefused
+from gateway.grammars.schemas.refusals import GrammarRefused, Path
 
 Schema = Mapping[str, Any]
 
@@ -90,11 +90,11 @@ class Arguments:
         return not names and schema.get("additionalProperties") is not False
 
     def check(self, schema: Schema, known: frozenset[str], path: Path) -> None:
-        """Raises SchemaRefused for a keyword of a strict function that nothing enforces."""
+        """Raises GrammarRefused for a keyword of a strict function that nothing enforces."""
         for keyword in schema if self.is_strict else ():
             if keyword not in known | _ANNOTATIONS and not keyword.startswith("x-"):
                 message = f"{keyword} cannot be forced in the format of the model's calls"
-                raise SchemaRefused(message, (*path, keyword))
+                raise GrammarRefused(message, (*path, keyword))
 
     def properties(self, schema: Schema) -> list[tuple[str, Any, bool]]:
         """Returns the name and schema of each property, and whether it is required; then the

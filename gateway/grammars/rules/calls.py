@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from gateway.grammars.rules.arguments import GemmaArguments, PythonArguments, TagArguments
 from gateway.grammars.rules.lark import ANY_TEXT, Lark, either, json_rule, maybe, quoted
-from gateway.grammars.schemas.refusals import SchemaRefused
+from gateway.grammars.schemas.refusals import GrammarRefused
 
 
 class Reasoning(TypedDict):
@@ -104,7 +104,7 @@ class ToolCalls(TypedDict):
 
 
 def tool_rules(lark: Lark, frame: Frame, calls: ToolCalls) -> str:
-    """Returns a rule for the output: calls, text, or both. Raises SchemaRefused."""
+    """Returns a rule for the output: calls, text, or both. Raises GrammarRefused."""
     rules = _CallRules(lark, calls)
     if calls["is_forced"]:
         return frame.around(call=rules.calls())
@@ -177,9 +177,9 @@ class _CallRules:
         rule = f"call_{number}"
         try:
             arguments = self._arguments(rule, schema, is_strict)
-        except SchemaRefused as refusal:
+        except GrammarRefused as refusal:
             path = (f"{number}.function.parameters", *refusal.path)
-            raise SchemaRefused(str(refusal), path) from None
+            raise GrammarRefused(str(refusal), path) from None
         match self._format["syntax"]:
             case "object":
                 body = self._object(name, arguments)

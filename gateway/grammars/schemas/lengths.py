@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gateway.grammars.schemas.refusals import FaultOf, Path, Schema, SchemaRefused
+from gateway.grammars.schemas.refusals import FaultOf, GrammarRefused, Path, Schema
 
 _SEARCH_S = 0.3  # of processor time, for the place of a fault
 _EMPTY = "Unsatisfiable"  # how llguidance begins to say that a schema has no value
@@ -68,7 +68,7 @@ def name_of(schema: Schema) -> str:
 
 def check_lengths(prepared: Prepared) -> None:
     """Removes the parts of a schema whose values never end, because each would contain another one.
-    Raises SchemaRefused if the whole schema has no value, or only values that are too long."""
+    Raises GrammarRefused if the whole schema has no value, or only values that are too long."""
     root = prepared.schema
     lengths = _Lengths(root)
     if lengths.has_endless:
@@ -80,7 +80,7 @@ def check_lengths(prepared: Prepared) -> None:
         if shortest < math.inf:
             what = f"has over {MAX_CHARS:,} characters"
         place = prepared.place_of(lengths.longest(root))
-        raise SchemaRefused(f"each value of this schema {what}", place)
+        raise GrammarRefused(f"each value of this schema {what}", place)
     if lengths.has_endless:
         lengths.cut(root)
 

@@ -17,9 +17,9 @@ from gateway.grammars.schemas.lengths import Prepared
 from gateway.grammars.schemas.refusals import (
     Checks,
     FaultOf,
+    GrammarRefused,
     Path,
     Schema,
-    SchemaRefused,
     Unenforceable,
 )
 from gateway.grammars.schemas.strings import enforced_names, enforced_string, without
@@ -136,11 +136,11 @@ def _joined(base: str, reference: str) -> str:
 
 
 def prepare(schema: Schema, is_strict: bool, fault_of: FaultOf) -> Prepared:
-    """Raises SchemaRefused."""
+    """Raises GrammarRefused."""
     try:
         return _Preparation(schema, Checks(fault_of, is_strict)).whole()
     except RecursionError:
-        raise SchemaRefused("the schema is nested too deeply", ()) from None
+        raise GrammarRefused("the schema is nested too deeply", ()) from None
 
 
 class _Preparation:
@@ -170,7 +170,7 @@ class _Preparation:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise SchemaRefused("a schema must be an object or a boolean", path)
+            raise GrammarRefused("a schema must be an object or a boolean", path)
         given = self._simplified(schema, path)
         kept: Schema = {}
         for keyword, each in given.items():
@@ -197,11 +197,11 @@ class _Preparation:
 
     def _refer(self, kept: Schema, reference: Any, path: Path) -> None:
         if not isinstance(reference, str):
-            raise SchemaRefused("$ref must be a string", path)
+            raise GrammarRefused("$ref must be a string", path)
         try:
             found = self._document.find(reference, path)
         except LookupError:
-            raise SchemaRefused(f"$ref names nothing: {reference[:80]}", path) from None
+            raise GrammarRefused(f"$ref names nothing: {reference[:80]}", path) from None
         if found is None:
             self._checks.drop("$ref", path, "it names another document")
             return
@@ -290,8 +290,8 @@ class _Preparation:
 
 
 def _check_forms(schema: Schema, path: Path) -> None:
-    """Raises SchemaRefused for a keyword with a value that no draft allows. Counts become integers;
-    counts that no output reaches are removed."""
+    """Raises GrammarRefused for a keyword with a value that no draft allows. Counts become
+    integers; counts that no output reaches are removed."""
     for keyword, each in list(schema.items()):
         form = ""
         if keyword in _LISTS and not isinstance(each, list):
@@ -313,7 +313,7 @@ def _check_forms(schema: Schema, path: Path) -> None:
             else:
                 schema[keyword] = int(each)
         if form:
-            raise SchemaRefused(f"{keyword} must be {form}", path)
+            raise GrammarRefused(f"{keyword} must be {form}", path)
 
 
 def _name_in(schema: Schema, keyword: str, value: Any) -> str:

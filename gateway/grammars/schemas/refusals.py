@@ -1,4 +1,4 @@
-"""Errors about schemas, and the rule for dropping keywords."""
+"""The refusal of a grammar or schema, and the rule for dropping keywords."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ Path = tuple[str, ...]
 FaultOf = Callable[[Schema], str]  # why a schema makes no grammar; "": it makes one
 
 
-class SchemaRefused(Exception):
-    """The schema is rejected. The message is one sentence for the caller; `path` leads to the
-    part."""
+class GrammarRefused(Exception):
+    """The grammar is rejected. The message is one sentence for the caller; `path` leads to the part
+    of the schema."""
 
-    def __init__(self, message: str, path: Path) -> None:
+    def __init__(self, message: str, path: Path = ()) -> None:
         super().__init__(message)
         self.path = path
 
@@ -34,7 +34,7 @@ class Checks:
         self.is_strict = is_strict
 
     def drop(self, keyword: str, path: Path, reason: str = "") -> None:
-        """Notes that a keyword is dropped. Raises SchemaRefused if the schema is strict."""
+        """Notes that a keyword is dropped. Raises GrammarRefused if the schema is strict."""
         if self.is_strict:
             why = f": {reason}" if reason else ""
-            raise SchemaRefused(f"{keyword} cannot be enforced{why}", path)
+            raise GrammarRefused(f"{keyword} cannot be enforced{why}", path)

@@ -34,7 +34,7 @@ _NOTHING = frozenset({"type", "title", "description", "$comment"})
 
 def enforced_string(schema: Schema, checks: Checks, path: Path) -> Schema:
     """Returns the schema with what can be enforced of a string. Lengths are counts. Raises
-    SchemaRefused."""
+    GrammarRefused."""
     kept = _bounded(schema, checks, path)
     if isinstance(name := kept.get("format"), str) and name not in FORMATS:
         if name in _UNENFORCED_FORMATS:
@@ -129,7 +129,7 @@ def _end_of_class(pattern: str, at: int) -> int:
 
 
 def enforced_names(schema: Schema, checks: Checks, path: Path, follow: Follow) -> Schema:
-    """Returns the schema with what can be enforced. Raises SchemaRefused."""
+    """Returns the schema with what can be enforced. Raises GrammarRefused."""
     kept = _of_property_names(schema, checks, path, follow)
     kept = _of_patterns(kept, checks, path)
     return _counted(kept, checks, path)

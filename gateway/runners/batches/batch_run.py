@@ -21,11 +21,11 @@ from contract.batches import (
     result_file_id,
 )
 from contract.connection import end_tasks
-from contract.files import StoredFile
+from contract.files import StoredFile, content_key
 from contract.payloads.store import ObjectStore, PayloadLost
-from gateway.files import Joined, lines, recorded, write_content
+from gateway.files import Joined, lines, recorded
 from gateway.http.errors import ApiError
-from gateway.prepare.admission import check_endpoint, check_lane
+from gateway.prepare.calls import check_endpoint, check_lane
 from gateway.redis.known_models import NotAnnounced
 from gateway.runners.batches.lease import LeasedBatch
 from gateway.runners.batches.lines import BadLine, Line, Validation, parse_line, requests
@@ -85,7 +85,7 @@ async def write_results(leased: LeasedBatch, parts: Mapping[int, Part]) -> dict[
                 filename=f"{batch_id}_{kind}.jsonl",
             )
             with io.BufferedReader(_Joined(leased.store, objects), _BUFFER_BYTES) as content:
-                await write_content(leased.store, file.id, content)
+                await asyncio.to_thread(leased.store.write, content_key(file.id), content)
             # even if the tenant's files have reached their limit
             await recorded(leased.gateway, file, leased.batch.asked.output_lifetime_s, 0)
             fields[f"{kind}_file_id"] = file.id
@@ -178,9 +178,9 @@ async def _fail(leased: LeasedBatch, status: BatchStatus, errors: Sequence[LineE
 
 async def _lines(leased: LeasedBatch) -> AsyncIterator[bytes | None]:
     """Raises InputLost."""
-    batch, broker = leased.batch, leased.gateway.broker
+    batch, shard = leased.batch, leased.shard
     file_id = batch.asked.input_file_id
-    file = await broker.ask_files(leased.shard, lambda files: files.find(file_id, batch.tenant))
+    file = await shard.ask("file", shard.files.find, file_id, batch.tenant)
     if file is None:
         raise InputLost
     most = leased.gateway.settings.max_body_bytes

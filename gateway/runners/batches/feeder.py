@@ -84,15 +84,14 @@ class Feeder:
     ) -> list[LeasedBatch]:
         """Newly leased batches. Tells all gateways that there is a feeder, even with no room."""
         token, taken = secrets.token_hex(8), []
-        batch_ids = await self._gateway.broker.ask_batches(
-            self._shard,
-            lambda batches: batches.take(
-                token,
-                lease_s=lease.LEASE_S,
-                in_progress=in_progress,
-                max_batches=max_batches,
-                max_more=max_more,
-            ),
+        batch_ids = await self._shard.ask(
+            "batch",
+            self._shard.batches.take,
+            token,
+            lease_s=lease.LEASE_S,
+            in_progress=in_progress,
+            max_batches=max_batches,
+            max_more=max_more,
         )
         for batch_id in batch_ids:
             with contextlib.suppress(BatchwayError):  # its lease lapses
@@ -119,8 +118,8 @@ class Feeder:
 
     async def _delete_due(self) -> None:
         """Deletes expired files and uploads, and the parts of batches that have ended."""
-        ask_files, shard = self._gateway.broker.ask_files, self._shard
-        for object_id in await ask_files(shard, lambda files: files.due()):
+        shard = self._shard
+        for object_id in await shard.ask("file", shard.files.due):
             if object_id.startswith(("file-", "upload_")):
-                await ask_files(shard, lambda files: files.drop(object_id))  # noqa: B023
+                await shard.ask("file", shard.files.drop, object_id)
             await delete_objects(self._gateway, object_id)

@@ -1,9 +1,8 @@
 """A batch that this feeder holds: its lease, its status, and the end of its window."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from contract.batches import Batch, Batches, BatchStatus, LeaseLost, Part
+from contract.batches import Batch, BatchStatus, LeaseLost, Part
 from contract.consumer import keep_leases
 from contract.payloads.store import ObjectStore
 from gateway.files import store_of
@@ -14,8 +13,6 @@ LEASE_S = 15.0
 _RENEW_S = 1.0
 
 CANCELLED, EXPIRED = "batch_cancelled", "batch_expired"
-
-T = TypeVar("T")
 
 
 class LeasedBatch:
@@ -33,7 +30,7 @@ class LeasedBatch:
     async def taken(cls, gateway: Gateway, shard: GatewayShard, batch_id: str, token: str) -> Self:
         """Reads a batch of a partition whose lease has just been taken. Raises LeaseLost,
         BrokerUnavailable."""
-        found = await gateway.broker.ask_batches(shard, lambda batches: batches.find(batch_id))
+        found = await shard.ask("batch", shard.batches.find, batch_id)
         if found is None:
             raise LeaseLost(batch_id)
         leased = cls(gateway, shard, found, token)
@@ -58,26 +55,22 @@ class LeasedBatch:
 
     async def parts(self) -> dict[int, Part]:
         """The parts that are recorded, by number. Raises BrokerUnavailable."""
-        return await self.ask(lambda batches: batches.parts(self.batch.id))
+        return await self.shard.ask("batch", self.shard.batches.parts, self.batch.id)
 
     async def save(self, *, gives_back: bool = False, **progress: Any) -> None:
         """Records progress. Raises LeaseLost, StatusChanged, BrokerUnavailable."""
         lease_s = 0.0 if gives_back else LEASE_S
-        self.status, self._now_ms = await self.ask(
-            lambda batches: batches.save(self.batch.id, self.token, lease_s=lease_s, **progress)
+        self.status, self._now_ms = await self.shard.ask(
+            "batch", self.shard.batches.save, self.batch.id, self.token, lease_s=lease_s, **progress
         )
 
     async def refresh(self) -> None:
         """Renews the lease and reads the batch again. Raises LeaseLost, BrokerUnavailable."""
         await self.save()
-        found = await self.ask(lambda batches: batches.find(self.batch.id))
+        found = await self.shard.ask("batch", self.shard.batches.find, self.batch.id)
         if found is None:
             raise LeaseLost(self.batch.id)
         self.batch, self.status = found, found.status
-
-    async def ask(self, ask: Callable[[Batches], Awaitable[T]]) -> T:
-        """One call to the records of the batch's partition."""
-        return await self.gateway.broker.ask_batches(self.shard, ask)
 
     async def keep(self) -> None:
         """Renews the lease until it is lost."""

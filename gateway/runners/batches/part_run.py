@@ -113,7 +113,8 @@ class PartRun:
                 await asyncio.sleep(pause_s or self._poll_s)
 
     async def _states(self, job_ids: Sequence[str]) -> list[str | None]:
-        return await self._leased.ask(lambda batches: batches.job_states(job_ids))
+        shard = self._leased.shard
+        return await shard.ask("batch", shard.batches.job_states, job_ids)
 
     async def _submit(self, job_id: str) -> float:
         """Submits a line's job, or keeps the error of a line that cannot run. Returns the seconds

@@ -5,7 +5,8 @@ import pytest
 
 from contract.events import MemberRun
 from contract.flows import Ensemble, Flow, FlowCall
-from contract.jobs import Endpoint, SamplingParams, new_job_id
+from contract.jobs import Endpoint, SamplingParams
+from contract.keys import new_job_id
 from gateway.http.errors import ApiError
 from gateway.prepare.flow_calls import split_point
 from gateway.runners.flows.calls import Outcome, parse_body

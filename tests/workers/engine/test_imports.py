@@ -52,7 +52,6 @@ def test_the_engine_package_imports_no_more_than_it_may() -> None:
         "contract.events",
         "contract.fair_shares",
         "contract.flows",
-        "contract.ids",
         "contract.jobs",
         "contract.model_cards",
         "contract.output_formats",
