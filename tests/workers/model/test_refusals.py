@@ -4,7 +4,6 @@ helps.
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,37 +16,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from tests.tiny_models import VOCAB_SIZE, edit_json, save_tiny_model, save_tokenizer
+from tests.tiny_models import VOCAB_SIZE, edit_json, save_tokenizer
+from tests.workers.model.loading import load, refusal
 from workers.engine.interface import ModelRefused
-from workers.ipc.messages import EngineOptions
 from workers.model import tokenizer
-from workers.model.loader import load_model
 from workers.model.model_path import check_place
 from workers.model.tokenizer import tokenizer_refusal
-
-
-@pytest.fixture(scope="module")
-def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture
-def llama(saved_llama: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    folder = tmp_path / "llama"
-    shutil.copytree(saved_llama, folder)
-    return folder
-
-
-def refusal(folder: Path | str) -> str:
-    """The sentence of a refusal."""
-    with pytest.raises(ModelRefused) as caught:
-        load_model(EngineOptions(model_path=str(folder), device="cpu"), lambda text: None)
-    sentence = str(caught.value)
-    assert "\n" not in sentence
-    assert len(sentence) < 600
-    return sentence
-
 
 # --- quantised checkpoints --------------------------------------------------------------------
 
@@ -102,7 +76,7 @@ def test_other_places_tell_of_quantised_weights_too(
 def test_an_empty_setting_is_none(llama: Path) -> None:
     edit_json(llama / "config.json", quantization_config=None)
 
-    load_model(EngineOptions(model_path=str(llama), device="cpu"), lambda text: None)
+    load(llama)
 
 
 # --- other kinds of models --------------------------------------------------------------------
@@ -181,7 +155,7 @@ def test_a_decoder_of_a_family_of_encoders_is_none(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
 
-    load_model(EngineOptions(model_path=str(tmp_path), device="cpu"), lambda text: None)
+    load(tmp_path)
 
 
 # --- folders without a model ------------------------------------------------------------------
@@ -319,7 +293,7 @@ def test_a_whole_model_may_keep_an_adapter_and_pointers_that_it_does_not_need(ll
     for name in ("original.pth", "model.gguf", "consolidated.safetensors", "tokenizer.model"):
         _pointer(name)(llama)
 
-    load_model(EngineOptions(model_path=str(llama), device="cpu"), lambda text: None)
+    load(llama)
 
 
 @pytest.mark.parametrize("settings", ["{", "[]", '{"base_model_name_or_path": 5}', "{}"])

@@ -72,20 +72,6 @@ def test_draws_of_one_sequence_follow_the_softmax_over_positions() -> None:
     assert_distributed(counts, torch.softmax(LOGITS, 0))
 
 
-def test_top_k_top_p_and_min_p_draw_from_the_renormalised_set() -> None:
-    """Each by chi-square against the softmax over the remaining tokens."""
-    probabilities = torch.softmax(LOGITS, 0)
-    order = probabilities.argsort(descending=True)
-    for params, num_kept in (
-        ({"top_k": 5}, 5),
-        ({"top_p": float(probabilities[order[:3]].sum()) + 0.01}, 4),
-        ({"min_p": float(probabilities[order[7]] / probabilities[order[0]]) - 1e-4}, 8),
-    ):
-        expected = torch.zeros(16)
-        expected[order[:num_kept]] = probabilities[order[:num_kept]]
-        assert_distributed(draw_counts(LOGITS, **params), expected / expected.sum())
-
-
 @pytest.mark.parametrize("scale", [0.0, 0.3, 4.0])
 def test_noise_for_the_likeliest_alone_draws_the_same_tokens(scale: float) -> None:
     """As noise for the whole vocabulary does. Some scores tie, because of their type or all of
@@ -216,18 +202,6 @@ def test_bias_penalties_and_bans_equal_a_reference_per_row() -> None:
     ]
     torch.testing.assert_close(found, torch.tensor(expected))
     assert torch.equal(logits, before)
-
-
-def test_no_ending_token_is_drawn_before_min_tokens() -> None:
-    """Although the model always prefers it; from min_tokens on it may be drawn."""
-    logits = torch.zeros(1, 20)
-    logits[0, 1] = 50.0
-
-    for num_output in range(5):
-        sequence = make_sequence(
-            [4], output_ids=[5] * num_output, min_tokens=3, ending_ids=frozenset({1})
-        )
-        assert (draw(logits, [sequence])[0].token_id == 1) == (num_output >= 3)
 
 
 def test_ids_outside_the_vocabulary_change_nothing() -> None:
