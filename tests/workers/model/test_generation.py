@@ -189,20 +189,15 @@ def test_the_tokenizers_end_token_ends_answers_too(llama: Path, name: str, token
     assert ends_of(llama) == (EOS_ID, HASH_ID)
 
 
-def test_end_tokens_of_a_tokenizers_two_files_both_count(llama: Path) -> None:
-    edit_json(llama / "tokenizer_config.json", eos_token="#")
-    write(llama, "special_tokens_map.json", eos_token="<unk>")
-
-    assert ends_of(llama) == (EOS_ID, 3, HASH_ID)
-
-
 def test_end_tokens_of_all_files_are_joined(llama: Path) -> None:
-    """config.json, generation_config.json, one id or several, and the tokenizer."""
+    """config.json, generation_config.json, one id or several, and the tokenizer's two files."""
     edit_json(llama / "config.json", eos_token_id=[20, 21])
     edit_json(llama / "tokenizer_config.json", eos_token="#")
     for named in (22, [22], [22, 20]):
         write(llama, eos_token_id=named)
         assert ends_of(llama) == (HASH_ID, 20, 21, 22)
+    write(llama, "special_tokens_map.json", eos_token="<unk>")
+    assert ends_of(llama) == (3, HASH_ID, 20, 21, 22)
 
 
 def test_an_end_token_that_the_model_cannot_give_is_left_out(llama: Path) -> None:

@@ -23,20 +23,6 @@ def load(folder: Path, card: FakeCard, monkeypatch: pytest.MonkeyPatch, **option
     return loading.load(folder, **({"fused": False, "max_num_seqs": 64} | options)).model
 
 
-def test_a_card_of_24_gb_serves_a_model_of_8_billion_parameters() -> None:
-    """Qwen3-8B in bfloat16, whose step of 2048 tokens with 256 rows takes 1783 MiB on an H100: its
-    logits of 152k tokens, in bfloat16 and some of them in float32, and gates and values of a layer.
-    What is left holds over 32 sequences of 1024 tokens, and more than the step stays free."""
-    whole, driver, weights = int(23.6 * GIB), int(0.5 * GIB), int(15.26 * GIB)
-    step_bytes = 1783 * 2**20
-    free = whole - driver - weights
-
-    kv_bytes = free - memory.computing_bytes(step_bytes)
-
-    assert kv_bytes // 147_456 > 32 * 1024
-    assert free - kv_bytes > 1.5 * step_bytes
-
-
 def test_the_cache_gets_what_the_largest_step_leaves(
     saved_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
