@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.roster import Roster
@@ -20,11 +19,6 @@ from tests.workers.test_supervisor import SLOW, assert_exact, children_of, is_al
 from workers.supervisor.drain import BadNoticeSource, Drain, SpotNotice
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
-
-
-@pytest.fixture
-def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Caller:
-    return Caller(functions, redis_client, keys)
 
 
 @pytest.fixture

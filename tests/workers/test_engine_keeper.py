@@ -16,7 +16,7 @@ from tests.hash_worker import hash_worker_settings
 from tests.workers.test_room import READY, start
 from workers.ipc.messages import EngineLoad, FromEngine, TokenOut
 from workers.output.formats import REASONING_FORMATS
-from workers.supervisor.engine_keeper import EngineKeeper
+from workers.supervisor.engine_keeper import EngineKeeper, Watchdog
 from workers.supervisor.holding import EngineLink, Holding
 from workers.supervisor.metrics import Meter
 from workers.supervisor.publisher import Publisher, ResultKeeper
@@ -110,3 +110,44 @@ async def test_a_model_without_a_known_format_of_calls_has_no_tools() -> None:
         card = make_card("m", desk.engine.ready, ("batch",))
         assert card.capabilities.tools
         assert (card.tool_call_parser, card.reasoning_parser) == ("template", "")
+
+
+# --- when a silent engine hangs ----------------------------------------------------------------
+
+LIMIT_S = 0.01
+
+
+async def test_silence_with_work_is_a_hang() -> None:
+    async with asyncio.timeout(20):
+        await Watchdog(LIMIT_S, lambda: True).engine_hangs()
+
+
+async def test_an_idle_engine_may_be_silent() -> None:
+    """A check without work in between restarts the count."""
+    looks = 0
+
+    def has_work() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks % 10 != 0 or looks > 30
+
+    async with asyncio.timeout(20):
+        await Watchdog(LIMIT_S, has_work).engine_hangs()
+    assert looks == 40
+
+
+async def test_an_engine_that_sends_messages_does_not_hang() -> None:
+    """Each message restarts the count."""
+    looks = 0
+
+    def has_work() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks <= 30:
+            watchdog.reset()
+        return True
+
+    watchdog = Watchdog(LIMIT_S, has_work)
+    async with asyncio.timeout(20):
+        await watchdog.engine_hangs()
+    assert looks == 39

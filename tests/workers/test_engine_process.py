@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.jobs import FinishReason, SamplingParams
+from contract.jobs import SamplingParams
 from contract.model_cards import Capabilities
 from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
 from tests.hash_engine import HASH_MODEL_VARIABLE
-from workers.engine_process.engine_loop import ExitCode, describe_exception
+from workers.engine_process.engine_loop import ExitCode
 from workers.ipc.channel import Channel, PeerGone
 from workers.ipc.messages import (
     ChoiceEnded,
@@ -31,8 +31,7 @@ from workers.ipc.messages import (
     Request,
     Running,
     Shutdown,
-    StopChoice,
-    StopJob,
+    StrategyOptions,
     ToEngine,
     TokenOut,
     decoder_from_engine,
@@ -169,77 +168,6 @@ def test_a_worker_reports_its_model_and_completes_jobs(start_engine: StartEngine
         assert reasons == [None] * (len(token_ids) - 1) + [reason]
 
 
-def test_log_probabilities_are_sent_if_requested(start_engine: StartEngine) -> None:
-    """A job that requests two alternatives gets them with each token; another job gets none."""
-    engine = start_engine()
-
-    engine.send(start_message("asks", logprobs=2), start_message("asks_not"))
-    received = engine.receive_until(is_idle)
-
-    for message in received:
-        if isinstance(message, TokenOut) and message.job_id == "asks":
-            assert message.logprob is not None
-            assert message.logprob.token_id == message.token_id
-            assert len(message.logprob.top) == 2
-        elif isinstance(message, TokenOut):
-            assert message.logprob is None
-
-
-def test_a_stopped_job_reports_nothing_and_others_continue(start_engine: StartEngine) -> None:
-    """It is stopped long before the end of its 400 steps of 10 ms; the other job completes."""
-    engine = start_engine(eos_rate=0.0, step_s=0.01)
-    engine.send(start_message("endless", max_tokens=400), start_message("other", max_tokens=20))
-    engine.receive_until(lambda m: isinstance(m, TokenOut) and m.job_id == "endless")
-
-    engine.send(StopJob("endless", 1))
-    received = engine.receive_until(is_idle)
-
-    last = {m.job_id: m for m in received if isinstance(m, TokenOut)}
-    assert (last["other"].position, last["other"].finish_reason) == (19, FinishReason.LENGTH)
-    assert "endless" not in last or last["endless"].finish_reason is None
-
-
-def test_a_stopped_choice_leaves_its_siblings_running(start_engine: StartEngine) -> None:
-    """One of two choices meets a stop string; the other, nearly done, completes."""
-    engine = start_engine(eos_rate=0.0, step_s=0.01)
-    job = start_message("job", n=2, max_tokens=400)
-    engine.send(msgspec.structs.replace(job, outputs=((), tuple(range(97, 117)) * 19)))
-    engine.receive_until(lambda m: isinstance(m, TokenOut))
-
-    engine.send(StopChoice("job", 1, 0))
-    received = engine.receive_until(is_idle)
-
-    last = {m.choice: m for m in received if isinstance(m, TokenOut)}
-    assert (last[1].position, last[1].finish_reason) == (399, FinishReason.LENGTH)
-    assert 0 not in last or last[0].finish_reason is None
-
-
-def test_an_impossible_job_fails_alone(start_engine: StartEngine) -> None:
-    """A prompt longer than the context fails with its code, also in an idle engine."""
-    engine = start_engine()
-
-    engine.send(start_message("long", prompt="x" * 600))
-    refused = engine.receive_until(is_idle)
-    engine.send(start_message("next"))
-    received = engine.receive_until(is_idle)
-
-    failure = next(m for m in refused if isinstance(m, JobFailed))
-    assert (failure.job_id, failure.epoch, failure.code) == ("long", 1, "prompt_too_long")
-    assert tokens_of(received, "next")
-
-
-def test_a_row_that_fails_costs_only_its_job(start_engine: StartEngine) -> None:
-    """NaN in one row is a JobFailed for that row's job; the other job completes."""
-    engine = start_engine(bad_row_id=ord("!"), eos_rate=0.0)
-    good = start_message("good", max_tokens=1)
-
-    engine.send(start_message("bad", prompt="oh!"), good)
-    received = engine.receive_until(is_idle)
-
-    assert [m.job_id for m in received if isinstance(m, JobFailed)] == ["bad"]
-    assert len(tokens_of(received, "good")) == 1
-
-
 def test_a_complete_choice_ends_without_a_token(start_engine: StartEngine) -> None:
     """All of its tokens were in the log already: it ends with their reason."""
     engine = start_engine()
@@ -279,14 +207,6 @@ def test_the_end_of_the_socket_ends_the_process(start_engine: StartEngine, is_bu
     assert engine.wait() == ExitCode.OK
 
 
-def test_shutdown_ends_the_process(start_engine: StartEngine) -> None:
-    """It exits cleanly, also with running jobs."""
-    engine = start_engine(eos_rate=0.0)
-    engine.send(start_message("endless", max_tokens=500), Shutdown())
-
-    assert engine.wait() == ExitCode.OK
-
-
 def test_the_engine_ignores_sigint(start_engine: StartEngine) -> None:
     """A Ctrl-C reaches the whole process group; only the supervisor handles it."""
     engine = start_engine()
@@ -317,7 +237,7 @@ def test_a_lost_device_ends_the_process_without_quoting_a_prompt(start_engine: S
 
     assert engine.wait() == ExitCode.CRASHED
     logged = engine.end()
-    assert "RuntimeError" in logged
+    assert "RuntimeError at " in logged
     assert "secret" not in logged
     assert str(encode_text("secret"))[1:-1] not in logged
 
@@ -368,16 +288,35 @@ def test_a_deadline_fails_its_job_unless_it_is_lifted(start_engine: StartEngine)
     assert len(tokens_of(received, "lifted")) == 40
 
 
-def test_an_exception_is_described_by_type_and_place_only() -> None:
-    """Messages of exceptions can quote prompts and outputs."""
-    try:
-        raise ValueError("a secret prompt")
-    except ValueError as exc:
-        described = describe_exception(exc)
+def test_a_static_engine_runs_full_batches_and_sleeps_between_them(
+    start_engine: StartEngine,
+) -> None:
+    """Three jobs in batches of two, the last alone after its wait, in which the engine does not
+    spin. Padding is counted and does not change tokens."""
+    strategy = StrategyOptions(name="static", batch_size=2, window_s=0.2, padded=True)
+    engine = start_engine(msgspec.structs.replace(OPTIONS, strategy=strategy), eos_rate=0.0)
+    jobs = [start_message(f"job-{n}", prompt="x" * n, max_tokens=5 * n) for n in (1, 2, 3)]
 
-    assert described.startswith("ValueError at ")
-    assert "test_engine_process.py" in described
-    assert "secret" not in described
+    engine.receive_until(is_ready)
+    engine.send(*jobs)
+    received = engine.receive_until(is_idle)
+
+    order = [m.job_id for m in received if isinstance(m, TokenOut)]
+    assert order.index("job-3") == len(order) - 15
+    loads = [m for m in received if isinstance(m, EngineLoad)]
+    assert sum(load.num_padding_tokens for load in loads) == 1 + 5
+    assert sum(load.num_step_tokens == 0 for load in loads) <= 3
+    for job in jobs:
+        token_ids, _ = expected_output(job.prompts[0], job.params, eos_rate=0.0)
+        assert tokens_of(received, job.job_id) == token_ids
+
+
+def test_an_output_cap_applies_to_later_jobs(start_engine: StartEngine) -> None:
+    """The job requests 40 tokens; this engine yields at most seven."""
+    engine = start_engine(msgspec.structs.replace(OPTIONS, max_output_tokens=7), eos_rate=0.0)
+    engine.send(start_message("long"))
+
+    assert len(tokens_of(engine.receive_until(is_idle), "long")) == 7
 
 
 def test_both_ends_may_write_more_than_the_socket_holds() -> None:
@@ -453,12 +392,7 @@ def test_malformed_frames_are_an_error(data: bytes) -> None:
         decoder_to_engine().feed(data)
 
 
-def test_options_travel_as_one_json_argument() -> None:
-    """An unknown option is an error, not a silent default."""
-    options = EngineOptions(model_path="/models/tiny", num_threads=2)
-
-    encoded = msgspec.json.encode(options)
-
-    assert msgspec.json.decode(encoded, type=EngineOptions) == options
+def test_an_unknown_option_is_an_error() -> None:
+    """And no silent default."""
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(json.dumps({"model_path": "m", "threads": 2}), type=EngineOptions)

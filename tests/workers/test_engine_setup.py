@@ -1,9 +1,10 @@
-"""How options become the engine's parts."""
+"""How options become the engine's parts, and the lanes that a worker claims from."""
 
 from workers.engine.strategy import ContinuousBatching, DynamicBatching, StaticBatching
 from workers.engine_process.engine_setup import strategies_of
 from workers.ipc.messages import EngineOptions, LaneOptions, StrategyOptions
-from workers.lanes import lanes_of
+from workers.lanes import lanes_of, lanes_to_claim
+from workers.settings import LANES
 
 
 def test_a_lane_keeps_the_defaults_that_its_options_leave_out() -> None:
@@ -15,16 +16,6 @@ def test_a_lane_keeps_the_defaults_that_its_options_leave_out() -> None:
     assert (lanes["night"].priority, lanes["night"].itl_target_s) == (9, None)
     assert lanes["interactive"].itl_target_s == 0.1
     assert lanes["batch"].min_share == 0.05
-
-
-def test_given_minimum_shares_replace_all_defaults() -> None:
-    """Otherwise a valid file plus a default could exceed 1 and stop the engine."""
-    options = EngineOptions(
-        model_path="m",
-        lanes=(LaneOptions(name="standard", min_share=0.98),),
-    )
-
-    assert sum(lane.min_share for lane in lanes_of(options.lanes)) == 0.98
 
 
 def test_strategies_are_built_with_their_own_defaults() -> None:
@@ -42,3 +33,22 @@ def test_strategies_are_built_with_their_own_defaults() -> None:
 
     assert strategies.default == DynamicBatching(8, 0.02, (8,))
     assert strategies.by_lane == {"night": StaticBatching(16, 1.0), "day": ContinuousBatching()}
+
+
+def test_lanes_are_claimed_by_priority_with_their_shares() -> None:
+    """An operator's own lane is included at its priority; batch keeps its default share."""
+    urgent = LaneOptions(name="urgent", priority=0)
+    given = lanes_to_claim(LANES, [urgent], adds_given=True)
+    assert list(given) == ["interactive", "urgent", "standard", "scoring", "batch"]
+    assert given["batch"].min_share == 0.05
+
+
+def test_given_shares_replace_the_default_shares() -> None:
+    """As in the engine, or a valid file plus a default could exceed 1. Lanes named on the command
+    line remain the only ones."""
+    given = [LaneOptions(name="standard", min_share=0.2), LaneOptions(name="urgent", priority=0)]
+    terms = lanes_to_claim(("batch", "standard"), given, adds_given=False)
+    shares = {name: lane.min_share for name, lane in terms.items()}
+    assert shares == {"standard": 0.2, "batch": 0.0}
+    assert list(shares) == ["standard", "batch"]
+    assert sum(lane.min_share for lane in lanes_of(tuple(given))) == 0.2

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis.asyncio
 from msgspec import structs
 
 from contract.errors import ErrorCode, JobRefused
-from contract.functions import Functions
-from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
-from tests.fleet import Caller, fleet, until
+from tests.fleet import Caller, WorkerProcess, fleet, until
 from tests.workers.test_supervisor import assert_exact, children_of
 from workers.supervisor.load_progress import AGAIN
 
@@ -25,8 +22,20 @@ SLOW = HashModelOptions(step_s=0.02, eos_rate=0.0)
 
 
 @pytest.fixture
-def caller(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Caller:
-    return Caller(functions, redis_client, keys)
+def fifo(tmp_path: Path) -> Path:
+    """Engines that load wait for it."""
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
+@pytest.fixture
+def model(fifo: Path) -> HashModelOptions:
+    return structs.replace(SLOW, load_fifo=str(fifo))
+
+
+def kill_engine(worker: WorkerProcess) -> None:
+    [engine_pid] = children_of(worker.pid)
+    os.kill(engine_pid, signal.SIGKILL)
 
 
 async def let_load(fifo: Path) -> None:
@@ -45,19 +54,16 @@ async def refusal_of(caller: Caller) -> JobRefused | None:
 
 @pytest.mark.parametrize("lane", ["standard", "batch"])
 async def test_calls_are_refused_while_the_only_engine_is_loaded_again(
-    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path, lane: str
+    caller: Caller, redis_server: EmbeddedRedis, fifo: Path, model: HashModelOptions, lane: str
 ) -> None:
     """With the time at which it should be ready, measured when it was loaded first. Accepted jobs
     wait and go on; later calls are accepted."""
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    async with fleet(redis_server.url, 1, structs.replace(SLOW, load_fifo=str(fifo))) as [worker]:
+    async with fleet(redis_server.url, 1, model) as [worker]:
         await let_load(fifo)
         job = await caller.submit("count", max_tokens=50, lane=lane)
         await caller.has_output(job, 3)
         assert await refusal_of(caller) is None
-        [engine_pid] = children_of(worker.pid)
-        os.kill(engine_pid, signal.SIGKILL)
+        kill_engine(worker)
 
         refusals: list[JobRefused] = []
 
@@ -79,19 +85,16 @@ async def test_calls_are_refused_while_the_only_engine_is_loaded_again(
 
 
 async def test_another_worker_of_the_model_takes_the_calls(
-    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
+    caller: Caller, redis_server: EmbeddedRedis, fifo: Path, model: HashModelOptions
 ) -> None:
     """One engine of two is lost: no call is refused."""
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
     async with (
         fleet(redis_server.url, 1, SLOW),
-        fleet(redis_server.url, 1, structs.replace(SLOW, load_fifo=str(fifo))) as [worker],
+        fleet(redis_server.url, 1, model) as [worker],
     ):
         await let_load(fifo)
         await caller.num_workers(2)
-        [engine_pid] = children_of(worker.pid)
-        os.kill(engine_pid, signal.SIGKILL)
+        kill_engine(worker)
 
         async def is_one_left() -> bool:
             return await caller.client.zcard(caller.keys.of("workers", "m")) == 1
@@ -104,17 +107,14 @@ async def test_another_worker_of_the_model_takes_the_calls(
 
 
 async def test_a_worker_that_loads_again_can_be_drained(
-    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
+    caller: Caller, redis_server: EmbeddedRedis, fifo: Path, model: HashModelOptions
 ) -> None:
     """By an order, which it reads with its heartbeats."""
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    async with fleet(redis_server.url, 1, structs.replace(SLOW, load_fifo=str(fifo))) as [worker]:
+    async with fleet(redis_server.url, 1, model) as [worker]:
         await let_load(fifo)
         await caller.num_workers(1)
         incarnations: Any = await caller.client.zrange(caller.keys.of("workers", "m"), 0, -1)
-        [engine_pid] = children_of(worker.pid)
-        os.kill(engine_pid, signal.SIGKILL)
+        kill_engine(worker)
 
         async def is_loading() -> bool:
             return await caller.client.zcard(caller.keys.of("workers", "m")) == 0
@@ -126,13 +126,15 @@ async def test_a_worker_that_loads_again_can_be_drained(
 
 
 async def test_a_worker_shows_that_it_loads_and_with_what_it_ends_then(
-    caller: Caller, redis_server: EmbeddedRedis, tmp_path: Path
+    caller: Caller,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+    fifo: Path,
+    model: HashModelOptions,
 ) -> None:
     """A file for its health check, gone while the engine is ready. SIGTERM before the first engine
     is ready is no success: whoever counts failed starts would not see it."""
-    fifo, progress = tmp_path / "fifo", tmp_path / "progress"
-    os.mkfifo(fifo)
-    model = structs.replace(SLOW, load_fifo=str(fifo))
+    progress = tmp_path / "progress"
 
     async def has_begun() -> bool:
         return progress.exists() and bool(progress.read_text())
@@ -147,8 +149,7 @@ async def test_a_worker_shows_that_it_loads_and_with_what_it_ends_then(
         await let_load(fifo)
         await caller.num_workers(1)
         assert not progress.exists()
-        [engine_pid] = children_of(worker.pid)
-        os.kill(engine_pid, signal.SIGKILL)
+        kill_engine(worker)
         await until(has_begun)
         assert progress.read_text().endswith(AGAIN)
         assert await worker.stop() == 0

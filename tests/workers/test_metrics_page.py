@@ -5,10 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-import redis.asyncio
 
-from contract.functions import Functions
-from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet
@@ -21,10 +18,10 @@ pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
 
 
 async def test_a_worker_shows_its_steps_and_ends_with_its_page(
-    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
+    caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """The steps show at once, before any heartbeat."""
-    caller, port = Caller(functions, redis_client, keys), free_port()
+    port = free_port()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
         model = HashModelOptions(eos_rate=0.0)
         async with fleet(redis_server.url, 1, model, metrics_port=port) as [worker]:

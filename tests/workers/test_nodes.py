@@ -15,6 +15,7 @@ from tests.fakes import HashModelOptions
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from tests.hash_worker import hash_worker_settings
 from tests.infra.processes import any_alive, command_of, descendants
+from tests.ports import free_port
 from workers.ipc.messages import EngineOptions
 from workers.ipc.nodes import address_of, meet
 from workers.supervisor.node import run_node
@@ -22,8 +23,7 @@ from workers.supervisor.supervisor import EXIT_LOAD_FAILED, EXIT_OK
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def options_of(rank: int, address: str, **fields: object) -> EngineOptions:

@@ -119,17 +119,32 @@ def test_events_may_have_many_tokens(per_event: int) -> None:
     )
 
 
-@pytest.mark.parametrize("has_tools", [True, False])
-@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES])
-def test_reasoning_is_apart_with_and_without_tools(endpoint: Endpoint, has_tools: bool) -> None:
-    log = Chat(FILES, endpoint, has_tools).say(encode_text("<think>so</think>Yes"))
-    message, num_reasoning, _ = message_of(log)
-    assert (message.reasoning, message.content, num_reasoning) == ("so", "Yes", 17)
+SO = "<think>so</think>Yes"
+BEGUN = "user: x\nassistant: <think>\n"
 
 
-def test_calls_without_tools_are_content() -> None:
-    message, _, reason = message_of(Chat(FILES, has_tools=False).say(encode_text(CALL)))
-    assert (message.content, message.tool_calls, reason) == (CALL, [], FinishReason.STOP)
+@pytest.mark.parametrize(
+    ("chat", "text", "reasoning", "content", "num_reasoning"),
+    [
+        *(
+            (Chat(FILES, endpoint, has_tools), SO, "so", "Yes", 17)
+            for endpoint in (Endpoint.CHAT, Endpoint.RESPONSES)
+            for has_tools in (True, False)
+        ),
+        (Chat(FILES, prompt=BEGUN), "so\n</think>\n\nYes", "so", "Yes", 11),
+        (Chat(FILES), "<think>\nso on", "so on", "", 13),
+        (Chat(FILES, has_tools=False), CALL, "", CALL, 0),
+        # Callers of /v1/completions get what the model writes.
+        (Chat(FILES, Endpoint.COMPLETIONS), TEXT, "", TEXT, 0),
+    ],
+)
+def test_reasoning_is_apart(
+    chat: Chat, text: str, reasoning: str, content: str, num_reasoning: int
+) -> None:
+    """With and without tools, begun by the prompt, or cut."""
+    message, num_found, reason = message_of(chat.say(encode_text(text)))
+    assert (message.reasoning, message.content, num_found) == (reasoning, content, num_reasoning)
+    assert (message.tool_calls, reason) == ([], FinishReason.STOP)
 
 
 def test_gemma_s_quotes_are_seen() -> None:
@@ -140,23 +155,6 @@ def test_gemma_s_quotes_are_seen() -> None:
     said = [opening, *b"call:find{text:", quote, *b"a, b", quote, *b"}", close]
     message, _, _ = message_of(Chat(files).say(said))
     assert [(c.name, c.arguments) for c in message.tool_calls] == [("find", '{"text": "a, b"}')]
-
-
-def test_a_completion_is_plain_text() -> None:
-    """Callers of /v1/completions get what the model writes."""
-    message, num_reasoning, _ = message_of(Chat(FILES, Endpoint.COMPLETIONS).say(encode_text(TEXT)))
-    assert (message.content, message.reasoning, num_reasoning) == (TEXT, "", 0)
-
-
-def test_a_prompt_may_begin_the_reasoning() -> None:
-    chat = Chat(FILES, prompt="user: x\nassistant: <think>\n")
-    message, num_reasoning, _ = message_of(chat.say(encode_text("so\n</think>\n\nYes")))
-    assert (message.reasoning, message.content, num_reasoning) == ("so", "Yes", 11)
-
-
-def test_an_output_that_is_cut_in_its_reasoning_is_reasoning() -> None:
-    message, num_reasoning, _ = message_of(Chat(FILES).say(encode_text("<think>\nso on")))
-    assert (message.reasoning, message.content, num_reasoning) == ("so on", "", 13)
 
 
 def test_special_tokens_that_are_marks_are_seen_and_others_never() -> None:

@@ -10,14 +10,12 @@ import pytest
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, WorkerProcess, until
-from tests.workers.test_supervisor import assert_exact, caller
+from tests.workers.test_supervisor import assert_exact
 from workers import configuration
 from workers.ipc.messages import DEFAULT_PLACES
 from workers.supervisor.supervisor import EXIT_LOAD_FAILED
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
-
-__all__ = ["caller"]
 
 SLOW = HashModelOptions(step_s=0.005, eos_rate=0.0)
 

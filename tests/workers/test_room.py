@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from tokenizers import Tokenizer
 
-from contract.function_types import MAX_CLAIM, Claimed, FairRoom, LaneRoom
-from contract.jobs import Endpoint, FinishReason, Job, SamplingParams
+from contract.function_types import MAX_CLAIM, FairRoom, LaneRoom
+from contract.jobs import FinishReason
 from tests.fakes import VOCAB_SIZE, hash_tokenizer
+from tests.workers.held import hold, job_of
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -43,18 +43,9 @@ def start(
     cost_tokens: int = 6,
     tenant: str = "t",
 ) -> HeldJob:
-    job = Job(
-        id=job_id,
-        tenant=tenant,
-        model="m",
-        lane=lane,
-        endpoint=Endpoint.COMPLETIONS,
-        prompt_ids=(1, 2, 3),
-        params=SamplingParams(max_tokens=max_tokens, seed=1, n=n),
-        created_s=0,
-    )
-    claimed = Claimed(job, 1, 1, 1, "", 0, 100.0, is_alone=False, cost_tokens=cost_tokens)
-    held = HeldJob(claimed, Tokenizer.from_str(hash_tokenizer().tokenizer_json))
+    params = {"max_tokens": max_tokens, "seed": 1, "n": n}
+    job = job_of((1, 2, 3), params=params, id=job_id, tenant=tenant, lane=lane)
+    held = hold(job, cost_tokens=cost_tokens)
     holding.start(held)
     return held
 
@@ -176,27 +167,37 @@ def places_of(
     return {name: room.max_jobs for name, room in rooms.items() if room.fair is None}
 
 
-def test_an_urgent_lane_has_the_places_of_less_urgent_ones(holding: Holding) -> None:
-    """Batch keeps one of four places, its guaranteed share. A lane takes no place from a lane of
-    equal priority."""
-    for number in range(NUM_PLACES):
+_URGENT = ("interactive", "standard", "scoring")
+
+
+@pytest.mark.parametrize(
+    ("batch", "standard", "interactive", "expected"),
+    [
+        # Batch keeps one of four places, its guaranteed share. A lane takes none from a lane of
+        # equal priority.
+        (4, 0, 0, dict.fromkeys(_URGENT, 3)),
+        (4, 1, 0, dict.fromkeys(_URGENT, 2)),
+        # The engine would take batch's last place before those of standard, which has no share.
+        # So none is claimed until batch holds none.
+        (1, 3, 0, {}),
+        (0, 4, 0, {"interactive": 4}),
+        # A flood displaces down to the share and no further. It cannot be displaced.
+        (4, 0, 2, dict.fromkeys(_URGENT, 1)),
+        (4, 0, 3, {}),
+        (3, 0, 1, dict.fromkeys(_URGENT, 2)),
+    ],
+)
+def test_an_urgent_lane_has_the_places_of_less_urgent_ones(
+    holding: Holding, batch: int, standard: int, interactive: int, expected: dict[str, int]
+) -> None:
+    """Also of jobs that were moved to another lane."""
+    jobs = [
         start(holding, str(number), lane="batch")
-    assert places(holding) == 0
-    assert places_of(holding) == {"interactive": 3, "standard": 3, "scoring": 3}
-    start(holding, "standard")
-    assert places_of(holding) == {"interactive": 2, "standard": 2, "scoring": 2}
-
-
-def test_a_lane_at_its_share_protects_the_lane_above_it(holding: Holding) -> None:
-    """The engine would take batch's last place before those of standard, which has no share. So
-    none is claimed until batch holds none."""
-    batch = start(holding, "batch", lane="batch")
-    for number in range(NUM_PLACES - 1):
-        start(holding, str(number))
-    assert places_of(holding) == {}
-    holding.drop(batch)
-    start(holding, "another")
-    assert places_of(holding) == {"interactive": NUM_PLACES}
+        for number in range(batch + standard + interactive)
+    ]
+    for number, job in enumerate(jobs[batch:]):
+        job.lane = "standard" if number < standard else "interactive"
+    assert places_of(holding) == expected
 
 
 def test_lanes_of_equal_priority_are_not_displaced_if_one_has_a_share(holding: Holding) -> None:
@@ -240,16 +241,6 @@ def test_owed_places_are_filled_first_if_nothing_can_be_displaced(holding: Holdi
     assert then == dict.fromkeys(("interactive", "standard", "scoring"), NUM_PLACES) | {"batch": 0}
 
 
-def test_a_flood_displaces_down_to_the_share_and_no_further(holding: Holding) -> None:
-    """Three jobs get places of batch; a fourth gets none."""
-    for number in range(NUM_PLACES):
-        start(holding, str(number), lane="batch")
-    for number in range(3):
-        assert "interactive" in holding.rooms(TERMS, 0.0)
-        start(holding, f"urgent {number}", lane="interactive")
-    assert places_of(holding) == {}
-
-
 def test_a_displaced_job_neither_blocks_nor_attracts_others(holding: Holding) -> None:
     """While batch waits in the engine, more urgent lanes have room and batch has none. While
     standard waits, lanes of its priority have none either."""
@@ -259,13 +250,6 @@ def test_a_displaced_job_neither_blocks_nor_attracts_others(holding: Holding) ->
     assert places_of(holding) == {"interactive": 3, "standard": 3, "scoring": 3}
     holding.engine.load = EngineLoad(1, 1, 0, 0, 0.0, waiting_lanes=("batch", "standard"))
     assert places_of(holding) == {"interactive": 3}
-
-
-def test_a_job_that_was_moved_holds_the_place_of_its_new_lane(holding: Holding) -> None:
-    """A job moved to interactive cannot be displaced."""
-    jobs = [start(holding, str(number), lane="batch") for number in range(NUM_PLACES)]
-    jobs[0].lane = "interactive"
-    assert places_of(holding) == {"interactive": 2, "standard": 2, "scoring": 2}
 
 
 def test_a_claim_for_a_full_lane_lists_each_tenant_s_places(holding: Holding) -> None:

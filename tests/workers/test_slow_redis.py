@@ -2,11 +2,8 @@
 
 import httpx
 import pytest
-import redis.asyncio
 
 from contract.events import Tokens
-from contract.functions import Functions
-from contract.keys import Keys
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, expected_output
 from tests.fleet import Caller, fleet, until
@@ -19,12 +16,10 @@ MODEL = HashModelOptions(step_s=0.005, eos_rate=0.0)
 NUM_WAITED = 40  # tokens
 
 
-async def test_redis_does_not_hold_up_the_step(
-    redis_server: EmbeddedRedis, redis_client: redis.asyncio.Redis, functions: Functions, keys: Keys
-) -> None:
+async def test_redis_does_not_hold_up_the_step(caller: Caller, redis_server: EmbeddedRedis) -> None:
     """While no write is acknowledged, the engine computes everything left; then one event contains
     it."""
-    caller, port = Caller(functions, redis_client, keys), free_port()
+    port = free_port()
     async with (
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
         fleet(redis_server.url, 1, MODEL, metrics_port=port, lease_s=60.0),
@@ -34,26 +29,19 @@ async def test_redis_does_not_hold_up_the_step(
             return summed(await page_of(http), "step_tokens_total", kind="decode")
 
         job = await caller.submit("a long answer", max_tokens=200)
-        await until(lambda: has_begun(functions, job.id, job.tenant))
-        await redis_client.client_pause(60_000, all=False)
+        await caller.has_output(job)
+        await caller.client.client_pause(60_000, all=False)
         num_before = await num_computed()
 
         async def is_far() -> bool:
             return await num_computed() >= num_before + NUM_WAITED
 
         await until(is_far)
-        await redis_client.client_unpause()
+        await caller.client.client_unpause()
         answer = await caller.answer(job)
 
         expected, _ = expected_output(job.prompt_ids, job.params, eos_rate=0.0)
         assert answer.token_ids[0] == expected
-        found = await functions.read(job.id, job.tenant, max_events=1000)
-        assert found is not None
-        entries = found[1]
+        entries = await caller.entries(job)
         sizes = [len(e.event.deltas[0].token_ids) for e in entries if isinstance(e.event, Tokens)]
         assert max(sizes) >= NUM_WAITED - 2  # two events were under way when it fell silent
-
-
-async def has_begun(functions: Functions, job_id: str, tenant: str) -> bool:
-    found = await functions.read(job_id, tenant)
-    return found is not None and found[0].num_output_tokens > 0

@@ -1,8 +1,5 @@
-"""The speed that a worker reports, and the lanes it claims from. The clock is the tests' own."""
+"""The speed that a worker reports. The clock is the tests' own."""
 
-from workers.ipc.messages import LaneOptions
-from workers.lanes import lanes_to_claim
-from workers.settings import LANES
 from workers.supervisor.holding import Speed
 
 
@@ -55,20 +52,3 @@ def test_a_stream_gets_a_token_a_step() -> None:
     assert speed.capacity(0, 0, {}).stream_tokens_per_s == 10.0
     speed.note_step(0.5)
     assert speed.capacity(0, 0, {}).stream_tokens_per_s == 8.333
-
-
-def test_lanes_are_claimed_by_priority_with_their_shares() -> None:
-    """An operator's own lane is included at its priority; batch keeps its default share."""
-    urgent = LaneOptions(name="urgent", priority=0)
-    given = lanes_to_claim(LANES, [urgent], adds_given=True)
-    assert list(given) == ["interactive", "urgent", "standard", "scoring", "batch"]
-    assert given["batch"].min_share == 0.05
-
-
-def test_given_shares_replace_the_default_shares() -> None:
-    """As in the engine. Lanes named on the command line remain the only ones."""
-    given = [LaneOptions(name="standard", min_share=0.2), LaneOptions(name="urgent", priority=0)]
-    terms = lanes_to_claim(("batch", "standard"), given, adds_given=False)
-    shares = {name: lane.min_share for name, lane in terms.items()}
-    assert shares == {"standard": 0.2, "batch": 0.0}
-    assert list(shares) == ["standard", "batch"]

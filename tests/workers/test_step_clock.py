@@ -8,57 +8,35 @@ import pytest
 from workers.supervisor.holding import StepClock
 
 
-@pytest.fixture
-def clock() -> StepClock:
-    """A step clock after one step of a second."""
+@pytest.mark.parametrize(
+    ("steps_s", "claims_s", "deadline_s"),
+    [
+        # A tenth of a second before the end, so that the engine gets the job in time.
+        ([1.0], [], 10.9),
+        # The shortest of the latest steps counts: a call that is too early costs a later job its
+        # turn; one that is too late costs a step of the place.
+        ([1.0, 3.0], [], 10.9),
+        ([1.0, *[3.0] * 9], [], 12.7),
+        # Slow claims are made earlier, by three times their duration; some fast ones later not.
+        ([1.0], [0.2], 10.4),
+        ([1.0], [0.2, *[0.001] * 20], 10.9),
+        # A step of ten milliseconds is too short: the claim is made as it begins.
+        ([0.01], [], 9.99),
+        # In a step of unknown length jobs are claimed at once.
+        ([], [], -math.inf),
+    ],
+)
+def test_the_last_call_comes_before_the_step_ends(
+    steps_s: list[float], claims_s: list[float], deadline_s: float
+) -> None:
+    """Between two steps there is none."""
     clock = StepClock()
-    clock.end(1.0)
-    return clock
-
-
-def test_the_last_call_comes_before_the_step_ends(clock: StepClock) -> None:
-    """A tenth of a second before the end of a one-second step, so that the engine gets the job in
-    time."""
-    clock.begin(10.0)
-    assert clock.claim_deadline_s == pytest.approx(10.9)
-
-
-def test_nothing_waits_without_a_step_or_its_length(clock: StepClock) -> None:
-    """Between two steps, and in the first: jobs are claimed at once."""
+    for step_s in steps_s:
+        clock.end(step_s)
+    for claim_s in claims_s:
+        clock.note_claim(claim_s)
     assert clock.claim_deadline_s == -math.inf
-    unknown = StepClock()
-    unknown.begin(10.0)
-    assert unknown.claim_deadline_s == -math.inf
     clock.begin(10.0)
+    assert clock.claim_deadline_s == pytest.approx(deadline_s)
     clock.end(1.0)
     assert clock.claim_deadline_s == -math.inf
-
-
-def test_the_shortest_of_the_latest_steps_counts(clock: StepClock) -> None:
-    """A call that is too early costs a later job its turn; one that is too late costs a step of the
-    place."""
-    clock.end(3.0)
-    clock.begin(10.0)
-    assert clock.claim_deadline_s == pytest.approx(10.9)
-    for _ in range(8):
-        clock.end(3.0)
-    clock.begin(20.0)
-    assert clock.claim_deadline_s == pytest.approx(22.7)
-
-
-def test_slow_claims_are_made_earlier(clock: StepClock) -> None:
-    """By three times the duration of a claim. A slow claim is forgotten after some fast ones."""
-    clock.note_claim(0.2)
-    clock.begin(10.0)
-    assert clock.claim_deadline_s == pytest.approx(10.4)
-    for _ in range(20):
-        clock.note_claim(0.001)
-    assert clock.claim_deadline_s == pytest.approx(10.9)
-
-
-def test_short_steps_have_no_late_call() -> None:
-    """Ten milliseconds are too short for one: the claim is made as the step begins."""
-    clock = StepClock()
-    clock.end(0.01)
-    clock.begin(10.0)
-    assert clock.claim_deadline_s < 10.0

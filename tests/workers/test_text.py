@@ -67,13 +67,6 @@ def test_stop_strings_are_ignored_before_min_tokens() -> None:
     assert run("aXbXc", "X", min_tokens=2) == ("aXb", ["a", "X", "b", ""], True)
 
 
-def test_special_tokens_have_no_text() -> None:
-    """An ignored end-of-sequence token does not show in the text."""
-    choice = ChoiceText(tokenizer, (), (), 0)
-    assert [choice.push(i) for i in (97, EOS_ID, 98)] == ["a", "", "b"]
-    assert choice.flush() == ""
-
-
 @pytest.mark.parametrize("cut", range(7))
 def test_a_replay_reaches_the_same_state(cut: int) -> None:
     """Released text depends only on the tokens: a second decoder agrees after every token."""
@@ -107,6 +100,9 @@ def test_a_prompt_that_ends_anywhere_stays_out_of_the_output(prompt: str, output
 
 
 def test_hidden_tokens_have_no_text() -> None:
-    """Others that are special do."""
+    """Nor has an ignored end-of-sequence token. Others that are special have."""
+    ignored = ChoiceText(tokenizer, (), (), 0)
+    assert [ignored.push(i) for i in (97, EOS_ID, 98)] == ["a", "", "b"]
+    assert ignored.flush() == ""
     choice = ChoiceText(tokenizer, (EOS_ID, 97), (), 0, hidden_ids={EOS_ID})
     assert [choice.push(i) for i in (98, EOS_ID, PAD_ID, 99)] == ["b", "", "<pad>", "c"]

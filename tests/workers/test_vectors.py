@@ -7,22 +7,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-import redis.asyncio
-from tokenizers import Tokenizer
 
 from contract.catalogue import Catalogue
-from contract.events import ChoiceDelta, LogEntry, Tokens
-from contract.function_types import Claimed, Submission
-from contract.functions import Functions
+from contract.events import ChoiceDelta, Tokens
+from contract.function_types import Submission
 from contract.jobs import (
     Endpoint,
     FinishReason,
     Job,
     JobStatus,
     Pooling,
-    SamplingParams,
 )
-from contract.keys import Keys, new_job_id
+from contract.keys import new_job_id
 from contract.model_cards import ModelCard, PoolingCard
 from contract.payloads.directory import DirectoryStore
 from contract.payloads.encoding import decode_log
@@ -31,6 +27,7 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions, hash_tokenizer
 from tests.fleet import Answer, Caller, WorkerProcess, fleet, until
 from tests.tiny_encoders import save_embedder
+from tests.workers.held import hold, job_of
 from workers.ipc.messages import Ready, VectorOut
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.publisher import ResultKeeper
@@ -45,35 +42,18 @@ NUM_DIMENSIONS = 32
 def pooled_job(prompts: list[tuple[int, ...]], **changes: Any) -> Job:
     fields: dict[str, Any] = {
         "id": new_job_id(),
-        "tenant": "t",
-        "model": "m",
         "lane": "scoring",
         "endpoint": Endpoint.EMBEDDINGS,
-        "prompt_ids": (),
         "prompt_list": tuple(prompts),
-        "params": SamplingParams(max_tokens=0, seed=0),
-        "created_s": 0,
         "pooling": Pooling(),
     }
-    return Job(**(fields | changes))
+    return job_of(params={"max_tokens": 0, "seed": 0}, **(fields | changes))
 
 
-def hold(*logged: Tokens, **changes: Any) -> HeldJob:
+def hold_three(*logged: Tokens, **changes: Any) -> HeldJob:
     """A held job of three prompts, with a log."""
-    claimed = Claimed(
-        pooled_job([(1, 2), (3,), (4, 5)], id="job", **changes),
-        1,
-        1,
-        len(logged) + 1,
-        "",
-        0,
-        100.0,
-        is_alone=False,
-        cost_tokens=5,
-    )
-    held = HeldJob(claimed, Tokenizer.from_str(hash_tokenizer().tokenizer_json))
-    held.replay([LogEntry(k, "", event) for k, event in enumerate(logged, 1)])
-    return held
+    job = pooled_job([(1, 2), (3,), (4, 5)], id="job", **changes)
+    return hold(job, *logged, cost_tokens=5)
 
 
 def delta(choice: int, vector: bytes) -> ChoiceDelta:
@@ -82,7 +62,7 @@ def delta(choice: int, vector: bytes) -> ChoiceDelta:
 
 def test_a_step_s_vectors_are_one_event() -> None:
     """No tokens, no text, and the job is complete with the last one."""
-    held = hold()
+    held = hold_three()
     held.take(VectorOut("job", 1, 2, b"cccc"))
     held.take(VectorOut("job", 1, 0, b"aaaa"))
 
@@ -96,7 +76,9 @@ def test_a_step_s_vectors_are_one_event() -> None:
 
 def test_a_resumed_job_starts_with_what_its_log_lacks() -> None:
     """The engine is told which prompts have ended, and not the texts of the answer."""
-    held = hold(Tokens((delta(1, b"bbbb"),)), pooling=Pooling(dimensions=4, documents=("secret",)))
+    held = hold_three(
+        Tokens((delta(1, b"bbbb"),)), pooling=Pooling(dimensions=4, documents=("secret",))
+    )
 
     message = held.start_message()
 
@@ -110,7 +92,7 @@ def test_a_resumed_job_starts_with_what_its_log_lacks() -> None:
 
 def test_a_job_fills_one_place_until_it_has_ended() -> None:
     """However many prompts it has; and each prompt holds its share of the cost."""
-    held = hold()
+    held = hold_three()
     assert (held.num_open, held.held_tokens) == (1, 5)
     for choice in range(3):
         held.take(VectorOut("job", 1, choice, b"aaaa"))
@@ -119,7 +101,7 @@ def test_a_job_fills_one_place_until_it_has_ended() -> None:
 
 def test_events_are_limited_in_size() -> None:
     """Redis would serve no one else while it takes a very large one."""
-    held = hold()
+    held = hold_three()
     for choice in range(3):
         held.take(VectorOut("job", 1, choice, bytes(600_000)))
 
@@ -136,13 +118,13 @@ def test_many_vectors_are_due_for_the_object_store(tmp_path: Path) -> None:
     Redis, whatever texts may take there."""
     broker: Any = None  # only reads logs
     keeper = ResultKeeper(DirectoryStore(tmp_path), 1, broker)
-    held = hold()
+    held = hold_three()
     for choice in range(2):
         held.take(VectorOut("job", 1, choice, bytes(2**19)))
     assert not keeper.is_due(held)
     held.take(VectorOut("job", 1, 2, b"a"))
     assert keeper.is_due(held)
-    resumed = hold(Tokens((delta(1, bytes(2**20)),)))
+    resumed = hold_three(Tokens((delta(1, bytes(2**20)),)))
     resumed.take(VectorOut("job", 1, 0, b"a"))
     assert keeper.is_due(resumed)
 
@@ -165,11 +147,6 @@ def test_the_card_of_a_model_for_vectors_names_its_lane_first() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_embedder("bert", tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture
-def caller(redis_client: redis.asyncio.Redis, keys: Keys) -> Caller:
-    return Caller(Functions(redis_client, keys), redis_client, keys)
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -249,11 +226,7 @@ async def test_a_killed_worker_s_job_has_each_vector_once(
 @pytest.mark.e2e
 @pytest.mark.campaign
 async def test_many_vectors_are_in_the_object_store_and_jobs_of_the_other_kind_fail(
-    tmp_path: Path,
-    caller: Caller,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    tmp_path: Path, caller: Caller, redis_server: EmbeddedRedis
 ) -> None:
     """2,100 of 512 bytes. Redis keeps the end alone.
 
@@ -287,7 +260,7 @@ async def test_many_vectors_are_in_the_object_store_and_jobs_of_the_other_kind_f
         ends.append((await caller.answer(vectors)).ends[0])
     view = await caller.view(job)
     assert view.result is not None
-    assert await redis_client.xlen(keys.of("log", job.id)) == 1
+    assert await caller.client.xlen(caller.keys.of("log", job.id)) == 1
     kept = DirectoryStore(tmp_path / "objects").get(view.result)
     entries = decode_log(kept)
     assert len(entries) > 1

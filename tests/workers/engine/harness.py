@@ -1,8 +1,9 @@
 """An engine on the hash model that collects its output, for the tests in this folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -203,6 +204,19 @@ def oracle(request: Request) -> dict[Choice, tuple[list[int], FinishReason]]:
         for number, prompt_ids in enumerate(request.prompts)
         for choice in range(num_each)
     }
+
+
+def assert_oracle(served: Any, requests: Iterable[Request]) -> None:
+    """A Harness, or whatever else collects output, has that of each job alone."""
+    for request in requests:
+        for key, (token_ids, reason) in oracle(request).items():
+            assert served.output_ids[key] == token_ids
+            assert served.reasons[key] == reason
+
+
+def jobs_of(report: StepReport) -> set[str]:
+    """Those that have got a token in a step."""
+    return {output.job_id for output in report.outputs}
 
 
 def all_sizes() -> st.SearchStrategy[Sizes]:

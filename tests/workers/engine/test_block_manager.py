@@ -12,29 +12,6 @@ def sequence_of(num_tokens: int) -> Sequence:
     return Sequence("job", 1, 0, "t", "lane", [0] * num_tokens, num_tokens, params)
 
 
-def test_a_sequence_grows_by_whole_blocks() -> None:
-    """Nine tokens in blocks of four take three blocks; three more tokens take none."""
-    blocks, sequence = BlockManager(num_blocks=5, block_size=4), sequence_of(12)
-
-    blocks.grow(sequence, 9)
-    sequence.num_computed = 9
-    blocks.grow(sequence, 3)
-
-    assert len(sequence.block_ids) == 3
-    assert blocks.num_free == 2
-
-
-def test_room_counts_what_is_held_and_what_is_free() -> None:
-    """Three slots are left in the own block, and eight in the free ones."""
-    blocks, sequence = BlockManager(num_blocks=3, block_size=4), sequence_of(20)
-    blocks.grow(sequence, 1)
-    sequence.num_computed = 1
-
-    assert blocks.num_growable(sequence) == 11
-    assert blocks.can_grow(sequence, 11)
-    assert not blocks.can_grow(sequence, 12)
-
-
 def test_growing_beyond_the_free_blocks_raises() -> None:
     """A caller that has not asked `can_grow` is stopped before a block is taken."""
     blocks, sequence = BlockManager(num_blocks=1, block_size=4), sequence_of(20)

@@ -35,15 +35,18 @@ def random_step(draw: random.Random) -> list[Chunk]:
     return streams + prompts[: draw.randrange(3)]
 
 
+def learned(seed: int, num_steps: int = 100, noise: float = 0.0) -> CostModel:
+    """A model that has seen random steps; the share by which their times vary."""
+    draw, model = random.Random(seed), CostModel()
+    for _ in range(num_steps):
+        chunks = random_step(draw)
+        model.observe(chunks, true_s(chunks) * draw.uniform(1 - noise, 1 + noise))
+    return model
+
+
 def test_known_coefficients_are_recovered_from_noisy_steps() -> None:
     """300 steps with 5% noise: each coefficient within a tenth."""
-    draw, model = random.Random(1), CostModel()
-
-    for _ in range(300):
-        chunks = random_step(draw)
-        model.observe(chunks, true_s(chunks) * draw.uniform(0.95, 1.05))
-
-    assert model.coefficients == pytest.approx(TRUE, rel=0.1)
+    assert learned(1, 300, noise=0.05).coefficients == pytest.approx(TRUE, rel=0.1)
 
 
 def test_a_step_s_prediction_comes_from_the_steps_before_it() -> None:
@@ -60,10 +63,7 @@ def test_a_step_s_prediction_comes_from_the_steps_before_it() -> None:
 
 def test_one_slow_step_changes_little() -> None:
     """A step that took a thousand times its prediction counts as four times."""
-    draw, model = random.Random(2), CostModel()
-    for _ in range(100):
-        chunks = random_step(draw)
-        model.observe(chunks, true_s(chunks))
+    model = learned(2)
 
     model.observe([chunk_of(0, 100)], 5.0)
 
@@ -88,10 +88,7 @@ def test_prompts_that_explain_all_steps_do_not_stop_the_first_stream() -> None:
 
 def test_the_largest_chunk_for_a_time_takes_just_that_time() -> None:
     """n tokens fit, n + 1 do not."""
-    draw, model = random.Random(3), CostModel()
-    for _ in range(100):
-        chunks = random_step(draw)
-        model.observe(chunks, true_s(chunks))
+    model = learned(3)
 
     for start, seconds in ((0, 1e-3), (3000, 5e-3), (100, 0.1)):
         num = model.max_tokens(seconds, start)

@@ -1,6 +1,7 @@
 """Properties of every workload: equal tokens, no lost block, no exceeded limit, termination.
 
-`test_state_machine` mixes everything a supervisor may do; these tests check one promise each.
+`test_state_machine` mixes everything a supervisor may do, with any strategy, arrivals, preemptions
+and evictions; these tests check one promise each.
 """
 
 import msgspec
@@ -17,6 +18,7 @@ from tests.workers.engine.harness import (
     all_params,
     all_prompts,
     all_sizes,
+    assert_oracle,
     oracle,
 )
 from workers.engine.sequence import RequestRefused
@@ -64,12 +66,6 @@ def add_all(harness: Harness, workload: Workload) -> list[Request]:
     return taken
 
 
-def assert_oracle(harness: Harness, requests: list[Request]) -> None:
-    expected = {key: end for request in requests for key, end in oracle(request).items()}
-    assert harness.output_ids == {key: token_ids for key, (token_ids, _) in expected.items()}
-    assert harness.reasons == {key: reason for key, (_, reason) in expected.items()}
-
-
 @quick
 @given(workload=workloads, sizes=all_sizes())
 def test_any_budget_and_block_count_yields_the_same_tokens(
@@ -83,27 +79,6 @@ def test_any_budget_and_block_count_yields_the_same_tokens(
 
     assert_oracle(harness, requests)
     assert harness.model.max_step_tokens <= sizes.max_num_batched_tokens
-
-
-@quick
-@given(workload=workloads, sizes=all_sizes(), delays=st.lists(st.integers(0, 5), max_size=6))
-def test_any_arrival_order_yields_the_same_tokens(
-    workload: Workload, sizes: Sizes, delays: list[int]
-) -> None:
-    """Jobs that arrive while others run have the same output as jobs that arrive together."""
-    harness = Harness(sizes)
-    requests = []
-    for number, (prompts, params) in enumerate(workload):
-        request = request_of(f"job-{number}", prompts, params)
-        if is_possible(request, sizes):
-            harness.add(request)
-            requests.append(request)
-        for _ in range(delays[number] if number < len(delays) else 0):
-            harness.step()
-
-    harness.run()
-
-    assert_oracle(harness, requests)
 
 
 @quick

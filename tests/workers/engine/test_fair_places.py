@@ -4,8 +4,9 @@ none."""
 from collections import Counter
 
 import msgspec
+import pytest
 
-from tests.workers.engine.harness import Harness, Sizes, job, oracle
+from tests.workers.engine.harness import Harness, Sizes, assert_oracle, job
 from workers.ipc.messages import Request
 
 _NUM_PLACES = 6
@@ -41,11 +42,6 @@ def places(harness: Harness) -> dict[str, int]:
     return {tenant: running.count(tenant) for tenant in sorted(set(running))}
 
 
-def assert_undisturbed(harness: Harness, requests: list[Request]) -> None:
-    for request in requests:
-        assert harness.output_ids[request.job_id, 0] == oracle(request)[request.job_id, 0][0]
-
-
 def test_a_tenant_without_a_place_has_a_token_within_two_steps() -> None:
     """Another tenant has all places and the head of the queue; it loses no token."""
     harness = harness_of()
@@ -59,45 +55,33 @@ def test_a_tenant_without_a_place_has_a_token_within_two_steps() -> None:
     assert harness.num_preemptions == 1
 
     harness.run()
-    assert_undisturbed(harness, requests)
+    assert_oracle(harness, requests)
 
 
-def test_places_are_shared_alike_and_then_nobody_is_displaced() -> None:
-    """Three tenants get two places each and keep them while all have work."""
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ((1.0, 1.0, 1.0), {"a": 2, "b": 2, "c": 2}),
+        ((1.0, 2.0, 3.0), {"a": 1, "b": 2, "c": 3}),
+    ],
+)
+def test_places_are_shared_by_weight_and_then_nobody_is_displaced(
+    weights: tuple[float, ...], shares: dict[str, int]
+) -> None:
+    """Of three tenants, the first came first. They keep their places while all have work."""
     harness = harness_of()
-    requests = flood(harness, "a", 12)
+    requests = flood(harness, "a", 12, weight=weights[0])
     harness.step()
-    requests += [*flood(harness, "b", 12), *flood(harness, "c", 12)]
+    requests += [*flood(harness, "b", 12, weight=weights[1])]
+    requests += [*flood(harness, "c", 12, weight=weights[2])]
     for _ in range(3):
         harness.step()
-    num_preemptions = harness.num_preemptions
-    assert (places(harness), num_preemptions) == ({"a": 2, "b": 2, "c": 2}, 4)
-
-    for _ in range(20):
+    for _ in range(21):
+        assert (places(harness), harness.num_preemptions) == (shares, _NUM_PLACES - shares["a"])
         harness.step()
-        assert places(harness) == {"a": 2, "b": 2, "c": 2}
-    assert harness.num_preemptions == num_preemptions
 
     harness.run()
-    assert_undisturbed(harness, requests)
-
-
-def test_places_are_shared_by_weight_and_then_nobody_is_displaced() -> None:
-    """Six places for weights 1, 2 and 3; the lightest tenant came first."""
-    harness = harness_of()
-    requests = flood(harness, "a", 12)
-    harness.step()
-    requests += [*flood(harness, "b", 12, weight=2.0), *flood(harness, "c", 12, weight=3.0)]
-    for _ in range(3):
-        harness.step()
-    assert (places(harness), harness.num_preemptions) == ({"a": 1, "b": 2, "c": 3}, 5)
-    for _ in range(20):
-        harness.step()
-        assert places(harness) == {"a": 1, "b": 2, "c": 3}
-    assert harness.num_preemptions == 5
-
-    harness.run()
-    assert_undisturbed(harness, requests)
+    assert_oracle(harness, requests)
 
 
 def test_tokens_are_shared_by_weight() -> None:
@@ -122,7 +106,7 @@ def test_blocks_are_shared_where_they_are_short() -> None:
     assert "light-0" in {o.job_id for report in reports for o in report.outputs}
 
     harness.run()
-    assert_undisturbed(harness, requests)
+    assert_oracle(harness, requests)
 
 
 def test_a_tenant_alone_displaces_none_of_its_own() -> None:
@@ -145,4 +129,4 @@ def test_a_sequence_is_displaced_a_limited_number_of_times() -> None:
         most = max(most, *(s.num_preemptions for s in harness.engine.sequences))
     assert (most, harness.num_preemptions) == (1, _NUM_PLACES)
     harness.run()
-    assert_undisturbed(harness, requests)
+    assert_oracle(harness, requests)

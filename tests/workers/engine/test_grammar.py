@@ -43,17 +43,6 @@ def test_an_open_end_is_the_ending_token() -> None:
     assert (end, harness.reasons["job", 0]) == (EOS_ID, FinishReason.STOP)
 
 
-def test_a_cut_constrained_output_ends_with_length() -> None:
-    """Also if the maximum falls among forced tokens."""
-    harness = Harness(Sizes())
-    harness.add(job(grammar=GRAMMAR, max_tokens=3))
-
-    harness.run()
-
-    assert output_text(harness.output_ids["job", 0]) == '{"n'
-    assert harness.reasons["job", 0] == FinishReason.LENGTH
-
-
 def test_forced_tokens_need_no_forward() -> None:
     """A constant is known before the first step; a schema's names are computed in one chunk."""
     harness = Harness(Sizes())
@@ -119,19 +108,3 @@ def test_parameters_that_contradict_a_grammar_are_refused() -> None:
     for request in (job(grammar=GRAMMAR, min_tokens=2), job(grammar=GRAMMAR, ignore_eos=True)):
         with pytest.raises(RequestRefused, match="cannot be combined with a grammar"):
             Harness(Sizes()).add(request)
-
-
-def test_stopping_a_job_whose_grammar_is_being_compiled_forgets_it() -> None:
-    """By the job, by its only choice, and by its deadline."""
-    harness = Harness(Sizes())
-    harness.add(job("a", grammar=GRAMMAR))
-    harness.add(job("b", grammar=GRAMMAR))
-    harness.add(msgspec.structs.replace(job("c", grammar=GRAMMAR), deadline_s=-1.0))
-
-    harness.engine.stop_job("a", 1)
-    harness.engine.stop_choice("b", 1, 0)
-    report = harness.step()
-
-    assert [error.job_id for error in report.failed] == ["c"]
-    assert report.outputs == []
-    assert not harness.engine.has_work

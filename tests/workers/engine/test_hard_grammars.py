@@ -1,7 +1,6 @@
 """Grammars that are hard to follow take no step from another request."""
 
 import random
-from concurrent.futures import Executor, Future
 from typing import Any
 
 import pytest
@@ -9,8 +8,7 @@ import pytest
 from contract.errors import ErrorCode
 from gateway.grammars.compiled import GrammarRefused, Kind, compile_grammar
 from tests.fakes import EOS_ID, INLINE, VOCAB_SIZE, hash_tokenizer
-from tests.workers.engine.harness import GRAMMAR, Harness, Sizes, job, oracle
-from workers.engine.constraints import Constraints
+from tests.workers.engine.harness import Harness, Sizes, job, oracle
 from workers.engine.grammar import Grammars
 
 SIZES = Sizes(num_blocks=256, max_num_batched_tokens=128)
@@ -64,26 +62,6 @@ def test_a_hard_grammar_takes_no_step_from_another_request(kind: Kind, value: An
 def test_bounds_that_contradict_each_other_are_refused(bounds: dict[str, Any]) -> None:
     with pytest.raises(GrammarRefused, match="Unsatisfiable"):
         compile_grammar(Kind.JSON_SCHEMA, bounds)
-
-
-class NeverDone(Executor):
-    """Starts nothing: its futures are pending for ever."""
-
-    def submit(self, *_: Any, **__: Any) -> Future[Any]:
-        return Future()
-
-
-def test_a_grammar_that_is_being_compiled_takes_no_step() -> None:
-    harness = Harness(SIZES)
-    grammars = Grammars(hash_tokenizer().tokenizer_json, VOCAB_SIZE, {EOS_ID}, NeverDone())
-    harness.engine._constraints = Constraints(grammars, harness.model.max_model_len)
-    harness.add(job("hard", grammar=GRAMMAR))
-    harness.add(FREE)
-    alone = Harness(SIZES)
-    alone.add(FREE)
-
-    assert steps_of_free(harness) == steps_of_free(alone)
-    assert not harness.output_ids["hard", 0]
 
 
 def test_a_grammar_that_reaches_a_limit_is_its_callers_fault() -> None:

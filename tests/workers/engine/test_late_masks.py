@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.fakes import EOS_ID, VOCAB_SIZE, InlineExecutor, hash_tokenizer
-from tests.workers.engine.harness import GRAMMAR, Harness, Sizes, job, oracle
+from tests.workers.engine.harness import GRAMMAR, Harness, Sizes, assert_oracle, job
 from tests.workers.engine.test_turns import WAIT_S, OnDemand
 from workers.engine import constraints
 from workers.engine.constraints import Constraints
@@ -92,7 +92,7 @@ def test_masks_are_made_while_all_compilations_are_blocked(compiling: BlockedGra
 
     step_until(harness, "quick")
 
-    assert harness.output_ids["quick", 0] == oracle(request)["quick", 0][0]
+    assert_oracle(harness, [request])
 
 
 def test_plain_rows_go_on_beside_blocked_compilations(compiling: BlockedGrammars) -> None:
@@ -106,7 +106,7 @@ def test_plain_rows_go_on_beside_blocked_compilations(compiling: BlockedGrammars
     step_until(alone, "free")
     step_until(beside, "free")
 
-    assert beside.output_ids["free", 0] == oracle(FREE)["free", 0][0]
+    assert_oracle(beside, [FREE])
     assert beside.model.num_steps == alone.model.num_steps
 
 
@@ -119,7 +119,7 @@ def test_a_tenant_with_many_grammars_leaves_a_thread_to_others(compiling: Blocke
 
     step_until(harness, "quick")
 
-    assert harness.output_ids["quick", 0] == oracle(request)["quick", 0][0]
+    assert_oracle(harness, [request])
     assert compiling.begun == ["slow", "quick"]
 
 
@@ -167,8 +167,7 @@ def test_a_row_whose_mask_is_late_skips_steps(masking: BlockedGrammars) -> None:
     wait_for_mask(harness, "late")
     harness.run()
 
-    for request in (late, other, FREE):
-        assert harness.output_ids[request.job_id, 0] == oracle(request)[request.job_id, 0][0]
+    assert_oracle(harness, (late, other, FREE))
     assert num_forced < len(harness.output_ids["late", 0])
 
 
@@ -190,7 +189,7 @@ def test_a_row_that_waits_for_its_mask_can_be_preempted_and_stopped(
     wait_for_mask(harness, "late")
     harness.run()
 
-    assert harness.output_ids["late", 0] == oracle(late)["late", 0][0]
+    assert_oracle(harness, [late])
     assert harness.output_ids["stopped", 0] == []
 
 
@@ -231,7 +230,4 @@ def test_when_masks_come_changes_no_token(seed: int, monkeypatch: pytest.MonkeyP
         for _ in range(min(len(masker.calls), draw.randint(0, 2))):
             masker.calls.pop(draw.randrange(len(masker.calls)))()
 
-    for request in requests:
-        for choice, (token_ids, reason) in oracle(request).items():
-            assert harness.output_ids[choice] == token_ids
-            assert harness.reasons[choice] == reason
+    assert_oracle(harness, requests)

@@ -114,25 +114,6 @@ def test_a_step_takes_whole_prompts_in_order_as_far_as_the_budget_goes() -> None
     assert model.jobs[1] == ["b", "b", "c"]
 
 
-def test_a_prompt_over_the_budget_is_alone_in_its_step() -> None:
-    engine, model = make_engine()
-    engine.add(job("a", 4, MAX_MODEL_LEN, 4))
-
-    run(engine)
-
-    assert model.steps == [[4], [MAX_MODEL_LEN], [4]]
-
-
-def test_every_prompt_yields_its_vector_once() -> None:
-    engine, _ = make_engine()
-    request = job("a", *range(1, 31))
-    engine.add(request)
-
-    found = run(engine)
-
-    assert found == {("a", i): vector_of(ids) for i, ids in enumerate(request.prompts)}
-
-
 def test_an_urgent_lane_goes_first() -> None:
     """Also before prompts of a job that has begun."""
     engine, model = make_engine()

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from contract.errors import ErrorCode
-from contract.jobs import SamplingParams
+from contract.jobs import FinishReason, SamplingParams
 from tests.fakes import EOS_ID, VOCAB_SIZE
 from tests.workers.engine.harness import MAX_MODEL_LEN, Harness, Sizes, job
 from workers.engine.interface import EngineLimits
-from workers.engine.sequence import RequestRefused, ending_token_ids
+from workers.engine.sequence import RequestRefused, Sequence, ending_token_ids
 
 REFUSED_CHANGES: list[dict[str, object]] = [
     {"temperature": -0.1},
@@ -64,31 +64,36 @@ def test_known_outputs_are_checked_like_the_prompt() -> None:
             harness.engine.add(msgspec.structs.replace(job(), outputs=outputs))
 
 
-def test_a_prompt_that_fills_the_context_is_too_long() -> None:
-    """One token of output must fit."""
-    harness = Harness(Sizes())
+@pytest.mark.parametrize(
+    ("sizes", "longest", "num_output"),
+    [
+        # One token of output must fit into the context.
+        (Sizes(), MAX_MODEL_LEN - 1, 1),
+        # Sixteen slots hold ten prompt tokens and six of seven output tokens; the last one's KV
+        # is not kept.
+        (Sizes(num_blocks=4, block_size=4), 10, 7),
+    ],
+)
+def test_a_job_that_can_never_fit_is_refused(sizes: Sizes, longest: int, num_output: int) -> None:
+    """With one more token of its prompt; without it the job runs."""
+    harness = Harness(sizes)
 
     with pytest.raises(RequestRefused) as refusal:
-        harness.add(job(prompt_ids=[1] * MAX_MODEL_LEN))
-    harness.add(job("fits", prompt_ids=[1] * (MAX_MODEL_LEN - 1)))
+        harness.add(job(prompt_ids=[1] * (longest + 1), max_tokens=num_output))
+    harness.add(job("fits", [1] * longest, max_tokens=num_output, ignore_eos=True))
     harness.run()
 
     assert refusal.value.code == ErrorCode.PROMPT_TOO_LONG
-    assert len(harness.output_ids["fits", 0]) == 1
+    assert len(harness.output_ids["fits", 0]) == num_output
 
 
-def test_a_job_that_can_never_fit_into_the_cache_is_refused() -> None:
-    """Sixteen slots hold ten prompt tokens and six of seven output tokens; the last one's KV is
-    not kept."""
-    harness = Harness(Sizes(num_blocks=4, block_size=4))
-
-    with pytest.raises(RequestRefused) as refusal:
-        harness.add(job(prompt_ids=[1] * 10, max_tokens=8))
-    harness.add(job("fits", prompt_ids=[1] * 10, max_tokens=7, ignore_eos=True))
-    harness.run()
-
-    assert refusal.value.code == ErrorCode.PROMPT_TOO_LONG
-    assert len(harness.output_ids["fits", 0]) == 7
+def test_a_token_that_a_model_must_not_sample_does_not_end_a_choice() -> None:
+    """Before `min_tokens`."""
+    for min_tokens, reason in ((1, FinishReason.STOP), (2, None)):
+        params = SamplingParams(max_tokens=4, seed=0, min_tokens=min_tokens)
+        sequence = Sequence("job", 1, 0, "t", "lane", [EOS_ID, 1, EOS_ID], 1, params)
+        sequence.ending_ids = frozenset({EOS_ID})
+        assert sequence.end_reason(max_model_len=100) == reason
 
 
 def test_a_refusal_does_not_quote_the_prompt() -> None:

@@ -44,21 +44,6 @@ def step(scheduler: Scheduler) -> dict[int, int]:
     return compute(scheduler.plan(0.0))
 
 
-def test_a_long_prompt_is_computed_in_chunks() -> None:
-    """25 tokens with a budget of 10 take three steps; only the last one samples."""
-    scheduler = scheduler_of(budget=10)
-    sequence = add(scheduler, arrival=0, num_prompt=25)
-
-    plans = []
-    for _ in range(3):
-        plans.append(scheduler.plan(0.0))
-        compute(plans[-1])
-
-    chunks = [plan.chunks[sequence] for plan in plans]
-    assert [(chunk.start, chunk.num_tokens) for chunk in chunks] == [(0, 10), (10, 10), (20, 5)]
-    assert [chunk.samples for chunk in chunks] == [False, False, True]
-
-
 def test_streams_go_before_a_long_prompt() -> None:
     """An older sequence with many uncomputed tokens does not delay a younger stream."""
     scheduler = scheduler_of(budget=10)
@@ -82,28 +67,6 @@ def test_a_sequence_is_admitted_into_what_is_left_of_the_budget() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
 
 
-def test_no_more_sequences_run_than_allowed() -> None:
-    """The third waits although budget and blocks suffice."""
-    scheduler = scheduler_of(max_num_seqs=2)
-    for arrival in range(3):
-        add(scheduler, arrival, num_prompt=1)
-
-    assert step(scheduler) == {0: 1, 1: 1}
-    assert scheduler.num_waiting == 1
-
-
-def test_new_sequences_wait_at_the_high_water_mark() -> None:
-    """Admissions may fill eight of ten blocks; running sequences may fill the rest."""
-    scheduler = scheduler_of(num_blocks=10, high_water=0.8)
-    running = add(scheduler, arrival=0, num_prompt=6)
-    add(scheduler, arrival=1, num_prompt=3)
-
-    assert step(scheduler) == {0: 6}
-    for _ in range(4):
-        assert step(scheduler) == {0: 1}
-    assert len(running.block_ids) == 10
-
-
 def test_prompt_tokens_still_to_come_count_against_the_mark() -> None:
     """A long prompt counts with all its blocks once its first chunk is computed."""
     scheduler = scheduler_of(num_blocks=20, budget=4, high_water=0.8)
@@ -115,26 +78,6 @@ def test_prompt_tokens_still_to_come_count_against_the_mark() -> None:
 
     assert scheduler.blocks.num_free > 2
     assert scheduler.num_waiting == 1
-
-
-def test_an_empty_engine_always_admits_one() -> None:
-    """A prompt beyond the high-water mark runs when it is alone."""
-    scheduler = scheduler_of(num_blocks=10, high_water=0.1)
-    add(scheduler, arrival=0, num_prompt=10)
-
-    assert step(scheduler) == {0: 10}
-
-
-def test_no_sequence_passes_one_that_does_not_fit() -> None:
-    """A small one behind a large one waits, because the large one could starve otherwise."""
-    scheduler = scheduler_of(num_blocks=10)
-    add(scheduler, arrival=0, num_prompt=5)
-    step(scheduler)
-    add(scheduler, arrival=1, num_prompt=8)
-    add(scheduler, arrival=2, num_prompt=1)
-
-    assert step(scheduler) == {0: 1}
-    assert scheduler.num_waiting == 2
 
 
 def test_without_blocks_the_worst_key_is_preempted_and_keeps_its_place() -> None:

@@ -4,16 +4,20 @@ import random
 
 import msgspec
 
-from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
+from tests.workers.engine.harness import (
+    CallersCap,
+    Harness,
+    Sizes,
+    assert_oracle,
+    job,
+    jobs_of,
+    oracle,
+)
 from workers.engine.admission_check import RecentLengths
-from workers.engine.report import StepReport
+from workers.engine.interface import Deadlines
 from workers.engine.sequence import sequences_of
 from workers.ipc.messages import Request
-from workers.lanes import DEFAULT_LANES, Lane
-
-
-def names(report: StepReport) -> set[str]:
-    return {output.job_id for output in report.outputs}
+from workers.lanes import DEFAULT_LANES
 
 
 def test_an_interactive_job_has_its_first_token_within_two_steps() -> None:
@@ -30,57 +34,11 @@ def test_an_interactive_job_has_its_first_token_within_two_steps() -> None:
     urgent = job("urgent", range(60, 80), lane="interactive", ignore_eos=True)
     harness.add(urgent)
 
-    first_two = names(harness.step()) | names(harness.step())
+    first_two = jobs_of(harness.step()) | jobs_of(harness.step())
     harness.run()
 
     assert "urgent" in first_two
-    for request in [*requests, urgent]:
-        assert harness.output_ids[request.job_id, 0] == oracle(request)[request.job_id, 0][0]
-
-
-def test_a_lane_gets_its_minimum_share_within_two_budgets() -> None:
-    """Interactive prompts take all they can; batch still gets a quarter of the tokens."""
-    budget = 16
-    lanes = [Lane("interactive", 0), Lane("batch", 2, min_share=0.25)]
-    harness = Harness(
-        Sizes(num_blocks=200, max_num_batched_tokens=budget, max_num_seqs=32), lanes=lanes
-    )
-    for i in range(4):
-        harness.add(job(f"batch-{i}", range(i, i + 30), lane="batch", max_tokens=9))
-    num_all = num_batch = 0
-    for number in range(60):
-        harness.add(job(f"i-{number}", [number % 97, *range(19)], lane="interactive", max_tokens=1))
-        before = {s.job_id: s.num_once_computed for s in harness.engine.sequences}
-        report = harness.step()
-        num_all += report.num_step_tokens
-        num_batch += sum(
-            s.num_once_computed - before.get(s.job_id, 0)
-            for s in harness.engine.sequences
-            if s.lane == "batch"
-        )
-        if num_batch >= 100:
-            break
-        assert num_batch >= 0.25 * num_all - 2 * budget
-
-    assert num_batch >= 100
-
-
-def test_age_brings_every_sequence_its_turn() -> None:
-    """The limit in tokens: (priority + 1) * ageing_tokens of others, plus what ran then."""
-    ageing, budget = 100, 16
-    lanes = [Lane("interactive", 0, ageing_tokens=ageing), Lane("batch", 2, ageing_tokens=ageing)]
-    harness = Harness(Sizes(max_num_batched_tokens=budget, max_num_seqs=4), lanes=lanes)
-    harness.add(job("old", range(10), lane="batch"))
-    num_passed = number = 0
-    bound = 3 * ageing + 4 * (budget + MAX_MODEL_LEN)
-    while not harness.output_ids["old", 0]:
-        for _ in range(2):
-            number += 1
-            harness.add(job(f"i-{number}", [number % 250] * 20, lane="interactive", max_tokens=4))
-        num_passed += harness.step().num_step_tokens
-        assert num_passed <= bound
-
-    assert num_passed > budget
+    assert_oracle(harness, [*requests, urgent])
 
 
 def test_a_flooding_tenant_costs_a_light_one_no_more_than_the_bound() -> None:
@@ -205,3 +163,16 @@ def test_a_deadline_frees_the_blocks_of_its_job() -> None:
         ("waiting", "deadline"),
     ]
     assert not harness.engine.has_work
+
+
+def test_deadlines_of_ended_jobs_are_forgotten() -> None:
+    """A batch's jobs have a day: 100,000 that ended long before leave little; those of jobs that
+    are held come in order."""
+    deadlines, held = Deadlines(), {"late": 1, "early": 1}
+    deadlines.add(2.0, "late", 1, held)
+    deadlines.add(1.0, "early", 1, held)
+    for number in range(100_000):
+        deadlines.add(86_400.0, f"job-{number}", 1, held)
+    assert deadlines.take_passed(3.0) == [(1.0, "early", 1), (2.0, "late", 1)]
+    assert len(deadlines.take_passed(86_400.0)) < 2_000
+    assert deadlines.next_s is None

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from contract.jobs import SamplingParams
-from tests.workers.engine.harness import Harness, Sizes, all_params, all_sizes, job, oracle
+from tests.workers.engine.harness import (
+    Harness,
+    Sizes,
+    all_params,
+    all_sizes,
+    assert_oracle,
+    job,
+)
 from tests.workers.engine.test_engine_properties import is_possible, request_of
 from tests.workers.strategies.test_strategies import all_strategies
 from workers.engine.interface import Chunk, Row
@@ -93,8 +100,7 @@ def test_a_grammar_may_draft_and_force() -> None:
 
     harness.run()
 
-    for key, (token_ids, _) in oracle(request).items():
-        assert harness.output_ids[key] == token_ids
+    assert_oracle(harness, [request])
     assert harness.num_accepted > 0
     assert harness.num_rejected > 0
 
@@ -134,7 +140,4 @@ def test_drafts_change_no_token_and_lose_no_block(
 
     harness.run()
 
-    for request in requests:
-        for key, (token_ids, reason) in oracle(request).items():
-            assert harness.output_ids[key] == token_ids
-            assert harness.reasons[key] == reason
+    assert_oracle(harness, requests)

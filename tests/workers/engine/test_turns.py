@@ -1,11 +1,8 @@
 """Calls of tenants in turn."""
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from threading import Event
+from concurrent.futures import Executor, Future
 from typing import Any
-
-import pytest
 
 from workers.engine.grammar import Turns
 
@@ -51,31 +48,3 @@ def test_a_cancelled_call_never_begins_and_costs_no_turn() -> None:
     executor.run()
 
     assert order == ["a2", "b1", "b2"]
-
-
-def test_a_tenant_occupies_one_thread() -> None:
-    """Its second call waits for its first, while another tenant's goes on."""
-    turns, blocked, second = Turns(ThreadPoolExecutor(2)), Event(), Event()
-    first = turns.submit("a", lambda: blocked.wait(WAIT_S))
-    after = turns.submit("a", second.set)
-
-    assert turns.submit("b", lambda: "done").result(WAIT_S) == "done"
-    assert turns.submit("b", lambda: "again").result(WAIT_S) == "again"
-    assert not second.is_set()
-    blocked.set()
-
-    assert first.result(WAIT_S)
-    after.result(WAIT_S)
-    assert second.is_set()
-
-
-def test_an_error_is_its_callers() -> None:
-    """The next call runs."""
-    turns = Turns(ThreadPoolExecutor(1))
-
-    failed = turns.submit("a", lambda: 1 // 0)
-    other = turns.submit("a", lambda: 1)
-
-    with pytest.raises(ZeroDivisionError):
-        failed.result(WAIT_S)
-    assert other.result(WAIT_S) == 1

@@ -47,26 +47,6 @@ def test_the_waiting_queue_is_sorted(lane: str | None) -> None:
     assert line.first_priority == min(lanes.of(s).priority for s in present)
 
 
-def test_admitting_each_head_empties_the_queue() -> None:
-    """Admitting each head in turn skips none and empties the queue."""
-    draw = random.Random(4)
-    lanes, policy = Lanes(DEFAULT_LANES, 100), VirtualTokenCounters()
-    line = WaitingQueue(lanes, policy)
-    for arrival in range(50):
-        sequence = waiting(arrival, draw)
-        lanes.arrive(sequence)
-        policy.arrive(sequence)
-        line.add(sequence)
-        line.admit(sequence)
-    named = []
-    for _, sequence in line.ordered():
-        line.discard(sequence)
-        named.append(sequence.arrival)
-    assert sorted(named) == list(range(50))
-    assert line.first_priority is None
-    assert not any(line.ordered())
-
-
 def test_a_sequence_held_back_by_its_strategy_is_never_the_head() -> None:
     """Its strategy holds it back: its lane shows, but it is never the head."""
     draw = random.Random(5)

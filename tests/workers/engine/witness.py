@@ -32,7 +32,6 @@ class Witness:
         self._served_at: dict[Account, int] = {}
         self._overdue: dict[Account, Overdue] = {}
         self._held: set[Sequence] = set()
-        self.max_passed = 0  # tokens that others had between two of an account
 
     def look(self) -> None:
         """Between two commands to the engine: records which sequences exist and hold blocks."""
@@ -83,7 +82,6 @@ class Witness:
         ready = {account_of(s) for s in self._waiting()}
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         for account, since in self._served_at.items():
-            self.max_passed = max(self.max_passed, self._num_computed - since)
             is_overdue = self._num_computed - since >= self._num_until_overdue(account)
             if not is_overdue or account in served or account not in ready:
                 self._overdue.pop(account, None)

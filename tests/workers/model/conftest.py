@@ -1,6 +1,7 @@
 """Tiny models, loaded once per session, and one thread for torch, because the tensors are small."""
 
 import gc
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from tests.tiny_models import save_tiny_model
-from workers.ipc.messages import EngineOptions
-from workers.model.loader import LoadedModel, load_model
+from tests.workers.model.loading import load
+from workers.model.loader import LoadedModel
 from workers.model.runner import ModelRunner
 from workers.model.sequential import SequentialRunner
 
@@ -50,11 +51,23 @@ def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
     """Saves and loads a family's tiny model, once; returns it and its folder."""
     loaded: dict[str, tuple[LoadedModel, Path]] = {}
 
-    def load(family: str) -> tuple[LoadedModel, Path]:
+    def load_once(family: str) -> tuple[LoadedModel, Path]:
         if family not in loaded:
             folder = save_tiny_model(family, tmp_path_factory.mktemp(family))
-            options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=16)
-            loaded[family] = (load_model(options, lambda text: None), folder)
+            loaded[family] = (load(folder, max_num_seqs=16), folder)
         return loaded[family]
 
-    return load
+    return load_once
+
+
+@pytest.fixture(scope="session")
+def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def llama(saved_llama: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    folder = tmp_path / "llama"
+    shutil.copytree(saved_llama, folder)
+    return folder

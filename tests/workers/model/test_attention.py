@@ -52,34 +52,26 @@ def random_cache(kv_heads: int, dim: int) -> torch.Tensor:
     return torch.randn(NUM_BLOCKS * BLOCK_SIZE, kv_heads, dim)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kv_heads", "num_scores"), [(1, None), (2, None), (4, None), (2, 1), (2, 100), (2, 400)]
+)
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS.keys())
 @pytest.mark.parametrize("chunks", BATCHES.values(), ids=BATCHES.keys())
 def test_packed_attention_equals_the_reference(
-    chunks: list[tuple[int, int]], flags: AttentionFlags, kv_heads: int
+    chunks: list[tuple[int, int]],
+    flags: AttentionFlags,
+    kv_heads: int,
+    num_scores: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Values have another size than keys, so that mixing them up is noticed."""
+    """Values have another size than keys, so that mixing them up is noticed. Long chunks are
+    computed in slices, also of one query, and of several, the last one shorter."""
+    if num_scores is not None:
+        monkeypatch.setattr("workers.model.attention.packed._SLICE_SCORES", num_scores)
     torch.manual_seed(0)
     spans = make_spans(chunks)
     query = torch.randn(sum(n for _, n in chunks), 4, 16)
     keys, values = random_cache(kv_heads, 16), random_cache(kv_heads, 24)
-
-    expected = ReferenceAttention().prepare(spans, CPU).attend(query, keys, values, flags)
-    found = PackedAttention().prepare(spans, CPU).attend(query, keys, values, flags)
-
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_scores", [1, 100, 400])
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS.keys())
-def test_slices_of_a_long_chunk_change_nothing(
-    flags: AttentionFlags, num_scores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slices of one query, and of several, the last one shorter."""
-    monkeypatch.setattr("workers.model.attention.packed._SLICE_SCORES", num_scores)
-    torch.manual_seed(0)
-    spans = make_spans([(0, 33), (30, 50), (16, 17)])
-    query, keys, values = torch.randn(100, 4, 16), random_cache(2, 16), random_cache(2, 16)
 
     expected = ReferenceAttention().prepare(spans, CPU).attend(query, keys, values, flags)
     found = PackedAttention().prepare(spans, CPU).attend(query, keys, values, flags)

@@ -35,7 +35,10 @@ GPUS = (
 
 
 def test_a_gpu_is_what_nvidia_smi_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warning before the table is no GPU, and memory may be unknown."""
+    """A warning before the table is no GPU, memory may be unknown, and without nvidia-smi there is
+    none."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({}) == ()
     fake_gpus(tmp_path, monkeypatch, "WARNING: infoROM is corrupted at gpu 0000:01:00.0", *ROWS)
     first, second = installed_gpus()
     assert first == Gpu("0", "GPU-aaaa", "NVIDIA A100-SXM4-80GB", "535.104.05", 80 * GIB)
@@ -62,13 +65,6 @@ def test_a_failing_nvidia_smi_is_no_gpu_and_is_logged(
     fake_gpus(tmp_path, monkeypatch, line, status=status)
     assert installed_gpus() == ()
     assert (line in caplog.text) == is_said
-
-
-def test_without_nvidia_smi_there_is_no_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert visible_gpus({}) == ()
 
 
 @pytest.mark.parametrize(
@@ -140,13 +136,18 @@ def test_the_refusal_has_the_true_cause() -> None:
 def test_a_gpu_that_torch_cannot_use_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not float32 on the CPU in silence. What an operator hides, or asks for, is none."""
+    """Not float32 on the CPU in silence. What an operator hides, or asks for, is none. The driver
+    is named if it is the cause, otherwise torch's own words are."""
     fake_gpus(tmp_path, monkeypatch, ROWS[0])
     options = EngineOptions(model_path=str(demo_model_path()), device=name)
     with pytest.raises(ModelRefused) as refused:
         loader.load_model(options, lambda text: None)
     assert "nvidia-smi sees NVIDIA A100-SXM4-80GB, but torch cannot use it" in str(refused.value)
     assert str(refused.value).endswith("to compute on the CPU give --device cpu")
+    for cuda, words in (("13.0", "535.104.05"), ("12.8", "CUDA enabled")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        with pytest.raises(ModelRefused, match=words):
+            choose_device(name)
     assert choose_device("cpu").type == "cpu"
     monkeypatch.setenv(VISIBLE_VARIABLE, "")
     if name == "auto":
@@ -154,20 +155,6 @@ def test_a_gpu_that_torch_cannot_use_is_refused(
     else:
         with pytest.raises(ModelRefused, match="torch finds no CUDA device"):
             choose_device(name)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use this machine's GPU")
-@pytest.mark.parametrize("cuda", ["13.0", "12.8"])
-def test_the_driver_is_named_if_it_is_the_cause(
-    cuda: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise torch's own words are."""
-    fake_gpus(tmp_path, monkeypatch, ROWS[0])
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(ModelRefused) as refused:
-        choose_device("auto")
-    assert ("535.104.05" in str(refused.value)) == (cuda == "13.0")
-    assert ("CUDA enabled" in str(refused.value)) == (cuda != "13.0")
 
 
 # --- compute capability -----------------------------------------------------------------------
@@ -229,11 +216,8 @@ def test_bfloat16_is_refused_where_the_gpu_has_none(capability: tuple[int, int])
     )
     for name in ("float16", "float32"):
         assert choose_dtype(name, LlamaConfig(), capability) == getattr(torch, name)
-
-
-def test_bfloat16_runs_elsewhere() -> None:
-    for capability in (None, (8, 0), (9, 0)):
-        assert choose_dtype("bfloat16", LlamaConfig(), capability) == torch.bfloat16
+    for elsewhere in (None, (8, 0), (9, 0)):
+        assert choose_dtype("bfloat16", LlamaConfig(), elsewhere) == torch.bfloat16
 
 
 # --- memory -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ chunks."""
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,8 +28,10 @@ every_family = pytest.mark.parametrize(
 def test_greedy_tokens_equal_those_of_generate(
     family: str, chunk_tokens: int, load_family: LoadFamily
 ) -> None:
-    """Prompts of mixed lengths, batched and in chunks, yield what each yields alone."""
+    """Prompts of mixed lengths, batched and in chunks, yield what each yields alone. Each family
+    is served paged wherever possible."""
     loaded, folder = load_family(family)
+    assert isinstance(loaded.model, ModelRunner if family in PAGED else SequentialRunner)
     expected = expected_of(family, folder)
     sequences = [make_sequence(prompt, max_tokens=NUM_OUTPUT) for prompt in expected.prompts]
 
@@ -50,18 +51,6 @@ def test_the_tiny_models_are_lively(family: str, load_family: LoadFamily) -> Non
 
     assert len({tuple(ids) for ids in outputs}) == len(outputs)
     assert sum(len(set(ids)) for ids in outputs) / len(outputs) >= 6
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("families", "runner"), [(PAGED, ModelRunner), (SEQUENTIAL, SequentialRunner)]
-)
-def test_each_family_is_served_in_the_expected_way(
-    families: dict[str, Any], runner: type, load_family: LoadFamily
-) -> None:
-    """Paged wherever possible."""
-    for family in families:
-        assert isinstance(load_family(family)[0].model, runner), family
 
 
 def test_docs_list_the_families_tested_here() -> None:

@@ -1,37 +1,28 @@
 """What a model's files say about generating: sampling settings and end tokens."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contract.model_cards import GenerationDefaults
-from tests.tiny_models import EOS_ID, VOCAB_SIZE, edit_json, save_tiny_model
+from tests.tiny_models import EOS_ID, VOCAB_SIZE, edit_json
+from tests.workers.model.loading import load, refusal
 from workers.engine.interface import ModelRefused
-from workers.ipc.messages import EngineOptions
 from workers.model.checkpoint import read_config
 from workers.model.files import Files
 from workers.model.generation import end_token_ids, sampling_defaults
-from workers.model.loader import load_model
 from workers.model.tokenizer import read_tokenizer
 
 HASH_ID = 6  # of the token "#"
 
 
-@pytest.fixture(scope="module")
-def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture
-def llama(saved_llama: Path, tmp_path: Path) -> Path:
-    """A copy without a generation_config.json."""
-    folder = tmp_path / "llama"
-    shutil.copytree(saved_llama, folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    return folder
+def llama(llama: Path) -> Path:
+    """Without a generation_config.json."""
+    (llama / "generation_config.json").unlink(missing_ok=True)
+    return llama
 
 
 def write(folder: Path, name: str = "generation_config.json", **settings: Any) -> Files:
@@ -160,23 +151,12 @@ def test_a_loaded_model_tells_its_settings_unless_they_are_ignored(llama: Path) 
         ("auto", GenerationDefaults(temperature=0.6, top_k=20)),
         ("none", GenerationDefaults()),
     ):
-        loaded = load_model(
-            EngineOptions(model_path=str(llama), device="cpu", generation_config=choice),
-            lambda text: None,
-        )
+        loaded = load(llama, generation_config=choice)
         assert loaded.generation == expected
         assert loaded.eos_token_ids == (EOS_ID, 9)
-
-
-def test_impossible_settings_that_are_ignored_refuse_nothing(llama: Path) -> None:
     write(llama, temperature="hot")
-
-    load_model(
-        EngineOptions(model_path=str(llama), device="cpu", generation_config="none"),
-        lambda text: None,
-    )
-    with pytest.raises(ModelRefused):
-        load_model(EngineOptions(model_path=str(llama), device="cpu"), lambda text: None)
+    load(llama, generation_config="none")
+    assert "temperature" in refusal(llama)
 
 
 # --- end tokens -------------------------------------------------------------------------------
@@ -209,20 +189,15 @@ def test_the_tokenizers_end_token_ends_answers_too(llama: Path, name: str, token
     assert ends_of(llama) == (EOS_ID, HASH_ID)
 
 
-def test_end_tokens_of_a_tokenizers_two_files_both_count(llama: Path) -> None:
-    edit_json(llama / "tokenizer_config.json", eos_token="#")
-    write(llama, "special_tokens_map.json", eos_token="<unk>")
-
-    assert ends_of(llama) == (EOS_ID, 3, HASH_ID)
-
-
 def test_end_tokens_of_all_files_are_joined(llama: Path) -> None:
-    """config.json, generation_config.json, one id or several, and the tokenizer."""
+    """config.json, generation_config.json, one id or several, and the tokenizer's two files."""
     edit_json(llama / "config.json", eos_token_id=[20, 21])
     edit_json(llama / "tokenizer_config.json", eos_token="#")
     for named in (22, [22], [22, 20]):
         write(llama, eos_token_id=named)
         assert ends_of(llama) == (HASH_ID, 20, 21, 22)
+    write(llama, "special_tokens_map.json", eos_token="<unk>")
+    assert ends_of(llama) == (3, HASH_ID, 20, 21, 22)
 
 
 def test_an_end_token_that_the_model_cannot_give_is_left_out(llama: Path) -> None:
@@ -238,10 +213,5 @@ def test_an_end_token_that_the_model_cannot_give_is_left_out(llama: Path) -> Non
 def test_an_impossible_end_token_is_refused(llama: Path, token_id: Any, ignores: bool) -> None:
     """Also where the sampling settings are ignored."""
     write(llama, eos_token_id=token_id)
-    choice = "none" if ignores else "auto"
 
-    with pytest.raises(ModelRefused, match="end token"):
-        load_model(
-            EngineOptions(model_path=str(llama), device="cpu", generation_config=choice),
-            lambda text: None,
-        )
+    assert "end token" in refusal(llama, generation_config="none" if ignores else "auto")

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_families import SEQUENTIAL, VOCAB_SIZE
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence, run_to_end
+from tests.workers.model.loading import load
 from workers.engine.interface import Chunk
-from workers.ipc.messages import EngineOptions
-from workers.model.loader import load_model
 from workers.model.runner import ModelRunner
 from workers.model.sequential import SequentialRunner
 
@@ -45,8 +44,7 @@ NUM_OUTPUT = 16
 def test_half_precision_agrees_with_transformers(family: str, dtype: str, tmp_path: Path) -> None:
     """Greedy outputs in a batch and in chunks; both score each token, given those before it."""
     folder = save_tiny_model(family, tmp_path)
-    options = EngineOptions(model_path=str(folder), device="cpu", dtype=dtype, max_num_seqs=8)
-    model = load_model(options, lambda text: None).model
+    model: Any = load(folder, dtype=dtype).model
     assert isinstance(model, SequentialRunner if family in SEQUENTIAL else ModelRunner)
     own: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
     prompts = make_prompts([5, 17, 40], VOCAB_SIZE)

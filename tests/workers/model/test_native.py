@@ -1,4 +1,5 @@
-"""The CPU kernels, compared with torch: attention with every flag, norms, rotation, gates."""
+"""The CPU kernels, compared with torch: attention with every flag, norms, rotation, gates, and
+products with plain and with int8 weights."""
 
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from workers.model.native import library
 from workers.model.native.attention import NativeAttention
 from workers.model.native.kernels import Kernels
 from workers.model.native.library import CannotBuild, Isa, load_library
+from workers.model.quantization import QuantizedWeight, rounded
 from workers.model.sampler import argmax
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -264,22 +266,6 @@ def test_a_row_with_nan_has_no_likeliest_token(
     assert find_argmax(logits).tolist() == [-1] * (vocab_size + 1)
 
 
-@pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272)])
-def test_the_matrix_product_equals_that_of_torch(
-    num_in: int, num_out: int, dtype: torch.dtype, kernels: Kernels
-) -> None:
-    """For whole and partial panels, with and without an addend, on a part of a row."""
-    weight = torch.randn(num_out, num_in).to(dtype)
-    panels = kernels.lay_out(weight)
-    for num_rows in (0, 1, 5, 6, 7, 10, 11, 32, 100):
-        x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
-        to = torch.randn(num_rows, num_out).to(dtype)
-        expected = x.double() @ weight.double().T
-
-        assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
-        assert_close(kernels.linear(x, panels, num_out, to), (expected + to).to(dtype))
-
-
 @pytest.mark.parametrize("num_threads", [2, 3, 8])
 def test_results_do_not_depend_on_the_threads_that_take_the_pieces(
     isa: Isa, kernels: Kernels, dtype: torch.dtype, num_threads: int
@@ -303,16 +289,53 @@ def test_results_do_not_depend_on_the_threads_that_take_the_pieces(
     assert all(torch.equal(each, expected) for each in found)
 
 
+def make_weight(
+    dtype: torch.dtype, num_out: int, num_in: int, is_int8: bool
+) -> tuple[torch.Tensor | QuantizedWeight, torch.Tensor]:
+    """A weight, and its numbers (num_out, num_in) in float64. Scales differ widely between
+    outputs."""
+    weight = (torch.randn(num_out, num_in) * (torch.rand(num_out, 1) + 0.01)).to(dtype)
+    if not is_int8:
+        return weight, weight.double()
+    small = rounded(weight)
+    return small, small.values.double() * small.scales.double()[:, None]
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 64), (96, 16), (48, 272), (16, 1040)])
+def test_the_matrix_product_is_exact(
+    num_in: int, num_out: int, is_int8: bool, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    """For whole and partial panels, one block of rows and more, with and without an addend, on a
+    part of a row."""
+    torch.manual_seed(0)
+    weight, exact = make_weight(dtype, num_out, num_in, is_int8)
+    panels = kernels.lay_out(weight)
+    assert panels.weights.dtype == (torch.int8 if is_int8 else dtype)
+    for num_rows in (0, 1, 5, 6, 7, 9, 10, 11, 13, 32, 100):
+        x = torch.randn(num_rows, num_in + 32).to(dtype)[:, :num_in]
+        to = torch.randn(num_rows, num_out).to(dtype)
+        expected = x.double() @ exact.T
+
+        assert_close(kernels.linear(x, panels, num_out), expected.to(dtype))
+        assert_close(kernels.linear(x, panels, num_out, to), (expected + to).to(dtype))
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("num_rows", [1, 7, 100])
 @pytest.mark.parametrize("num_out", [32, 48, 256])
-def test_gates_and_a_norm_within_the_product_equal_those_of_torch(
-    num_out: int, num_rows: int, dtype: torch.dtype, kernels: Kernels
+def test_gates_and_a_norm_are_part_of_the_product(
+    num_out: int, num_rows: int, is_int8: bool, dtype: torch.dtype, kernels: Kernels
 ) -> None:
-    """For whole and partial panels; in bfloat16 gates are rounded once, at the end."""
-    gate, up = torch.randn(2, num_out, 96).to(dtype) / 8
+    """For whole and partial panels, each half of which has scales of its own; in bfloat16 gates
+    are rounded once, at the end."""
+    torch.manual_seed(0)
+    (gate, exact_gate), (up, exact_up) = (
+        make_weight(dtype, num_out, 96, is_int8) for _ in range(2)
+    )
     x, weight = torch.randn(num_rows, 96).to(dtype), torch.randn(96).to(dtype)
-    normed = kernels.rms_norm(x, weight, 1e-5)
-    expected = F.silu(normed.double() @ gate.double().T) * (normed.double() @ up.double().T)
+    normed = kernels.rms_norm(x, weight, 1e-5).double()
+    expected = F.silu(normed @ exact_gate.T) * (normed @ exact_up.T)
     panels = kernels.lay_out_gated(gate, up)
 
     found = kernels.linear(x, panels, num_out, norm=(weight, 1e-5), is_gated=True)
@@ -320,14 +343,39 @@ def test_gates_and_a_norm_within_the_product_equal_those_of_torch(
     assert_close(found, expected.to(dtype))
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 def test_a_row_s_product_does_not_depend_on_its_neighbours(
-    dtype: torch.dtype, kernels: Kernels
+    is_int8: bool, dtype: torch.dtype, kernels: Kernels
 ) -> None:
-    """Bit for bit: neighbours in a batch change no sum."""
-    weight = torch.randn(320, 192).to(dtype)
+    """Bit for bit: neighbours in a batch change no sum, although with many rows an int8 panel is
+    widened once and kept."""
+    weight, _ = make_weight(dtype, 320, 192, is_int8)
     x = torch.randn(100, 192).to(dtype)
     panels = kernels.lay_out(weight)
     together = kernels.linear(x, panels, 320)
 
     for num_rows in range(1, 14):
         assert torch.equal(kernels.linear(x[:num_rows], panels, 320), together[:num_rows])
+
+
+@pytest.mark.each_value
+def test_every_byte_is_made_wide_exactly(kernels: Kernels) -> None:
+    """All of -127 … 127 at every place of a panel, by rows of x that select one input each."""
+    num_in = 256
+    numbers = torch.arange(64)[:, None] * 5 + torch.arange(num_in)[None] * 3
+    values = (numbers % 255 - 127).to(torch.int8)
+    assert len(set(values.flatten().tolist())) == 255
+    weight = QuantizedWeight(values, torch.ones(64), kernels.dtype)
+
+    found = kernels.linear(torch.eye(num_in).to(kernels.dtype), kernels.lay_out(weight), 64)
+
+    assert torch.equal(found, values.T.to(kernels.dtype))
+
+
+def test_a_wider_product_may_follow_a_narrower_one(dtype: torch.dtype, kernels: Kernels) -> None:
+    """The buffer of a widened panel grows."""
+    for num_in in (16, 4096, 32):
+        weight, exact = make_weight(dtype, 80, num_in, is_int8=True)
+        x = torch.randn(9, num_in).to(dtype) / num_in**0.5
+        found = kernels.linear(x, kernels.lay_out(weight), 80)
+        assert_close(found, (x.double() @ exact.T).to(dtype))

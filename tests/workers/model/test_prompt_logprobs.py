@@ -7,15 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from contract.jobs import SamplingParams
 from tests.tiny_families import VOCAB_SIZE
 from tests.workers.model.conftest import LoadFamily
 from tests.workers.model.driver import allot_blocks, make_prompts, make_sequence
-from workers.engine.engine import Engine
-from workers.engine.interface import Chunk, Drawn, EngineLimits, Model, RowFailed, Sample, Vector
+from workers.engine.interface import Chunk, Drawn, Model, RowFailed, Sample, Vector
 from workers.engine.sequence import Sequence
-from workers.engine.strategy import ContinuousBatching
-from workers.ipc.messages import Request
 
 # A paged model, and one for each way to continue a state.
 FAMILIES = ["llama", "stablelm", "bloom", "mamba", "recurrent_gemma"]
@@ -79,40 +75,3 @@ def test_only_the_first_choice_reports_prompt_logprobs(load_family: LoadFamily) 
 
     assert sorted(found) == list(range(1, 9))
     assert all(score.top_logprobs == () for score in found.values())
-
-
-def test_the_engine_reports_a_prompt_before_its_first_token(load_family: LoadFamily) -> None:
-    """Chunk by chunk, without gaps."""
-    limits = EngineLimits(max_num_batched_tokens=8, max_num_seqs=4, vocab_size=VOCAB_SIZE)
-    engine = Engine(load_family("llama")[0].model, limits, ContinuousBatching())
-    [prompt] = make_prompts([21], VOCAB_SIZE)
-    params = SamplingParams(max_tokens=3, seed=1, prompt_logprobs=1, ignore_eos=True)
-    engine.add(Request("job", 1, "t", "lane", (tuple(prompt),), params, ((),), (False,)))
-
-    reported: list[Any] = []
-    while engine.has_work:
-        report = engine.step()
-        for found in report.prompt_logprobs:
-            assert found.job_id == "job"
-            reported += [(found.start + i, t.token_id) for i, t in enumerate(found.logprobs)]
-        reported += [output.position for output in report.outputs]
-
-    assert reported == [*list(enumerate(prompt))[1:], 0, 1, 2]
-
-
-def test_a_scored_prompt_is_computed_although_it_is_cached(load_family: LoadFamily) -> None:
-    """A block of the prefix cache has no logits."""
-    limits = EngineLimits(max_num_batched_tokens=64, max_num_seqs=4, vocab_size=VOCAB_SIZE)
-    engine = Engine(load_family("llama")[0].model, limits, ContinuousBatching())
-    [prompt] = make_prompts([40], VOCAB_SIZE)
-    reported = []
-    for number in range(2):
-        params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=0)
-        engine.add(Request(f"{number}", 1, "t", "lane", (tuple(prompt),), params, ((),), (False,)))
-        found = []
-        while engine.has_work:
-            for part in engine.step().prompt_logprobs:
-                found += [token.token_id for token in part.logprobs]
-        reported.append(found)
-
-    assert reported == [prompt[1:], prompt[1:]]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tests.tiny_models import save_tiny_model
 from tests.workers.model.driver import make_sequence, run_to_end
 from tests.workers.model.fused import fused
+from tests.workers.model.loading import load, refusal
 from tests.workers.model.parity import NUM_OUTPUT, expected_of
-from workers.ipc.messages import EngineOptions
 from workers.model import paged as paging
 from workers.model import proof
 from workers.model.attention.packed import PackedAttention
@@ -22,18 +22,11 @@ from workers.model.fusion import exchange
 from workers.model.fusion.blocks import MergedMLP
 from workers.model.fusion.exchange import ATTENTION, MLP
 from workers.model.loaded import Loaded
-from workers.model.loader import LoadedModel, ModelRefused, load_model
+from workers.model.loader import LoadedModel
 from workers.model.proof import Untouched
 from workers.model.sequential import SequentialRunner
 
 NUM_STEPS = 4  # of the proof, in each of which an MLP is called once
-
-
-def load(folder: Path, **options: Any) -> tuple[LoadedModel, list[str]]:
-    """The model, and the messages while it was loaded."""
-    lines: list[str] = []
-    arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16} | options
-    return load_model(EngineOptions(model_path=str(folder), **arguments), lines.append), lines
 
 
 def check_tokens(loaded: LoadedModel, family: str, folder: Path) -> None:
@@ -85,7 +78,8 @@ def test_a_module_is_tried_with_its_model_s_shape(
     monkeypatch.setattr(exchange, "MergedMLP", Planted)
     folder = save_tiny_model("qwen2_moe", tmp_path)
 
-    loaded, lines = load(folder)
+    lines: list[str] = []
+    loaded = load(folder, lines)
 
     assert line_with("gated MLPs would differ", lines).endswith(
         "2 gated MLPs would differ and stay as they are: "
@@ -128,7 +122,8 @@ def test_a_module_that_fails_in_the_whole_model_costs_all_exchanges(
     plant(monkeypatch, lambda number, calls: number == number_of_wrong and calls > NUM_STEPS, do)
     folder = save_tiny_model(family, tmp_path)
 
-    loaded, lines = load(folder, quantization=quantization)
+    lines: list[str] = []
+    loaded = load(folder, lines, quantization=quantization)
 
     assert ("ZeroDivisionError" in line_with("not what it was", lines)) == (do is raise_error)
     assert lines.count("no module is exchanged, and the weights are read again") == 1
@@ -150,7 +145,8 @@ def test_a_forward_that_raises_in_a_paged_batch_is_not_paged(
     monkeypatch.setattr(PackedAttention, "prepare", planted)
     folder = save_tiny_model("llama", tmp_path)
 
-    loaded, lines = load(folder, attention="torch")
+    lines: list[str] = []
+    loaded = load(folder, lines, attention="torch")
 
     assert isinstance(loaded.model, SequentialRunner)
     assert "does not run in a paged batch: planted" in line_with("one sequence at a time", lines)
@@ -168,8 +164,7 @@ def test_a_forward_that_never_runs_is_refused(
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", planted)
 
-    with pytest.raises(ModelRefused, match="does not run on plain tokens"):
-        load(save_tiny_model("llama", tmp_path))
+    assert "does not run on plain tokens" in refusal(save_tiny_model("llama", tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_families import VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
+from tests.workers.model.loading import load
 from tests.workers.model.parity import NUM_OUTPUT, Expected
 from tests.workers.model.processors import PROCESSORS
-from workers.ipc.messages import EngineOptions
 from workers.model.fusion.blocks import NativeRMSNorm
-from workers.model.loader import LoadedModel, ModelRefused, load_model
+from workers.model.loader import ModelRefused
 from workers.model.matmul_choice import Processor, Product
 from workers.model.quantization import (
     QuantizedLinear,
@@ -29,18 +29,6 @@ from workers.model.quantization import (
 # Biases, tied and capped heads, norms of heads, windows; the last two run sequence by sequence.
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "cohere", "bloom", "mamba2"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def load(
-    folder: Path,
-    lines: list[str] | None = None,
-    processor: Processor | None = None,
-    **options: Any,
-) -> LoadedModel:
-    arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "quantization": "int8"}
-    lines = [] if lines is None else lines
-    asked = EngineOptions(model_path=str(folder), **(arguments | options))
-    return load_model(asked, lines.append, processor)
 
 
 def test_a_weight_is_off_by_half_of_its_row_s_scale_at_most() -> None:
@@ -104,7 +92,7 @@ def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
                 module.weight = nn.Parameter(rounded(module.weight).widened())
     expected = Expected(own, make_prompts([1, 17, 40], VOCAB_SIZE))
 
-    model = load(folder, processor=processor, fused=way != "torch only").model
+    model = load(folder, processor=processor, fused=way != "torch only", quantization="int8").model
 
     sequences = [make_sequence(p, max_tokens=NUM_OUTPUT) for p in expected.prompts]
     for number, found in enumerate(run_to_end(model, sequences, 13)):
@@ -115,7 +103,7 @@ def test_tokens_are_those_of_transformers_with_weights_rounded_alike(
 def test_a_decoder_of_other_layers_is_refused(family: str, tmp_path: Path) -> None:
     """One sentence that names the option; little of the model would become smaller."""
     with pytest.raises(ModelRefused, match=r"^quantization int8 .* matrices elsewhere$"):
-        load(save_tiny_model(family, tmp_path))
+        load(save_tiny_model(family, tmp_path), quantization="int8")
 
 
 def test_unknown_types_and_non_finite_weights_are_refused(tmp_path: Path) -> None:
@@ -144,7 +132,7 @@ def test_int8_leaves_a_quarter_of_the_bytes_and_logs_it(tmp_path: Path) -> None:
     """Embeddings and norms are unchanged. By default nothing is rounded."""
     folder, lines = save_tiny_model("llama", tmp_path), list[str]()
 
-    load(folder, lines)
+    load(folder, lines, quantization="int8")
 
     decoder = make_model("llama").requires_grad_(False)
     linears = [module for module in decoder.modules() if type(module) is nn.Linear]
@@ -175,7 +163,8 @@ def test_an_embedding_tied_to_the_head_is_not_rounded() -> None:
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 def test_rounded_modules_are_merged_like_others(processor: Processor, tmp_path: Path) -> None:
     """One product for queries, keys and values, and the layers in one loop."""
-    runner: Any = load(save_tiny_model("llama", tmp_path, **WIDE), processor=processor).model
+    folder = save_tiny_model("llama", tmp_path, **WIDE)
+    runner: Any = load(folder, processor=processor, quantization="int8").model
 
     decoder = runner._decoder
     assert runner.stack is not None

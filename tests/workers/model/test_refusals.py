@@ -4,7 +4,6 @@ helps.
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,37 +16,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from tests.tiny_models import VOCAB_SIZE, edit_json, save_tiny_model, save_tokenizer
+from tests.tiny_models import VOCAB_SIZE, edit_json, save_tokenizer
+from tests.workers.model.loading import load, refusal
 from workers.engine.interface import ModelRefused
-from workers.ipc.messages import EngineOptions
 from workers.model import tokenizer
-from workers.model.loader import load_model
 from workers.model.model_path import check_place
 from workers.model.tokenizer import tokenizer_refusal
-
-
-@pytest.fixture(scope="module")
-def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture
-def llama(saved_llama: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    folder = tmp_path / "llama"
-    shutil.copytree(saved_llama, folder)
-    return folder
-
-
-def refusal(folder: Path | str) -> str:
-    """The sentence of a refusal."""
-    with pytest.raises(ModelRefused) as caught:
-        load_model(EngineOptions(model_path=str(folder), device="cpu"), lambda text: None)
-    sentence = str(caught.value)
-    assert "\n" not in sentence
-    assert len(sentence) < 600
-    return sentence
-
 
 # --- quantised checkpoints --------------------------------------------------------------------
 
@@ -102,7 +76,7 @@ def test_other_places_tell_of_quantised_weights_too(
 def test_an_empty_setting_is_none(llama: Path) -> None:
     edit_json(llama / "config.json", quantization_config=None)
 
-    load_model(EngineOptions(model_path=str(llama), device="cpu"), lambda text: None)
+    load(llama)
 
 
 # --- other kinds of models --------------------------------------------------------------------
@@ -181,7 +155,7 @@ def test_a_decoder_of_a_family_of_encoders_is_none(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
 
-    load_model(EngineOptions(model_path=str(tmp_path), device="cpu"), lambda text: None)
+    load(tmp_path)
 
 
 # --- folders without a model ------------------------------------------------------------------
@@ -193,109 +167,64 @@ def clear(folder: Path, *patterns: str) -> None:
             file.unlink()
 
 
-def _adapter(folder: Path) -> None:
-    settings = {"base_model_name_or_path": "some/base-8B", "peft_type": "LORA"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    save_file({"lora_A.weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
-
-
-def _only_an_adapter(folder: Path) -> None:
-    clear(folder, "*")
-    _adapter(folder)
-
-
-def _an_adapter_with_its_bases_configuration(folder: Path) -> None:
-    clear(folder, "*.safetensors")
-    _adapter(folder)
-
-
-def _a_pickled_adapter(folder: Path) -> None:
-    _only_an_adapter(folder)
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-
-
-def _gguf(folder: Path) -> None:
-    clear(folder, "*")
-    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-
-
-def _gguf_with_a_configuration(folder: Path) -> None:
-    clear(folder, "*.safetensors")
-    (folder / "model.gguf").write_bytes(b"GGUF")
-
-
-def _a_pipeline(folder: Path) -> None:
-    clear(folder, "*")
-    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
-
-
-def _the_makers_format(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    (folder / "params.json").write_text("{}")
-
-
-def _inner_folder(folder: Path) -> None:
-    inner = folder / "final"
-    inner.mkdir()
-    (folder / "config.json").rename(inner / "config.json")
-
-
-def _other_format(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        clear(folder, "*.safetensors")
-        (folder / name).write_bytes(b"x")
-
-    return change
-
-
-def _pointer(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n"
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
 
-    return change
 
-
-def _missing_shards(folder: Path) -> None:
-    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    (folder / "model.safetensors").rename(folder / shards[0])
-    index = {"weight_map": {f"layer.{number}": shard for number, shard in enumerate(shards)}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _other_name(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "weights.safetensors")
-
-
-FOLDERS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "adapter": (_only_an_adapter, ("adapter of some/base-8B", "merge_and_unload")),
+_SETTINGS = '{"base_model_name_or_path": "some/base-8B", "peft_type": "LORA"}'
+_ADAPTER = {"adapter_config.json": _SETTINGS, "adapter_model.safetensors": "x"}
+_PICKLED_ADAPTER = {"adapter_config.json": _SETTINGS, "adapter_model.bin": "x"}
+_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n"
+_SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+_INDEX = json.dumps({"weight_map": {f"layer.{n}": shard for n, shard in enumerate(_SHARDS)}})
+_WEIGHTS = "*.safetensors"
+# What is deleted from a model's folder, what is written there, and words of the refusal.
+FOLDERS: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]] = {
+    "adapter": (("*",), _ADAPTER, ("adapter of some/base-8B", "merge_and_unload")),
     "adapter with config": (
-        _an_adapter_with_its_bases_configuration,
+        (_WEIGHTS,),
+        _ADAPTER,
         ("adapter of some/base-8B", "merge_and_unload"),
     ),
-    "pickled adapter": (_a_pickled_adapter, ("adapter of some/base-8B",)),
-    "gguf": (_gguf, ("no config.json", "GGUF")),
-    "gguf with config": (_gguf_with_a_configuration, ("safetensors", "GGUF")),
-    "pipeline": (_a_pipeline, ("diffusers pipeline",)),
-    "maker's format": (_the_makers_format, ("params.json", "Hugging Face format")),
-    "inner folder": (_inner_folder, ("no config.json", "sub-folder final")),
-    "empty": (lambda folder: clear(folder, "*"), ("the folder is empty",)),
-    "something else": (lambda folder: clear(folder, "*.json"), ("it is no model folder",)),
-    "no weights": (lambda folder: clear(folder, "*.safetensors"), ("no weights at all",)),
-    "pickled": (_other_format("pytorch_model.bin"), ("safetensors", "pickled")),
-    "onnx": (_other_format("model.onnx"), ("safetensors", "ONNX")),
-    "tensorflow": (_other_format("tf_model.h5"), ("safetensors", "TensorFlow")),
-    "flax": (_other_format("flax_model.msgpack"), ("safetensors", "Flax")),
-    "weights in lfs": (_pointer("model.safetensors"), ("model.safetensors", "git lfs pull")),
-    "tokenizer in lfs": (_pointer("tokenizer.json"), ("tokenizer.json", "git lfs pull")),
-    "missing shards": (_missing_shards, ("2 of the 3 files", "model-00002-of-00003.safetensors")),
-    "weights of another name": (_other_name, ("weights.safetensors", "model.safetensors")),
-    "no tokenizer": (
-        lambda folder: clear(folder, "*token*", "*.jinja"),
-        ("has no tokenizer", "tokenizer.model"),
+    "pickled adapter": (("*",), _PICKLED_ADAPTER, ("adapter of some/base-8B",)),
+    "gguf": (("*",), {"model-Q4_K_M.gguf": "GGUF"}, ("no config.json", "GGUF")),
+    "gguf with config": ((_WEIGHTS,), {"model.gguf": "GGUF"}, ("safetensors", "GGUF")),
+    "pipeline": (("*",), {"model_index.json": "{}"}, ("diffusers pipeline",)),
+    "maker's format": (
+        ("config.json",),
+        {"params.json": "{}"},
+        ("params.json", "Hugging Face format"),
     ),
+    "inner folder": (
+        ("config.json",),
+        {"final/config.json": "{}"},
+        ("no config.json", "sub-folder final"),
+    ),
+    "empty": (("*",), {}, ("the folder is empty",)),
+    "something else": (("*.json",), {}, ("it is no model folder",)),
+    "no weights": ((_WEIGHTS,), {}, ("no weights at all",)),
+    "pickled": ((_WEIGHTS,), {"pytorch_model.bin": "x"}, ("safetensors", "pickled")),
+    "onnx": ((_WEIGHTS,), {"model.onnx": "x"}, ("safetensors", "ONNX")),
+    "tensorflow": ((_WEIGHTS,), {"tf_model.h5": "x"}, ("safetensors", "TensorFlow")),
+    "flax": ((_WEIGHTS,), {"flax_model.msgpack": "x"}, ("safetensors", "Flax")),
+    "weights in lfs": ((), {"model.safetensors": _POINTER}, ("model.safetensors", "git lfs pull")),
+    "tokenizer in lfs": ((), {"tokenizer.json": _POINTER}, ("tokenizer.json", "git lfs pull")),
+    "missing shards": (
+        (_WEIGHTS,),
+        {_SHARDS[0]: "x", "model.safetensors.index.json": _INDEX},
+        ("2 of the 3 files", "model-00002-of-00003.safetensors"),
+    ),
+    "weights of another name": (
+        (_WEIGHTS,),
+        {"weights.safetensors": "x"},
+        ("weights.safetensors", "model.safetensors"),
+    ),
+    "no tokenizer": (("*token*", "*.jinja"), {}, ("has no tokenizer", "tokenizer.model")),
     "a tokenizer's settings alone": (
-        lambda folder: clear(folder, "tokenizer.json"),
+        ("tokenizer.json",),
+        {},
         ("has no tokenizer", "tokenizer.json"),
     ),
 }
@@ -303,8 +232,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_without_a_model_is_refused_by_what_it_is(name: str, llama: Path) -> None:
-    change, words = FOLDERS[name]
-    change(llama)
+    deleted, files, words = FOLDERS[name]
+    clear(llama, *deleted)
+    write(llama, files)
 
     sentence = refusal(llama)
 
@@ -315,17 +245,17 @@ def test_a_folder_without_a_model_is_refused_by_what_it_is(name: str, llama: Pat
 
 def test_a_whole_model_may_keep_an_adapter_and_pointers_that_it_does_not_need(llama: Path) -> None:
     """Merged, with the adapter left beside it, and other formats that nobody fetched."""
-    _adapter(llama)
-    for name in ("original.pth", "model.gguf", "consolidated.safetensors", "tokenizer.model"):
-        _pointer(name)(llama)
+    save_file({"lora_A.weight": torch.zeros(1)}, llama / "adapter_model.safetensors")
+    others = ("original.pth", "model.gguf", "consolidated.safetensors", "tokenizer.model")
+    write(llama, {"adapter_config.json": _SETTINGS} | dict.fromkeys(others, _POINTER))
 
-    load_model(EngineOptions(model_path=str(llama), device="cpu"), lambda text: None)
+    load(llama)
 
 
 @pytest.mark.parametrize("settings", ["{", "[]", '{"base_model_name_or_path": 5}', "{}"])
 def test_an_adapters_base_may_be_unknown(llama: Path, settings: str) -> None:
-    _only_an_adapter(llama)
-    (llama / "adapter_config.json").write_text(settings)
+    clear(llama, "*")
+    write(llama, _ADAPTER | {"adapter_config.json": settings})
 
     assert "is an adapter and no whole model" in refusal(llama)
 

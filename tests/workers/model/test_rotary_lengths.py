@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import VOCAB_SIZE, edit_json, save_tiny_model
 from tests.workers.model.driver import generate_greedily, make_prompts, make_sequence, run_to_end
+from tests.workers.model.loading import load, refusal
 from workers.engine.interface import ModelRefused
-from workers.ipc.messages import EngineOptions
 from workers.model.checkpoint import context_length, read_config
-from workers.model.loader import load_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -23,6 +22,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 FACTORS: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": 64},
+    "original_max_position_embeddings": 64,
+    "max_position_embeddings": 256,
+    "sliding_window": None,
+}
+DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}
 
 
 def length_of(folder: Path, **changes: Any) -> int | None:
@@ -31,15 +37,10 @@ def length_of(folder: Path, **changes: Any) -> int | None:
     return context_length(read_config(str(folder)))
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    return save_tiny_model("llama", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("num_positions", "scaling", "length"),
     [
-        (64, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        (64, YARN, 256),
         (80, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
         (256, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
         (512, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 512),
@@ -101,29 +102,20 @@ def test_an_impossible_scaling_is_refused_by_name(llama: Path, name: str, value:
 NUM_OUTPUT = 8
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
-    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama-dynamic": ("llama", DYNAMIC),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "llama-llama3": ("llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 256}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
-    "qwen3-dynamic": ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "qwen3-dynamic": ("qwen3", DYNAMIC),
     "gpt_oss-yarn": ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}}),
     "deepseek_v3-yarn": (
         "deepseek_v3",
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
     ),
     "falcon-yarn": ("falcon", {"rope_parameters": YARN}),
-    "falcon-dynamic": ("falcon", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
-    "phi3-longrope": (
-        "phi3",
-        {
-            "rope_parameters": FACTORS
-            | {"rope_type": "longrope", "original_max_position_embeddings": 64},
-            "original_max_position_embeddings": 64,
-            "max_position_embeddings": 256,
-            "sliding_window": None,
-        },
-    ),
+    "falcon-dynamic": ("falcon", DYNAMIC),
+    "phi3-longrope": ("phi3", LONGROPE),
     "gemma3-linear": (
         "gemma3",
         {
@@ -153,9 +145,7 @@ def test_tokens_beyond_the_original_length_are_those_of_generate(name: str, tmp_
     of that length first."""
     family, changes = LONG[name]
     folder = save_tiny_model(family, tmp_path, **({"max_position_embeddings": 64} | changes))
-    loaded = load_model(
-        EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4), lambda text: None
-    )
+    loaded = load(folder)
     own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     prompts = make_prompts([100, 180, 256 - NUM_OUTPUT], VOCAB_SIZE)
     with torch.inference_mode():
@@ -180,9 +170,19 @@ def test_every_length_up_to_the_scaled_one_can_be_asked_for(
     folder = save_tiny_model("qwen2", tmp_path, max_position_embeddings=64, rope_parameters=scaling)
 
     for asked in lengths:
-        options = EngineOptions(
-            model_path=str(folder), device="cpu", max_num_seqs=2, max_model_len=asked, fused=False
-        )
-        assert load_model(options, lambda text: None).context_length == (asked or 256)
-    with pytest.raises(ModelRefused, match="256 positions"):
-        load_model(EngineOptions(model_path=str(folder), max_model_len=257), lambda text: None)
+        assert load(folder, max_model_len=asked, fused=False).context_length == (asked or 256)
+    assert "256 positions" in refusal(folder, max_model_len=257)
+
+
+@pytest.mark.parametrize(("family", "changes"), [("phi3", LONGROPE), ("llama", DYNAMIC)])
+def test_scaling_is_fixed_by_the_longest_sequence_allowed(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Up to the original length as without it, as in `generate` of sequences so short."""
+    folder = save_tiny_model(family, tmp_path, **({"max_position_embeddings": 64} | changes))
+    model = load(folder, max_model_len=64).model
+    own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    prompts = make_prompts([5, 30], VOCAB_SIZE)
+    expected = [generate_greedily(own, prompt, 12) for prompt in prompts]
+
+    assert run_to_end(model, [make_sequence(p, max_tokens=12) for p in prompts], 1000) == expected

@@ -2,28 +2,23 @@
 neighbours."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.model.conftest import LoadFamily, paged
 from tests.workers.model.driver import (
     allot_blocks,
-    generate_greedily,
     make_prompts,
     make_sequence,
     run_step,
     run_to_end,
 )
+from tests.workers.model.loading import load
+from tests.workers.model.test_rotary_lengths import LONGROPE
 from workers.engine.interface import Chunk, Padding, Sample
-from workers.ipc.messages import EngineOptions
-from workers.model.loader import load_model
-
-DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24}
 
 
 def changed_slots(now: Tensor, before: Tensor) -> set[int]:
@@ -84,103 +79,16 @@ def test_padding_is_computed_and_changes_nothing(family: str, load_family: LoadF
         assert changed_blocks == {model.cache.scratch_block_id}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_drawn_tokens_do_not_depend_on_neighbours_chunks_or_resumption(
-    family: str, load_family: LoadFamily
-) -> None:
-    """Seeded sampling alone, in a batch, in chunks, and resumed from the middle."""
-    model = paged(load_family(family)[0])
-    prompts = make_prompts([5, 40, 18], VOCAB_SIZE)
-    batch = [make_sequence(prompt, seed=i, **DRAWN) for i, prompt in enumerate(prompts)]
-    together = run_to_end(model, batch, 1000)
-
-    chunked = [make_sequence(prompt, seed=i, **DRAWN) for i, prompt in enumerate(prompts)]
-    assert run_to_end(model, chunked, 7) == together
-    for i, prompt in enumerate(prompts):
-        alone = make_sequence(prompt, seed=i, **DRAWN)
-        assert run_to_end(model, [alone], 64) == [together[i]]
-        resumed = make_sequence(prompt, output_ids=together[i][:9], seed=i, **DRAWN)
-        assert run_to_end(model, [resumed], 64) == [together[i]]
-    assert all(len(set(ids)) > 6 for ids in together)
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 64,
-    "short_factor": [1.0] * 8,
-    "long_factor": [4.0 + i for i in range(8)],
-}
-
-
-@pytest.mark.parametrize(("max_model_len", "prompt_lengths"), [(64, (5, 30)), (512, (70, 90))])
-def test_longrope_is_fixed_by_the_longest_sequence_allowed(
-    max_model_len: int, prompt_lengths: tuple[int, ...], tmp_path: Path
-) -> None:
-    """Short factors up to the original length, long ones above, as in `generate`."""
-    folder = save_tiny_model(
-        "phi3",
-        tmp_path,
-        rope_parameters=LONGROPE,
-        original_max_position_embeddings=64,
-        sliding_window=None,
-    )
-    options = EngineOptions(
-        model_path=str(folder), device="cpu", max_model_len=max_model_len, max_num_seqs=4
-    )
-    model = load_model(options, lambda text: None).model
-    prompts = make_prompts(prompt_lengths, VOCAB_SIZE)
-    own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    expected = [generate_greedily(own, prompt, 12) for prompt in prompts]
-
-    found = run_to_end(model, [make_sequence(p, max_tokens=12) for p in prompts], 1000)
-
-    assert found == expected
-
-
 def test_longrope_does_not_change_with_the_neighbours(tmp_path: Path) -> None:
     """A short prompt beside a long one, by whose position transformers would choose the factors."""
-    folder = save_tiny_model(
-        "phi3", tmp_path, rope_parameters=LONGROPE, original_max_position_embeddings=64
-    )
-    options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4)
-    model = load_model(options, lambda text: None).model
+    folder = save_tiny_model("phi3", tmp_path, **(LONGROPE | {"max_position_embeddings": 512}))
+    model = load(folder).model
     short, long = make_prompts([5, 100], VOCAB_SIZE)
 
     [alone] = run_to_end(model, [make_sequence(short)], 1000)
     beside, _ = run_to_end(model, [make_sequence(short), make_sequence(long)], 1000)
 
     assert beside == alone
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "factor": 2.0},
-        {"rope_type": "dynamic", "factor": 2.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_every_kind_of_rotary_embedding_gives_the_tokens_of_generate(
-    rope: dict[str, Any], tmp_path: Path
-) -> None:
-    """Batched, with prompts shorter and longer than the original length."""
-    folder = save_tiny_model("llama", tmp_path, rope_parameters=rope | {"rope_theta": 10000.0})
-    options = EngineOptions(model_path=str(folder), device="cpu", max_num_seqs=4, max_model_len=512)
-    model = load_model(options, lambda text: None).model
-    prompts = make_prompts([9, 100], VOCAB_SIZE)
-    own: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    expected = [generate_greedily(own, prompt, 12) for prompt in prompts]
-
-    assert run_to_end(model, [make_sequence(p, max_tokens=12) for p in prompts], 64) == expected
 
 
 def test_copied_blocks_are_read_before_any_is_written(load_family: LoadFamily) -> None:

@@ -10,7 +10,15 @@ from torch import Tensor
 from tests.workers.model.driver import make_sequence
 from workers.engine.interface import RowFailed, Sample
 from workers.engine.sequence import Sequence
-from workers.model.sampler import add_gumbel_noise, adjust_logits, find_allowed, row_key, sample
+from workers.model.sampler import (
+    add_gumbel_noise,
+    adjust_logits,
+    find_allowed,
+    gumbel,
+    row_key,
+    sample,
+    uniform,
+)
 
 # A correct sampler exceeds this once in 10,000, by degrees of freedom (seeds are fixed).
 CHI_SQUARE_LIMITS = {3: 21.1, 4: 23.5, 7: 29.9, 15: 44.3}
@@ -70,20 +78,6 @@ def test_draws_of_one_sequence_follow_the_softmax_over_positions() -> None:
         counts += torch.bincount(torch.tensor(ids), minlength=16)
 
     assert_distributed(counts, torch.softmax(LOGITS, 0))
-
-
-def test_top_k_top_p_and_min_p_draw_from_the_renormalised_set() -> None:
-    """Each by chi-square against the softmax over the remaining tokens."""
-    probabilities = torch.softmax(LOGITS, 0)
-    order = probabilities.argsort(descending=True)
-    for params, num_kept in (
-        ({"top_k": 5}, 5),
-        ({"top_p": float(probabilities[order[:3]].sum()) + 0.01}, 4),
-        ({"min_p": float(probabilities[order[7]] / probabilities[order[0]]) - 1e-4}, 8),
-    ):
-        expected = torch.zeros(16)
-        expected[order[:num_kept]] = probabilities[order[:num_kept]]
-        assert_distributed(draw_counts(LOGITS, **params), expected / expected.sum())
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 4.0])
@@ -218,18 +212,6 @@ def test_bias_penalties_and_bans_equal_a_reference_per_row() -> None:
     assert torch.equal(logits, before)
 
 
-def test_no_ending_token_is_drawn_before_min_tokens() -> None:
-    """Although the model always prefers it; from min_tokens on it may be drawn."""
-    logits = torch.zeros(1, 20)
-    logits[0, 1] = 50.0
-
-    for num_output in range(5):
-        sequence = make_sequence(
-            [4], output_ids=[5] * num_output, min_tokens=3, ending_ids=frozenset({1})
-        )
-        assert (draw(logits, [sequence])[0].token_id == 1) == (num_output >= 3)
-
-
 def test_ids_outside_the_vocabulary_change_nothing() -> None:
     """The gateway should have refused such a request; no other row may be affected."""
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(0))
@@ -283,3 +265,100 @@ def test_half_precision_logits_are_sampled_in_float32() -> None:
     sequences = [make_sequence([4], seed=i, temperature=0.9, top_p=0.9) for i in range(8)]
 
     assert draw(logits, sequences) == draw(logits.float(), sequences)
+
+
+# --- the allowed tokens, compared with a sort of one row in float64 ---------------------------
+
+
+def allowed_by_reference(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The allowed tokens of one row, by sorting in float64. scores (vocab_size,)."""
+    order = scores.argsort(descending=True).tolist()
+    kept = order[: top_k or len(order)]
+    probabilities = torch.softmax(scores[kept].double(), 0).tolist()
+    nucleus, mass = [], 0.0
+    for token_id, probability in zip(kept, probabilities, strict=True):
+        if mass >= top_p and top_p < 1.0:
+            break
+        nucleus.append(token_id)
+        mass += probability
+    lowest = float(scores.max()) + (math.log(min_p) if min_p else -math.inf)
+    return {token_id for token_id in nucleus if float(scores[token_id]) >= lowest}
+
+
+@pytest.mark.parametrize("vocab_size", [50, 3000])
+def test_the_allowed_sets_are_exact(vocab_size: int) -> None:
+    """All combinations in one batch, also flat rows, whose nucleus has more than 1024 tokens."""
+    torch.manual_seed(0)
+    settings = [
+        (k, p, m)
+        for k in (0, 1, 7, 40, 2000)
+        for p in (1.0, 0.99, 0.7, 0.05)
+        for m in (0.0, 0.02, 0.5, 1.0)
+    ]
+    for scale in (0.3, 4.0):
+        scores = torch.randn(len(settings), vocab_size) * scale
+        top_k, top_p, min_p = (torch.tensor(column) for column in zip(*settings, strict=True))
+
+        lowest = find_allowed(scores, top_k, top_p, min_p).lowest
+
+        for row, setting in enumerate(settings):
+            found = set((scores[row] >= lowest[row]).nonzero().flatten().tolist())
+            assert found == allowed_by_reference(scores[row], *setting), setting
+
+
+# --- the hash behind the draws ----------------------------------------------------------------
+
+MASK = 2**64 - 1
+
+
+def mix(z: int) -> int:
+    """SplitMix64's finaliser, as published."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def rows(*keys: int) -> torch.Tensor:
+    return torch.tensor(keys, dtype=torch.int64)[:, None]
+
+
+def test_the_tensor_hash_is_the_documented_one() -> None:
+    """Compared with the definition in Python's unbounded integers, for keys of both signs."""
+    token_ids = [0, 1, 7, 150_000]
+    keys = [row_key(seed, 3, 11) for seed in (0, 1, 2, 3, 2**63 - 1)]
+    assert min(keys) < 0 < max(keys)
+
+    found = uniform(rows(*keys), torch.tensor(token_ids))
+
+    for key, values in zip(keys, found.tolist(), strict=True):
+        for token_id, value in zip(token_ids, values, strict=True):
+            bits = mix((key + (token_id + 1) * 0x9E3779B97F4A7C15) & MASK)
+            assert math.isclose(value, (bits >> 11) / 2**53, rel_tol=1e-6)
+
+
+def test_the_first_hashes_never_change() -> None:
+    """Another hash would change the output of jobs that resume after a deployment."""
+    assert row_key(0, 0, 0) == 2558736989570252433
+    assert row_key(42, 1, 7) == -3065441783940111817
+
+
+def test_noise_of_neighbouring_draws_is_uncorrelated() -> None:
+    """Neighbours in seed, choice, position and token id: correlation within five standard
+    deviations."""
+    ids = torch.arange(50_000)
+    base = uniform(rows(row_key(7, 0, 0)), ids)[0]
+    neighbours = [
+        uniform(rows(row_key(8, 0, 0)), ids)[0],
+        uniform(rows(row_key(7, 1, 0)), ids)[0],
+        uniform(rows(row_key(7, 0, 1)), ids)[0],
+        base.roll(1),
+    ]
+
+    for other in neighbours:
+        correlation = float(torch.corrcoef(torch.stack([base, other]))[0, 1])
+        assert abs(correlation) < 5 / math.sqrt(len(ids))
+
+
+def test_gumbel_noise_is_finite_at_both_ends() -> None:
+    """Of the range of `uniform`."""
+    assert gumbel(torch.tensor([2.0**-54, 1.0 - 2.0**-24])).isfinite().all()

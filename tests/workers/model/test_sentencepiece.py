@@ -11,8 +11,7 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from tests.tiny_models import edit_json, save_tiny_model
-from workers.ipc.messages import EngineOptions
-from workers.model.loader import LoadedModel, load_model
+from tests.workers.model.loading import load
 from workers.model.tokenizer import read_tokenizer
 
 VOCAB_SIZE = 400
@@ -73,10 +72,6 @@ def configure(folder: Path, name: str | None, **settings: Any) -> None:
     named = {} if name is None else {"tokenizer_class": name}
     text = json.dumps(special | named | settings)
     (folder / "tokenizer_config.json").write_text(text)
-
-
-def load(folder: Path) -> LoadedModel:
-    return load_model(EngineOptions(model_path=str(folder), device="cpu"), lambda text: None)
 
 
 @pytest.mark.parametrize("name", [*CLASSES, None])

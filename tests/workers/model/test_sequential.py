@@ -3,7 +3,6 @@
 import gc
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ from tests.tiny_families import PAGED_SINCE_5_24, SEQUENTIAL, VOCAB_SIZE
 from tests.tiny_models import make_model, save_tiny_model
 from tests.workers.model.conftest import LoadFamily, sequential
 from tests.workers.model.driver import make_prompts, make_sequence, run_step, run_to_end
+from tests.workers.model.loading import load, refusal
 from workers.engine.interface import Chunk
-from workers.ipc.messages import EngineOptions
-from workers.model.loader import ModelRefused, load_model
+from workers.model.loader import ModelRefused
 from workers.model.sequential import (
     Continues,
-    SequentialRunner,
     choose_continuation,
     kept_state,
     state_bytes,
@@ -28,12 +26,6 @@ KINDS = ["bloom", "mamba", "qwen3_next", "recurrent_gemma"]
 # The error of continuing these is less than the rounding of half precision.
 IMPRECISE = {"zamba2", "nemotron_h"}
 CPU = torch.device("cpu")
-
-
-def load(folder: Path, **options: Any) -> SequentialRunner:
-    arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4} | options
-    loaded = load_model(EngineOptions(model_path=str(folder), **arguments), lambda text: None)
-    return sequential(loaded)
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -153,11 +145,11 @@ def test_blocks_are_counted_so_that_all_states_fit(tmp_path: Path) -> None:
     save_tiny_model("bloom", tmp_path / "bloom")
     save_tiny_model("mamba", tmp_path / "mamba")
 
-    assert load(tmp_path / "bloom", kv_memory_bytes=2**20).num_blocks == 2**20 // (16 * 1024)
+    assert load(tmp_path / "bloom", kv_memory_bytes=2**20).model.num_blocks == 2**20 // (16 * 1024)
     mamba = load(tmp_path / "mamba", max_model_len=100, kv_memory_bytes=2**20)
-    assert mamba.num_blocks == 4 * 7
-    with pytest.raises(ModelRefused, match="states of max_num_seqs 400"):
-        load(tmp_path / "mamba", max_num_seqs=400, kv_memory_bytes=2**20)
+    assert sequential(mamba).num_blocks == 4 * 7
+    sentence = refusal(tmp_path / "mamba", max_num_seqs=400, kv_memory_bytes=2**20)
+    assert "states of max_num_seqs 400" in sentence
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:

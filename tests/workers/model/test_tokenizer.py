@@ -107,10 +107,3 @@ def test_reasoning_is_known_where_the_operator_switches_it_off(folder: Path) -> 
     (folder / "chat_template.jinja").write_text(frame(HERMES, think))
     files = read_tokenizer(str(folder), template_kwargs={"thinking": False})
     assert files.reasoning is not None
-
-
-def test_a_template_that_does_not_compile_is_refused(folder: Path) -> None:
-    """At load, and not at the first chat."""
-    (folder / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(ModelRefused, match="does not compile"):
-        read_tokenizer(str(folder))

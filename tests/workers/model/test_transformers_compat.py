@@ -1,31 +1,15 @@
 """transformers still provides what workers/model/transformers_compat.py uses."""
 
-from pathlib import Path
-
 import torch
 from transformers import LlamaForCausalLM
 
 from tests.tiny_models import make_model
 from workers.model.transformers_compat import (
-    ROPE_INIT_FUNCTIONS,
     EncoderOutput,
-    can_change_attention,
     forget_attention,
-    get_tokenizer_config,
     render_jinja_template,
     set_own_attention,
 )
-
-
-def test_rotary_frequencies_can_be_computed_for_a_length() -> None:
-    """Otherwise dynamic scaling and longrope would follow the longest sequence of a batch."""
-    assert {"dynamic", "longrope"} <= set(ROPE_INIT_FUNCTIONS)
-
-
-def test_a_tokenizer_s_configuration_is_read_before_its_class_is_chosen(tmp_path: Path) -> None:
-    """Otherwise the refusal of a tokenizer with code could not name it."""
-    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {}}')
-    assert get_tokenizer_config(str(tmp_path)) == {"auto_map": {}}
 
 
 def test_chats_are_rendered_with_content_that_is_null() -> None:
@@ -53,9 +37,3 @@ def test_a_classifier_takes_an_encoder_s_output() -> None:
     output = EncoderOutput(last_hidden_state=hidden, pooler_output=pooled)
     assert output[1] is pooled
     assert output.past_key_values is None
-
-
-def test_attention_that_is_a_family_s_own_is_known() -> None:
-    """Such a model is padded, without a warning."""
-    assert can_change_attention(make_model("llama"))
-    assert not can_change_attention(make_model("bloom"))

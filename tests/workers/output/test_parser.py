@@ -30,12 +30,6 @@ CASES: dict[str, tuple[ToolFormat, str, str, Given]] = {
         "",
         [("find", '{"q": "a </tool_call> b"}')],
     ),
-    "a mark in prose": (
-        HERMES,
-        "The tag <tool_call> opens a call.",
-        "The tag <tool_call> opens a call.",
-        [],
-    ),
     "no arguments": (HERMES, '<tool_call>\n{"name": "find"}\n</tool_call>', "", [("find", "{}")]),
     "null": (
         HERMES,

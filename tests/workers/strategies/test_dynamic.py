@@ -1,12 +1,7 @@
 """Dynamic batching: the window, the number, and what buckets save."""
 
-from tests.workers.engine.harness import Harness, Sizes, job
-from workers.engine.report import StepReport
+from tests.workers.engine.harness import Harness, Sizes, job, jobs_of
 from workers.engine.strategy import DynamicBatching
-
-
-def jobs_of(report: StepReport) -> set[str]:
-    return {output.job_id for output in report.outputs}
 
 
 def test_a_window_starts_with_the_first_request_and_takes_all_until_its_end() -> None:

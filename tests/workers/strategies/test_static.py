@@ -1,7 +1,8 @@
 """Static batching: full batches, one after another, and what a rectangle wastes."""
 
-from tests.workers.engine.harness import Harness, Sizes, job
-from workers.engine.report import StepReport
+import pytest
+
+from tests.workers.engine.harness import Harness, Sizes, job, jobs_of
 from workers.engine.strategy import StaticBatching
 
 
@@ -13,17 +14,30 @@ def start(strategy: StaticBatching, *max_tokens: int, sizes: Sizes | None = None
     return harness
 
 
-def jobs_of(report: StepReport) -> set[str]:
-    return {output.job_id for output in report.outputs}
+PADDED = StaticBatching(batch_size=2, max_wait_s=0, drain_share=0.5, is_padded=True)
 
 
-def test_a_batch_runs_to_its_end_before_the_next_begins() -> None:
-    """The third job waits until both before it have ended, although there is room."""
-    harness = start(StaticBatching(batch_size=2, max_wait_s=0), 2, 4, 1)
-
-    ran = [jobs_of(harness.step()) for _ in range(5)]
-
-    assert ran == [{"job-0", "job-1"}] * 2 + [{"job-1"}] * 2 + [{"job-2"}]
+@pytest.mark.parametrize(
+    ("strategy", "max_num_seqs", "max_tokens", "ran"),
+    [
+        # A batch runs to its end before the next begins, although there is room.
+        (StaticBatching(2, max_wait_s=0), 8, (2, 4, 1), ["01", "01", "1", "1", "2"]),
+        # A full one begins in the step after the last has ended, however short it has waited.
+        (StaticBatching(2, max_wait_s=60), 8, (1, 1, 1, 1), ["01", "23"]),
+        # With half of the batch left, a drain lets the next one in beside the short tail.
+        (StaticBatching(2, max_wait_s=0, drain_share=0.5), 8, (2, 4, 1), ["01", "01", "12"]),
+        # Two rows of a padded batch, one of them dead, leave no room for two more of three.
+        (PADDED, 3, (1, 3, 1, 1), ["01", "1", "1", "23"]),
+    ],
+)
+def test_batches_run_one_after_another(
+    strategy: StaticBatching, max_num_seqs: int, max_tokens: tuple[int, ...], ran: list[str]
+) -> None:
+    """`ran` has the numbers of the jobs of each step, between which the engine does not sleep."""
+    harness = start(strategy, *max_tokens, sizes=Sizes(max_num_seqs=max_num_seqs))
+    for numbers in ran:
+        assert harness.engine.next_wake_s() == harness.now_s
+        assert jobs_of(harness.step()) == {f"job-{number}" for number in numbers}
 
 
 def test_a_batch_waits_until_it_is_full() -> None:
@@ -49,24 +63,6 @@ def test_a_batch_that_never_fills_starts_when_its_first_has_waited_enough() -> N
 
     assert jobs_of(early) == set()
     assert jobs_of(harness.step()) == {"job-0", "job-1"}
-
-
-def test_a_full_batch_starts_in_the_step_after_the_last_has_ended() -> None:
-    """It has not waited long, but it is full: the engine does not sleep."""
-    harness = start(StaticBatching(batch_size=2, max_wait_s=60), 1, 1, 1, 1)
-    harness.step()
-
-    assert harness.engine.next_wake_s() == harness.now_s
-    assert jobs_of(harness.step()) == {"job-2", "job-3"}
-
-
-def test_a_drain_lets_the_next_batch_in_beside_the_short_tail() -> None:
-    """With half of the batch left the next one starts; without a drain it would wait on."""
-    harness = start(StaticBatching(batch_size=2, max_wait_s=0, drain_share=0.5), 2, 4, 1)
-
-    ran = [jobs_of(harness.step()) for _ in range(3)]
-
-    assert ran == [{"job-0", "job-1"}] * 2 + [{"job-1", "job-2"}]
 
 
 def test_a_preempted_sequence_comes_back_in_its_own_batch() -> None:
@@ -123,14 +119,3 @@ def test_a_flat_batch_has_no_padding() -> None:
     harness.run()
 
     assert harness.model.num_padding_tokens == 0
-
-
-def test_rows_of_padded_batches_stay_within_the_number_of_sequences() -> None:
-    """Two rows of the first batch, one of them dead, leave no room for two more of three."""
-    sizes = Sizes(max_num_seqs=3)
-    strategy = StaticBatching(batch_size=2, max_wait_s=0, drain_share=0.5, is_padded=True)
-    harness = start(strategy, 1, 3, 1, 1, sizes=sizes)
-
-    ran = [jobs_of(harness.step()) for _ in range(4)]
-
-    assert ran == [{"job-0", "job-1"}, {"job-1"}, {"job-1"}, {"job-2", "job-3"}]

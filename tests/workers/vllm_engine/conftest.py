@@ -5,7 +5,7 @@ import pytest
 
 from bench.models import make_model
 from tests.vllm_environment import vllm_python
-from tests.workers.vllm_engine.driven import Engine, options_of, tokens_of_vllm_alone
+from tests.workers.vllm_engine.driven import Engine, options_of, running, tokens_of_vllm_alone
 
 
 @pytest.fixture(scope="package")
@@ -33,8 +33,5 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
 @pytest.fixture(scope="package")
 async def engine(model: Path, python: Path) -> AsyncIterator[Engine]:
     """An engine process with one rank."""
-    engine = Engine()
-    await engine.start(options_of(model), python)
-    await engine.until_ready()
-    yield engine
-    await engine.client.stop()
+    async with running(options_of(model), python) as engine:
+        yield engine

@@ -1,10 +1,12 @@
 """Drives an engine process of vLLM, and runs vLLM without batchway for comparison."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -64,6 +66,9 @@ def tokens_of_vllm_alone(python: Path, model: Path, folder: Path) -> list[list[i
     return outputs
 
 
+M = TypeVar("M", bound=FromEngine)
+
+
 class Engine:
     """An engine process, and the messages received from it."""
 
@@ -82,14 +87,20 @@ class Engine:
         self.received += messages
         self.news.set()
 
+    def of(self, kind: type[M]) -> list[M]:
+        """The messages of a kind."""
+        return [message for message in self.received if isinstance(message, kind)]
+
     async def until_ready(self) -> None:
-        await self.until(lambda: any(isinstance(m, Ready) for m in self.received))
+        await self.until(lambda: bool(self.of(Ready)))
+
+    async def until_output(self) -> None:
+        await self.until(lambda: bool(self.of(TokenOut)))
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(240):
             while not condition():
-                refusals = [m.message for m in self.received if isinstance(m, LoadFailed)]
-                assert not refusals, refusals
+                assert not self.of(LoadFailed)
                 self.news.clear()
                 await self.news.wait()
 
@@ -110,15 +121,50 @@ class Engine:
                 for m in self.received
                 if isinstance(m, ChoiceEnded) or (isinstance(m, TokenOut) and m.finish_reason)
             }
-            failed = {m.job_id for m in self.received if isinstance(m, JobFailed)}
+            failed = {m.job_id for m in self.of(JobFailed)}
             return found | {choice for choice in choices if choice[0] in failed}
 
         await self.until(lambda: choices <= ended())
         tokens: dict[tuple[str, int], list[int]] = {choice: [] for choice in choices}
-        for message in self.received:
-            if isinstance(message, TokenOut) and (message.job_id, message.choice) in tokens:
+        for message in self.of(TokenOut):
+            if (message.job_id, message.choice) in tokens:
                 tokens[message.job_id, message.choice].append(message.token_id)
         return tokens
+
+
+async def started(options: EngineOptions, python: Path | None = None) -> Engine:
+    """An engine that is ready; `python` as in Engine.start."""
+    engine = Engine()
+    await engine.start(options, python)
+    await engine.until_ready()
+    return engine
+
+
+@contextlib.asynccontextmanager
+async def running(options: EngineOptions, python: Path | None = None) -> AsyncIterator[Engine]:
+    """The same, and it is stopped at exit."""
+    engine = await started(options, python)
+    yield engine
+    await engine.client.stop()
+
+
+async def refusal_of(options: EngineOptions) -> str:
+    """Why an engine ends that is started with these options."""
+    engine = Engine()
+    await engine.start(options)
+    await engine.client.end()
+    await engine.client.stop()
+    assert not engine.of(Ready)
+    [refusal] = engine.of(LoadFailed)
+    return refusal.message
+
+
+PENALTIES: dict[str, Any] = {
+    "temperature": 1.0,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 2.0,
+    "repetition_penalty": 1.5,
+}
 
 
 def options_of(path: Path, **arguments: str) -> EngineOptions:

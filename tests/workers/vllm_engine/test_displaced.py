@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.grammars.compiled import Kind, compile_grammar
-from tests.workers.vllm_engine.driven import Engine, job, options_of
+from tests.workers.vllm_engine.driven import PENALTIES, Engine, job, options_of, running
 from workers.ipc.messages import ChoiceEnded, EngineLoad, PromptLogprobs, Request, TokenOut
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
@@ -24,12 +24,7 @@ _SCHEMA = {
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 1.0, "n": 2},
-    "penalties": {
-        "temperature": 1.0,
-        "presence_penalty": 1.5,
-        "frequency_penalty": 2.0,
-        "repetition_penalty": 1.5,
-    },
+    "penalties": PENALTIES,
     "grammar": {
         "grammar": compile_grammar(Kind.JSON_SCHEMA, _SCHEMA),
         "temperature": 1.0,
@@ -41,11 +36,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 async def small(model: Path, python: Path) -> AsyncIterator[Engine]:
-    engine = Engine()
-    await engine.start(msgspec.structs.replace(options_of(model), max_num_seqs=_NUM_PLACES), python)
-    await engine.until_ready()
-    yield engine
-    await engine.client.stop()
+    options = msgspec.structs.replace(options_of(model), max_num_seqs=_NUM_PLACES)
+    async with running(options, python) as engine:
+        yield engine
 
 
 def batch_job(kind: str) -> Request:
@@ -56,12 +49,8 @@ def batch_job(kind: str) -> Request:
 
 def scores(engine: Engine) -> list[list[float]]:
     """Of the job with scores: those of its prompt, each time they came, and of its output."""
-    prompts = [
-        [one.logprob for one in m.logprobs]
-        for m in engine.received
-        if isinstance(m, PromptLogprobs)
-    ]
-    outs = [m for m in engine.received if isinstance(m, TokenOut) and m.job_id == "scores"]
+    prompts = [[one.logprob for one in m.logprobs] for m in engine.of(PromptLogprobs)]
+    outs = [m for m in engine.of(TokenOut) if m.job_id == "scores"]
     return [*prompts, [out.logprob.logprob for out in outs if out.logprob is not None]]
 
 
@@ -88,7 +77,7 @@ async def test_the_displaced_have_the_same_tokens_and_scores(small: Engine) -> N
     jobs = [batch_job(kind) for kind in KINDS]
     expected = await small.run(*jobs)
     expected_scores = scores(small)
-    ends = {(m.job_id, m.choice) for m in small.received if isinstance(m, ChoiceEnded)}
+    ends = {(m.job_id, m.choice) for m in small.of(ChoiceEnded)}
 
     small.received.clear()
     small.client.send([msgspec.structs.replace(each, epoch=2) for each in jobs])
@@ -101,14 +90,14 @@ async def test_the_displaced_have_the_same_tokens_and_scores(small: Engine) -> N
 
     await small.until(is_over)
     tokens: dict[tuple[str, int], list[int]] = {key: [] for key in expected}
-    for message in small.received:
-        if isinstance(message, TokenOut) and (key := (message.job_id, message.choice)) in tokens:
+    for message in small.of(TokenOut):
+        if (key := (message.job_id, message.choice)) in tokens:
             assert message.position == len(tokens[key])
             tokens[key].append(message.token_id)
     assert tokens == expected
-    assert {(m.job_id, m.choice) for m in small.received if isinstance(m, ChoiceEnded)} == ends
+    assert {(m.job_id, m.choice) for m in small.of(ChoiceEnded)} == ends
     for found, wanted in zip(scores(small), expected_scores, strict=True):
         assert found == pytest.approx(wanted, abs=1e-3)
-    loads = [m for m in small.received if isinstance(m, EngineLoad)]
+    loads = small.of(EngineLoad)
     assert sum(load.num_preemptions for load in loads) == _NUM_WAVES * _NUM_PLACES
     assert max(load.num_running for load in loads) == _NUM_PLACES

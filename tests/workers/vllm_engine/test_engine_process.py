@@ -18,17 +18,19 @@ from gateway.grammars.compiled import Kind, compile_grammar
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
 from tests.workers.vllm_engine.driven import (
     NUM_TOKENS,
+    PENALTIES,
     PROMPT,
     Engine,
     job,
     options_of,
+    refusal_of,
+    started,
     workload_jobs,
 )
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
     JobFailed,
-    LoadFailed,
     PromptLogprobs,
     Ready,
     StopChoice,
@@ -43,12 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
     "limits": {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
-    "penalties": {
-        "temperature": 1.0,
-        "presence_penalty": 1.5,
-        "frequency_penalty": 2.0,
-        "repetition_penalty": 1.5,
-    },
+    "penalties": PENALTIES,
     "bias": {"temperature": 0.0, "logit_bias": {7: 30.0, 9: -100.0}},
     "choices": {"temperature": 1.0, "n": 3},
     "least length": {"temperature": 1.0, "min_tokens": 20, "ignore_eos": False},
@@ -99,7 +96,7 @@ async def test_a_constrained_job_matches_and_resumes_from_every_token(
         answer = json.loads(tokenizer.decode(tokens))
         assert answer["n"] <= 99
         assert answer["c"] in ("ab", "cd")
-    ended = [m for m in engine.received if isinstance(m, ChoiceEnded)]
+    ended = engine.of(ChoiceEnded)
     assert {(m.job_id, m.finish_reason) for m in ended} == {("whole", FinishReason.STOP)}
 
     cuts = range(1, max(map(len, wholes)))
@@ -116,7 +113,7 @@ async def test_a_grammar_that_does_not_compile_fails_only_its_job(engine: Engine
         job("bad", grammar="start: /(/", ignore_eos=False), job("free", temperature=0.0)
     )
     assert len(found["free", 0]) == NUM_TOKENS
-    failed = {m.job_id: m.code for m in engine.received if isinstance(m, JobFailed)}
+    failed = {m.job_id: m.code for m in engine.of(JobFailed)}
     assert failed == {"bad": "bad_parameter"}
 
 
@@ -135,9 +132,7 @@ async def test_a_job_is_stopped_while_its_grammar_is_compiled(engine: Engine) ->
     assert len(found["free", 0]) == NUM_TOKENS
     reported = [m for m in engine.received if isinstance(m, TokenOut | ChoiceEnded | JobFailed)]
     assert {m.job_id for m in reported} == {"free"}
-    assert {
-        m.num_running + m.num_waiting for m in engine.received if isinstance(m, EngineLoad)
-    } <= {
+    assert {m.num_running + m.num_waiting for m in engine.of(EngineLoad)} <= {
         0,
         1,
     }
@@ -147,13 +142,13 @@ async def test_every_token_has_log_probabilities_of_the_model(engine: Engine) ->
     """Output tokens have those of two alternatives, too; the prompt has them from its second token
     on."""
     tokens = await engine.run(job("scored", logprobs=2, prompt_logprobs=1, temperature=0.0))
-    outs = [message for message in engine.received if isinstance(message, TokenOut)]
+    outs = engine.of(TokenOut)
     for out in outs:
         assert isinstance(out.logprob, TokenLogprob)
         assert out.logprob.token_id == out.token_id == out.logprob.top[0][0]
         assert out.logprob.logprob == out.logprob.top[0][1] <= 0.0
         assert len(out.logprob.top) == 2
-    [prompt] = [message for message in engine.received if isinstance(message, PromptLogprobs)]
+    [prompt] = engine.of(PromptLogprobs)
     assert [one.token_id for one in prompt.logprobs] == list(PROMPT[1:])
     assert prompt.start == 1
     first_token = next(i for i, m in enumerate(engine.received) if isinstance(m, TokenOut))
@@ -162,7 +157,7 @@ async def test_every_token_has_log_probabilities_of_the_model(engine: Engine) ->
     # The same token has the same score as part of a prompt.
     output = tokens["scored", 0]
     await engine.run(job("again", prompt=(*PROMPT, *output), prompt_logprobs=0, max_tokens=1))
-    [prompt] = [message for message in engine.received if isinstance(message, PromptLogprobs)]
+    [prompt] = engine.of(PromptLogprobs)
     scores = [one.logprob for one in prompt.logprobs[len(PROMPT) - 1 :]]
     expected = [out.logprob.logprob for out in outs if out.logprob is not None]
     assert scores == pytest.approx(expected, abs=1e-3)
@@ -181,17 +176,17 @@ async def test_jobs_end_as_in_our_engine(engine: Engine) -> None:
         job("unknown token", prompt=(4096,)),
     )
     assert found["stopped", 0] == whole[: first + 1]
-    reasons = {m.job_id: m.finish_reason for m in engine.received if isinstance(m, TokenOut)}
+    reasons = {m.job_id: m.finish_reason for m in engine.of(TokenOut)}
     assert reasons["stopped"] is FinishReason.STOP
-    ended = [m for m in engine.received if isinstance(m, ChoiceEnded)]
+    ended = engine.of(ChoiceEnded)
     assert [(m.job_id, m.finish_reason) for m in ended] == [("complete", FinishReason.LENGTH)]
-    failed = {m.job_id: m.code for m in engine.received if isinstance(m, JobFailed)}
+    failed = {m.job_id: m.code for m in engine.of(JobFailed)}
     assert failed == {"too long": "prompt_too_long", "unknown token": "bad_parameter"}
 
     late = job("late", temperature=0.0, max_tokens=1900)
     late = msgspec.structs.replace(late, deadline_s=0.2)
     await engine.run(late)
-    [failure] = [m for m in engine.received if isinstance(m, JobFailed)]
+    [failure] = engine.of(JobFailed)
     assert failure.code == "deadline"
 
 
@@ -207,7 +202,7 @@ async def test_two_hundred_cancels_leave_nothing_running_in_vllm(engine: Engine)
         engine.received.clear()
         engine.client.send(batch)
         if start % 40:
-            await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.received))
+            await engine.until_output()
         engine.client.send([StopChoice(one.job_id, 1, 0) for one in batch[::3]])
         engine.client.send([StopJob(one.job_id, 1) for one in batch])
     await engine.run(job("canary", temperature=0.0))
@@ -241,22 +236,15 @@ async def test_arguments_that_vllm_refuses_end_the_start(
     model: Path, arguments: dict[str, str], word: str
 ) -> None:
     """The message names the argument, and the process ends."""
-    engine = Engine()
-    await engine.start(options_of(model, **arguments))
-    await engine.client.end()
-    await engine.client.stop()
-    [refusal] = [m for m in engine.received if isinstance(m, LoadFailed)]
-    assert word in refusal.message
+    assert word in await refusal_of(options_of(model, **arguments))
 
 
 async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> None:
     """vLLM supports no plugin with speculative decoding. A job that needs the plugin fails; others
     run."""
-    engine = Engine()
     guesses = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
-    await engine.start(options_of(model, speculative_config=guesses, max_logprobs="1"))
-    await engine.until_ready()
-    [ready] = [m for m in engine.received if isinstance(m, Ready)]
+    engine = await started(options_of(model, speculative_config=guesses, max_logprobs="1"))
+    [ready] = engine.of(Ready)
     assert ready.capabilities == Capabilities(resume="distribution")
 
     whole = (await engine.run(job("whole", temperature=1.0)))["whole", 0]
@@ -271,7 +259,7 @@ async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> No
     assert (
         found["cut", 0] != whole[: NUM_TOKENS - 5]
     )  # the noise differs from that of the first run
-    failed = {m.job_id: (m.code, m.message) for m in engine.received if isinstance(m, JobFailed)}
+    failed = {m.job_id: (m.code, m.message) for m in engine.of(JobFailed)}
     assert failed == {
         "biased": ("bad_parameter", "logit_bias has no effect beside speculative decoding"),
         "scored": ("bad_parameter", "vLLM refuses logprobs: its arguments allow less"),
@@ -281,13 +269,11 @@ async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> No
 
 async def test_a_killed_engine_core_ends_the_engine_and_all_its_processes(model: Path) -> None:
     """Killed in the middle of a stream. The supervisor notices, and no process is left."""
-    engine = Engine()
-    await engine.start(options_of(model))
-    await engine.until_ready()
+    engine = await started(options_of(model))
     processes = descendants(engine.client.pid)
     [core] = [pid for pid in processes if "EngineCore" in command_of(pid)]
     engine.client.send([job("cut", max_tokens=1900, temperature=0.0)])
-    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.received))
+    await engine.until_output()
 
     os.kill(core, signal.SIGKILL)
     await engine.client.end()
@@ -299,9 +285,7 @@ async def test_a_killed_engine_core_ends_the_engine_and_all_its_processes(model:
 
 async def test_a_killed_engine_process_leaves_no_process_of_vllm(model: Path) -> None:
     """Also without a supervisor to end them; vLLM alone would keep them running."""
-    engine = Engine()
-    await engine.start(options_of(model))
-    await engine.until_ready()
+    engine = await started(options_of(model))
     processes = descendants(engine.client.pid)
     assert any("EngineCore" in command_of(pid) for pid in processes)
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from contract.model_cards import GenerationDefaults
+from infra.demo_model import demo_model_path
+from tests.nvidia_smi import ROWS, fake_gpus
 from tests.tiny_models import EOS_ID, edit_json, save_tiny_model
 from tests.workers.model.driver import make_sequence, run_to_end
-from tests.workers.vllm_engine.driven import Engine, job
-from workers.ipc.messages import EngineOptions, LoadFailed, Ready
+from tests.workers.vllm_engine.driven import job, refusal_of, running
+from workers.ipc.messages import EngineOptions, Ready
 from workers.model.loader import load_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
@@ -47,19 +49,15 @@ async def test_settings_end_tokens_type_and_length_are_those_of_our_own_engine(
     options = EngineOptions(model_path=str(folder), max_num_seqs=4, device="cpu")
     own = load_model(options, lambda text: None)
     [expected] = run_to_end(own.model, [make_sequence(PROMPT, max_tokens=24)], 1000)
-    engine = Engine()
-    await engine.start(options_of_auto(folder))
-    await engine.until_ready()
-    [ready] = [m for m in engine.received if isinstance(m, Ready)]
-
     ends = tuple(set(own.eos_token_ids))
     bias = dict.fromkeys(ends, 50.0)
-    found = await engine.run(
-        job("greedy", prompt=PROMPT, temperature=0.0),
-        job("ends", prompt=PROMPT, temperature=0.0, ignore_eos=False, logit_bias=bias),
-        job("later", ignore_eos=False, min_tokens=9, max_tokens=12, logit_bias=bias),
-    )
-    await engine.client.stop()
+    async with running(options_of_auto(folder)) as engine:
+        [ready] = engine.of(Ready)
+        found = await engine.run(
+            job("greedy", prompt=PROMPT, temperature=0.0),
+            job("ends", prompt=PROMPT, temperature=0.0, ignore_eos=False, logit_bias=bias),
+            job("later", ignore_eos=False, min_tokens=9, max_tokens=12, logit_bias=bias),
+        )
 
     sizes = (
         f"max_num_batched_tokens={ready.num_step_tokens} (vLLM's default), max_num_seqs=4 (given)"
@@ -81,12 +79,18 @@ async def test_settings_end_tokens_type_and_length_are_those_of_our_own_engine(
 async def test_a_model_whose_first_step_fails_is_refused(tmp_path: Path) -> None:
     """Heads of 16, which vLLM's build for CPUs loads and cannot compute."""
     folder = save_tiny_model("llama", tmp_path)
-    engine = Engine()
-    await engine.start(options_of_auto(folder))
 
-    await engine.client.end()
-    await engine.client.stop()
+    assert "its first step fails" in await refusal_of(options_of_auto(folder))
 
-    [refusal] = [m for m in engine.received if isinstance(m, LoadFailed)]
-    assert "its first step fails" in refusal.message
-    assert not any(isinstance(m, Ready) for m in engine.received)
+
+async def test_a_build_for_cpus_is_refused_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would compute on the CPU in silence. The sentence has the cause and what helps."""
+    fake_gpus(tmp_path, monkeypatch, ROWS[0])
+
+    refusal = await refusal_of(EngineOptions(model_path=str(demo_model_path())))
+
+    assert "nvidia-smi sees NVIDIA A100-SXM4-80GB, but torch cannot use it" in refusal
+    assert "built without CUDA" in refusal
+    assert "scripts/setup-vllm, or give --device cpu" in refusal

@@ -2,15 +2,15 @@
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.infra.processes import any_alive, command_of, descendants, wait_until
-from tests.workers.vllm_engine.driven import Engine, job, options_of, workload_jobs
-from workers.ipc.messages import EngineOptions, TokenOut
+from tests.ports import free_port
+from tests.workers.vllm_engine.driven import Engine, job, options_of, started, workload_jobs
+from workers.ipc.messages import EngineOptions
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
@@ -23,14 +23,9 @@ def without_numa_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
 async def two_nodes(options: EngineOptions) -> tuple[Engine, Engine]:
     """The engine, and the process of the second node's rank, which starts first and waits."""
-    address = free_address()
+    address = f"127.0.0.1:{free_port()}"
     nodes = Engine(), Engine()
     for rank in (1, 0):
         fields = {"nodes": 2, "node_rank": rank, "master": address}
@@ -43,9 +38,7 @@ async def test_two_ranks_generate_the_same_tokens_as_vllm_alone(
     model: Path, alone: list[list[int]]
 ) -> None:
     """Afterwards a rank is killed in the middle of a stream: all processes of the engine end."""
-    engine = Engine()
-    await engine.start(options_of(model, **PAIR))
-    await engine.until_ready()
+    engine = await started(options_of(model, **PAIR))
     tokens = await engine.run(*workload_jobs())
     assert [tokens[f"w-{number}", 0] for number in range(len(alone))] == alone
 
@@ -53,7 +46,7 @@ async def test_two_ranks_generate_the_same_tokens_as_vllm_alone(
     ranks = [pid for pid in processes if "Worker_TP" in command_of(pid)]
     assert len(ranks) == 2
     engine.client.send([job("cut", max_tokens=1900, temperature=0.0)])
-    await engine.until(lambda: any(isinstance(m, TokenOut) for m in engine.received))
+    await engine.until_output()
     os.kill(ranks[1], signal.SIGKILL)
     await engine.client.end()
     assert await engine.client.stop() != 0

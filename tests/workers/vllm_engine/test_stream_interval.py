@@ -14,8 +14,14 @@ from gateway.grammars.compiled import Kind, compile_grammar
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, WorkerProcess
-from tests.workers.test_supervisor import caller
-from tests.workers.vllm_engine.driven import NUM_TOKENS, PROMPT, Engine, job, options_of
+from tests.workers.vllm_engine.driven import (
+    NUM_TOKENS,
+    PROMPT,
+    Engine,
+    job,
+    options_of,
+    running,
+)
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
@@ -26,8 +32,6 @@ from workers.ipc.messages import (
     TokenOut,
 )
 from workers.settings import VLLM_ENGINE
-
-__all__ = ["caller"]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
 
@@ -71,11 +75,8 @@ def scores(messages: list[FromEngine]) -> list[float]:
 
 @pytest.fixture
 async def coarse(model: Path, python: Path) -> AsyncIterator[Engine]:
-    engine = Engine()
-    await engine.start(options_of(model, stream_interval=str(_INTERVAL)), python)
-    await engine.until_ready()
-    yield engine
-    await engine.client.stop()
+    async with running(options_of(model, stream_interval=str(_INTERVAL)), python) as engine:
+        yield engine
 
 
 async def test_tokens_scores_and_ends_are_the_same(engine: Engine, coarse: Engine) -> None:
@@ -104,10 +105,10 @@ async def test_tokens_scores_and_ends_are_the_same(engine: Engine, coarse: Engin
 
     coarse.received.clear()
     coarse.client.send([job("stopped", max_tokens=1900)])
-    await coarse.until(lambda: any(isinstance(m, TokenOut) for m in coarse.received))
+    await coarse.until_output()
     coarse.client.send([StopJob("stopped", 1)])
     await coarse.run(job("canary", temperature=0.0))
-    assert {m.job_id for m in coarse.received if isinstance(m, TokenOut)} == {"canary"}
+    assert {m.job_id for m in coarse.of(TokenOut)} == {"canary"}
     first = next(i for i, m in enumerate(coarse.received) if isinstance(m, TokenOut))
     loads = [m for m in coarse.received[first:] if isinstance(m, EngineLoad)]
     assert {load.num_running for load in loads[:-1]} == {1}

@@ -1,7 +1,6 @@
 """What a folder says of its vectors, and what is refused with one sentence."""
 
 import json
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,13 @@ from contract.jobs import SamplingParams
 from infra.preconditions import UsageError, check_model
 from tests.tiny_encoders import save_base, save_classifier, save_embedder, save_tokenizer
 from tests.tiny_models import edit_json
-from workers.engine.interface import Chunk, ModelRefused, RowFailed, Vector
+from tests.workers.model.loading import FakeCard, load, refusal, use_card
+from workers.engine.interface import Chunk, RowFailed, Vector
 from workers.engine.sequence import Sequence
-from workers.ipc.messages import EngineOptions
-from workers.model.loader import LoadedModel, load_model
+from workers.model.loader import LoadedModel
 from workers.model.pooling.encoders import FlatEncoder, Text
 from workers.model.pooling.folder import read_folder
 from workers.model.pooling.runner import PoolingRunner
-
-
-def load(folder: Path, **options: Any) -> LoadedModel:
-    return load_model(
-        EngineOptions(model_path=str(folder), device="cpu", **options), lambda text: None
-    )
-
-
-def refusal(folder: Path, **options: Any) -> str:
-    with pytest.raises(ModelRefused) as caught:
-        load(folder, **options)
-    return str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -268,24 +255,7 @@ def test_options_for_generating_models_are_refused(saved: Path) -> None:
     assert "quantization" in refusal(saved, quantization="int8")
 
 
-class FakeCard:
-    """A GPU whose largest step takes so many bytes; None: more than it has."""
-
-    free_bytes = 2**40
-
-    def __init__(self, step_bytes: int | None) -> None:
-        self._step_bytes = step_bytes
-
-    def peak_bytes(self, compute: Callable[[], None]) -> int:
-        compute()
-        if self._step_bytes is None:
-            raise torch.OutOfMemoryError
-        return self._step_bytes
-
-
-def use_card(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("memory", "pooling.loading"):
-        monkeypatch.setattr(f"workers.model.{module}.card_of", lambda device: card)
+MODULES = ("memory", "pooling.loading")
 
 
 def test_weights_over_the_share_of_memory_are_refused(
@@ -311,11 +281,11 @@ def test_a_gpu_s_largest_step_counts_to_the_share_of_memory(
         return encode(encoder, texts)
 
     monkeypatch.setattr(FlatEncoder, "encode", noted)
-    use_card(FakeCard(1000), monkeypatch)
+    use_card(FakeCard(1000), monkeypatch, *MODULES)
     load(saved, memory_share=0.5, max_num_batched_tokens=900)
     assert [400, 400] in seen
 
-    use_card(FakeCard(2**50), monkeypatch)
+    use_card(FakeCard(2**50), monkeypatch, *MODULES)
     assert "for computing" in refusal(saved, memory_share=0.5)
 
 
@@ -323,7 +293,7 @@ def test_a_step_that_a_gpu_cannot_hold_is_refused(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rather than failing once such texts come."""
-    use_card(FakeCard(None), monkeypatch)
+    use_card(FakeCard(None), monkeypatch, *MODULES)
 
     assert "does not hold a step of 2 text(s) of 400 tokens" in refusal(saved)
 

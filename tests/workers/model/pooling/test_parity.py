@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import pipeline
 
 from tests.tiny_encoders import ENCODERS, save_classifier, save_embedder, save_reranker
-from workers.ipc.messages import EngineOptions
-from workers.model.loader import LoadedModel, load_model
+from tests.workers.model import loading
+from workers.model.loader import LoadedModel
 from workers.model.pooling.encoders import FlatEncoder, PaddedEncoder, Text
 from workers.model.pooling.folder import MODES
 from workers.model.pooling.runner import PoolingRunner
@@ -44,9 +44,7 @@ PAIRS = [
 
 
 def load(folder: Path, **options: Any) -> tuple[LoadedModel, PoolingRunner]:
-    loaded = load_model(
-        EngineOptions(model_path=str(folder), device="cpu", **options), lambda text: None
-    )
+    loaded = loading.load(folder, **options)
     assert isinstance(loaded.model, PoolingRunner)
     assert loaded.pooling is not None
     assert loaded.tokens_per_s > 0
