@@ -14,7 +14,7 @@ from infra.planning.costs import Costs
 from infra.planning.engine import CostedModel, VirtualClock
 from infra.planning.queue import VirtualQueue, done
 from infra.pool import PoolPolicy
-from workers.engine.report import StepReport
+from workers.engine.step_plan import StepReport
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, Ready, StopJob, ToEngine
 from workers.settings import WorkerSettings

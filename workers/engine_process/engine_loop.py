@@ -24,8 +24,8 @@ from contract.model_cards import Capabilities
 from workers import logs
 from workers.engine.interface import DEFAULT_STEP_TOKENS, Chunk, LoadedModel, ModelRefused
 from workers.engine.jobs import JobEngine
-from workers.engine.report import StepReport
 from workers.engine.sequence import RequestRefused
+from workers.engine.step_plan import StepReport
 from workers.engine_process.engine_setup import (
     build_engine,
     limits_of,

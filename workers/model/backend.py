@@ -11,10 +11,8 @@ from workers.engine.interface import ModelRefused
 from workers.model.attention.interface import AttentionBackend, LayerShape
 from workers.model.attention.packed import PackedAttention
 from workers.model.attention.varlen import fault_of
-from workers.model.linear import Layout
-from workers.model.matmul_choice import Processor, Products, figures_file, find_processor
-from workers.model.native.attention import NativeAttention
-from workers.model.native.kernels import DTYPES, Kernels
+from workers.model.matmul_choice import Layout, Processor, Products, figures_file, find_processor
+from workers.model.native.kernels import DTYPES, Kernels, NativeAttention
 from workers.model.native.library import CannotBuild, library_path, load_library
 
 log = logging.getLogger("batchway.engine")

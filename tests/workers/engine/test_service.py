@@ -6,8 +6,8 @@ import msgspec
 
 from tests.workers.engine.harness import MAX_MODEL_LEN, CallersCap, Harness, Sizes, job, oracle
 from workers.engine.admission_check import RecentLengths
-from workers.engine.report import StepReport
 from workers.engine.sequence import sequences_of
+from workers.engine.step_plan import StepReport
 from workers.ipc.messages import Request
 from workers.lanes import DEFAULT_LANES, Lane
 

@@ -1,7 +1,7 @@
 """Dynamic batching: the window, the number, and what buckets save."""
 
 from tests.workers.engine.harness import Harness, Sizes, job
-from workers.engine.report import StepReport
+from workers.engine.step_plan import StepReport
 from workers.engine.strategy import DynamicBatching
 
 

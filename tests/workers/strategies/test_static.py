@@ -1,7 +1,7 @@
 """Static batching: full batches, one after another, and what a rectangle wastes."""
 
 from tests.workers.engine.harness import Harness, Sizes, job
-from workers.engine.report import StepReport
+from workers.engine.step_plan import StepReport
 from workers.engine.strategy import StaticBatching
 
 

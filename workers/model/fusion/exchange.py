@@ -18,7 +18,6 @@ from workers.model.attention.interface import LayerShape
 from workers.model.fusion.blocks import (
     MergedAttention,
     MergedMLP,
-    NativeRMSNorm,
     head_norms,
     is_attention,
     is_gated_mlp,
@@ -27,7 +26,8 @@ from workers.model.fusion.blocks import (
     possible_weights,
 )
 from workers.model.kv_cache import KVCache
-from workers.model.linear import Layout, weight_of
+from workers.model.linear import NativeRMSNorm
+from workers.model.matmul_choice import Layout, weight_of
 from workers.model.native.kernels import Kernels
 from workers.model.quantization import QuantizedLinear
 
