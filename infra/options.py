@@ -405,7 +405,6 @@ def add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the model of a worker and its limits."""
     group = parser.add_argument_group("the model and its limits")
     add_options(group, MODEL)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
@@ -495,7 +494,6 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    """The model options, as arguments of a worker."""
     given = []
     for name in (*MODEL, "engine_module", "notice"):
         value = served_name(options) if name == "served_model_name" else getattr(options, name)

@@ -378,7 +378,6 @@ class Simulation:
         self._at(at_s, self._enter, worker, job, deadline_s)
 
     def _enter(self, worker: Worker, job: Held, deadline_s: float) -> None:
-        """The job comes to the engine."""
         if worker.holding.get(job.job.id, job.epoch) is not job or not worker.is_up:
             return
         worker.clock.now_s = self.now_s

@@ -64,7 +64,6 @@ class Held(HeldJob):
         return Choice(cast(Any, None), None)
 
     def count(self, finish_reason: FinishReason | None) -> None:
-        """Takes a token."""
         self.num_tokens += 1
         self._choices[0].token_ids = cast(Any, range(1, self.num_tokens + 1))
         self.finish(finish_reason)

@@ -104,7 +104,6 @@ def response_of(view: JobView, request: bytes, entries: Iterable[LogEntry]) -> O
 
 
 def choices_of(job: Job, entries: Iterable[LogEntry]) -> Output:
-    """Text and finish reason of each choice in a log."""
     texts: dict[int, list[str]] = {index: [] for index in range(job.num_choices)}
     reasons: dict[int, str | None] = dict.fromkeys(texts)
     for entry in entries:

@@ -221,7 +221,6 @@ class JobEngine(ABC):
         self._remove(list(self._jobs[job_id].sequences.values()))
 
     def _remove(self, sequences: Seq[Sequence]) -> None:
-        """Forgets sequences of one job."""
         job_id = sequences[0].job_id
         job = self._jobs[job_id]
         for sequence in sequences:

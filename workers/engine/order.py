@@ -210,7 +210,6 @@ class WaitingQueue:
         return self._queues.keys()
 
     def first_of(self, account: Account) -> Sequence:
-        """The first sequence of a queue."""
         return self._queues[account][0][1]
 
     def is_queued(self, sequence: Sequence) -> bool:
@@ -268,7 +267,6 @@ class WaitingQueue:
     def _merged(
         self, level: int, firsts: list[tuple[_Place, Sequence]]
     ) -> Iterator[tuple[Rank, Sequence]]:
-        """Merges the queues of a level."""
         heads = [self._ranked(level, place, sequence) for place, sequence in firsts]
         heapify(heads)
         while heads:

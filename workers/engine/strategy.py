@@ -61,8 +61,6 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """The strategy of each lane."""
-
     default: Strategy
     by_lane: Mapping[str, Strategy] = field(default_factory=lambda: MappingProxyType({}))
 
