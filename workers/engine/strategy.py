@@ -24,10 +24,6 @@ class Batch:
     sequences: dict[Sequence, None]
     num_rows: int  # sequences when it was admitted
 
-    @property
-    def share_left(self) -> float:
-        return len(self.sequences) / self.num_rows
-
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -105,7 +101,7 @@ class StaticBatching:
 
     def wake_s(self, waiting: Waiting) -> float | None:
         if not waiting.sequences or any(
-            batch.share_left > self.drain_share for batch in waiting.batches
+            len(batch.sequences) / batch.num_rows > self.drain_share for batch in waiting.batches
         ):
             return None
         return waiting.first_since_s(waiting.sequences) + self.max_wait_s
