@@ -38,8 +38,8 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import EOS_ID, VOCAB_SIZE, hash_tokenizer
 from workers.engine.interface import EngineLimits, Sample
 from workers.engine.jobs import JobEngine
-from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
+from workers.engine.step_plan import StepReport
 from workers.engine_process.engine_loop import main as run_engine
 from workers.ipc.messages import EngineOptions, Ready
 from workers.lanes import lanes_of

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import sys
 
 from contract.ab import ARMS, AbJob, AbRecord, merged, read_ab
 from contract.catalogue import Catalogue
@@ -18,10 +17,6 @@ from infra.tables import write
 EXIT_WORSE = 1
 EXIT_NO_VERDICT = 2
 WORKER_CANDIDATE_SHARE = 0.5
-
-
-class NoAb(Exception):
-    """There is no A/B to report on. The message is one sentence."""
 
 
 # --- options of `up` and `worker` -------------------------------------------------------------
@@ -134,12 +129,8 @@ def add_ab_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ab(options: argparse.Namespace, redis_url: str) -> int:
-    """Returns the exit status. Raises BrokerUnavailable, WireError."""
-    try:
-        model, record, jobs = asyncio.run(_read(options, redis_url))
-    except NoAb as exc:
-        print(f"batchway ab: {exc}", file=sys.stderr)
-        return EXIT_NO_VERDICT
+    """Returns the exit status. Raises UsageError, BrokerUnavailable, WireError."""
+    model, record, jobs = asyncio.run(_read(options, redis_url))
     ttft_ms, itl_ms = options.slo_ttft_ms, options.slo_itl_ms
     terms = Terms(
         margin=options.margin,
@@ -154,7 +145,7 @@ def run_ab(options: argparse.Namespace, redis_url: str) -> int:
 
 
 async def _read(options: argparse.Namespace, redis_url: str) -> tuple[str, AbRecord, list[AbJob]]:
-    """The model, its A/B, and the wanted jobs of both present versions. Raises NoAb."""
+    """The model, its A/B, and the wanted jobs of both present versions. Raises UsageError."""
     name = options.served_model_name
     async with OpenShards(redis_url, options.namespace) as shards:
         client, keys = shards.first.client, shards.first.keys
@@ -167,12 +158,14 @@ async def _read(options: argparse.Namespace, redis_url: str) -> tuple[str, AbRec
                 records[each] = merged(known)
         since_ms = await now_ms(client) - 1000 * options.last_s if options.last_s else 0
     if not records:
-        raise NoAb("no worker has run a candidate: start some with --candidate")
+        raise UsageError("no worker has run a candidate: start some with --candidate")
     if len(records) > 1:
-        raise NoAb(f"several models have one: give --served-model-name of {', '.join(records)}")
+        raise UsageError(
+            f"several models have one: give --served-model-name of {', '.join(records)}"
+        )
     [(model, record)] = records.items()
     if len(set(record.versions.values())) < len(ARMS):
-        raise NoAb("both versions are the same configuration")
+        raise UsageError("both versions are the same configuration")
     jobs = [
         job
         for job in record.jobs

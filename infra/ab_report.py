@@ -212,7 +212,6 @@ _TITLES = {
 
 
 def report_text(found: Mapping[str, Any]) -> str:
-    """Tables of counts and metrics, warnings and the verdict."""
     parts = [_count_table(found["arms"])]
     if found["metrics"]:
         rows: list[Sequence[str]] = [("95 % intervals", *ARMS, "candidate ÷ control", "")]

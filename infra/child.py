@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NoReturn, TextIO
 
 _COLOURS = (36, 33, 35, 32, 34)  # cyan, yellow, magenta, green, blue
@@ -54,23 +55,18 @@ _READ_BYTES = 2**16
 _OUTPUT_GRACE_S = 1.0  # for the last output of a child that has ended
 
 
+@dataclass(eq=False)
 class Child:
     """A process in its own session, so that a terminal's Ctrl-C does not reach it."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        console: Console,
-        *,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        self.name = name
-        self._command = command
-        self._environ = environ
-        self._console = console
-        self._pass_fds = pass_fds
+    name: str
+    _command: Sequence[str]
+    _environ: Mapping[str, str]
+    _console: Console
+    _: KW_ONLY
+    pass_fds: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: asyncio.Task[None] | None = None
         self.last_line = ""  # of its output
@@ -95,7 +91,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=write_fd,
                 stderr=write_fd,
-                pass_fds=self._pass_fds,
+                pass_fds=self.pass_fds,
                 start_new_session=True,
             )
         except BaseException:

@@ -9,29 +9,21 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from contract.errors import BrokerUnavailable, CommandDenied, WireError
+from contract.errors import BrokerUnavailable, CommandDenied, JobRefused, WireError
 from infra import options as opts
-from infra.ab_command import candidate_arguments, candidate_share, check_candidate, run_ab
-from infra.callbacks_command import (
-    ALLOW_VARIABLE,
-    run_callbacks_command,
-)
-from infra.check_command import run_check
-from infra.drain_command import run_drain
+from infra.ab_command import candidate_arguments, candidate_share, check_candidate
+from infra.callbacks_command import ALLOW_VARIABLE
+from infra.commands import COMMANDS
 from infra.engine_choice import choose_engine, engine_python
 from infra.fleet import fleet_of, share_memory, share_threads, worker_arguments, worker_names
-from infra.jobs_command import run_jobs
-from infra.keys_command import keys_exist, run_keys
-from infra.lanes_command import run_lanes
+from infra.keys_command import keys_exist
 from infra.log_repeats import Repeats
-from infra.measure.options import run_command
 from infra.parser import build_parser
-from infra.plan_command import run_plan
 from infra.preconditions import (
+    Failed,
     UsageError,
     check_directory,
     check_extra,
@@ -42,11 +34,7 @@ from infra.preconditions import (
     known_redis,
     operators_redis,
 )
-from infra.profile_command import run_profile
-from infra.record_command import run_record
-from infra.redis_roles import run_redis_roles
-from infra.simulate_command import run_simulate
-from infra.top_command import run_top
+from workers.engine.interface import ModelRefused
 
 if TYPE_CHECKING:
     from gateway.settings import GatewaySettings
@@ -67,19 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         handlers=[handler],
     )
     logging.getLogger("uvicorn").setLevel("WARNING")  # its startup messages repeat ours
-    commands = {"up": _up, "gateway": _gateway, "worker": _worker}
-    commands |= {"callbacks": _callbacks, "keys": _keys, "bench": _bench}
-    commands |= {"redis-roles": run_redis_roles, "top": run_top, "profile": run_profile}
-    commands |= {"compare": _compare, "cascade": _cascade, "plan": run_plan}
-    commands |= {"simulate": run_simulate, "record": partial(_with_redis, run_record)}
-    commands |= {"jobs": partial(_with_redis, run_jobs), "drain": partial(_with_redis, run_drain)}
-    commands |= {"lanes": partial(_with_redis, run_lanes)}
-    commands |= {"ab": partial(_with_redis, run_ab), "check": partial(_with_redis, run_check)}
+    serving = {"up": _up, "gateway": _gateway, "worker": _worker, "callbacks": _callbacks}
     try:
-        return commands[options.command](options)
+        return serving.get(options.command, _run)(options)
     except (UsageError, CommandDenied, WireError, argparse.ArgumentTypeError) as exc:
         print(f"batchway {options.command}: {exc}", file=sys.stderr)
         return EXIT_USAGE
+    except (Failed, JobRefused, ModelRefused) as exc:
+        print(f"batchway {options.command}: {exc}", file=sys.stderr)
+        return EXIT_FAILED
     except (OSError, UnicodeEncodeError) as exc:  # the place: its files, limits or locale
         print(f"batchway {options.command}: {exc}", file=sys.stderr)
         return EXIT_FAILED
@@ -102,6 +86,16 @@ def _leave_proxies_out() -> None:
     names."""
     others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     os.environ["no_proxy"] = ",".join(filter(None, [others, "localhost,127.0.0.1,::1"]))
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = COMMANDS[options.command]
+    if not command.needs_redis:
+        return command.run(options)
+    try:
+        return command.run(options, operators_redis(options))
+    except (BrokerUnavailable, ValueError) as exc:
+        raise UsageError(str(exc)) from exc
 
 
 # --- commands ---------------------------------------------------------------------------------
@@ -301,39 +295,4 @@ def _callbacks(options: argparse.Namespace) -> int:
     if options.callbacks is None:
         check_extra("callbacks")
         check_store(known_redis(options), options.namespace, options.object_store)
-    try:
-        return _with_redis(run_callbacks_command, options)
-    except ValueError as exc:
-        raise UsageError(str(exc)) from exc
-
-
-def _keys(options: argparse.Namespace) -> int:
-    try:
-        return run_keys(options, operators_redis(options))
-    except (BrokerUnavailable, ValueError) as exc:
-        raise UsageError(str(exc)) from exc
-
-
-def _bench(options: argparse.Namespace) -> int:
-    check_extra("bench" if options.bench == "serve" else "worker")
-    return run_command(options.bench, options)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    check_extra("worker")
-    if options.png is not None:
-        check_extra("bench")
-    return run_command("compare", options)
-
-
-def _cascade(options: argparse.Namespace) -> int:
-    check_extra("gateway")  # it reads models.yaml
-    check_extra("bench")
-    return run_command("cascade", options)
-
-
-def _with_redis(run: Callable[[argparse.Namespace, str], int], options: argparse.Namespace) -> int:
-    try:
-        return run(options, operators_redis(options))
-    except BrokerUnavailable as exc:
-        raise UsageError(str(exc)) from exc
+    return _run(options)

@@ -8,14 +8,10 @@ from contract.catalogue import Catalogue
 from contract.roster import Roster
 from contract.shards import OpenShards
 from infra import options as opts
+from infra.preconditions import Failed
 from infra.tables import write
 
-EXIT_UNKNOWN = 1
 _POLL_S = 0.5
-
-
-class WorkerUnknown(Exception):
-    """No such worker. The message is one sentence."""
 
 
 def add_drain_options(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +35,8 @@ def add_drain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_drain(options: argparse.Namespace, redis_url: str) -> int:
-    """Returns the exit status. Raises BrokerUnavailable."""
-    try:
-        asyncio.run(_run(options, redis_url))
-    except WorkerUnknown as exc:
-        print(f"batchway drain: {exc}", file=sys.stderr)
-        return EXIT_UNKNOWN
+    """Returns the exit status. Raises Failed, BrokerUnavailable."""
+    asyncio.run(_run(options, redis_url))
     return 0
 
 
@@ -67,7 +59,7 @@ async def _drain(shards: OpenShards, options: argparse.Namespace) -> dict[str, R
     found = {name: r for name in wanted for r in rosters if await r.worker(name) is not None}
     if missing := [name for name in wanted if name not in found]:
         names = ", ".join(there) or "none"
-        raise WorkerUnknown(
+        raise Failed(
             f"there is no worker {', '.join(missing)}; nothing was changed. Workers: {names}"
         )
     for name, roster in found.items():

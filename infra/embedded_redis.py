@@ -25,6 +25,7 @@ from urllib.parse import quote
 import redis
 
 from infra import reaper
+from infra.preconditions import Failed
 
 # The last message of a server whose file ends inside a write.
 ENDS_EARLY = "Unexpected end of file reading the append only file"
@@ -37,7 +38,7 @@ _LOCK_TIMEOUT_S = 5.0  # the previous owner's server may be about to end
 Fsync = Literal["everysec", "always"]
 
 
-class NoRedisServer(Exception):
+class NoRedisServer(Failed):
     """No server binary was found, or it did not start."""
 
 

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import msgspec
 
 from contract.catalogue import Catalogue
 from contract.connection import broker_errors
-from contract.errors import JobRefused
 from contract.function_types import JobView, Submitted
 from contract.functions import Functions
 from contract.job_lists import JobLists
@@ -33,7 +31,7 @@ from infra.operations_command import (
 )
 from infra.option_values import model_name
 from infra.options import Option
-from infra.preconditions import UsageError
+from infra.preconditions import Failed, UsageError
 from infra.tables import date, percentile, table, write
 
 JOB_ACTIONS = ("list", "show", "cancel", "replay", "delete")
@@ -50,23 +48,18 @@ _LIST_HEADING = (
 )
 
 
-class JobRefusal(Exception):
-    """The job does not exist or is not in a suitable state."""
-
-
 def add_tenant_option(parser: argparse.ArgumentParser) -> None:
     tenant = Option("the tenant whose jobs are meant", opts.NAME, DEFAULT_TENANT)
     opts.add_options(parser, {"tenant": tenant})
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
-    """Adds filters of the list."""
     add_filter_options(parser, tuple(PUBLIC_STATUSES))
     opts.add_options(parser, {"limit": Option("the most jobs to list", opts.COUNT, 20)})
 
 
 async def _run_on_job(options: argparse.Namespace, redis_url: str) -> None:
-    """Runs one action. Raises JobRefusal, BrokerUnavailable."""
+    """Runs one action. Raises Failed, BrokerUnavailable."""
     actions: dict[str, Callable[[Functions, argparse.Namespace], Awaitable[None]]]
     actions = {"show": _show_job, "cancel": _cancel, "delete": _delete}
     async with OpenShards(redis_url, options.namespace) as shards:
@@ -111,7 +104,7 @@ async def _cancel(functions: Functions, options: argparse.Namespace) -> None:
     if status is None:
         raise _unknown(options)
     if status is not JobStatus.CANCELLED:
-        raise JobRefusal(f"{options.job_id} has ended before: {public_status(status)}")
+        raise Failed(f"{options.job_id} has ended before: {public_status(status)}")
     _say(options, "cancelled")
 
 
@@ -120,7 +113,7 @@ async def _delete(functions: Functions, options: argparse.Namespace) -> None:
     if found is False:
         raise _unknown(options)
     if found is not True:
-        raise JobRefusal(f"{options.job_id} is {public_status(found)}: cancel it first")
+        raise Failed(f"{options.job_id} is {public_status(found)}: cancel it first")
     _say(options, "deleted")  # a worker deletes its objects
 
 
@@ -128,8 +121,8 @@ def _say(options: argparse.Namespace, what: str) -> None:
     write({"id": options.job_id, "status": what}, f"{options.job_id} is {what}", options.json)
 
 
-def _unknown(options: argparse.Namespace) -> JobRefusal:
-    return JobRefusal(f"the tenant {options.tenant!r} has no job {options.job_id!r}")
+def _unknown(options: argparse.Namespace) -> Failed:
+    return Failed(f"the tenant {options.tenant!r} has no job {options.job_id!r}")
 
 
 def _shown(view: JobView) -> dict[str, Any]:
@@ -172,7 +165,6 @@ def _job_row(view: JobView) -> tuple[str, ...]:
 
 
 ACTIONS = ("list", "show", "requeue")
-EXIT_REFUSED = 1
 # Shorter waits count as this, so that a small delay is no large relative error.
 _LEAST_WAIT_MS = 100
 _CALIBRATION_HEADING = ("lane", "jobs", "half within", "nine in ten within")
@@ -197,27 +189,27 @@ class Quarantine(Functions):
         return [await self._record(job_id, since_ms) for job_id, since_ms in found]
 
     async def find(self, job_id: str) -> dict[str, Any]:
-        """Returns a record. Raises JobRefusal if there is none: the id is wrong, or a thousand
+        """Returns a record. Raises Failed if there is none: the id is wrong, or a thousand
         later ones have replaced it."""
         with broker_errors(self._client, "ZSCORE"):
             since_ms = await self._client.zscore(self._keys.of("quarantine"), job_id)
         if since_ms is None:
-            raise JobRefusal(f"there is no {job_id!r} in the quarantine")
+            raise Failed(f"there is no {job_id!r} in the quarantine")
         return await self._record(job_id, int(since_ms))
 
     async def requeue(self, job_id: str, deadline_s: float | None = None) -> Submitted:
         """Submits the job again; `is_new` is False where it was requeued before.
 
-        The deadline's length stays the same unless `deadline_s` is given. Raises JobRefusal,
+        The deadline's length stays the same unless `deadline_s` is given. Raises Failed,
         JobRefused, BrokerFull, WireError.
         """
         await self.find(job_id)
         found = await replay_of(self._client, self._keys, job_id)
         if found is None:
-            raise JobRefusal(f"the record and prompt of {job_id} have expired: submit the job anew")
+            raise Failed(f"the record and prompt of {job_id} have expired: submit the job anew")
         job, terms = found
         if job.has_objects:
-            raise JobRefusal(
+            raise Failed(
                 f"the prompt of {job_id} is in an object store and expires: submit the job anew"
             )
         if deadline_s is not None:
@@ -269,17 +261,13 @@ def add_jobs_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_jobs(options: argparse.Namespace, redis_url: str) -> int:
-    """Runs one action; returns the exit status. Raises BrokerUnavailable."""
-    try:
-        if options.kind == "quarantine":
-            asyncio.run(_run(options, redis_url))
-        elif options.kind == "calibration":
-            _run_calibration(options, redis_url)
-        else:
-            asyncio.run(_run_on_job(options, redis_url))
-    except (JobRefused, JobRefusal) as exc:
-        print(f"batchway jobs: {exc}", file=sys.stderr)
-        return EXIT_REFUSED
+    """Runs one action; returns the exit status. Raises Failed, JobRefused, BrokerUnavailable."""
+    if options.kind == "quarantine":
+        asyncio.run(_run(options, redis_url))
+    elif options.kind == "calibration":
+        _run_calibration(options, redis_url)
+    else:
+        asyncio.run(_run_on_job(options, redis_url))
     return 0
 
 

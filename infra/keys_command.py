@@ -28,11 +28,11 @@ from contract.keys import Keys
 from infra import options as opts
 from infra.option_values import lanes, names_of, number
 from infra.options import Option, Value
+from infra.preconditions import Failed
 from infra.tables import date, table, write
 
 PEPPER_VARIABLE = "BATCHWAY_KEY_PEPPER"
 ACTIONS = ("create", "list", "revoke", "rotate")
-EXIT_UNKNOWN = 1
 _COLUMNS = ("prefix", "state", "tenant", "scopes", "lanes", "limits", "created", "expires")
 
 _NO_LIMIT = "no limit"
@@ -79,10 +79,6 @@ _TERMS = {
 }
 
 
-class KeyUnknown(Exception):
-    """No such key, or the action does not apply to it. The message is one sentence."""
-
-
 # --- options ----------------------------------------------------------------------------------
 
 
@@ -114,16 +110,12 @@ def _add_prefix(parser: argparse.ArgumentParser) -> None:
 
 
 def run_keys(options: argparse.Namespace, redis_url: str) -> int:
-    """Runs one action; returns the exit status. Raises BrokerUnavailable, ValueError."""
+    """Runs one action; returns the exit status. Raises Failed, BrokerUnavailable, ValueError."""
     raw = os.environ.get(PEPPER_VARIABLE, "")
     if raw and len(raw) < 16:
         raise ValueError(f"{PEPPER_VARIABLE} must have at least 16 characters")
-    pepper = Pepper(raw.encode()) if raw else None
-    try:
-        return asyncio.run(_run(options, redis_url, pepper))
-    except KeyUnknown as exc:
-        print(f"batchway keys: {exc}", file=sys.stderr)
-        return EXIT_UNKNOWN
+    asyncio.run(_run(options, redis_url, Pepper(raw.encode()) if raw else None))
+    return 0
 
 
 async def keys_exist(redis_url: str, namespace: str) -> bool:
@@ -133,13 +125,12 @@ async def keys_exist(redis_url: str, namespace: str) -> bool:
         return await ApiKeys(client, keys).exist()
 
 
-async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | None) -> int:
+async def _run(options: argparse.Namespace, redis_url: str, pepper: Pepper | None) -> None:
     actions: dict[str, Callable[[ApiKeys, argparse.Namespace], Awaitable[None]]]
     actions = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rotate}
     keys = Keys(options.namespace)
     async with connect(redis_url, keys) as client:
         await actions[options.action](ApiKeys(client, keys, pepper), options)
-    return 0
 
 
 async def _create(api_keys: ApiKeys, options: argparse.Namespace) -> None:
@@ -155,7 +146,7 @@ async def _list(api_keys: ApiKeys, options: argparse.Namespace) -> None:
 
 async def _revoke(api_keys: ApiKeys, options: argparse.Namespace) -> None:
     if not await api_keys.revoke(options.prefix):
-        raise KeyUnknown(f"there is no key {options.prefix!r}")
+        raise Failed(f"there is no key {options.prefix!r}")
     record = await api_keys.find(options.prefix)
     assert record is not None
     write({"key": _shown(record)}, f"{options.prefix} is revoked", options.json)
@@ -166,7 +157,7 @@ async def _rotate(api_keys: ApiKeys, options: argparse.Namespace) -> None:
         options.prefix, overlap_s=options.overlap_s, lifetime_s=_lifetime_s(options)
     )
     if made is None:
-        raise KeyUnknown(f"there is no active key {options.prefix!r}")
+        raise Failed(f"there is no active key {options.prefix!r}")
     print(f"{options.prefix} works for {options.overlap_s:g} s more at most", file=sys.stderr)
     await _show_new(api_keys, options, *made)
 

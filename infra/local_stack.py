@@ -281,7 +281,6 @@ class LocalStack:
     async def _report(
         self, redis_url: str, number: int, tell: Callable[[Starts], Awaitable[None]]
     ) -> None:
-        """Tells a partition."""
         keys = Keys(self._options.namespace, number)
         with contextlib.suppress(BatchwayError):
             async with connect(redis_url, keys, command_timeout_s=_ANNOUNCE_TIMEOUT_S) as client:

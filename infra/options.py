@@ -262,8 +262,7 @@ MODEL = {
         "lanes, strategies and limits", FILE, shown="batching.yaml beside the model"
     ),
     "attention": Option(
-        "auto: batchway's kernel on a CPU, FlashAttention for whole prompts on a GPU, torch's "
-        "elsewhere; torch: everywhere",
+        "auto: batchway's kernel on a CPU, torch's elsewhere; torch: everywhere",
         ("auto", "torch"),
         "auto",
     ),
@@ -405,7 +404,6 @@ def add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the model of a worker and its limits."""
     group = parser.add_argument_group("the model and its limits")
     add_options(group, MODEL)
     group.add_argument("--engine-module", default=None, help=argparse.SUPPRESS)  # for tests
@@ -495,7 +493,6 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    """The model options, as arguments of a worker."""
     given = []
     for name in (*MODEL, "engine_module", "notice"):
         value = served_name(options) if name == "served_model_name" else getattr(options, name)

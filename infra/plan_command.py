@@ -14,9 +14,9 @@ from contract.errors import BrokerUnavailable
 from infra import options as opts
 from infra.option_values import integer, number
 from infra.planning.devices import DEVICES, ENGINES, ITEM_BYTES
+from infra.preconditions import Failed
 from infra.record_command import record
 from infra.tables import table, write
-from workers.engine.interface import ModelRefused
 
 _HEADING = ("callers", "tokens/s", "first token", "p99", "between tokens", "answer")
 _MS = opts.Value(number(may_be_zero=False), "MS")
@@ -85,23 +85,19 @@ def run_plan(options: argparse.Namespace) -> int:
     # Imported by name: the command line itself must not load torch.
     planning: Any = importlib.import_module("infra.planning.plan")
     shapes: Any = importlib.import_module("infra.planning.shapes")
-    try:
-        shape = shapes.read_shape(options.model)
-        server = planning.server_of(
-            shape,
-            options.device,
-            options.engine,
-            options.precision or shape.precision,
-            options.memory_share,
-        )
-        goal = planning.Goal(
-            options.ttft and options.ttft / 1000, options.itl and options.itl / 1000, options.rate
-        )
-        work = planning.Workload(options.isl, options.osl)
-        plan = planning.make_plan(server, work, goal, options.at, _say)
-    except (ModelRefused, planning.NothingFits) as exc:
-        print(f"batchway plan: {exc}", file=sys.stderr)
-        return 1
+    shape = shapes.read_shape(options.model)
+    server = planning.server_of(
+        shape,
+        options.device,
+        options.engine,
+        options.precision or shape.precision,
+        options.memory_share,
+    )
+    goal = planning.Goal(
+        options.ttft and options.ttft / 1000, options.itl and options.itl / 1000, options.rate
+    )
+    work = planning.Workload(options.isl, options.osl)
+    plan = planning.make_plan(server, work, goal, options.at, _say)
     if options.explain:
         return _explain(options, plan)
     file = planning.batching_yaml(plan)
@@ -192,9 +188,8 @@ def _run_calibration(options: argparse.Namespace) -> int:
                 record(options.calibrate, options.namespace, path, options.seconds)
             fleet, jobs = traces.read_recording(path)
         found = calibration.calibrate(fleet, jobs, messages.EngineOptions(model_path=""), _say)
-    except (traces.BadWorkload, BrokerUnavailable) as exc:
-        print(f"batchway plan: {exc}", file=sys.stderr)
-        return 1
+    except BrokerUnavailable as exc:
+        raise Failed(str(exc)) from exc
     if options.costs is not None:
         found.costs.write(Path(options.costs))
     rows = [("", "recorded", "simulated", "error")]
@@ -241,16 +236,11 @@ def _explain(options: argparse.Namespace, plan: Any) -> int:
     traces: Any = importlib.import_module("infra.planning.traces")
     fleets: Any = importlib.import_module("infra.planning.fleets")
     messages: Any = importlib.import_module("workers.ipc.messages")
-    try:
-        if options.trace is not None:
-            arrivals = list(itertools.islice(traces.read_arrivals(options.trace), _MOST_EXPLAINED))
-        else:
-            rate = options.rate or plan.batch / plan.strategies["continuous"].e2e_s
-            drawn = traces.drawn(400, rate, options.isl, options.osl, 0.5, 1)
-            arrivals = list(drawn)
-    except traces.BadWorkload as exc:
-        print(f"batchway plan: {exc}", file=sys.stderr)
-        return 1
+    if options.trace is not None:
+        arrivals = list(itertools.islice(traces.read_arrivals(options.trace), _MOST_EXPLAINED))
+    else:
+        rate = options.rate or plan.batch / plan.strategies["continuous"].e2e_s
+        arrivals = list(traces.drawn(400, rate, options.isl, options.osl, 0.5, 1))
     traits = advice.traits_of(arrivals, plan.curve[0].e2e_s, plan.goal)
     found = advice.advise(traits)
     sized = messages.EngineOptions(model_path="", max_num_seqs=plan.batch)

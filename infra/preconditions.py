@@ -74,6 +74,10 @@ class UsageError(Exception):
     """Options that cannot work. The message is one sentence."""
 
 
+class Failed(Exception):
+    """What was asked for cannot be done. The message is one sentence."""
+
+
 def check_extra(extra: str) -> None:
     """Raises UsageError if the modules of an extra are not installed."""
     needs = dict.fromkeys(_NEEDS[extra])

@@ -15,7 +15,6 @@ from infra.option_values import integer, number
 from infra.plan_command import DEVICE
 from infra.preconditions import check_extra
 from infra.tables import progress_line, table, write
-from workers.engine.interface import ModelRefused
 
 _FAULT = re.compile(r"(\d+(?:\.\d+)?):(kill|engine|spot|roll|pause:(\d+(?:\.\d+)?))")
 _DRAWN = 1000  # requests, unless --requests says another number
@@ -115,29 +114,21 @@ def run_simulate(options: argparse.Namespace) -> int:
     traces: Any = importlib.import_module("infra.planning.traces")
     outcomes: Any = importlib.import_module("infra.planning.outcome")
     embedded: Any = importlib.import_module("infra.embedded_redis")
-    try:
-        fleet = fleets.fleet_of(options)
-        arrivals: Iterable[Any] = _arrivals(options, traces)
-        goal = outcomes.Goal(
-            options.ttft and options.ttft / 1000, options.itl and options.itl / 1000
+    fleet = fleets.fleet_of(options)
+    arrivals: Iterable[Any] = _arrivals(options, traces)
+    goal = outcomes.Goal(options.ttft and options.ttft / 1000, options.itl and options.itl / 1000)
+    faults = [simulation.Fault(*each) for each in options.fault]
+    started_s = time.monotonic()
+    with embedded.EmbeddedRedis() as server:
+        run = simulation.Simulation(
+            fleet,
+            server.url,
+            outcomes.Outcome(goal),
+            seed=options.seed,
+            retries=options.retries,
         )
-        faults = [simulation.Fault(*each) for each in options.fault]
-        started_s = time.monotonic()
-        with embedded.EmbeddedRedis() as server:
-            run = simulation.Simulation(
-                fleet,
-                server.url,
-                outcomes.Outcome(goal),
-                seed=options.seed,
-                retries=options.retries,
-            )
-            found = run.run(arrivals, faults, _shown(options))
-        took_s = time.monotonic() - started_s
-    except (
-        ModelRefused, fleets.ConfigurationError, traces.BadWorkload, embedded.NoRedisServer
-    ) as exc:  # fmt: skip
-        print(f"batchway simulate: {exc}", file=sys.stderr)
-        return 1
+        found = run.run(arrivals, faults, _shown(options))
+    took_s = time.monotonic() - started_s
     result = found.as_dict(options.price)
     result["errors"] = fleets.errors_of(fleet)
     text = "\n\n".join([_text(result), _band(result["errors"])])

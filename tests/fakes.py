@@ -23,8 +23,8 @@ from contract.output_formats import ToolFormat
 from workers.engine.grammar import Grammars
 from workers.engine.interface import Chunk, Drawn, Padding, PromptLogprobs, Row, RowFailed, Sample
 from workers.engine.masks import StepMasks
-from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
+from workers.engine.step_plan import StepReport
 from workers.vllm_engine.placing import HostOutput
 
 # Ids below 256 are the bytes.

@@ -232,7 +232,6 @@ def _strategy_name(value: Any) -> StrategyName:
 
 
 def _strategy(reader: _Reader, node: yaml.Node, path: str) -> StrategyOptions:
-    """Accepts a name, or a mapping with a name and parameters."""
     if isinstance(node, yaml.ScalarNode):
         return StrategyOptions(name=_strategy_name(reader.value(node)))
     values = reader.mapping(node, path, _STRATEGY)
@@ -244,7 +243,6 @@ def _strategy(reader: _Reader, node: yaml.Node, path: str) -> StrategyOptions:
 
 
 def _lanes(reader: _Reader, node: yaml.Node, path: str) -> tuple[LaneOptions, ...]:
-    """A mapping of names to lanes."""
     lanes = []
     for name, _, value_node in reader.items(node, path):
         values = reader.mapping(value_node, _join(path, name), _LANE)

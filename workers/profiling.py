@@ -27,7 +27,7 @@ from contract.jobs import SamplingParams
 from workers.engine.cost_model import Features, step_features
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk
-from workers.engine.report import StepReport
+from workers.engine.step_plan import StepReport
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, Request
 from workers.model.loader import load_model

@@ -208,7 +208,6 @@ CHECKS = (check_network, check_log_role, check_cache, check_concurrency, check_g
 
 
 def findings(one: Installation) -> Iterator[Finding]:
-    """Yields the checks' results."""
     sound = dict(one.parameters)
     for name, problem in faults(one.parameters):
         sound.pop(name, None)

@@ -21,6 +21,7 @@ from infra.options import (
     add_length_options,
     add_options,
 )
+from infra.preconditions import check_extra
 
 _OUT = Value(Path, "OUT")
 _MILLISECONDS = Value(number(may_be_zero=False), "MS")
@@ -146,8 +147,25 @@ _FIT = {
 }
 
 
-def run_command(name: str, options: argparse.Namespace) -> int:
-    """Runs a command of a module of this package."""
+def run_bench(options: argparse.Namespace) -> int:
+    check_extra("bench" if options.bench == "serve" else "worker")
+    return _run(options.bench, options)
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    check_extra("worker")
+    if options.png is not None:
+        check_extra("bench")
+    return _run("compare", options)
+
+
+def run_cascade(options: argparse.Namespace) -> int:
+    check_extra("gateway")  # it reads models.yaml
+    check_extra("bench")
+    return _run("cascade", options)
+
+
+def _run(name: str, options: argparse.Namespace) -> int:
     command = importlib.import_module(f"infra.measure.{name}")
     status: int = command.run(options)
     return status

@@ -231,7 +231,6 @@ def _explain(axes: Any) -> None:
 
 
 def _nines(threshold: float) -> float:
-    """Converts 0.9 to 1, 0.99 to 2."""
     return -math.log10(max(1 - threshold, 1e-6))
 
 

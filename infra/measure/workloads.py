@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from infra.preconditions import Failed
+
 ArrivalProcess = Literal["poisson", "gamma", "constant"]
 
 
@@ -39,7 +41,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(request.max_tokens for request in self.requests)
 
 
-class BadWorkload(ValueError):
+class BadWorkload(Failed, ValueError):
     """A workload or trace that cannot be run. The message is one sentence."""
 
 

@@ -104,7 +104,6 @@ def calibrate(
 
 
 def simulate(fleet: Fleet, arrivals: Iterable[Arrival], faults: Iterable[Fault] = ()) -> Outcome:
-    """Runs a simulation on a server of its own."""
     with EmbeddedRedis() as server:
         return Simulation(fleet, server.url, Outcome(answers=[])).run(arrivals, faults)
 
@@ -122,7 +121,6 @@ def as_arrivals(jobs: Seq[Recorded]) -> list[Arrival]:
 
 
 def outcome_of(jobs: Seq[Recorded]) -> Outcome:
-    """The figures of recorded jobs that have succeeded."""
     found, from_s = Outcome(answers=[], num_arrivals=len(jobs)), jobs[0].arrival_s
     for job in jobs:
         if job.state == "succeeded" and job.finished_s is not None:

@@ -14,7 +14,7 @@ from infra.planning.shapes import read_shape
 from infra.planning.worker import Fleet
 from infra.pool import PoolPolicy
 from workers import configuration
-from workers.configuration import ConfigurationError as ConfigurationError
+from workers.configuration import ConfigurationError
 from workers.ipc.messages import EngineOptions
 
 _WAIT_TARGETS_S = {"interactive": 5.0, "standard": 60.0, "batch": 900.0}
@@ -22,10 +22,13 @@ _BLOCK_SIZE = 16
 
 
 def fleet_of(options: argparse.Namespace) -> Fleet:
-    """Raises BadWorkload, ModelRefused, ConfigurationError."""
+    """Raises BadWorkload, ModelRefused."""
     engine = EngineOptions(model_path="", max_num_seqs=options.max_num_seqs)
     if options.batching is not None:
-        engine = configuration.load(options.batching).apply(engine)
+        try:
+            engine = configuration.load(options.batching).apply(engine)
+        except ConfigurationError as exc:
+            raise BadWorkload(str(exc)) from exc
     if options.costs is not None:
         costs = read_costs(options.costs)
         if engine.max_num_seqs is None:  # neither the option nor the file says another

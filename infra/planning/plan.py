@@ -10,6 +10,7 @@ from infra.planning.devices import DEVICES, ENGINES, EngineCard, Precision
 from infra.planning.engine import Point, Server, Workload, closed_loop, open_loop
 from infra.planning.outcome import Goal as Goal
 from infra.planning.shapes import ModelShape, Sizes
+from infra.preconditions import Failed
 from workers.ipc.messages import StrategyName, StrategyOptions
 
 PRESETS: Mapping[str, tuple[float, str]] = {
@@ -25,7 +26,7 @@ _SEED = 1
 _SPREAD = 0.5  # of outputs, where strategies are compared: equal ones hide what differs
 
 
-class NothingFits(Exception):
+class NothingFits(Failed):
     """The model, or what is asked of it, does not fit. The message says what binds."""
 
 

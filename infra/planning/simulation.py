@@ -32,8 +32,8 @@ from infra.planning.queue import VirtualQueue, done
 from infra.planning.traces import Arrival, prompt_of
 from infra.planning.worker import MODEL, Fleet, Held, Worker
 from infra.pool import PoolPolicy
-from workers.engine.report import StepReport
 from workers.engine.sequence import RequestRefused
+from workers.engine.step_plan import StepReport
 
 _EPOCH_S = 1_700_000_000
 _MAX_SWEEPS_PER_S = 10  # more find nothing
@@ -378,7 +378,6 @@ class Simulation:
         self._at(at_s, self._enter, worker, job, deadline_s)
 
     def _enter(self, worker: Worker, job: Held, deadline_s: float) -> None:
-        """The job comes to the engine."""
         if worker.holding.get(job.job.id, job.epoch) is not job or not worker.is_up:
             return
         worker.clock.now_s = self.now_s

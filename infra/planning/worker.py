@@ -14,7 +14,7 @@ from infra.planning.costs import Costs
 from infra.planning.engine import CostedModel, VirtualClock
 from infra.planning.queue import VirtualQueue, done
 from infra.pool import PoolPolicy
-from workers.engine.report import StepReport
+from workers.engine.step_plan import StepReport
 from workers.engine_process.engine_setup import build_engine
 from workers.ipc.messages import EngineOptions, Ready, StopJob, ToEngine
 from workers.settings import WorkerSettings
@@ -64,7 +64,6 @@ class Held(HeldJob):
         return Choice(cast(Any, None), None)
 
     def count(self, finish_reason: FinishReason | None) -> None:
-        """Takes a token."""
         self.num_tokens += 1
         self._choices[0].token_ids = cast(Any, range(1, self.num_tokens + 1))
         self.finish(finish_reason)

@@ -16,7 +16,8 @@ from contract.outbox import Outbox
 from contract.replays import replayed_id
 from contract.roster import Roster
 from infra.embedded_redis import EmbeddedRedis
-from infra.jobs_command import JobRefusal, Quarantine
+from infra.jobs_command import Quarantine
+from infra.preconditions import Failed
 from tests.contract.some_calls import append, claim, dead_letter, make_job, make_submission
 from tests.fakes import HashModelOptions
 from tests.fleet import Caller, fleet, until
@@ -59,9 +60,9 @@ async def test_deleted_jobs_cannot_be_run_again(
     await redis_client.delete(keys.of("job", poison.id))
     [record] = await quarantine.records()
     assert record.items() >= {"id": poison.id, **ABOUT, "can_run_again": False}.items()
-    with pytest.raises(JobRefusal, match="have expired"):
+    with pytest.raises(Failed, match="have expired"):
         await quarantine.requeue(poison.id)
-    with pytest.raises(JobRefusal):
+    with pytest.raises(Failed):
         await quarantine.requeue("job-0-" + "0" * 32)
 
 

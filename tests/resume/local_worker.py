@@ -15,7 +15,7 @@ from workers.engine.grammar import Grammars
 from workers.engine.interface import LoadedModel
 from workers.engine_process.engine_loop import EngineLoop
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.channel import Channel
+from workers.ipc.channel import Channel, decoder_from_engine, decoder_to_engine, encode_frame
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineOptions,
@@ -26,9 +26,6 @@ from workers.ipc.messages import (
     StopChoice,
     ToEngine,
     TokenOut,
-    decoder_from_engine,
-    decoder_to_engine,
-    encode_frame,
 )
 from workers.supervisor.held_job import HeldJob, OutputFormats
 

@@ -16,12 +16,18 @@ from contract.model_cards import Capabilities
 from tests.fakes import VOCAB_SIZE, HashModelOptions, encode_text, expected_output, hash_tokenizer
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from workers.engine_process.engine_loop import ExitCode
-from workers.ipc.channel import Channel, PeerGone
+from workers.ipc.channel import (
+    Channel,
+    FrameError,
+    PeerGone,
+    decoder_from_engine,
+    decoder_to_engine,
+    encode_frame,
+)
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
     EngineOptions,
-    FrameError,
     FromEngine,
     JobFailed,
     LoadFailed,
@@ -34,9 +40,6 @@ from workers.ipc.messages import (
     StrategyOptions,
     ToEngine,
     TokenOut,
-    decoder_from_engine,
-    decoder_to_engine,
-    encode_frame,
 )
 
 TIMEOUT_S = 30.0

@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -104,7 +104,6 @@ def response_of(view: JobView, request: bytes, entries: Iterable[LogEntry]) -> O
 
 
 def choices_of(job: Job, entries: Iterable[LogEntry]) -> Output:
-    """Text and finish reason of each choice in a log."""
     texts: dict[int, list[str]] = {index: [] for index in range(job.num_choices)}
     reasons: dict[int, str | None] = dict.fromkeys(texts)
     for entry in entries:
@@ -167,33 +166,19 @@ class CallbackSettings:
             raise ValueError(f"BATCHWAY_CALLBACK_KEY must have at least {MIN_KEY_CHARS} characters")
 
 
+@dataclass(eq=False)
 class Deliverer:
     """Makes attempts for the messages of a partition, many at a time, on one event loop."""
 
-    def __init__(
-        self,
-        settings: CallbackSettings,
-        outbox: Outbox,
-        functions: Functions,
-        catalogue: Catalogue,
-        webhooks: WebhookSender,
-        aws: AwsSender,
-        store: ObjectStore | None,
-        *,
-        random: Random,
-        clock: Callable[[], float] = time.time,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._settings = settings
-        self._outbox = outbox
-        self._functions = functions
-        self._catalogue = catalogue
-        self._webhooks = webhooks
-        self._aws = aws
-        self._store = store
-        self._random = random
-        self._clock = clock
-        self._tracing = tracing or Tracing(SERVICE)
+    _settings: CallbackSettings
+    _outbox: Outbox
+    _functions: Functions
+    _catalogue: Catalogue
+    _webhooks: WebhookSender
+    _aws: AwsSender
+    _store: ObjectStore | None
+    _random: Random
+    _tracing: Tracing
 
     async def attempt(self, taken: Taken) -> None:
         """Makes one attempt and records its outcome. If sending the message raises, the attempt has
@@ -263,7 +248,7 @@ class Deliverer:
             body = await self._body(record, callback)
         except PayloadUnavailable:
             return Failed("the object store does not answer")
-        headers = signed_headers(record.message_id, int(self._clock()), body, secrets)
+        headers = signed_headers(record.message_id, int(time.time()), body, secrets)
         if callback.kind is CallbackKind.URL:
             headers |= {"traceparent": traceparent} if traceparent else {}
             return await self._webhooks.send(callback.target, body, headers)

@@ -143,8 +143,8 @@ class CallbackService:
             self._webhooks,
             self._aws,
             self._store,
-            random=random.Random(),
-            tracing=self._tracing,
+            random.Random(),
+            self._tracing,
         )
 
     async def _relay(self, outbox: Outbox) -> None:

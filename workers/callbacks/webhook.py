@@ -99,12 +99,10 @@ class WebhookSender:
         *,
         timeout_s: float,
         tls: ssl.SSLContext | None = None,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._allow = allow
         self._guard = guard
         self._timeout_s = timeout_s
-        self._now = now
         self._client = httpx.AsyncClient(
             verify=tls or ssl.create_default_context(),
             trust_env=False,  # no proxy: a proxy would resolve the name itself
@@ -175,7 +173,7 @@ class WebhookSender:
             return Delivered(note)
         if response.status_code == _GONE:
             return Refused(f"{note}: the receiver wants no more messages")
-        wanted = parse_retry_after(response.headers.get("retry-after"), self._now())
+        wanted = parse_retry_after(response.headers.get("retry-after"), datetime.now(UTC))
         return Failed(note, wanted)
 
 

@@ -216,23 +216,17 @@ class Entry:
     num_forked: int = 0  # tokens shared with the source
 
 
+@dataclass(eq=False)
 class AdmissionCheck:
     """Admits sequences within the limits, the high-water mark and the forecast of KV blocks."""
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        limits: EngineLimits,
-        lanes: Lanes,
-        lengths: RecentLengths,
-        running: Running,
-    ) -> None:
-        """`running` is the scheduler's object, which changes."""
-        self._blocks = blocks
-        self.limits = limits
-        self._lanes = lanes
-        self._lengths = lengths
-        self._running = running
+    _blocks: BlockManager
+    limits: EngineLimits
+    _lanes: Lanes
+    _lengths: RecentLengths
+    _running: Running  # the scheduler's, which changes
+
+    def __post_init__(self) -> None:
         self._forecast: KVForecast | None = None
         self._plan: StepPlan | None = None
 
@@ -287,7 +281,6 @@ class AdmissionCheck:
             self._forecast.drop(victim)
 
     def _look_at(self, plan: StepPlan) -> KVForecast:
-        """Returns the forecast as of this step."""
         if self._plan is not plan or self._forecast is None:
             self._plan, running = plan, self._running.sequences
             self._forecast = KVForecast(self._blocks, self._lengths, running)

@@ -146,7 +146,6 @@ class BlockManager:
         return list(self._blank_ids)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def num_growable(self, sequence: Sequence) -> int:
@@ -229,7 +228,6 @@ class BlockManager:
         return source.block_ids[num_full]
 
     def release(self, sequence: Sequence) -> None:
-        """Frees all blocks of the sequence."""
         if self.cache is not None:
             self.cache.end(sequence)
         for block_id in reversed(sequence.block_ids):

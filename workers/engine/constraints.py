@@ -10,8 +10,8 @@ from contract.jobs import FinishReason
 from workers.engine.grammar import GrammarFailed, Grammars, Mask, Matcher
 from workers.engine.interface import Chunk, Sample
 from workers.engine.masks import StepMasks
-from workers.engine.report import StepReport, choice_ended, token_out
 from workers.engine.sequence import RequestRefused, Sequence
+from workers.engine.step_plan import StepReport, choice_ended, token_out
 
 # How often a finished grammar or mask is looked for while the engine has nothing else to do.
 POLL_S = 0.002

@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 
 from contract.jobs import FinishReason
 from workers.engine.admission_check import RecentLengths
-from workers.engine.batches import Batches, num_tokens_of
 from workers.engine.block_manager import blocks_of
 from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
@@ -26,11 +25,10 @@ from workers.engine.interface import (
 )
 from workers.engine.jobs import JobEngine
 from workers.engine.masks import StepMasks
-from workers.engine.report import StepReport, marks_of, token_out
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
-from workers.engine.step_plan import StepPlan
-from workers.engine.strategy import Strategies, Strategy
+from workers.engine.step_plan import StepPlan, StepReport, marks_of, token_out
+from workers.engine.strategy import Batches, Strategies, Strategy, num_tokens_of
 from workers.ipc.messages import TokenOut, VectorOut
 from workers.lanes import DEFAULT_LANES, Lane
 

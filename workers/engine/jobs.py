@@ -10,9 +10,9 @@ from contract.errors import ErrorCode
 from workers.engine.constraints import Constraints
 from workers.engine.grammar import GrammarFailed
 from workers.engine.interface import Chunk, Deadlines, EngineLimits
-from workers.engine.report import StepReport, choice_ended
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, check_request, sequences_of
+from workers.engine.step_plan import StepReport, choice_ended
 from workers.engine.strategy import Strategies
 from workers.ipc.messages import ChoiceEnded, JobFailed, Request
 from workers.lanes import DEFAULT_LANES, Lane
@@ -221,7 +221,6 @@ class JobEngine(ABC):
         self._remove(list(self._jobs[job_id].sequences.values()))
 
     def _remove(self, sequences: Seq[Sequence]) -> None:
-        """Forgets sequences of one job."""
         job_id = sequences[0].job_id
         job = self._jobs[job_id]
         for sequence in sequences:

@@ -129,17 +129,18 @@ class Lanes:
         return {name: int(credit) for name, credit in self._credits.items() if credit >= 1.0}
 
 
+_OUTPUT_WEIGHT = 2.0  # the service of an output token, in tokens of a prompt
+
+
 class VirtualTokenCounters:
     """Fair service between the tenants of a lane: the tenant with the least service is first.
 
     Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. Two tenants that both
-    have work differ in service by at most 2 * max(input_weight * longest input, output_weight *
-    tokens of KV) in the paper; here by one step's budget more, as the order is made once a step.
+    have work differ in service by at most 2 * max(longest input, weight of an output token * tokens
+    of KV) in the paper; here by one step's budget more, as the order is made once a step.
     """
 
-    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
-        self._input_weight = input_weight
-        self._output_weight = output_weight
+    def __init__(self) -> None:
         self._lanes: dict[str, FairShares[str]] = {}
 
     def key(self, sequence: Sequence) -> float:
@@ -154,15 +155,14 @@ class VirtualTokenCounters:
     def charge(self, account: Account, num_in: int, num_out: int) -> None:
         """A step served the account; `num_in` prompt tokens were computed for the first time."""
         lane, tenant = account
-        service = self._input_weight * num_in + self._output_weight * num_out
-        self._lanes[lane].charge(tenant, service)
+        self._lanes[lane].charge(tenant, num_in + _OUTPUT_WEIGHT * num_out)
 
     def charge_streams(self, num_by_account: Mapping[Account, int]) -> None:
         """A step computed one token for each of so many streams of each account."""
-        lanes, weight = self._lanes, self._output_weight
+        lanes = self._lanes
         for (lane, tenant), num in num_by_account.items():  # without a call for each
             shares = lanes[lane]
-            shares.served[tenant] += weight * num / shares.weights[tenant]
+            shares.served[tenant] += _OUTPUT_WEIGHT * num / shares.weights[tenant]
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence has ended or was stopped."""
@@ -210,7 +210,6 @@ class WaitingQueue:
         return self._queues.keys()
 
     def first_of(self, account: Account) -> Sequence:
-        """The first sequence of a queue."""
         return self._queues[account][0][1]
 
     def is_queued(self, sequence: Sequence) -> bool:
@@ -268,7 +267,6 @@ class WaitingQueue:
     def _merged(
         self, level: int, firsts: list[tuple[_Place, Sequence]]
     ) -> Iterator[tuple[Rank, Sequence]]:
-        """Merges the queues of a level."""
         heads = [self._ranked(level, place, sequence) for place, sequence in firsts]
         heapify(heads)
         while heads:

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from enum import IntEnum
 
 import msgspec
@@ -24,8 +25,8 @@ from contract.model_cards import Capabilities
 from workers import logs
 from workers.engine.interface import DEFAULT_STEP_TOKENS, Chunk, LoadedModel, ModelRefused
 from workers.engine.jobs import JobEngine
-from workers.engine.report import StepReport
 from workers.engine.sequence import RequestRefused
+from workers.engine.step_plan import StepReport
 from workers.engine_process.engine_setup import (
     build_engine,
     limits_of,
@@ -70,20 +71,16 @@ Load = Callable[[EngineOptions, Callable[[str], None]], LoadedModel]
 Start = Callable[[EngineOptions, Callable[[str], None]], tuple[JobEngine, Ready, int]]
 
 
+@dataclass(eq=False)
 class EngineLoop:
     """Receives commands, runs a step, sends one frame; waits on the socket when idle."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        engine: JobEngine,
-        num_step_tokens: int = DEFAULT_STEP_TOKENS,
-        max_output_tokens: int | None = None,
-    ) -> None:
-        self._channel = channel
-        self._engine = engine
-        self._num_step_tokens = num_step_tokens
-        self._max_output_tokens = max_output_tokens
+    _channel: Channel
+    _engine: JobEngine
+    _num_step_tokens: int = DEFAULT_STEP_TOKENS
+    _max_output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
         self._computed: frozenset[str] = frozenset()  # jobs of the last step
 
     def run(self) -> None:

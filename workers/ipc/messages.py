@@ -1,11 +1,6 @@
-"""The messages between the supervisor and the engine process.
+"""The messages between the supervisor and the engine process; `channel` carries them."""
 
-One frame each way per step: a 4-byte little-endian length, then a msgpack list of messages.
-Only types and encoding; the two ends own their sockets.
-"""
-
-from collections.abc import Sequence as Seq
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -295,63 +290,3 @@ FromEngine = (
     | Marked
     | EngineLoad
 )
-
-# --- frames -----------------------------------------------------------------------------------
-
-MAX_FRAME_BYTES = 256 * 2**20
-NUM_HEADER_BYTES = 4
-
-M = TypeVar("M")
-_encoder = msgspec.msgpack.Encoder()
-
-
-class FrameError(Exception):
-    """The bytes are not a frame of this protocol; the connection cannot be used further."""
-
-
-def encode_frame(messages: Seq[ToEngine] | Seq[FromEngine]) -> bytes:
-    """One frame of the messages, header included."""
-    body = _encoder.encode(messages)
-    assert len(body) <= MAX_FRAME_BYTES, "a step's messages are never this large"
-    return len(body).to_bytes(NUM_HEADER_BYTES, "little") + body
-
-
-class FrameDecoder(Generic[M]):
-    """Decodes messages from bytes that may be split anywhere."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[list[M]]) -> None:
-        self._decoder = decoder
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes | bytearray | memoryview) -> list[M]:
-        """The messages of all frames that `data` completes, in order.
-
-        Raises FrameError for a length or a message that is not of this protocol.
-        """
-        buffer = self._buffer
-        buffer += data
-        messages: list[M] = []
-        start = 0
-        while (body := start + NUM_HEADER_BYTES) <= len(buffer):
-            num_bytes = int.from_bytes(buffer[start:body], "little")
-            if num_bytes > MAX_FRAME_BYTES:
-                raise FrameError(f"a frame of {num_bytes} bytes")
-            if body + num_bytes > len(buffer):
-                break
-            start = body + num_bytes
-            try:
-                messages += self._decoder.decode(bytes(buffer[body:start]))
-            except msgspec.MsgspecError as exc:
-                raise FrameError("a frame without messages of this protocol") from exc
-        del buffer[:start]
-        return messages
-
-
-def decoder_to_engine() -> FrameDecoder[ToEngine]:
-    """Decodes what an engine process receives."""
-    return FrameDecoder(msgspec.msgpack.Decoder(list[ToEngine]))
-
-
-def decoder_from_engine() -> FrameDecoder[FromEngine]:
-    """Decodes what a supervisor receives."""
-    return FrameDecoder(msgspec.msgpack.Decoder(list[FromEngine]))

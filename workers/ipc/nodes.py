@@ -24,7 +24,6 @@ _MAX_LINE = 64 * 1024
 
 
 def address_of(master: str) -> tuple[str, int]:
-    """Splits `HOST:PORT`."""
     host, _, port = master.rpartition(":")
     return host.strip("[]"), int(port)
 

@@ -68,7 +68,6 @@ def architecture_fault(capability: Capability, built_for: Sequence[str]) -> str 
 
 
 def capability_of(device: torch.device) -> Capability | None:
-    """None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 

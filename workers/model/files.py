@@ -14,8 +14,6 @@ _MAX_JSON_BYTES = 64 * 2**20
 
 
 class Files:
-    """The files of one model."""
-
     def __init__(self, model_path: str, revision: str) -> None:
         self.model_path = model_path
         self.revision = revision

@@ -107,7 +107,6 @@ class KVCache:
 
 
 def token_bytes(shapes: Iterable[LayerShape], dtype: torch.dtype) -> int:
-    """KV bytes of one token in all layers."""
     return sum(s.kv_heads * (s.k_dim + s.v_dim) for s in shapes) * dtype.itemsize
 
 

@@ -1,20 +1,34 @@
-"""Linear layers; several are merged if they have the same input.
-
-On a CPU the faster of our kernel and oneDNN's product is used. torch's defaults are slower: in
-float32 it does not use oneDNN, in bfloat16 it converts the weights at each call.
-"""
-
-import dataclasses
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+"""Linear layers, each by one product, and the norm before them; `matmul_choice` chooses."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.model.matmul_choice import Product, Products, Shape, multiply_packed, pack
 from workers.model.native.kernels import Kernels, Weight
-from workers.model.quantization import Norm, QuantizedLinear, QuantizedWeight
+from workers.model.quantization import Norm
+
+
+class NativeRMSNorm(nn.Module):
+    """x / rms(x) * weight, by our kernel."""
+
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight, self.eps, self._kernels = weight, eps, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x, self.weight, self.eps)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Converts weight (out, in) to oneDNN's layout for a few dozen rows."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 32)
+    return packed
+
+
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x (…, in) @ weight.T + bias -> (…, out)."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
 
 
 class PackedLinear(nn.Module):
@@ -97,82 +111,3 @@ class NativeGates(nn.Module):
 
 def _parts(norm: Norm | None) -> tuple[Tensor, float] | None:
     return None if norm is None else (norm.weight, norm.eps)
-
-
-Linear = NativeLinear | PackedLinear | PlainLinear | QuantizedLinear
-
-
-AnyLinear = nn.Linear | QuantizedLinear
-
-
-def are_linear(modules: Seq[object]) -> bool:
-    """Whether all are plain linear layers, or all are quantized ones."""
-    kinds = {type(module) for module in modules}
-    return kinds in ({nn.Linear}, {QuantizedLinear})
-
-
-def weight_of(linear: AnyLinear) -> Weight:
-    """The weight in its stored form."""
-    if isinstance(linear, QuantizedLinear):
-        return linear.quantized_weight
-    return linear.weight.detach()
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How weights are stored: for the fastest of `products`."""
-
-    products: Products
-    kernels: Kernels | None
-
-    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        shape = _shape(weight)
-        self.products.note(shape)
-        product = self.products.fastest(shape)
-        if product is Product.OWN and self.kernels is not None:
-            return NativeLinear(weight, bias, self.kernels)
-        if product is Product.ONEDNN and isinstance(weight, Tensor):
-            return PackedLinear(weight, bias)
-        if isinstance(weight, QuantizedWeight):
-            return QuantizedLinear(weight, bias)
-        return PlainLinear(weight, bias)
-
-    def merged(self, linears: Seq[AnyLinear]) -> Linear:
-        """One layer with the concatenated outputs; all are quantized or none is."""
-        weight = _side_by_side([weight_of(linear) for linear in linears])
-        if all(linear.bias is None for linear in linears):
-            return self.linear(weight, None)
-        biases: list[Tensor] = [
-            torch.zeros(linear.out_features, dtype=weight.dtype)
-            if linear.bias is None
-            else linear.bias
-            for linear in linears
-        ]
-        return self.linear(weight, torch.cat(biases))
-
-    def gates(self, gate: AnyLinear, up: AnyLinear) -> NativeGates | None:
-        """SiLU gates and values as one product, if ours is the fastest."""
-        if self.kernels is None or gate.bias is not None or up.bias is not None:
-            return None
-        first, second = weight_of(gate), weight_of(up)
-        both = dataclasses.replace(_shape(first), num_out=2 * first.shape[0])
-        if not self.kernels.can_multiply(first):
-            return None
-        if self.products.fastest(both) is not Product.OWN:
-            return None
-        self.products.note(both)
-        return NativeGates(first, second, self.kernels)
-
-
-def _shape(weight: Weight) -> Shape:
-    num_out, num_in = weight.shape
-    return Shape(num_in, num_out, weight.dtype, isinstance(weight, QuantizedWeight))
-
-
-def _side_by_side(weights: Seq[Weight]) -> Weight:
-    small = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if not small:
-        return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
-    assert len(small) == len(weights)
-    values = torch.cat([weight.values for weight in small])
-    return QuantizedWeight(values, torch.cat([weight.scales for weight in small]), small[0].dtype)

@@ -54,7 +54,6 @@ def _quota_of_version_1(folder: Path) -> tuple[int, int]:
 
 
 def free_cpu_bytes() -> int:
-    """The available bytes."""
     limit = _limit_bytes()
     machine = _meminfo_bytes("MemAvailable") or _all_bytes() // 2  # not Linux: half of it
     if limit is None:

@@ -1,9 +1,13 @@
-"""Times this machine's matrix products and chooses the fastest for each layer shape.
+"""Times this machine's matrix products, chooses the fastest for each layer shape, and makes layers
+with it; several are merged if they have the same input.
 
 It depends on processor, shape and number of threads, so it is measured when a model is loaded, on
-random weights, with the candidates in turn. Results are stored in a file and reused.
+random weights, with the candidates in turn. Results are stored in a file and reused. torch's
+defaults are slower than the candidates: in float32 it does not use oneDNN, in bfloat16 it converts
+the weights at each call.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -12,16 +16,26 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.engine.interface import ModelRefused
-from workers.model.native.kernels import DTYPES, PANEL, Kernels, Panels
+from workers.model.linear import (
+    NativeGates,
+    NativeLinear,
+    PackedLinear,
+    PlainLinear,
+    multiply_packed,
+    pack,
+)
+from workers.model.native.kernels import DTYPES, PANEL, Kernels, Panels, Weight
 from workers.model.native.library import Isa
+from workers.model.quantization import QuantizedLinear, QuantizedWeight
 
 ROWS = (1, 8, 32, 128)  # rows of x: one stream, a few, many, a chunk of a prompt
 _SHAPE_S = 0.12  # for all row counts of one shape
@@ -211,18 +225,6 @@ def _make_onednn(shape: Shape) -> _Multiply:
     return lambda x: multiply_packed(x, packed, None)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Converts weight (out, in) to oneDNN's layout for a few dozen rows."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 32)
-    return packed
-
-
-def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x (…, in) @ weight.T + bias -> (…, out)."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return out
-
-
 def onednn_takes(dtype: torch.dtype) -> bool:
     """Whether torch and the processor support the packed product for this type."""
     if not torch._C._has_mkldnn:
@@ -285,3 +287,82 @@ def _write(file: Path, timed: dict[str, dict[str, list[float]]]) -> None:
         partial.replace(file)
     except OSError:
         partial.unlink(missing_ok=True)
+
+
+Linear = NativeLinear | PackedLinear | PlainLinear | QuantizedLinear
+
+
+AnyLinear = nn.Linear | QuantizedLinear
+
+
+def are_linear(modules: Seq[object]) -> bool:
+    """Whether all are plain linear layers, or all are quantized ones."""
+    kinds = {type(module) for module in modules}
+    return kinds in ({nn.Linear}, {QuantizedLinear})
+
+
+def weight_of(linear: AnyLinear) -> Weight:
+    """The weight in its stored form."""
+    if isinstance(linear, QuantizedLinear):
+        return linear.quantized_weight
+    return linear.weight.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How weights are stored: for the fastest of `products`."""
+
+    products: Products
+    kernels: Kernels | None
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        shape = _shape(weight)
+        self.products.note(shape)
+        product = self.products.fastest(shape)
+        if product is Product.OWN and self.kernels is not None:
+            return NativeLinear(weight, bias, self.kernels)
+        if product is Product.ONEDNN and isinstance(weight, Tensor):
+            return PackedLinear(weight, bias)
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedLinear(weight, bias)
+        return PlainLinear(weight, bias)
+
+    def merged(self, linears: Seq[AnyLinear]) -> Linear:
+        """One layer with the concatenated outputs; all are quantized or none is."""
+        weight = _side_by_side([weight_of(linear) for linear in linears])
+        if all(linear.bias is None for linear in linears):
+            return self.linear(weight, None)
+        biases: list[Tensor] = [
+            torch.zeros(linear.out_features, dtype=weight.dtype)
+            if linear.bias is None
+            else linear.bias
+            for linear in linears
+        ]
+        return self.linear(weight, torch.cat(biases))
+
+    def gates(self, gate: AnyLinear, up: AnyLinear) -> NativeGates | None:
+        """SiLU gates and values as one product, if ours is the fastest."""
+        if self.kernels is None or gate.bias is not None or up.bias is not None:
+            return None
+        first, second = weight_of(gate), weight_of(up)
+        both = dataclasses.replace(_shape(first), num_out=2 * first.shape[0])
+        if not self.kernels.can_multiply(first):
+            return None
+        if self.products.fastest(both) is not Product.OWN:
+            return None
+        self.products.note(both)
+        return NativeGates(first, second, self.kernels)
+
+
+def _shape(weight: Weight) -> Shape:
+    num_out, num_in = weight.shape
+    return Shape(num_in, num_out, weight.dtype, isinstance(weight, QuantizedWeight))
+
+
+def _side_by_side(weights: Seq[Weight]) -> Weight:
+    small = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if not small:
+        return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    assert len(small) == len(weights)
+    values = torch.cat([weight.values for weight in small])
+    return QuantizedWeight(values, torch.cat([weight.scales for weight in small]), small[0].dtype)

@@ -33,8 +33,6 @@ _GIB = 2**30
 
 
 class Card:
-    """The memory of a CUDA device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any
 
@@ -52,31 +53,24 @@ class Batch:
     scored: tuple[range, ...]
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """A Hugging Face decoder with a paged KV cache."""
 
     shares_blocks = True
 
-    def __init__(
-        self,
-        decoder: nn.Module,
-        cache: KVCache,
-        backend: AttentionBackend,
-        *,
-        eos_token_ids: frozenset[int],
-        max_model_len: int,
-        device: torch.device,
-        kernels: Kernels | None = None,
-    ) -> None:
-        self.cache = cache
-        self.backend = backend
-        self._decoder = decoder
-        self.eos_token_ids = eos_token_ids
-        self.max_model_len = max_model_len
-        self._device = device
-        self.kernels = kernels
+    _decoder: nn.Module
+    cache: KVCache
+    backend: AttentionBackend
+    _: KW_ONLY
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    device: torch.device
+    kernels: Kernels | None = None
+
+    def __post_init__(self) -> None:
         # Otherwise the head computes all rows.
-        self._takes_index = "logits_to_keep" in inspect.signature(decoder.forward).parameters
+        self._takes_index = "logits_to_keep" in inspect.signature(self._decoder.forward).parameters
         self.stack: Stack | None = None  # replaces the decoder's forward
 
     @property
@@ -111,16 +105,16 @@ class ModelRunner:
     def padding_logits(self, padding: Seq[Padding]) -> Tensor:
         """The logits (num_tokens, vocab_size) of padding alone, used to measure a step."""
         batch = self._batch((), padding)
-        index = torch.arange(batch.input_ids.shape[1], device=self._device)
+        index = torch.arange(batch.input_ids.shape[1], device=self.device)
         return self._compute(dataclasses.replace(batch, logits_index=index))
 
     def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> Batch:
         self._copy_blocks(chunks)
         scratch_id = self.cache.scratch_block_id
-        return build_batch(chunks, self.block_size, self._device, padding, scratch_id)
+        return build_batch(chunks, self.block_size, self.device, padding, scratch_id)
 
     def _compute(self, batch: Batch) -> Tensor:
-        prepared = self.backend.prepare(batch.spans, self._device)
+        prepared = self.backend.prepare(batch.spans, self.device)
         step = PagedStep(self.cache, prepared, batch.slot_mapping, self.kernels)
         return self.forward(batch.input_ids, batch.position_ids, batch.logits_index, step)
 

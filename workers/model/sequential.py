@@ -12,7 +12,7 @@ inside a prompt gives other results, only single tokens continue; if that fails 
 import inspect
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,30 +50,23 @@ class _State:
     num_counted: int = 0
 
 
+@dataclass(eq=False)
 class SequentialRunner:
     """A Hugging Face decoder that computes each sequence alone. Implements the engine's Model."""
 
     shares_blocks = False
 
-    def __init__(
-        self,
-        decoder: nn.Module,
-        continues: Continues,
-        *,
-        num_blocks: int,
-        block_size: int,
-        eos_token_ids: frozenset[int],
-        max_model_len: int,
-        device: torch.device,
-    ) -> None:
-        self.continues = continues
-        self._decoder = decoder
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.eos_token_ids = eos_token_ids
-        self.max_model_len = max_model_len
-        self._device = device
-        self._argument_names = frozenset(inspect.signature(decoder.forward).parameters)
+    _decoder: nn.Module
+    continues: Continues
+    _: KW_ONLY
+    num_blocks: int
+    block_size: int
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._argument_names = frozenset(inspect.signature(self._decoder.forward).parameters)
         self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
 
     @property
@@ -125,10 +118,10 @@ class SequentialRunner:
     def _forward(self, token_ids: list[int], state: _State, end: int, rows: list[int]) -> Tensor:
         """Advances the state from `num_held` tokens to `end` -> (len(rows), vocab_size) logits."""
         start = state.num_held
-        index = torch.tensor([row - start for row in rows], dtype=torch.int64, device=self._device)
+        index = torch.tensor([row - start for row in rows], dtype=torch.int64, device=self.device)
         arguments = self._arguments(state, start, end, index)
         output = self._decoder(
-            input_ids=torch.tensor([token_ids[start:end]], device=self._device),
+            input_ids=torch.tensor([token_ids[start:end]], device=self.device),
             use_cache=self.continues is not Continues.NEVER,
             **arguments,
         )
@@ -141,7 +134,7 @@ class SequentialRunner:
     def _arguments(self, state: _State, start: int, end: int, index: Tensor) -> dict[str, Any]:
         """The family's arguments for the position and the wanted logits."""
         arguments: dict[str, Any] = {
-            "position_ids": torch.arange(start, end, device=self._device)[None],
+            "position_ids": torch.arange(start, end, device=self.device)[None],
             "logits_to_keep": index,
         }
         if state.cache is not None:

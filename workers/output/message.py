@@ -20,7 +20,6 @@ class ResponseDelta:
             self.add_call(call)
 
     def add_call(self, call: ToolCallDelta) -> None:
-        """Adds a call, or appends to the arguments of the last one."""
         if self.tool_calls and self.tool_calls[-1].index == call.index:
             last = self.tool_calls[-1]
             arguments = last.arguments + call.arguments
@@ -51,7 +50,6 @@ class Message:
         self._gap, self._reasoning_gap = gap, gap
 
     def end(self) -> None:
-        """Ends the output."""
         if not self._is_between:
             self._new.content += self._gap
 
@@ -79,7 +77,6 @@ class Message:
         self._reasoning_gap += text[len(rest) :]
 
     def call(self, name: str, arguments: str) -> None:
-        """Begins a call."""
         self._new.add_call(ToolCallDelta(self.num_calls, name, arguments))
         self.num_calls += 1
 

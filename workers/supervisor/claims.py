@@ -5,6 +5,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from contract.errors import BrokerUnavailable
 from contract.function_types import Claimed, LaneRoom
@@ -17,20 +18,16 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0  # between claims without a wake-up message, as messages may be lost
 
 
+@dataclass(eq=False)
 class Claims:
     """The claims of one worker. `clock_s` is that of the holding's times."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        broker: WorkerBroker,
-        holding: Holding,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = settings
-        self._broker = broker
-        self._holding = holding
-        self._clock_s = clock_s
+    _settings: WorkerSettings
+    _broker: WorkerBroker
+    _holding: Holding
+    _clock_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._checked_s = 0.0  # when room was last checked
         self._has_lost_reply = False
         self.read_terms()
@@ -53,7 +50,6 @@ class Claims:
         wake.clear()
 
     def rooms(self) -> dict[str, LaneRoom]:
-        """The room of each lane that has any."""
         self._checked_s = self._clock_s()
         return self._holding.rooms(self._terms, self._checked_s)
 

@@ -14,6 +14,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
@@ -55,26 +56,20 @@ class EngineRefused(Exception):
     """The model cannot be served, or its process keeps dying."""
 
 
+@dataclass(eq=False)
 class EngineKeeper:
     """Starts and restarts the engine. `tokenizer` is set once an engine has been ready."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        broker: WorkerBroker,
-        engine: EngineLink,
-        holding: Holding,
-        publisher: Publisher,
-        meter: Meter,
-    ) -> None:
-        self._settings = settings
-        self._broker = broker
-        self._engine = engine
-        self._holding = holding
-        self._publisher = publisher
-        self._meter = meter
-        self._progress = LoadProgress(settings.progress_path)
-        self._watchdog = Watchdog(settings.step_timeout_s, self._engine_has_work)
+    _settings: WorkerSettings
+    _broker: WorkerBroker
+    _engine: EngineLink
+    _holding: Holding
+    _publisher: Publisher
+    _meter: Meter
+
+    def __post_init__(self) -> None:
+        self._progress = LoadProgress(self._settings.progress_path)
+        self._watchdog = Watchdog(self._settings.step_timeout_s, self._engine_has_work)
         self._started_s = 0.0  # when the current engine was started
         self._frees_place = False  # whether the current step frees a place: claim when it ends
         self.tokenizer: Tokenizer | None = None
@@ -262,7 +257,6 @@ class Watchdog:
         self._num_silent = 0
 
     async def engine_hangs(self) -> None:
-        """Returns when the engine hangs."""
         while self._num_silent < _NUM_CHECKS:
             await asyncio.sleep(self._interval_s)
             self._num_silent = self._num_silent + 1 if self._has_work() else 0

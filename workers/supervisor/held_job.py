@@ -345,7 +345,6 @@ class HeldJob:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """The finish reasons of the choices that have ended."""
         return [str(c.finish_reason) for c in self._choices if c.finish_reason is not None]
 
     @property

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 
 from contract.connection import SWEEP_PAUSE_S
 from contract.consumer import MAX_CONTROL, keep_leases
@@ -29,29 +30,21 @@ _SWEEP_S = 1.0
 _MS = re.compile(r"-?[0-9]{1,16}", re.ASCII)
 
 
+@dataclass(eq=False)
 class LeaseKeeper:
     """The tasks by which this worker keeps, or drops, the leases of its jobs."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        broker: WorkerBroker,
-        engine: EngineLink,
-        holding: Holding,
-        publisher: Publisher,
-        meter: Meter,
-        drain: Drain,
-        on_drain_order: Callable[[], None],
-    ) -> None:
-        self._settings = settings
-        self._broker = broker
-        self._engine = engine
-        self._holding = holding
-        self._publisher = publisher
-        self._meter = meter
-        self._drain = drain
-        self._on_drain_order = on_drain_order
-        self._gpu_use = GpuUse(engine)
+    _settings: WorkerSettings
+    _broker: WorkerBroker
+    _engine: EngineLink
+    _holding: Holding
+    _publisher: Publisher
+    _meter: Meter
+    _drain: Drain
+    _on_drain_order: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._gpu_use = GpuUse(self._engine)
         self._is_published = False
         self._started_s: float | None = time.monotonic()  # None: its duration is reported
         self._control: asyncio.Queue[str] = asyncio.Queue(MAX_CONTROL)

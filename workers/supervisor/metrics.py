@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +50,8 @@ class _JobRecord:
 class JobSpans:
     """The spans of one worker; does nothing while tracing is off."""
 
-    def __init__(self, tracing: Tracing, now_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
-        self._now_ns = now_ns
         self._records: dict[tuple[str, int], _JobRecord] = {}
 
     def note_claim(self, job: HeldJob, *, is_first: bool) -> None:
@@ -60,7 +59,7 @@ class JobSpans:
         tracer, trace = self._tracing.tracer, job.job.trace
         if tracer is None or trace is None:
             return
-        now_ns = self._now_ns()
+        now_ns = time.time_ns()
         record = _JobRecord(job, now_ns, num_before=job.num_output_tokens)
         self._records[(job.job.id, job.epoch)] = record
         if is_first:
@@ -73,7 +72,7 @@ class JobSpans:
             ids = set(job_ids)
             for (job_id, _), record in self._records.items():
                 if job_id in ids and not record.computed_ns:
-                    record.computed_ns = self._now_ns()
+                    record.computed_ns = time.time_ns()
 
     def note_token(self, job: HeldJob) -> None:
         """Records a token; `note_step` for its step follows."""
@@ -84,7 +83,7 @@ class JobSpans:
         for record in self._records.values():
             if not record.computed_ns:
                 continue
-            now_ns = self._now_ns()
+            now_ns = time.time_ns()
             if not record.first_ns and load.num_step_tokens:
                 record.num_chunks += 1
                 if len(record.chunks_ns) < _MAX_CHUNKS:
@@ -103,7 +102,7 @@ class JobSpans:
         record = self._records.pop((job.job.id, job.epoch), None)
         if record is None or self._tracing.tracer is None or job.job.trace is None:
             return
-        _emit(self._tracing.tracer, record, how, self._now_ns())
+        _emit(self._tracing.tracer, record, how, time.time_ns())
 
 
 def _emit(tracer: "Tracer", record: _JobRecord, how: str, now_ns: int) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -26,22 +27,17 @@ _ATTEMPTS = 3
 _RETRY_S = 0.5
 
 
+@dataclass(eq=False)
 class PromptFetcher:
     """Calls `run` with each claim when its prompt is fetched."""
 
-    def __init__(
-        self,
-        store: ObjectStore | None,
-        broker: WorkerBroker,
-        holding: Holding,
-        publisher: Publisher,
-        run: Callable[[Claimed], Awaitable[None]],
-    ) -> None:
-        self._store = store
-        self._broker = broker
-        self._holding = holding
-        self._publisher = publisher
-        self._run = run
+    _store: ObjectStore | None
+    _broker: WorkerBroker
+    _holding: Holding
+    _publisher: Publisher
+    _run: Callable[[Claimed], Awaitable[None]]
+
+    def __post_init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 

@@ -18,8 +18,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from contract.errors import ErrorCode
 from workers.engine.grammar import Grammars
 from workers.engine.interface import Sample
-from workers.engine.report import StepReport
 from workers.engine.sequence import RequestRefused, Sequence
+from workers.engine.step_plan import StepReport
 from workers.lanes import DEFAULT_LANES, Lane
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 

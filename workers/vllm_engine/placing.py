@@ -15,10 +15,9 @@ from workers.engine.constraints import POLL_S, Constraints
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.interface import Chunk, EngineLimits, PromptLogprobs, Sample
 from workers.engine.jobs import JobEngine
-from workers.engine.report import StepReport
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import RequestRefused, Sequence
-from workers.engine.step_plan import UNLIMITED
+from workers.engine.step_plan import UNLIMITED, StepReport
 from workers.engine.strategy import Strategies
 from workers.lanes import DEFAULT_LANES, Lane
 

@@ -13,8 +13,8 @@ from tests.fakes import VOCAB_SIZE, HashModel, HashModelOptions, expected_output
 from workers.engine.admission_check import RecentLengths
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, EngineLimits
-from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
+from workers.engine.step_plan import StepReport
 from workers.engine.strategy import ContinuousBatching, Strategies, Strategy
 from workers.ipc.messages import Request
 from workers.lanes import DEFAULT_LANES, Lane

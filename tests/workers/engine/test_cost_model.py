@@ -10,8 +10,8 @@ from tests.workers.engine.harness import Harness, Sizes, job
 from workers.engine.cost_model import CostModel, chunk_features, step_features
 from workers.engine.engine import Engine
 from workers.engine.interface import Chunk, EngineLimits, Padding, Sample
-from workers.engine.report import StepReport
 from workers.engine.sequence import Sequence
+from workers.engine.step_plan import StepReport
 from workers.engine.strategy import ContinuousBatching
 from workers.ipc.messages import Request
 from workers.lanes import Lane

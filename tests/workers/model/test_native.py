@@ -14,8 +14,7 @@ from tests.workers.model.test_attention import BATCHES, BLOCK_SIZE, CPU, NUM_BLO
 from workers.model.attention.interface import AttentionFlags
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.native import library
-from workers.model.native.attention import NativeAttention
-from workers.model.native.kernels import Kernels
+from workers.model.native.kernels import Kernels, NativeAttention
 from workers.model.native.library import CannotBuild, Isa, load_library
 from workers.model.quantization import QuantizedWeight, rounded
 from workers.model.sampler import argmax

@@ -15,7 +15,7 @@ from tests.workers.model.driver import make_prompts, make_sequence, run_to_end
 from tests.workers.model.loading import load
 from tests.workers.model.parity import NUM_OUTPUT, Expected
 from tests.workers.model.processors import PROCESSORS
-from workers.model.fusion.blocks import NativeRMSNorm
+from workers.model.linear import NativeRMSNorm
 from workers.model.loader import ModelRefused
 from workers.model.matmul_choice import Processor, Product
 from workers.model.quantization import (

@@ -24,8 +24,8 @@ from tests.workers.engine.harness import (
     job,
 )
 from tests.workers.engine.test_state_machine import LANES, all_lanes
-from workers.engine.report import StepReport
 from workers.engine.sequence import RequestRefused, Sequence
+from workers.engine.step_plan import StepReport
 from workers.ipc.messages import Request, TokenOut
 from workers.lanes import DEFAULT_LANES, Lane
 from workers.vllm_engine.placing import HostOutput, PlacingEngine

@@ -14,7 +14,8 @@ from workers.model.attention.interface import (
     AttentionCall,
     AttentionFlags,
 )
-from workers.model.linear import Layout, NativeGates, are_linear, weight_of
+from workers.model.linear import NativeGates
+from workers.model.matmul_choice import Layout, are_linear, weight_of
 from workers.model.native.kernels import VECTOR, Kernels
 from workers.model.quantization import Norm
 
@@ -122,17 +123,6 @@ class MergedMLP(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         out: Tensor = self._act(gate) * up
         return out
-
-
-class NativeRMSNorm(nn.Module):
-    """x / rms(x) * weight, by our kernel."""
-
-    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
-        super().__init__()
-        self.weight, self.eps, self._kernels = weight, eps, kernels
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self.weight, self.eps)
 
 
 def norm_eps(norm: Any) -> float:

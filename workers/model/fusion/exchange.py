@@ -18,7 +18,6 @@ from workers.model.attention.interface import LayerShape
 from workers.model.fusion.blocks import (
     MergedAttention,
     MergedMLP,
-    NativeRMSNorm,
     head_norms,
     is_attention,
     is_gated_mlp,
@@ -27,7 +26,8 @@ from workers.model.fusion.blocks import (
     possible_weights,
 )
 from workers.model.kv_cache import KVCache
-from workers.model.linear import Layout, weight_of
+from workers.model.linear import NativeRMSNorm
+from workers.model.matmul_choice import Layout, weight_of
 from workers.model.native.kernels import Kernels
 from workers.model.quantization import QuantizedLinear
 
@@ -125,26 +125,18 @@ class Exchanged:
     refused: dict[str, list[str]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Exchange:
     """Replaces modules of one decoder by faster ones.
 
     Stores names, not modules, so that replaced weights are freed.
     """
 
-    def __init__(
-        self,
-        decoder: nn.Module,
-        shapes: Mapping[str, LayerShape],
-        cache: KVCache,
-        kernels: Kernels | None,
-        layout: Layout,
-    ) -> None:
-        """`shapes`: each attention layer's shape, by name."""
-        self._decoder = decoder
-        self._shapes = shapes
-        self._cache = cache
-        self._kernels = kernels
-        self._layout = layout
+    _decoder: nn.Module
+    _shapes: Mapping[str, LayerShape]  # of each attention layer, by name
+    _cache: KVCache
+    _kernels: Kernels | None
+    _layout: Layout
 
     def candidates(self) -> dict[str, str]:
         """Name and kind of each replaceable module, including nested ones."""

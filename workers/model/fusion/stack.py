@@ -15,11 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from workers.model.attention.interface import AttentionFlags
-from workers.model.fusion.blocks import MergedAttention, MergedMLP, NativeRMSNorm
+from workers.model.fusion.blocks import MergedAttention, MergedMLP
 from workers.model.kv_cache import KVCache
-from workers.model.linear import NativeGates, NativeLinear, PackedLinear, PlainLinear
-from workers.model.native.attention import PreparedNative
-from workers.model.native.kernels import Kernels, Panels
+from workers.model.linear import (
+    NativeGates,
+    NativeLinear,
+    NativeRMSNorm,
+    PackedLinear,
+    PlainLinear,
+)
+from workers.model.native.kernels import Kernels, Panels, PreparedNative
 from workers.model.quantization import QuantizedLinear
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -1,6 +1,6 @@
 // All layers of a decoder of the common shape, one after the other: norm, queries with keys and
 // values, rotate and store, attention, output, norm, gates, output. Nothing else runs in between, and
-// nothing is allocated. workers/model/native/layers.py has the same structs.
+// nothing is allocated. workers/model/fusion/stack.py has the same structs.
 #pragma once
 
 #include <algorithm>

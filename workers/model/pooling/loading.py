@@ -98,7 +98,6 @@ def load_runner(
 
 
 def default_step_tokens(device: torch.device) -> int:
-    """The token budget of a step."""
     return CPU_STEP_TOKENS if device.type == "cpu" else GPU_STEP_TOKENS
 
 
