@@ -262,7 +262,8 @@ MODEL = {
         "lanes, strategies and limits", FILE, shown="batching.yaml beside the model"
     ),
     "attention": Option(
-        "auto: batchway's kernel on a CPU, torch's elsewhere; torch: everywhere",
+        "auto: batchway's kernel on a CPU, FlashAttention for whole prompts on a GPU, torch's "
+        "elsewhere; torch: everywhere",
         ("auto", "torch"),
         "auto",
     ),

@@ -116,6 +116,7 @@ def _untouched_runner(
         loaded.device,
         progress,
         fused=loaded.options.fused,
+        shapes=shapes.values(),
         weight_bytes=num_weight_bytes(decoder, "cpu"),
         processor=loaded.processor,
     )

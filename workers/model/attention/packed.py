@@ -1,4 +1,5 @@
-"""Attention in torch with few calls: decoding rows together, prompts one by one through SDPA.
+"""Attention in torch with few calls: decoding rows together, prompts one by one through SDPA; whole
+prompts together by FlashAttention, where the GPU has it.
 
 The default without a kernel of our own. A row, even as padding, reads only slots of its own
 sequence, so other sequences' data (NaN included) cannot reach it.
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from workers.model.attention.interface import AttentionFlags, Span
 from workers.model.attention.reference import attend_dense, causal_mask
+from workers.model.attention.varlen import WholePrompts, takes, whole_prompts
 
 # Decoding rows are grouped by the power of two of their context, from this length on. Above it at
 # most half of a gather is padding; below it one group saves calls.
@@ -29,33 +31,48 @@ _SLICE_SCORES = 2**23
 class PackedAttention:
     """AttentionBackend for any device: padded groups of single tokens, SDPA per longer chunk."""
 
+    def __init__(self, *, flash: bool = False) -> None:
+        """`flash`: whole prompts by FlashAttention, in layers for which torch has it."""
+        self._flash = flash
+
     def prepare(self, spans: Seq[Span], device: torch.device) -> "_PreparedPacked":
-        return _PreparedPacked(_parts(spans, device))
+        return _PreparedPacked(spans, device, flash=self._flash)
 
 
 class _PreparedPacked:
-    def __init__(self, parts: "list[_Part]") -> None:
-        self._parts = parts
+    def __init__(self, spans: Seq[Span], device: torch.device, *, flash: bool) -> None:
+        self._spans = spans
+        self._device = device
+        self._flash = flash
+        self._parts: dict[bool, list[_Part]] = {}  # with FlashAttention and without
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:
-        if len(self._parts) == 1:
-            return self._parts[0].attend(query, keys, values, flags)
+        flash = self._flash and takes(query, keys, values, flags)
+        if flash not in self._parts:
+            self._parts[flash] = _parts(self._spans, self._device, flash=flash)
+        parts = self._parts[flash]
+        if len(parts) == 1:
+            return parts[0].attend(query, keys, values, flags)
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
-        for part in self._parts:
+        for part in parts:
             out[part.rows] = part.attend(query[part.rows], keys, values, flags)
         return out
 
 
-def _parts(spans: Seq[Span], device: torch.device) -> "list[_Part]":
+def _parts(spans: Seq[Span], device: torch.device, *, flash: bool) -> "list[_Part]":
     groups: dict[int, list[Span]] = {}
+    whole: list[Span] = []
     parts: list[_Part] = []
     for span in spans:
         if span.num_tokens == 1:
             key = max(len(span.slots) - 1, _SHORTEST_GROUP_TOKENS - 1).bit_length()
             groups.setdefault(key, []).append(span)
+        elif flash and span.start == 0:
+            whole.append(span)
         else:
             parts.append(_Prompt(span, device))
-    return parts + [_Group(group, device) for group in groups.values()]
+    parts += [_Group(group, device) for group in groups.values()]
+    return [*parts, whole_prompts(whole, device)] if whole else parts
 
 
 class _Group:
@@ -153,7 +170,7 @@ class _Prompt:
         return self._masks[key]
 
 
-_Part = _Group | _Prompt
+_Part = _Group | _Prompt | WholePrompts
 
 
 def _sdpa(
