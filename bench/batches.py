@@ -24,7 +24,7 @@ import httpx
 from bench.processes import Server, below, part_of, processor_s, running_batchway
 from bench.tables import markdown_table
 from contract.telemetry.metrics_reader import MetricsSamples
-from infra.measure.load import Caller, Load, run_load
+from infra.measure.load import Load, LoadClient, run_load
 from infra.measure.workloads import WorkloadRequest, arriving, draw_arrivals, log_uniform_workload
 from infra.tables import percentile, write
 
@@ -70,7 +70,7 @@ class Shape:
     turn_s: float
 
 
-class InteractiveCaller(Caller):
+class InteractiveCaller(LoadClient):
     """Calls in the lane `interactive`."""
 
     def request_of(self, request: WorkloadRequest) -> tuple[str, dict[str, Any]]:

@@ -33,7 +33,7 @@ from contract.functions import Functions
 from contract.jobs import Endpoint, Job, SamplingParams
 from contract.keys import Keys, new_job_id
 from contract.library import ensure_library
-from contract.pauses import Line, Pauses
+from contract.pauses import PauseLine, Pauses
 from infra.embedded_redis import EmbeddedRedis
 from tests.fakes import EOS_ID, VOCAB_SIZE, hash_tokenizer
 from workers.engine.interface import EngineLimits, Sample
@@ -41,14 +41,14 @@ from workers.engine.jobs import JobEngine
 from workers.engine.sequence import Sequence
 from workers.engine.step_plan import StepReport
 from workers.engine_process.engine_loop import main as run_engine
-from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.messages import EngineOptions, EngineReady
 from workers.lanes import lanes_of
 from workers.vllm_engine.placing import HostOutput, PlacingEngine
 
 STEP_S = 0.014
 NUM_PLACES = 256
 _CONTEXT, _BLOCK = 4096, 16
-_LINE = Line("m", "standard")
+_LINE = PauseLine("m", "standard")
 _SERVED = ("--engine-module=places", "--model=hash", "--served-model-name=m")
 
 
@@ -116,12 +116,14 @@ class TimedHost:
 
 def start_host(
     options: EngineOptions, progress: Callable[[str], None]
-) -> tuple[JobEngine, Ready, int]:
+) -> tuple[JobEngine, EngineReady, int]:
     limits = EngineLimits(TimedHost.num_step_tokens, NUM_PLACES, VOCAB_SIZE)
     size: Any = VOCAB_SIZE if "vocab_size" in signature(PlacingEngine).parameters else limits
     engine = PlacingEngine(TimedHost(), size, frozenset({EOS_ID}), lanes_of(options.lanes))
     num_blocks = TimedHost.num_kv_tokens // _BLOCK
-    ready = Ready(_CONTEXT, VOCAB_SIZE, (EOS_ID,), hash_tokenizer(), num_blocks, _BLOCK, NUM_PLACES)
+    ready = EngineReady(
+        _CONTEXT, VOCAB_SIZE, (EOS_ID,), hash_tokenizer(), num_blocks, _BLOCK, NUM_PLACES
+    )
     return engine, ready, limits.max_num_batched_tokens
 
 

@@ -57,7 +57,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     limits: TenantLimits = TenantLimits()  # that jobs submitted again must keep
 
 
-class Step(msgspec.Struct, frozen=True):
+class OperationProgress(msgspec.Struct, frozen=True):
     """Where an operation is after a step. `job_ids`: see operation_step.lua."""
 
     state: OperationState
@@ -118,10 +118,10 @@ class Operations(Partition):
         token: str,
         *,
         lease_s: float,
-        reported: Step | None = None,
+        reported: OperationProgress | None = None,
         max_looks: int = MAX_LOOKS,
         max_jobs: int = MAX_STEP_JOBS,
-    ) -> Step:
+    ) -> OperationProgress:
         """Works through the next jobs, and renews the lease; 0 s: gives it back. `reported`: the
         step whose jobs were handed out, with the counts after them. Raises LeaseLost."""
         r = reported
@@ -132,7 +132,9 @@ class Operations(Partition):
             raise LeaseLost(operation_id)
         _, state, matched, done, failed, ids, cursor = reply
         job_ids = tuple(raw_id.decode(errors="replace") for raw_id in ids)
-        return Step(OperationState(state.decode()), matched, done, failed, job_ids, cursor)
+        return OperationProgress(
+            OperationState(state.decode()), matched, done, failed, job_ids, cursor
+        )
 
     async def give_back(self, operation_id: str, token: str) -> None:
         """Ends the lease. Raises LeaseLost."""

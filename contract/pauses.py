@@ -14,7 +14,7 @@ PausedBy = Literal["operator", "tenant"]
 _ALL = "*"
 
 
-class Line(msgspec.Struct, frozen=True):
+class PauseLine(msgspec.Struct, frozen=True):
     """What a pause holds: the jobs of a model, a lane and a tenant; empty: of all."""
 
     model: str = ""
@@ -30,7 +30,7 @@ class Line(msgspec.Struct, frozen=True):
 class Pause(msgspec.Struct, frozen=True):
     """A pause, the time of its beginning by the Redis clock, and who may end it."""
 
-    line: Line
+    line: PauseLine
     since_ms: int
     by: PausedBy
 
@@ -47,7 +47,7 @@ class Pauses(Partition):
     """The pauses of one partition. Every call may be repeated, and raises BrokerUnavailable and
     CommandDenied."""
 
-    async def pause(self, line: Line, by: PausedBy) -> Pause:
+    async def pause(self, line: PauseLine, by: PausedBy) -> Pause:
         """Returns the pause, which may have begun before. Raises TooManyPauses."""
         reply = await self._call("pause", *line.words, by)
         if reply == [b"FULL"]:
@@ -55,7 +55,7 @@ class Pauses(Partition):
         _, since_ms, raw_by = reply
         return Pause(line, since_ms, _by(raw_by.decode()))
 
-    async def resume(self, line: Line, by: PausedBy) -> bool:
+    async def resume(self, line: PauseLine, by: PausedBy) -> bool:
         """Ends a pause; False where there is none. Raises PausedByOperator."""
         [verdict] = await self._call("resume", *line.words, by)
         if verdict == b"DENIED":
@@ -72,7 +72,7 @@ class Pauses(Partition):
 def _pause(field: bytes, value: bytes) -> Pause:
     words = ("" if word == _ALL else word for word in field.decode().split(" ", 2))
     since_ms, by = value.decode().split(" ")
-    return Pause(Line(*words), int(since_ms), _by(by))
+    return Pause(PauseLine(*words), int(since_ms), _by(by))
 
 
 def _by(word: str) -> PausedBy:

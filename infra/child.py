@@ -167,7 +167,7 @@ _JITTER = 0.2  # of such a pause: parts that ended together do not start togethe
 _HEALTHY_AFTER_S = 60.0
 
 
-class PartLost(Exception):
+class PartEnded(Exception):
     """A part has ended and will not be restarted. The message is one sentence."""
 
 
@@ -214,7 +214,7 @@ async def keep_running(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> NoReturn:
     """Starts a child and restarts it whenever it ends. `announce` gets, before each start, the
-    seconds until it. A part that is given up is told to `give_up`, or PartLost is raised."""
+    seconds until it. A part that is given up is told to `give_up`, or PartEnded is raised."""
     restarts = restarts or Restarts()
     await announce(0.0)
     while True:
@@ -225,7 +225,7 @@ async def keep_running(
         pause_s = restarts.next_pause_s(clock() - started_s)
         if status in _FINAL_STATUSES or pause_s is None:
             if give_up is None:
-                raise PartLost(_lost(child.name, status, how))
+                raise PartEnded(_lost(child.name, status, how))
             pause_s = restarts.next_try_s()
             await give_up(f"{how}: {child.last_line}" if child.last_line else how, pause_s)
         console.line("batchway", f"{child.name} ended with {how}; starts again in {pause_s:.3g} s")

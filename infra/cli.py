@@ -123,7 +123,7 @@ def _up(options: argparse.Namespace) -> int:
     shared = (f"--namespace={options.namespace}", f"--log-level={options.log_level}")
     drain = f"--drain-s={options.drain_s}"
 
-    from infra.child import PartLost
+    from infra.child import PartEnded
     from infra.local_stack import StackOptions, WorkerPlan, placed, run_up
 
     share_memory(entries)
@@ -144,7 +144,7 @@ def _up(options: argparse.Namespace) -> int:
     )
     try:
         placed(workers, settings.partitions or 1)
-    except PartLost as exc:
+    except PartEnded as exc:
         raise UsageError(str(exc)) from exc
     stack = StackOptions(
         redis_url=options.redis_url,

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 
-from contract.pauses import Line, Pause
+from contract.pauses import Pause, PauseLine
 from contract.shards import OpenShards
 from infra import options as opts
 from infra.option_values import model_name
@@ -41,8 +41,8 @@ async def _run(options: argparse.Namespace, redis_url: str) -> int:
     async with OpenShards(redis_url, options.namespace) as shards:
         if options.kind == "list":
             return _list(options, await shards.first.pauses.all())
-        line = Line(options.model or "", options.lane or "", options.tenant or "")
-        if line == Line():
+        line = PauseLine(options.model or "", options.lane or "", options.tenant or "")
+        if line == PauseLine():
             raise UsageError("give --lane, --tenant or --model")
         if options.kind == "pause":
             begun = await shards.each(lambda shard: shard.pauses.pause(line, "operator"))
@@ -65,7 +65,7 @@ def _list(options: argparse.Namespace, found: list[Pause]) -> int:
     return 0
 
 
-def _words(line: Line) -> str:
+def _words(line: PauseLine) -> str:
     return f"lane {line.lane or _ALL}, tenant {line.tenant or _ALL}, model {line.model or _ALL}"
 
 

@@ -25,7 +25,7 @@ from infra.child import (
     LIFELINE_VARIABLE,
     Child,
     Console,
-    PartLost,
+    PartEnded,
     Restarts,
     keep_running,
     lifeline,
@@ -84,7 +84,7 @@ def placed(plans: Sequence[WorkerPlan], num_partitions: int) -> list[int]:
         counts[plan.served_model_name] += 1
     for model, num in counts.items():
         if num < num_partitions:
-            raise PartLost(
+            raise PartEnded(
                 f"{num_partitions} partitions need as many workers of each model, but "
                 f"{model!r} has {num}: give it more workers, or start with fewer partitions"
             )
@@ -134,7 +134,7 @@ class LocalStack:
                     group.create_task(keep_running(worker, self._console, announce, others))
                 group.create_task(self._say_when_ready(url))
         except ExceptionGroup as group_of_errors:
-            lost = group_of_errors.subgroup((PartLost, OSError))
+            lost = group_of_errors.subgroup((PartEnded, OSError))
             if lost is None:
                 raise
             raise lost.exceptions[0] from None
@@ -169,7 +169,7 @@ class LocalStack:
             try:
                 await _in_thread(self._redis.start)
             except NoRedisServer as exc:
-                raise PartLost(str(exc)) from exc
+                raise PartEnded(str(exc)) from exc
         url = self._redis.url if self._redis is not None else self._options.redis_url
         assert url is not None
         await _load_library(url, Keys(self._options.namespace))
@@ -182,7 +182,7 @@ class LocalStack:
             async with connect(url, keys) as client:
                 number = await made_number(client, keys, self._options.num_partitions)
         except BatchwayError as exc:
-            raise PartLost(str(exc)) from exc
+            raise PartEnded(str(exc)) from exc
         return placed(self._options.workers, number)
 
     def _find_store(self) -> str:
@@ -215,7 +215,7 @@ class LocalStack:
                 await asyncio.sleep(_POLL_S)
             pause_s = restarts.next_pause_s(time.monotonic() - started_s)
             if pause_s is None:
-                raise PartLost("redis ended again and again: giving up")
+                raise PartEnded("redis ended again and again: giving up")
             self._console.line("batchway", f"redis ended; starts again in {pause_s:g} s")
             await asyncio.sleep(pause_s)
             try:
@@ -223,7 +223,7 @@ class LocalStack:
                 # A kill may lose the last second, and with it the library.
                 await _load_library(server.url, Keys(self._options.namespace))
             except NoRedisServer as exc:
-                raise PartLost(str(exc)) from exc
+                raise PartEnded(str(exc)) from exc
 
     # --- children -----------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ async def _load_library(url: str, keys: Keys) -> None:
             await check_fitness(client)
             await ensure_library(client)
     except (BrokerUnavailable, ValueError) as exc:
-        raise PartLost(f"no Redis to work with: {exc}") from exc
+        raise PartEnded(f"no Redis to work with: {exc}") from exc
 
 
 async def _in_thread(call: Callable[[], None]) -> None:
@@ -392,7 +392,7 @@ async def _serve(stack: LocalStack, signals: _Signals, console: Console) -> int:
     serving = asyncio.create_task(stack.serve())
     try:
         await _first(serving, signals.drain)
-    except PartLost as lost:
+    except PartEnded as lost:
         console.line("batchway", str(lost))
         return EXIT_FAILED
     console.line("batchway", "ending: running requests finish first; Ctrl-C again kills")

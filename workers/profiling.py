@@ -102,7 +102,7 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecoderShape:
     """A decoder's sizes. All experts of a mixture count, although a step uses only some."""
 
     weight_bytes: int  # read in a step: all but the embedding
@@ -119,7 +119,7 @@ class Demand(NamedTuple):
     flops: int
 
 
-def shape_of(runner: ModelRunner) -> Shape:
+def shape_of(runner: ModelRunner) -> DecoderShape:
     """A decoder's sizes. Raises AttributeError for a model that is not a transformers decoder."""
     decoder: Any = runner._decoder
     seen: set[int] = set()
@@ -133,7 +133,7 @@ def shape_of(runner: ModelRunner) -> Shape:
     config = decoder.config.get_text_config()
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    return Shape(
+    return DecoderShape(
         body_bytes + head_bytes,
         num_body,
         num_head,
@@ -142,7 +142,7 @@ def shape_of(runner: ModelRunner) -> Shape:
     )
 
 
-def demand_of(shape: Shape, chunks: Seq[Chunk]) -> Demand:
+def demand_of(shape: DecoderShape, chunks: Seq[Chunk]) -> Demand:
     """A step's demand: it reads the weights once and each sequence's KV once."""
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     num_rows = sum(chunk.samples for chunk in chunks)
@@ -178,7 +178,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ProfiledLoad:
     """The requests of the steps, and the numbers of steps of each class."""
 
     num_streams: int
@@ -202,7 +202,9 @@ class _Step(NamedTuple):
 class _Windows:
     """Produces steps of a class, with one engine for all."""
 
-    def __init__(self, engine: Engine, shape: Shape, vocab_size: int, load: Load) -> None:
+    def __init__(
+        self, engine: Engine, shape: DecoderShape, vocab_size: int, load: ProfiledLoad
+    ) -> None:
         self._engine = engine
         self._shape = shape
         self._vocab_size = vocab_size
@@ -329,7 +331,7 @@ class Profile:
     measured; `room`: what a worker with this model has room for."""
 
     machine: Machine
-    shape: Shape
+    shape: DecoderShape
     findings: tuple[ClassFinding, ...]
     advice: str
     steps: tuple[tuple[float, Features], ...]
@@ -347,7 +349,7 @@ class Profile:
         }
 
 
-def take_profile(options: EngineOptions, load: Load, trace_dir: Path | None) -> Profile:
+def take_profile(options: EngineOptions, load: ProfiledLoad, trace_dir: Path | None) -> Profile:
     """Takes the profile of a model. Raises ModelRefused, CannotProfile."""
     loaded = load_model(options, lambda text: print(text, file=sys.stderr))
     runner = loaded.model
@@ -384,7 +386,7 @@ def take_profile(options: EngineOptions, load: Load, trace_dir: Path | None) -> 
 
 
 def _find(
-    windows: _Windows, kind: str, machine: Machine, load: Load, trace_dir: Path | None
+    windows: _Windows, kind: str, machine: Machine, load: ProfiledLoad, trace_dir: Path | None
 ) -> tuple[ClassFinding, list[_Step]]:
     """Times a class without the profiler, then profiles some of its steps. Returns also the timed
     steps."""

@@ -18,7 +18,7 @@ import httpx
 
 from bench.gpu_check.record import Finding
 from bench.processes import Server, below, end_with_parent, kill_all, part_of, started
-from infra.measure.load import Caller, Load, LoadRun, Outcome, run_load
+from infra.measure.load import Load, LoadClient, LoadRun, Outcome, run_load
 from infra.measure.workloads import Workload, WorkloadRequest
 from infra.tables import percentile
 
@@ -79,7 +79,7 @@ def _send_part(server: Server, workload: Workload, limit_s: float) -> tuple[Load
     async def send() -> LoadRun:
         load = Load(workload, False, max_concurrency=len(workload.requests))
         async with asyncio.timeout(limit_s), server.client(limit_s + 60.0) as client:
-            return await run_load(Caller(client, MODEL), load)
+            return await run_load(LoadClient(client, MODEL), load)
 
     began_s = time.time()
     return asyncio.run(send()), began_s
@@ -124,7 +124,7 @@ async def _send_and_kill(server: Server, load: Load, killed_s: float, limit_s: f
         await asyncio.to_thread(_kill, server.pid)
 
     async with asyncio.timeout(limit_s), server.client(limit_s + 60.0) as client:
-        run, _ = await asyncio.gather(run_load(Caller(client, MODEL), load), kill())
+        run, _ = await asyncio.gather(run_load(LoadClient(client, MODEL), load), kill())
     return run
 
 

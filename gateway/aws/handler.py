@@ -43,7 +43,7 @@ load_ahead()
 _MARGIN_S = 2.0  # time to answer before Lambda stops the function
 _ANSWER_BYTES = 4 * 2**20  # Lambda takes 6 MB with what is around them, in base64
 
-_function: "Function | None" = None
+_function: "ExecutionEnvironment | None" = None
 
 
 def handler(event: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def handler(event: dict[str, Any], context: Any) -> dict[str, Any]:
     global _function
     if _function is None:
         give_back_memory()
-        _function = Function(load_settings())
+        _function = ExecutionEnvironment(load_settings())
     return _function(event, context)
 
 
-class Function:
+class ExecutionEnvironment:
     """One execution environment: the app and its event loop, kept between invocations."""
 
     def __init__(self, settings: GatewaySettings) -> None:

@@ -38,7 +38,7 @@ _PASSING = (404, 408, 429)
 _MAX_REASON = 1_000  # characters
 
 
-class Answer(msgspec.Struct, frozen=True):
+class JobAnswer(msgspec.Struct, frozen=True):
     """Of `POST /v1/jobs`."""
 
     status: int
@@ -145,7 +145,7 @@ class Intake:
             return False
         return True
 
-    async def _answers(self, event: Event, invocation_id: str) -> list[Answer]:
+    async def _answers(self, event: Event, invocation_id: str) -> list[JobAnswer]:
         try:
             jobs = await asyncio.to_thread(
                 requests_of,
@@ -161,7 +161,7 @@ class Intake:
             return [_refused(503, "event_unavailable", exc)]
         return await asyncio.gather(*(self._post(job) for job in jobs))
 
-    async def _post(self, request: JobRequest) -> Answer:
+    async def _post(self, request: JobRequest) -> JobAnswer:
         headers = {"host": "localhost", "content-type": "application/json"}
         if self._api_key is not None:
             headers["authorization"] = f"Bearer {self._api_key}"
@@ -179,11 +179,11 @@ class Intake:
         start, *parts = sent
         answered = {name.decode(): value.decode() for name, value in start["headers"]}
         body = b"".join(part.get("body", b"") for part in parts)
-        return Answer(start["status"], answered, json.loads(body))
+        return JobAnswer(start["status"], answered, json.loads(body))
 
 
-def _refused(status: int, code: str, exc: BatchwayError) -> Answer:
-    return Answer(status, {}, {"error": {"code": code, "message": str(exc)}})
+def _refused(status: int, code: str, exc: BatchwayError) -> JobAnswer:
+    return JobAnswer(status, {}, {"error": {"code": code, "message": str(exc)}})
 
 
 def _scope(headers: Mapping[str, str]) -> dict[str, Any]:

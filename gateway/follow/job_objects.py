@@ -23,7 +23,7 @@ from gateway.follow.answer_models import (
     Usage,
 )
 from gateway.follow.answers import usage
-from gateway.follow.members import Member
+from gateway.follow.members import TreeCall
 from gateway.http.errors import UnknownJob
 from gateway.http.sse import json_response
 from gateway.redis.known_models import WorkerWait
@@ -271,7 +271,7 @@ def _mark(mark: JobMark) -> MarkObject:
     )
 
 
-def member_object(job: Job, member: Member, prices: Mapping[str, float]) -> MemberObject:
+def member_object(job: Job, member: TreeCall, prices: Mapping[str, float]) -> MemberObject:
     """A call of `job`. `prices`: of a million output tokens, by model."""
     run, view = member.run, member.view
     calls = [member_object(job, each, prices) for each in member.calls]

@@ -15,13 +15,13 @@ MODELS_HEADER = "x-batchway-models"
 _NUM_READS = 32  # of a flow's records, at once
 
 
-class Member(msgspec.Struct, frozen=True):
+class TreeCall(msgspec.Struct, frozen=True):
     """A call in a tree. `view`: its record, None where it is no longer kept; `calls`: those of a
     flow."""
 
     run: MemberRun
     view: JobView | None = None
-    calls: tuple["Member", ...] = ()
+    calls: tuple["TreeCall", ...] = ()
 
 
 class KnownMembers:
@@ -49,15 +49,15 @@ def chosen_header(job: Job) -> dict[str, str]:
     return {MODELS_HEADER: job.model} if job.asked_model and job.flow is None else {}
 
 
-async def tree_of(broker: Broker, view: JobView) -> tuple[Member, ...]:
+async def tree_of(broker: Broker, view: JobView) -> tuple[TreeCall, ...]:
     """Returns the calls of a job with their records, and theirs; if a route has chosen its model,
     the job itself. Raises UnknownJob."""
     job = view.job
     if job.flow is None:
         num_tokens = view.num_prompt_tokens, view.num_output_tokens
         run = MemberRun(job.model, job.id, view.status if view.is_terminal else None, *num_tokens)
-        return (Member(run, view),) if job.asked_model else ()
-    found: list[Member] = []
+        return (TreeCall(run, view),) if job.asked_model else ()
+    found: list[TreeCall] = []
     runs = await _logged(broker, view)
     for first in range(0, len(runs), _NUM_READS):
         part = runs[first : first + _NUM_READS]
@@ -102,9 +102,9 @@ async def _logged(broker: Broker, view: JobView) -> list[MemberRun]:
     return known.runs
 
 
-async def _member(broker: Broker, tenant: str, run: MemberRun) -> Member:
+async def _member(broker: Broker, tenant: str, run: MemberRun) -> TreeCall:
     try:
         view, _ = await broker.read(run.job_id, tenant)
     except (UnknownJob, RecordUnreadable):
-        return Member(run)
-    return Member(run, view, () if view.job.flow is None else await tree_of(broker, view))
+        return TreeCall(run)
+    return TreeCall(run, view, () if view.job.flow is None else await tree_of(broker, view))

@@ -30,7 +30,7 @@ _SESSION = re.compile(r"bws-([a-z0-9]{8})-([0-9]{10,12})-([0-9a-f]{64})")
 T = TypeVar("T")
 
 
-class Guard(Protocol):
+class RedisGuard(Protocol):
     """Runs a call to Redis."""
 
     async def __call__(self, function: Callable[[], Awaitable[T]], /) -> T: ...
@@ -42,7 +42,7 @@ class KeyRing:
     def __init__(
         self,
         api_keys: ApiKeys,
-        guard: Guard,
+        guard: RedisGuard,
         clock_s: Callable[[], float] = time.monotonic,
         *,
         own_key: str | None = None,

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 
 from contract.api_keys import Scope
-from contract.pauses import Line, Pause, PausedBy, PausedByOperator, TooManyPauses
+from contract.pauses import Pause, PausedBy, PausedByOperator, PauseLine, TooManyPauses
 from gateway.files import tenant_quota
 from gateway.follow.job_objects import UnixSeconds
 from gateway.http.errors import MISSING, ApiError, no_such_model, not_found
@@ -123,19 +123,19 @@ async def drain_worker(
     return DrainedWorker(id=worker_id)
 
 
-def _line(caller: Caller, asked: PauseBody) -> tuple[Line, PausedBy]:
+def _line(caller: Caller, asked: PauseBody) -> tuple[PauseLine, PausedBy]:
     """What is meant, and by whom. Raises ApiError without the right to it."""
-    line = Line(asked.model or "", asked.lane or "", asked.tenant or "")
+    line = PauseLine(asked.model or "", asked.lane or "", asked.tenant or "")
     if caller.has(Scope.ADMIN):
         return line, "operator"
     if line.tenant not in ("", caller.tenant):
         caller.check_scope(Scope.ADMIN)
     if caller.terms.lanes:
         caller.check_lane(line.lane)
-    return Line(line.model, line.lane, caller.tenant), "tenant"
+    return PauseLine(line.model, line.lane, caller.tenant), "tenant"
 
 
-async def _check_names(gateway: Gateway, line: Line) -> None:
+async def _check_names(gateway: Gateway, line: PauseLine) -> None:
     """Raises ApiError for a lane or a model that does not exist: nothing would be paused."""
     if line.lane:
         await check_is_lane(gateway, line.lane)
@@ -144,7 +144,7 @@ async def _check_names(gateway: Gateway, line: Line) -> None:
         raise no_such_model(line.model, cards)
 
 
-def _names(line: Line) -> tuple[str | None, str | None, str | None]:
+def _names(line: PauseLine) -> tuple[str | None, str | None, str | None]:
     return line.lane or None, line.tenant or None, line.model or None
 
 

@@ -16,7 +16,7 @@ from contract.batches import LeaseLost
 from contract.errors import BatchwayError, BrokerUnavailable, JobRefused
 from contract.function_types import Submission
 from contract.jobs import Job
-from contract.operations import MAX_STEP_JOBS, Operation, OperationState, Step
+from contract.operations import MAX_STEP_JOBS, Operation, OperationProgress, OperationState
 from contract.payloads.store import PayloadUnavailable
 from gateway.follow.members import cancel_whole
 from gateway.http.errors import ApiError, RecordUnreadable, UnknownJob
@@ -81,7 +81,7 @@ class _Run:
         """Returns whether it can go on at once."""
         until_s = self._gateway.broker.clock() + _TURN_S
         is_replay = self._operation.kind == "replay"
-        reported: Step | None = None
+        reported: OperationProgress | None = None
         while True:
             try:
                 step = await self._step(reported)
@@ -103,7 +103,9 @@ class _Run:
                     await self._step(reported, max_jobs=0)
                 return True
 
-    async def _step(self, reported: Step | None, *, max_jobs: int | None = None) -> Step:
+    async def _step(
+        self, reported: OperationProgress | None, *, max_jobs: int | None = None
+    ) -> OperationProgress:
         """Raises LeaseLost."""
         most = _REPLAYS if self._operation.kind == "replay" else MAX_STEP_JOBS
         return await self._shard.ask(
@@ -116,7 +118,7 @@ class _Run:
             max_jobs=most if max_jobs is None else max_jobs,
         )
 
-    async def _end_calls(self, step: Step) -> None:
+    async def _end_calls(self, step: OperationProgress) -> None:
         """Cancels the calls of ended flows, whose own gateway may have died."""
         for job_id, tenant in map(str.split, step.job_ids):
             with contextlib.suppress(UnknownJob, RecordUnreadable):
@@ -125,7 +127,7 @@ class _Run:
 
     # --- replays ------------------------------------------------------------------------------
 
-    async def _replay(self, step: Step) -> tuple[Step, bool]:
+    async def _replay(self, step: OperationProgress) -> tuple[OperationProgress, bool]:
         """Submits the jobs of a step. Returns the step with new counts; and False where a job finds
         no room: then all of them are submitted again later, which changes nothing for the others.
         """

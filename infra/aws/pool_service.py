@@ -28,7 +28,7 @@ from contract.connection import broker_errors, connect, now_ms, redis_url_of
 from contract.errors import BrokerUnavailable
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.pauses import Line, Pauses
+from contract.pauses import PauseLine, Pauses
 from contract.starts import ANY_LANE, Starts
 from contract.telemetry.metrics import embedded_line
 from infra.aws.pool_metrics import FleetLines
@@ -91,7 +91,7 @@ class PoolWatch:
     model: str
     lanes: Sequence[str]
 
-    async def _queued_tokens(self, lane: str, pauses: Sequence[Line]) -> int:
+    async def _queued_tokens(self, lane: str, pauses: Sequence[PauseLine]) -> int:
         """What waits in a lane for workers: not what is paused."""
         own = [line for line in pauses if line.model in ("", self.model)]
         tenants = {line.tenant for line in own if line.lane in ("", lane)}

@@ -12,7 +12,7 @@ log = logging.getLogger("batchway.pool")
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedTask:
     """A task that ended because of a worker error; Unix seconds."""
 
     name: str
@@ -43,7 +43,7 @@ class Workforce(Protocol):
     def min_healthy_share(self) -> float:
         """The share of the desired workers that a deployment keeps, 0 to 1."""
 
-    def failed(self) -> list[Failed]:
+    def failed(self) -> list[FailedTask]:
         """Workers of the current version that ended with an error recently."""
 
 
@@ -75,7 +75,7 @@ class OtherScaler:
     def min_healthy_share(self) -> float:
         return 1.0
 
-    def failed(self) -> list[Failed]:
+    def failed(self) -> list[FailedTask]:
         return []
 
 
@@ -154,12 +154,12 @@ class EcsService:
         settings = self._described().get("deploymentConfiguration", {})
         return float(settings.get("minimumHealthyPercent", 100)) / 100
 
-    def failed(self) -> list[Failed]:
+    def failed(self) -> list[FailedTask]:
         """Tasks of the last hour (ECS keeps no more) whose container ended with an error, or was
         ended because its health check failed."""
         current = self.version()
         return [
-            Failed(task["taskArn"], task["stoppedAt"].timestamp())
+            FailedTask(task["taskArn"], task["stoppedAt"].timestamp())
             for task in self._tasks("STOPPED")
             if "stoppedAt" in task and task["taskDefinitionArn"] == current and _has_failed(task)
         ]

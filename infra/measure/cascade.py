@@ -28,7 +28,7 @@ from infra.measure.cascade_fit import (
     Fit,
     LastAnswer,
     Measured,
-    Point,
+    ThresholdEffect,
     fit_threshold,
 )
 from infra.measure.load import authorization
@@ -169,7 +169,7 @@ def report(fit: Fit, target: float) -> str:
     )
 
 
-def _shown(fit: Fit) -> list[Point]:
+def _shown(fit: Fit) -> list[ThresholdEffect]:
     """Points at even shares of the first member, and the chosen one."""
     wanted = [i / (_NUM_LINES - 1) for i in range(_NUM_LINES)]
     near = {min(fit.curve, key=lambda p: abs(p.first_share - share)) for share in wanted}

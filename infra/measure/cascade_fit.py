@@ -45,7 +45,7 @@ class CannotFit(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ThresholdEffect:
     """The effect of a threshold. `first_share`: of questions that the first member answers; quality
     and cost relative to the last member alone."""
 
@@ -72,8 +72,8 @@ class Fit:
     num_questions: int
     last_quality: float  # absolute
     last_cost: float  # mean of a question
-    curve: tuple[Point, ...]
-    chosen: Point | None
+    curve: tuple[ThresholdEffect, ...]
+    chosen: ThresholdEffect | None
     quality_interval: Interval | None
     cost_interval: Interval | None
     unseen_quality: Interval
@@ -93,7 +93,7 @@ def fit_threshold(rows: Sequence[Measured], target: float, seed: int) -> Fit:
     weights = np.ones(len(rows))
     quality, cost = data.curve(weights)
     curve = tuple(
-        Point(float(threshold), float(share), float(q), float(c))
+        ThresholdEffect(float(threshold), float(share), float(q), float(c))
         for threshold, share, q, c in zip(
             data.thresholds, data.ends / len(rows), quality, cost, strict=True
         )

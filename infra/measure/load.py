@@ -87,7 +87,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class LoadClient:
     """Calls one server. `is_plain` sends only OpenAI's own fields."""
 
     client: httpx.AsyncClient
@@ -232,7 +232,7 @@ class LoadRun:
 
 
 async def run_load(
-    caller: Caller,
+    caller: LoadClient,
     load: Load,
     *,
     clock_s: Callable[[], float] = time.monotonic,

@@ -16,8 +16,8 @@ import httpx
 from infra.measure.load import (
     KEY_VARIABLES,
     Call,
-    Caller,
     Load,
+    LoadClient,
     LoadRun,
     Outcome,
     authorization,
@@ -114,7 +114,7 @@ async def _measure(options: argparse.Namespace, loads: list[Load]) -> tuple[str,
     )
     async with client:
         model = options.model or await _first_model(client)
-        caller = Caller(client, model, options.prompt, options.plain)
+        caller = LoadClient(client, model, options.prompt, options.plain)
         if options.warm_up:
             await run_load(caller, _warm_up_load(options))
         runs = [await run_load(caller, load, progress=_progress(load)) for load in loads]

@@ -14,7 +14,7 @@ import msgspec
 from infra.embedded_redis import EmbeddedRedis
 from infra.measure.workloads import BadWorkload
 from infra.planning.costs import Fitted, fit_costs
-from infra.planning.outcome import Answer, Outcome
+from infra.planning.outcome import AnsweredCall, SimulationOutcome
 from infra.planning.simulation import Fault, Simulation
 from infra.planning.traces import Arrival, Recorded, RecordedFleet
 from infra.planning.worker import Fleet
@@ -103,9 +103,11 @@ def calibrate(
     return Calibration(msgspec.structs.replace(fitted, errors=errors), figures, groups)
 
 
-def simulate(fleet: Fleet, arrivals: Iterable[Arrival], faults: Iterable[Fault] = ()) -> Outcome:
+def simulate(
+    fleet: Fleet, arrivals: Iterable[Arrival], faults: Iterable[Fault] = ()
+) -> SimulationOutcome:
     with EmbeddedRedis() as server:
-        return Simulation(fleet, server.url, Outcome(answers=[])).run(arrivals, faults)
+        return Simulation(fleet, server.url, SimulationOutcome(answers=[])).run(arrivals, faults)
 
 
 def as_arrivals(jobs: Seq[Recorded]) -> list[Arrival]:
@@ -120,8 +122,8 @@ def as_arrivals(jobs: Seq[Recorded]) -> list[Arrival]:
     ]  # fmt: skip
 
 
-def outcome_of(jobs: Seq[Recorded]) -> Outcome:
-    found, from_s = Outcome(answers=[], num_arrivals=len(jobs)), jobs[0].arrival_s
+def outcome_of(jobs: Seq[Recorded]) -> SimulationOutcome:
+    found, from_s = SimulationOutcome(answers=[], num_arrivals=len(jobs)), jobs[0].arrival_s
     for job in jobs:
         if job.state == "succeeded" and job.finished_s is not None:
             first_s = job.finished_s if job.first_token_s is None else job.first_token_s
@@ -133,7 +135,9 @@ def outcome_of(jobs: Seq[Recorded]) -> Outcome:
     return found
 
 
-def compared(real: Outcome, simulated: Outcome) -> dict[str, tuple[float, float]]:
+def compared(
+    real: SimulationOutcome, simulated: SimulationOutcome
+) -> dict[str, tuple[float, float]]:
     """Pairs of figures by name: recorded, simulated. Times in seconds."""
     pair, found = (real.as_dict(), simulated.as_dict()), {}
     for name in FIGURES:
@@ -144,9 +148,11 @@ def compared(real: Outcome, simulated: Outcome) -> dict[str, tuple[float, float]
     return found
 
 
-def groups_of(jobs: Seq[Recorded], real: Seq[Answer], simulated: Seq[Answer]) -> tuple[Group, ...]:
+def groups_of(
+    jobs: Seq[Recorded], real: Seq[AnsweredCall], simulated: Seq[AnsweredCall]
+) -> tuple[Group, ...]:
     """Compares the jobs that were answered in the simulation too."""
-    answers: dict[tuple[float, int], list[Answer]] = {}
+    answers: dict[tuple[float, int], list[AnsweredCall]] = {}
     for answer in simulated:
         answers.setdefault((answer.arrival_s, answer.num_tokens), []).append(answer)
     rows = [
@@ -159,7 +165,7 @@ def groups_of(jobs: Seq[Recorded], real: Seq[Answer], simulated: Seq[Answer]) ->
     beside = [sum(o.arrival_s < r.ended_s and o.ended_s > r.arrival_s for o in real) for r in real]
     busy = statistics.median(beside)
     crowd = dict(zip(real, beside, strict=True))
-    tests: dict[str, Callable[[Recorded, Answer], bool]] = {
+    tests: dict[str, Callable[[Recorded, AnsweredCall], bool]] = {
         f"prompts up to {prompts:.0f} tokens": lambda job, _: job.prompt_tokens <= prompts,
         f"prompts over {prompts:.0f} tokens": lambda job, _: job.prompt_tokens > prompts,
         f"outputs up to {outputs:.0f} tokens": lambda job, _: job.output_tokens <= outputs,
@@ -179,6 +185,8 @@ def groups_of(jobs: Seq[Recorded], real: Seq[Answer], simulated: Seq[Answer]) ->
     return tuple(groups)
 
 
-def _pair(part: Seq[tuple[Answer, Answer]], time: Callable[[Answer], float]) -> tuple[float, float]:
+def _pair(
+    part: Seq[tuple[AnsweredCall, AnsweredCall]], time: Callable[[AnsweredCall], float]
+) -> tuple[float, float]:
     seen, simulated = (statistics.median(map(time, column)) for column in zip(*part, strict=True))
     return max(seen, 1e-6), simulated

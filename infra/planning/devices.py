@@ -9,7 +9,7 @@ ITEM_BYTES: Mapping[Precision, int] = {"fp8": 1, "bfloat16": 2, "float16": 2, "f
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class GpuSpec:
     """One GPU by its maker's data sheet: memory in bytes, its bandwidth in bytes/s, and dense
     floating-point operations/s, 2 per multiplication, by precision."""
 
@@ -18,17 +18,17 @@ class Device:
     flops_per_s: Mapping[Precision, float]
 
 
-def _device(gigabytes: float, gb_per_s: float, half: float, fp8: float = 0.0) -> Device:
+def _device(gigabytes: float, gb_per_s: float, half: float, fp8: float = 0.0) -> GpuSpec:
     """`half`, `fp8`: tera-operations/s; 0: the device has no fp8."""
     flops: dict[Precision, float] = {"bfloat16": half * 1e12, "float16": half * 1e12}
     if fp8:
         flops["fp8"] = fp8 * 1e12
-    return Device(gigabytes * 1e9, gb_per_s * 1e9, flops)
+    return GpuSpec(gigabytes * 1e9, gb_per_s * 1e9, flops)
 
 
 # NVIDIA's data sheets. A T4 computes no bfloat16.
-DEVICES: Mapping[str, Device] = {
-    "t4": Device(16e9, 300e9, {"float16": 65e12}),
+DEVICES: Mapping[str, GpuSpec] = {
+    "t4": GpuSpec(16e9, 300e9, {"float16": 65e12}),
     "a10g": _device(24, 600, 70),
     "l4": _device(24, 300, 121, 242),
     "rtx4090": _device(24, 1008, 165, 330),

@@ -9,7 +9,7 @@ from infra.measure.engine import Timeline, make_request, run_workload
 from infra.measure.workloads import Workload as Requests
 from infra.measure.workloads import WorkloadRequest, arriving, draw_arrivals
 from infra.planning.costs import Costs
-from infra.planning.devices import Device, EngineCard, Precision
+from infra.planning.devices import EngineCard, GpuSpec, Precision
 from infra.planning.shapes import Sizes
 from infra.tables import percentile
 from workers.engine.engine import Engine
@@ -30,7 +30,7 @@ class Server:
     """A model on a device: how long a step takes, and how much KV there is room for."""
 
     sizes: Sizes
-    device: Device
+    device: GpuSpec
     engine: EngineCard
     memory_share: float
 
@@ -45,7 +45,7 @@ class Server:
         """Sequences of this length whose KV fits, in whole blocks."""
         return max(0, int(self.free_bytes // self.sizes.kv_bytes(_in_blocks(length))))
 
-    def steady_rate(self, work: "Workload", batch: int) -> float:
+    def steady_rate(self, work: "RequestLengths", batch: int) -> float:
         """Output tokens/s of so many streams, by a step in the middle of their outputs and by one
         prompt for each, without scheduling."""
         decode_s = self.step_s([Padding(work.isl + work.osl // 2, 1)] * batch)
@@ -121,7 +121,7 @@ class CostedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class RequestLengths:
     """Prompts and outputs of these lengths in tokens; outputs differ by up to this share of it."""
 
     isl: int
@@ -138,7 +138,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LoadPoint:
     """A load and what callers see of it, by medians over the requests; times in seconds."""
 
     concurrency: float
@@ -152,7 +152,11 @@ class Point:
 
 
 def build(
-    server: Server, work: Workload, places: int, strategy: StrategyOptions, clock: VirtualClock
+    server: Server,
+    work: RequestLengths,
+    places: int,
+    strategy: StrategyOptions,
+    clock: VirtualClock,
 ) -> Engine:
     num_blocks = server.largest_batch(work.length) * _in_blocks(work.length) // _BLOCK_SIZE
     max_model_len = server.sizes.shape.max_model_len
@@ -170,10 +174,10 @@ def build(
 
 def closed_loop(
     server: Server,
-    work: Workload,
+    work: RequestLengths,
     concurrency: int,
     strategy: StrategyOptions | None = None,
-) -> Point:
+) -> LoadPoint:
     """This many callers, each of which sends its next request when one has ended: three rounds, of
     which the second counts, because all begin at once."""
     clock = VirtualClock()
@@ -185,12 +189,12 @@ def closed_loop(
 
 def open_loop(
     server: Server,
-    work: Workload,
+    work: RequestLengths,
     places: int,
     rate_per_s: float,
     num_requests: int,
     seed: int,
-) -> Point:
+) -> LoadPoint:
     """Requests at the times of a Poisson process; the first tenth is not counted."""
     clock, rng = VirtualClock(), random.Random(seed)
     engine = build(server, work, places, StrategyOptions(), clock)
@@ -204,7 +208,7 @@ def open_loop(
 
 
 def _serve(
-    engine: Engine, work: Workload, clock: VirtualClock, callers: int, num_requests: int
+    engine: Engine, work: RequestLengths, clock: VirtualClock, callers: int, num_requests: int
 ) -> list[Timeline]:
     """Runs all requests to their ends; each begins when a caller is free."""
     lines: list[Timeline] = []
@@ -226,7 +230,7 @@ def _serve(
     return lines
 
 
-def _point(lines: Seq[Timeline], wall_s: float, concurrency: float) -> Point:
+def _point(lines: Seq[Timeline], wall_s: float, concurrency: float) -> LoadPoint:
     def share(values: list[float], of: float) -> float:
         found = percentile(values, of)
         assert found is not None
@@ -234,7 +238,7 @@ def _point(lines: Seq[Timeline], wall_s: float, concurrency: float) -> Point:
 
     ttfts, e2es = [t.ttft_s for t in lines], [t.e2e_s for t in lines]
     itls = [(t.e2e_s - t.ttft_s) / max(1, len(t.token_ids) - 1) for t in lines]
-    return Point(
+    return LoadPoint(
         concurrency=concurrency,
         output_tokens_per_s=sum(len(t.token_ids) for t in lines) / wall_s,
         requests_per_s=len(lines) / wall_s,

@@ -12,7 +12,7 @@ _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(slots=True)
-class Calls:
+class LaneCalls:
     """The answered calls of a lane and tenant, by AIPerf's definitions: seconds to the first
     token, mean seconds between the others (of answers with more than one), seconds to the last."""
 
@@ -28,7 +28,7 @@ class Calls:
             self.itl_s.append((ended_s - first_s) / (num_tokens - 1))
         self.num_tokens += num_tokens
 
-    def extend(self, other: "Calls") -> None:
+    def extend(self, other: "LaneCalls") -> None:
         self.ttft_s.extend(other.ttft_s)
         self.itl_s.extend(other.itl_s)
         self.e2e_s.extend(other.e2e_s)
@@ -62,7 +62,7 @@ class Goal:
         return None
 
 
-class Answer(NamedTuple):
+class AnsweredCall(NamedTuple):
     """An answered call. Seconds from the first arrival."""
 
     arrival_s: float
@@ -83,12 +83,12 @@ class Second:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationOutcome:
     """All that was seen. Keys of `calls` are lane and tenant."""
 
     goal: Goal = Goal()
-    answers: "list[Answer] | None" = None  # each of them, if wanted
-    calls: dict[tuple[str, str], Calls] = field(default_factory=dict)
+    answers: "list[AnsweredCall] | None" = None  # each of them, if wanted
+    calls: dict[tuple[str, str], LaneCalls] = field(default_factory=dict)
     num_good: Counter[tuple[str, str]] = field(default_factory=Counter)
     states: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)  # by reason
@@ -105,8 +105,8 @@ class Outcome:
     ) -> None:
         key = lane, tenant
         if self.answers is not None:
-            self.answers.append(Answer(arrival_s, first_s, ended_s, num))
-        self.calls.setdefault(key, Calls()).note(arrival_s, first_s, ended_s, num)
+            self.answers.append(AnsweredCall(arrival_s, first_s, ended_s, num))
+        self.calls.setdefault(key, LaneCalls()).note(arrival_s, first_s, ended_s, num)
         itl_s = (ended_s - first_s) / max(1, num - 1)
         is_good = self.goal.missed(first_s - arrival_s, itl_s) is None
         self.num_good[key] += is_good
@@ -122,8 +122,8 @@ class Outcome:
     def second(self, at_s: float) -> Second:
         return self.seconds[int(at_s)]
 
-    def all_calls(self) -> Calls:
-        whole = Calls()
+    def all_calls(self) -> LaneCalls:
+        whole = LaneCalls()
         for calls in self.calls.values():
             whole.extend(calls)
         return whole

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from infra.planning.devices import DEVICES, ENGINES, EngineCard, Precision
-from infra.planning.engine import Point, Server, Workload, closed_loop, open_loop
+from infra.planning.engine import LoadPoint, RequestLengths, Server, closed_loop, open_loop
 from infra.planning.outcome import Goal as Goal
 from infra.planning.shapes import ModelShape, Sizes
 from infra.preconditions import Failed
@@ -48,12 +48,12 @@ class Plan:
     """All figures, and the reasons for what was chosen."""
 
     server: Server
-    work: Workload
+    work: RequestLengths
     goal: Goal
-    points: tuple[Point, ...]  # of the sizes that were asked for
-    curve: tuple[Point, ...]
-    presets: Mapping[str, Point]
-    strategies: Mapping[StrategyName, Point]
+    points: tuple[LoadPoint, ...]  # of the sizes that were asked for
+    curve: tuple[LoadPoint, ...]
+    presets: Mapping[str, LoadPoint]
+    strategies: Mapping[StrategyName, LoadPoint]
     largest_batch: int
     knee: int
     batch: int
@@ -93,7 +93,7 @@ class Plan:
         }
 
 
-def _as_row(point: Point) -> dict[str, float]:
+def _as_row(point: LoadPoint) -> dict[str, float]:
     return {
         "concurrency": point.concurrency,
         "output_tokens_per_s": point.output_tokens_per_s,
@@ -123,16 +123,16 @@ def _sizes(shape: ModelShape, precision: Precision, card: EngineCard) -> Sizes:
 
 def make_plan(
     server: Server,
-    work: Workload,
+    work: RequestLengths,
     goal: Goal,
     at: Seq[int] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Raises NothingFits."""
     largest = min(_check_fits(server, work), _MOST_PLACES)
-    found: dict[int, Point] = {}
+    found: dict[int, LoadPoint] = {}
 
-    def measured(batch: int) -> Point:
+    def measured(batch: int) -> LoadPoint:
         if batch not in found:
             progress(f"simulating {batch} callers")
             found[batch] = closed_loop(server, work, batch)
@@ -172,7 +172,7 @@ def make_plan(
     )
 
 
-def _check_fits(server: Server, work: Workload) -> int:
+def _check_fits(server: Server, work: RequestLengths) -> int:
     """The largest batch. Raises NothingFits."""
     shape = server.sizes.shape
     if work.length > shape.max_model_len:
@@ -197,7 +197,9 @@ def _check_fits(server: Server, work: Workload) -> int:
     return largest
 
 
-def _choose(found: Mapping[int, Point], goal: Goal, knee: Point, largest: int) -> tuple[Point, str]:
+def _choose(
+    found: Mapping[int, LoadPoint], goal: Goal, knee: LoadPoint, largest: int
+) -> tuple[LoadPoint, str]:
     """The largest batch that meets the goals, else the knee; and what keeps it from being larger.
     Raises NothingFits if even one sequence misses them."""
     if goal.ttft_s is None and goal.itl_s is None:
@@ -217,7 +219,7 @@ def _choose(found: Mapping[int, Point], goal: Goal, knee: Point, largest: int) -
     return best, "memory" if next_size is None else _missed(goal, found[next_size]) or "memory"
 
 
-def _missed(goal: Goal, point: Point) -> str | None:
+def _missed(goal: Goal, point: LoadPoint) -> str | None:
     return goal.missed(point.ttft_s, point.itl_s)
 
 
@@ -243,12 +245,12 @@ def mgk_wait_s(rate_per_s: float, service_s: float, spread: float, num_places: i
     return waits * service_s / (num_places - load) * (1.0 + spread) / 2.0
 
 
-def _slack_s(goal: Goal, chosen: Point) -> float:
+def _slack_s(goal: Goal, chosen: LoadPoint) -> float:
     """The wait that the goal leaves; without one as long as a first token takes."""
     return goal.ttft_s - chosen.ttft_s if goal.ttft_s else chosen.ttft_s
 
 
-def _utilisation(goal: Goal, chosen: Point) -> float:
+def _utilisation(goal: Goal, chosen: LoadPoint) -> float:
     """The highest, in whole percent, at which the mean wait for a place fits into the slack."""
     places, slack_s = int(chosen.concurrency), _slack_s(goal, chosen)
     most = round(100 * _HIGHEST_UTILISATION)
@@ -260,7 +262,11 @@ def _utilisation(goal: Goal, chosen: Point) -> float:
 
 
 def _queue(
-    server: Server, work: Workload, goal: Goal, chosen: Point, progress: Callable[[str], None]
+    server: Server,
+    work: RequestLengths,
+    goal: Goal,
+    chosen: LoadPoint,
+    progress: Callable[[str], None],
 ) -> Queue:
     """The fewest replicas whose callers, on average, wait no longer than the goal leaves."""
     assert goal.rate_per_s is not None
@@ -295,7 +301,7 @@ def each_strategy(batch: int) -> dict[StrategyName, StrategyOptions]:
     }
 
 
-def _alternatives(server: Server, work: Workload) -> tuple[tuple[str, Precision, float], ...]:
+def _alternatives(server: Server, work: RequestLengths) -> tuple[tuple[str, Precision, float], ...]:
     """Devices and precisions, the fastest first: output tokens/s of half of the sequences that fit,
     by the times of a prompt and of a step in the middle of the outputs."""
     found: list[tuple[str, Precision, float]] = []

@@ -4,7 +4,7 @@ import html as escaping
 import io
 from typing import Any
 
-from infra.planning.outcome import Outcome
+from infra.planning.outcome import SimulationOutcome
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>batchway simulate</title>
@@ -23,7 +23,7 @@ _NUM_BINS = 120
 _COLOURS = ("#2a9d5c", "#6a9fd0", "#e0a030", "#c03030")
 
 
-def html(found: Outcome, text: str) -> str:
+def html(found: SimulationOutcome, text: str) -> str:
     """The page. Raises ImportError without matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def html(found: Outcome, text: str) -> str:
     return _PAGE.format(text=escaping.escape(text), figure=svg[svg.index("<svg") :])
 
 
-def _binned(found: Outcome) -> tuple[list[tuple[float, float, float, float]], float]:
+def _binned(found: SimulationOutcome) -> tuple[list[tuple[float, float, float, float]], float]:
     """Tokens/s, sequences in a step, waiting jobs and workers, each by interval; its seconds."""
     num_seconds = max(found.seconds, default=0) + 1
     size = max(1, -(-num_seconds // _NUM_BINS))

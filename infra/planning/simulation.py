@@ -27,10 +27,10 @@ from gateway.prepare.calls import bound_of
 from gateway.settings import GatewaySettings
 from infra.aws.pool_service import EVERY_S, PoolService, PoolWatch
 from infra.aws.workforce import OtherScaler
-from infra.planning.outcome import Outcome
+from infra.planning.outcome import SimulationOutcome
 from infra.planning.queue import VirtualQueue, done
 from infra.planning.traces import Arrival, prompt_of
-from infra.planning.worker import MODEL, Fleet, Held, Worker
+from infra.planning.worker import MODEL, Fleet, SimulatedJob, Worker
 from infra.pool import PoolPolicy
 from workers.engine.sequence import RequestRefused
 from workers.engine.step_plan import StepReport
@@ -90,7 +90,7 @@ class Simulation:
         self,
         fleet: Fleet,
         url: str,
-        outcome: Outcome,
+        outcome: SimulationOutcome,
         *,
         seed: int = 1,
         retries: int = 0,
@@ -125,7 +125,7 @@ class Simulation:
         arrivals: Iterable[Arrival],
         faults: Iterable[Fault] = (),
         progress: Callable[[float, int], None] = lambda now_s, num: None,
-    ) -> Outcome:
+    ) -> SimulationOutcome:
         """Runs until all calls have ended. `progress`: called now and then with the virtual time
         and the number of arrivals."""
         coming = iter(arrivals)
@@ -365,7 +365,7 @@ class Simulation:
 
     def _start(self, worker: Worker, claimed: Claimed) -> None:
         self._num_waiting -= 1
-        call, job = self._calls[claimed.job.id], Held(claimed)
+        call, job = self._calls[claimed.job.id], SimulatedJob(claimed)
         if claimed.epoch > 1:
             self.outcome.num_resumes += 1
             num_known = call.arrival.prompt_tokens + claimed.num_logged_tokens
@@ -377,7 +377,7 @@ class Simulation:
         at_s = self.now_s + self._rng.choice(self.fleet.overheads_s)
         self._at(at_s, self._enter, worker, job, deadline_s)
 
-    def _enter(self, worker: Worker, job: Held, deadline_s: float) -> None:
+    def _enter(self, worker: Worker, job: SimulatedJob, deadline_s: float) -> None:
         if worker.holding.get(job.job.id, job.epoch) is not job or not worker.is_up:
             return
         worker.clock.now_s = self.now_s
@@ -419,7 +419,7 @@ class Simulation:
         second.busy_s += report.step_s
         second.sequence_s += report.step_s * report.num_step_seqs
         second.num_tokens += len(report.outputs)
-        frees, changed = False, list[Held]()
+        frees, changed = False, list[SimulatedJob]()
         jobs, calls = worker.jobs, self._calls
         for out in report.outputs:
             job = jobs.get(out.job_id)
@@ -444,7 +444,7 @@ class Simulation:
         if frees or is_served:
             self._claim(worker)
 
-    def _log(self, worker: Worker, changed: list[Held]) -> None:
+    def _log(self, worker: Worker, changed: list[SimulatedJob]) -> None:
         """Logs what a step has begun or ended; later if Redis does not answer."""
         if not worker.is_up or self._delayed(self._log, worker, changed):
             return

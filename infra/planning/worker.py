@@ -16,7 +16,7 @@ from infra.planning.queue import VirtualQueue, done
 from infra.pool import PoolPolicy
 from workers.engine.step_plan import StepReport
 from workers.engine_process.engine_setup import build_engine
-from workers.ipc.messages import EngineOptions, Ready, StopJob, ToEngine
+from workers.ipc.messages import EngineOptions, EngineReady, StopJob, ToEngine
 from workers.settings import WorkerSettings
 from workers.supervisor.claims import Claims
 from workers.supervisor.drain import Drain
@@ -51,7 +51,7 @@ class Fleet:
     policy: PoolPolicy | None = None
 
 
-class Held(HeldJob):
+class SimulatedJob(HeldJob):
     """A held job whose tokens have numbers and no text."""
 
     def __init__(self, claimed: Claimed) -> None:
@@ -125,14 +125,14 @@ class Worker:
             self.model, _VOCABULARY, options, fleet.step_tokens, clock_s=self.clock
         )
         self.link.client = cast("EngineClient", _Link(self.engine.stop_job))
-        self.link.ready = Ready(
+        self.link.ready = EngineReady(
             fleet.max_model_len, _VOCABULARY, (), _NO_TOKENIZER, fleet.num_blocks, fleet.block_size
         )  # fmt: skip
         self.stepping = None
 
     @property
-    def jobs(self) -> dict[str, Held]:
-        return cast(dict[str, Held], self.holding.jobs)
+    def jobs(self) -> dict[str, SimulatedJob]:
+        return cast(dict[str, SimulatedJob], self.holding.jobs)
 
     def beat(self, now_s: float) -> None:
         state = "draining" if self.drain.begun.is_set() else "up" if self.is_up else "loading"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.aws.handler import Function
+from gateway.aws.handler import ExecutionEnvironment
 from gateway.settings import GatewaySettings
 from infra.embedded_redis import EmbeddedRedis
 from tests.aws.lambda_events import KEY
@@ -43,7 +43,7 @@ async def running_function(settings: GatewaySettings) -> AsyncIterator[Invoke]:
     """Runs ApiFunction in its own thread."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(max_workers=1) as thread:
-        function = await loop.run_in_executor(thread, Function, settings)
+        function = await loop.run_in_executor(thread, ExecutionEnvironment, settings)
 
         def invoke(event: dict[str, Any], context: Any = None) -> Any:
             return loop.run_in_executor(thread, function, event, context)

@@ -12,7 +12,7 @@ import redis.asyncio
 
 from contract.functions import Functions
 from contract.keys import Keys
-from contract.pauses import Line, Pauses
+from contract.pauses import PauseLine, Pauses
 from infra.aws.pool_metrics import spread
 from infra.aws.pool_service import PoolService, PoolWatch, build_parser, policy_of
 from infra.aws.workforce import EcsService
@@ -162,9 +162,11 @@ async def test_a_draining_worker_does_not_count(service: PoolService, functions:
     assert not (await service.watch.look()).workers
 
 
-@pytest.mark.parametrize("line", [Line(lane="standard"), Line(tenant="default"), Line(model=MODEL)])
+@pytest.mark.parametrize(
+    "line", [PauseLine(lane="standard"), PauseLine(tenant="default"), PauseLine(model=MODEL)]
+)
 async def test_paused_jobs_start_no_worker(
-    service: PoolService, invoke: Invoke, keys: Keys, line: Line
+    service: PoolService, invoke: Invoke, keys: Keys, line: PauseLine
 ) -> None:
     """Nobody would run them."""
     await invoke(rest_event("POST", "/v1/jobs", JOB))

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.measure.load import Call, Caller, Load, LoadRun, Outcome, run_load
+from infra.measure.load import Call, Load, LoadClient, LoadRun, Outcome, run_load
 from infra.measure.plots import draw_runs
 from infra.measure.serve import Slo, load_tables, make_loads, summarise_load, write_csv
 from infra.measure.workloads import (
@@ -42,7 +42,7 @@ async def server() -> AsyncIterator[ScriptedServer]:
 
 async def run(server: ScriptedServer, load: Load, *, is_plain: bool = False) -> LoadRun:
     async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
-        caller = Caller(client, "scripted", is_plain=is_plain)
+        caller = LoadClient(client, "scripted", is_plain=is_plain)
         return await run_load(caller, load, clock_s=server.clock, sleep=server.clock.sleep)
 
 
@@ -126,7 +126,7 @@ async def test_some_callers_disconnect(server: ScriptedServer) -> None:
 async def test_an_absent_server_fails_every_call() -> None:
     """With the name of the error and without a traceback."""
     async with httpx.AsyncClient(base_url="http://127.0.0.1:1/v1") as client:
-        done = await run_load(Caller(client, "m"), one_by_one(script.ANSWER, script.ANSWER))
+        done = await run_load(LoadClient(client, "m"), one_by_one(script.ANSWER, script.ANSWER))
     assert summarise_load(done, Slo())["reasons"] == {"failed: ConnectError": 2}
 
 

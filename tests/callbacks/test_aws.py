@@ -11,7 +11,7 @@ from moto.server import ThreadedMotoServer
 
 from contract.callbacks import Callback, CallbackKind, is_open_target
 from workers.callbacks.destinations import AwsSender
-from workers.callbacks.retries import Delivered, Failed, Refused
+from workers.callbacks.retries import Delivered, DeliveryFailed, DeliveryRefused
 
 pytestmark = [
     pytest.mark.anyio,
@@ -149,7 +149,7 @@ async def test_a_missing_destination_is_a_permanent_error(
 ) -> None:
     """The attempt is not repeated."""
     outcome = await send(aws, kind, target)
-    assert isinstance(outcome, Refused), outcome
+    assert isinstance(outcome, DeliveryRefused), outcome
     assert "absent" not in outcome.note
 
 
@@ -158,7 +158,9 @@ async def test_an_unreachable_aws_is_tried_again(
 ) -> None:
     """Also without credentials."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    assert isinstance(await send(AwsSender(timeout_s=2.0), CallbackKind.SNS, "arn:x"), Failed)
+    assert isinstance(
+        await send(AwsSender(timeout_s=2.0), CallbackKind.SNS, "arn:x"), DeliveryFailed
+    )
 
 
 def test_only_targets_of_the_operator_are_allowed() -> None:

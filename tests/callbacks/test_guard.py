@@ -10,8 +10,8 @@ import pytest
 
 from contract.callback_urls import AllowList, BadCallbackUrl, parse_callback_url, why_blocked
 from tests.callbacks.hostile_urls import PRIVATE_ANSWERS, hostile_urls
-from workers.callbacks.retries import Delivered, Failed, Refused
-from workers.callbacks.webhook import BlockedAddress, Guard, WebhookSender
+from workers.callbacks.retries import Delivered, DeliveryFailed, DeliveryRefused
+from workers.callbacks.webhook import AddressGuard, BlockedAddress, WebhookSender
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +57,7 @@ class NameServer:
 
 
 def sender(names: NameServer, allow: AllowList = NOBODY) -> WebhookSender:
-    guard = Guard(allow, names.resolve)
+    guard = AddressGuard(allow, names.resolve)
     return WebhookSender(allow, guard, timeout_s=5.0, tls=ssl.create_default_context())
 
 
@@ -68,7 +68,7 @@ async def test_no_hostile_url_makes_a_connection(connections: Connections) -> No
     names = NameServer(["127.0.0.1"])
     webhooks = sender(names)
     for url in urls:
-        assert isinstance(await webhooks.send(url, b"{}", {}), Refused), url
+        assert isinstance(await webhooks.send(url, b"{}", {}), DeliveryRefused), url
     await webhooks.aclose()
     assert connections.addresses == []
 
@@ -82,7 +82,7 @@ async def test_private_answers_of_a_name_server_are_blocked(
         webhooks = sender(NameServer(answers))
         outcome = await webhooks.send("https://example.com/", b"{}", {})
         await webhooks.aclose()
-        assert isinstance(outcome, Refused)
+        assert isinstance(outcome, DeliveryRefused)
         assert "not public" in outcome.note
     assert connections.addresses == []
 
@@ -93,7 +93,7 @@ async def test_a_rebinding_name_server_is_asked_once(connections: Connections) -
     webhooks = sender(names)
     outcome = await webhooks.send("https://rebind.example/", b"{}", {})
     await webhooks.aclose()
-    assert isinstance(outcome, Failed)
+    assert isinstance(outcome, DeliveryFailed)
     assert connections.addresses == [PUBLIC]
     assert names.num_asked == 1
 
@@ -147,7 +147,7 @@ def test_operators_may_allow_private_targets() -> None:
 async def test_an_allowed_name_may_have_any_address() -> None:
     """Because containers have varying addresses. Other names stay blocked."""
     allow = AllowList.parse(["receiver"])
-    guard = Guard(allow, NameServer(["10.0.0.7"]).resolve)
+    guard = AddressGuard(allow, NameServer(["10.0.0.7"]).resolve)
     assert await guard.addresses(parse_callback_url("http://receiver:80/", allow)) == ["10.0.0.7"]
     with pytest.raises(BlockedAddress):
         await guard.addresses(parse_callback_url("https://example.com/", allow))

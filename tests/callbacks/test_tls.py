@@ -13,8 +13,8 @@ from cryptography.x509.oid import NameOID
 
 from contract.callback_urls import AllowList
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
-from workers.callbacks.retries import Delivered, Failed
-from workers.callbacks.webhook import Guard, WebhookSender, signed_headers
+from workers.callbacks.retries import Delivered, DeliveryFailed
+from workers.callbacks.webhook import AddressGuard, WebhookSender, signed_headers
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +63,7 @@ async def test_the_name_is_verified_at_the_checked_address(tmp_path: Path, asked
     serving.sni_callback = lambda _, name, __: names.append(name)
     webhooks = WebhookSender(
         LOOPBACK,
-        Guard(LOOPBACK, loopback),
+        AddressGuard(LOOPBACK, loopback),
         timeout_s=5.0,
         tls=ssl.create_default_context(cafile=str(pem)),
     )
@@ -77,13 +77,13 @@ async def test_the_name_is_verified_at_the_checked_address(tmp_path: Path, asked
         assert isinstance(outcome, Delivered)
         assert receiver.messages[0].headers["host"] == f"{NAME}:{port}"
     else:
-        assert isinstance(outcome, Failed)
+        assert isinstance(outcome, DeliveryFailed)
         assert receiver.messages == []
 
 
 async def test_a_long_response_is_cut_off(tmp_path: Path) -> None:
     """After 64 kB."""
-    webhooks = WebhookSender(LOOPBACK, Guard(LOOPBACK), timeout_s=20.0)
+    webhooks = WebhookSender(LOOPBACK, AddressGuard(LOOPBACK), timeout_s=20.0)
     async with Receiver({"/": always(Answer(200, endless=True))}) as receiver:
         headers = signed_headers("m-1", int(datetime.datetime.now().timestamp()), b"{}", [SECRET])
         assert isinstance(await webhooks.send(receiver.url("/"), b"{}", headers), Delivered)
@@ -92,19 +92,19 @@ async def test_a_long_response_is_cut_off(tmp_path: Path) -> None:
 
 async def test_a_silent_receiver_is_given_up_in_time() -> None:
     """The limit counts from the name lookup to the end of the response."""
-    webhooks = WebhookSender(LOOPBACK, Guard(LOOPBACK), timeout_s=0.2)
+    webhooks = WebhookSender(LOOPBACK, AddressGuard(LOOPBACK), timeout_s=0.2)
     async with Receiver({"/": always(Answer(delay_s=5))}) as receiver:
         headers = signed_headers("m-1", int(datetime.datetime.now().timestamp()), b"{}", [SECRET])
         outcome = await webhooks.send(receiver.url("/"), b"{}", headers)
     await webhooks.aclose()
-    assert outcome == Failed("no answer within 0.2 s")
+    assert outcome == DeliveryFailed("no answer within 0.2 s")
 
 
 async def test_retry_after_is_part_of_the_failure() -> None:
-    webhooks = WebhookSender(LOOPBACK, Guard(LOOPBACK), timeout_s=5)
+    webhooks = WebhookSender(LOOPBACK, AddressGuard(LOOPBACK), timeout_s=5)
     busy = Answer(503, headers={"retry-after": "77"})
     async with Receiver({"/": always(busy)}) as receiver:
         headers = signed_headers("m-1", int(datetime.datetime.now().timestamp()), b"{}", [SECRET])
         outcome = await webhooks.send(receiver.url("/"), b"{}", headers)
     await webhooks.aclose()
-    assert outcome == Failed("HTTP 503", 77.0)
+    assert outcome == DeliveryFailed("HTTP 503", 77.0)

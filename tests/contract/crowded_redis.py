@@ -32,7 +32,7 @@ from contract.jobs import Endpoint, Job, JobStatus, SamplingParams
 from contract.keys import Keys, new_job_id
 from contract.operations import OperationKind, Operations, new_operation_id
 from contract.outbox import Outbox, Taken
-from contract.pauses import Line, Pauses
+from contract.pauses import PauseLine, Pauses
 from infra.embedded_redis import EmbeddedRedis
 from workers.callbacks.service import MAX_TAKEN
 
@@ -277,7 +277,7 @@ class CrowdedRedis:
         await self._open_operations()
         self.open = TENANTS[:156]
         for n, tenant in enumerate(TENANTS[156:]):
-            await self.pauses.pause(Line(lane=LANES[n % 4], tenant=tenant), "tenant")
+            await self.pauses.pause(PauseLine(lane=LANES[n % 4], tenant=tenant), "tenant")
 
     async def report_workers(self) -> None:
         """All live, one with the candidate of two configurations; two others are draining."""

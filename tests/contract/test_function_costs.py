@@ -18,7 +18,7 @@ from contract.function_types import MAX_CLAIM, Blame, FairRoom, JobMark, LaneRoo
 from contract.jobs import Job, JobStatus
 from contract.library import library_source  # before tests set a clock in it
 from contract.operations import OperationKind
-from contract.pauses import Line
+from contract.pauses import PauseLine
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.crowded_redis import (
     BIG,
@@ -235,7 +235,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
 async def _(crowd: CrowdedRedis) -> Calls:
     held = await crowd.running(256, TENANTS[-1])
     await crowd.functions.release(HOLDER, [Release(h.job.id, h.epoch, "drain") for h in held])
-    line = Line(lane=URGENT, tenant=TENANTS[-1])
+    line = PauseLine(lane=URGENT, tenant=TENANTS[-1])
     await crowd.pauses.pause(line, "operator")
     for _ in range(3):
         yield claim(crowd, rooms=rooms(MAX_CLAIM, 4_000_000))
@@ -579,13 +579,13 @@ async def _(crowd: CrowdedRedis) -> Calls:
 @case("pause", "with 100 others")
 async def _(crowd: CrowdedRedis) -> Calls:
     for tenant in TENANTS[120:125]:
-        yield crowd.pauses.pause(Line(model=MODEL, lane=URGENT, tenant=tenant), "tenant")
+        yield crowd.pauses.pause(PauseLine(model=MODEL, lane=URGENT, tenant=tenant), "tenant")
 
 
 @case("resume", "with 100 others")
 async def _(crowd: CrowdedRedis) -> Calls:
     for tenant in TENANTS[120:125]:
-        yield crowd.pauses.resume(Line(model=MODEL, lane=URGENT, tenant=tenant), "tenant")
+        yield crowd.pauses.resume(PauseLine(model=MODEL, lane=URGENT, tenant=tenant), "tenant")
 
 
 # --- the measurement

@@ -30,7 +30,7 @@ from contract.keys import Keys
 from contract.library import Partition, Word
 from contract.operations import OperationKind, Operations
 from contract.outbox import Outbox, Taken
-from contract.pauses import Line, Pauses
+from contract.pauses import PauseLine, Pauses
 from tests.contract.some_calls import make_job, make_submission
 
 LUA = Path(library.__file__).parent / "lua"
@@ -48,7 +48,7 @@ SOME: dict[Any, Any] = {
     TenantLimits: TenantLimits(),
     Wanted: Wanted(),
     Taken: Taken("j", 1),
-    Line: Line(),
+    PauseLine: PauseLine(),
     OperationKind: OperationKind.CANCEL,
     StoredFile: StoredFile(id="f", tenant="t", num_bytes=1, purpose="batch", filename="f"),
     NewBatch: NewBatch(

@@ -28,7 +28,7 @@ from contract.jobs import Endpoint, JobStatus
 from contract.keys import Keys
 from contract.operations import OperationKind, Operations, new_operation_id
 from contract.outbox import Outbox
-from contract.pauses import Line, Pauses
+from contract.pauses import PauseLine, Pauses
 from infra.embedded_redis import EmbeddedRedis
 from tests.contract.some_calls import LEASE_S, claim, make_job, make_submission, pass_time, tokens
 
@@ -184,10 +184,10 @@ async def test_returned_jobs_of_a_paused_tenant_hide_no_other(
     items = [Release(each.job.id, each.epoch, "drain") for each in (*jobs, *others)]
     await functions.release("w1", items)
     pauses = Pauses(redis_client, keys)
-    await pauses.pause(Line(tenant="paused"), "operator")
+    await pauses.pause(PauseLine(tenant="paused"), "operator")
     claimed = await claim(functions, max_jobs=50, max_tokens=9999)
     assert [each.job.id for each in claimed] == [each.job.id for each in others]
-    await pauses.resume(Line(tenant="paused"), "operator")
+    await pauses.resume(PauseLine(tenant="paused"), "operator")
     claimed = await claim(functions, max_jobs=50, max_tokens=9999)
     assert [each.job.id for each in claimed] == [each.job.id for each in jobs]
 

@@ -7,21 +7,26 @@ from msgspec.structs import replace
 from contract.functions import Functions
 from contract.jobs import Job
 from contract.keys import Keys
-from contract.pauses import Line, PausedByOperator, Pauses, TooManyPauses
+from contract.pauses import PausedByOperator, PauseLine, Pauses, TooManyPauses
 from tests.contract.some_calls import claim, make_job, make_submission
 
 pytestmark = pytest.mark.anyio
 
 PAUSES = (
-    Line(lane="standard"),
-    Line(model="m", lane="standard"),
-    Line(tenant="t"),
-    Line(model="m", tenant="t"),
-    Line(lane="standard", tenant="t"),
-    Line("m", "standard", "t"),
-    Line(model="m"),
+    PauseLine(lane="standard"),
+    PauseLine(model="m", lane="standard"),
+    PauseLine(tenant="t"),
+    PauseLine(model="m", tenant="t"),
+    PauseLine(lane="standard", tenant="t"),
+    PauseLine("m", "standard", "t"),
+    PauseLine(model="m"),
 )
-OTHERS = (Line(model="other"), Line(lane="interactive"), Line(tenant="u"), Line("m", "batch", "t"))
+OTHERS = (
+    PauseLine(model="other"),
+    PauseLine(lane="interactive"),
+    PauseLine(tenant="u"),
+    PauseLine("m", "batch", "t"),
+)
 
 
 @pytest.fixture
@@ -44,24 +49,24 @@ async def test_many_paused_tenants_hide_no_other(functions: Functions, pauses: P
     """A claim looks at few tenants of a lane, paused ones not counted."""
     for number in range(20):
         await submitted(functions, 1, tenant=f"a{number}")
-        await pauses.pause(Line(tenant=f"a{number}"), "operator")
+        await pauses.pause(PauseLine(tenant=f"a{number}"), "operator")
     others = await submitted(functions, 1, tenant="z")
     assert await claimed_ids(functions) == others
 
 
 async def test_a_call_of_a_flow_is_accepted_and_waits(functions: Functions, pauses: Pauses) -> None:
     """Its flow was accepted before the pause, and must be able to end."""
-    await pauses.pause(Line(lane="standard"), "operator")
+    await pauses.pause(PauseLine(lane="standard"), "operator")
     call: Job = replace(make_job(), parent="job-0-" + "0" * 32)
     await functions.submit(call, make_submission())
     assert await claimed_ids(functions) == []
-    await pauses.resume(Line(lane="standard"), "operator")
+    await pauses.resume(PauseLine(lane="standard"), "operator")
     assert await claimed_ids(functions) == [call.id]
 
 
 async def test_a_tenant_cannot_end_the_pause_of_an_operator(pauses: Pauses) -> None:
     """An operator can end that of a tenant, and take it over."""
-    line = Line(tenant="t")
+    line = PauseLine(tenant="t")
     own = await pauses.pause(line, "tenant")
     assert own.by == "tenant"
     operators = await pauses.pause(line, "operator")
@@ -75,10 +80,10 @@ async def test_a_tenant_cannot_end_the_pause_of_an_operator(pauses: Pauses) -> N
 async def test_tenants_cannot_fill_the_list_of_pauses(pauses: Pauses) -> None:
     """Each claim reads it. An operator can always pause."""
     for number in range(256):
-        await pauses.pause(Line(model=f"m{number}", tenant="t"), "tenant")
+        await pauses.pause(PauseLine(model=f"m{number}", tenant="t"), "tenant")
     with pytest.raises(TooManyPauses):
-        await pauses.pause(Line(tenant="t"), "tenant")
-    await pauses.pause(Line(tenant="t"), "operator")
+        await pauses.pause(PauseLine(tenant="t"), "tenant")
+    await pauses.pause(PauseLine(tenant="t"), "operator")
 
 
 async def test_resuming_wakes_the_workers(
@@ -89,7 +94,7 @@ async def test_resuming_wakes_the_workers(
     async with redis_client.pubsub() as pubsub:
         await pubsub.psubscribe(keys.of("wake", "*"))
         woken: list[str] = []
-        for line in (Line(model="m", lane="batch"), Line(tenant="t")):
+        for line in (PauseLine(model="m", lane="batch"), PauseLine(tenant="t")):
             await pauses.pause(line, "operator")
             await pauses.resume(line, "operator")
         while len(woken) < 3:

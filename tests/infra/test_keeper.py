@@ -15,7 +15,7 @@ from infra.child import (
     LIFELINE_VARIABLE,
     Child,
     Console,
-    PartLost,
+    PartEnded,
     Restarts,
     describe_status,
     keep_running,
@@ -60,7 +60,7 @@ async def test_permanent_failures_are_not_retried(status: int) -> None:
     """Wrong options, and a model that the worker rejects."""
     output = io.StringIO()
     child = child_of(f"raise SystemExit({status})", output)
-    with pytest.raises(PartLost, match=rf"part cannot run \(exit status {status}\)"):
+    with pytest.raises(PartEnded, match=rf"part cannot run \(exit status {status}\)"):
         await keep_running(child, Console(output, {}))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infra.cli import main
 from infra.planning.devices import DEVICES, ENGINES
-from infra.planning.engine import Workload, closed_loop, open_loop
+from infra.planning.engine import RequestLengths, closed_loop, open_loop
 from infra.planning.plan import Goal, batching_yaml, erlang_c, make_plan, mgk_wait_s, server_of
 from infra.planning.shapes import ModelShape, read_shape
 from tests.tiny_families import PAGED
@@ -87,7 +87,7 @@ def test_throughput_is_near_what_was_measured(tmp_path: Path) -> None:
     and 256 streams."""
     server = server_of(shape_of(tmp_path, QWEN_8B), "h200_sxm", "vllm", "bfloat16", 0.9)
     for callers, expected in ((1, 187), (32, 5056), (256, 16225)):
-        point = closed_loop(server, Workload(128, 512), callers)
+        point = closed_loop(server, RequestLengths(128, 512), callers)
         assert point.output_tokens_per_s == pytest.approx(expected, rel=0.25), callers
 
 
@@ -119,7 +119,7 @@ def test_more_load_waits_longer_and_more_places_wait_less(
 def test_static_batches_wait_for_their_longest_and_continuous_ones_do_not(tmp_path: Path) -> None:
     """The engine's own strategies decide, so their order is the one that they are known for."""
     server = server_of(shape_of(tmp_path, SMALL), "l4", "vllm", "bfloat16", SHARE)
-    work = Workload(64, 64, spread=0.9)
+    work = RequestLengths(64, 64, spread=0.9)
     static, continuous = (
         closed_loop(server, work, 16, StrategyOptions(name=name, batch_size=16))
         for name in ("static", "continuous")
@@ -130,7 +130,7 @@ def test_static_batches_wait_for_their_longest_and_continuous_ones_do_not(tmp_pa
 
 def test_an_open_loop_serves_its_rate_and_holds_what_little_s_law_says(tmp_path: Path) -> None:
     server = server_of(shape_of(tmp_path, SMALL), "l4", "vllm", "bfloat16", SHARE)
-    point = open_loop(server, Workload(64, 32), 16, 20.0, 400, seed=3)
+    point = open_loop(server, RequestLengths(64, 32), 16, 20.0, 400, seed=3)
     assert point.requests_per_s == pytest.approx(20.0, rel=0.2)
     assert point.concurrency == pytest.approx(point.requests_per_s * point.e2e_s, rel=0.2)
 
@@ -138,7 +138,7 @@ def test_an_open_loop_serves_its_rate_and_holds_what_little_s_law_says(tmp_path:
 def test_goals_bound_the_batch_and_the_file_is_one_that_workers_read(tmp_path: Path) -> None:
     """The chosen batch meets the goals, a larger one would not, and each value has its reason."""
     server = server_of(shape_of(tmp_path, SMALL), "l4", "vllm", "bfloat16", SHARE)
-    work = Workload(256, 64)
+    work = RequestLengths(256, 64)
     free = make_plan(server, work, Goal())
     assert free.batch == free.knee
     assert free.queue is None

@@ -24,7 +24,7 @@ from contract.errors import CommandDenied
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.library import LIBRARY, library_source
-from contract.pauses import Line, Pauses
+from contract.pauses import PauseLine, Pauses
 from contract.starts import ANY_LANE, Starts
 from infra.aws.pool_service import PoolWatch
 from infra.embedded_redis import EmbeddedRedis
@@ -386,7 +386,7 @@ def test_rules_of_single_keys_match_those_keys(server: EmbeddedRedis) -> None:
 async def test_gateways_may_pause_for_a_tenant(server: EmbeddedRedis, name: str) -> None:
     """Which counts the pauses that there are."""
     client = connect(role_url(server.url, name), Keys("test"))
-    pauses, line = Pauses(client, Keys("test")), Line(lane="standard", tenant="t")
+    pauses, line = Pauses(client, Keys("test")), PauseLine(lane="standard", tenant="t")
     assert (await pauses.pause(line, "tenant")).by == "tenant"
     assert await pauses.resume(line, "tenant")
     await client.aclose()

@@ -31,7 +31,7 @@ from infra.planning.calibration import (
     simulate,
 )
 from infra.planning.costs import Fitted, fit_costs, read_costs
-from infra.planning.outcome import Goal, Outcome
+from infra.planning.outcome import Goal, SimulationOutcome
 from infra.planning.queue import VirtualQueue, done, virtual_library
 from infra.planning.simulation import Fault, Simulation
 from infra.planning.traces import (
@@ -62,8 +62,8 @@ def server() -> Iterator[EmbeddedRedis]:
 
 def run(
     server: EmbeddedRedis, arrivals: list[Arrival], *faults: Fault, fleet: Fleet, **options: Any
-) -> Outcome:
-    simulation = Simulation(fleet, server.url, Outcome(answers=[]), **options)
+) -> SimulationOutcome:
+    simulation = Simulation(fleet, server.url, SimulationOutcome(answers=[]), **options)
     return simulation.run(arrivals, faults)
 
 
@@ -325,7 +325,7 @@ def test_a_scaled_trace_has_so_many_requests_in_order(copies: float, seed: int) 
 # --- costs -------------------------------------------------------------------------------------
 
 
-def as_recorded(found: Outcome, arrivals: list[Arrival], wait_s: float) -> list[Recorded]:
+def as_recorded(found: SimulationOutcome, arrivals: list[Arrival], wait_s: float) -> list[Recorded]:
     """What `batchway record` would have written; claims come after `wait_s`."""
     assert found.answers is not None
     return [

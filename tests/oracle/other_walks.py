@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from contract.function_types import Wanted
-from contract.operations import OperationKind, Step
+from contract.operations import OperationKind, OperationProgress
 from contract.outbox import Taken
 from tests.oracle.test_files_and_batches import FileCalls
 from tests.oracle.walk import LEASE_MS, TENANTS, Steps, Walk
@@ -315,7 +315,7 @@ class OperationsWalk(Walk):
 
     def one_step(
         self, name: str, token: str, *, lease_s: float = LEASE_S, **terms: Any
-    ) -> Step | None:
+    ) -> OperationProgress | None:
         """None where the lease was lost."""
         said = self.world.told(self.world.operations.step(name, token, lease_s=lease_s, **terms))
         known, until_ms = self.held.get(name, ("", 0))
@@ -327,10 +327,10 @@ class OperationsWalk(Walk):
             self.heard(name, said)
         if said.state != "running":
             self.open.discard(name)
-        found: Step = said
+        found: OperationProgress = said
         return found
 
-    def heard(self, name: str, said: Step) -> None:
+    def heard(self, name: str, said: OperationProgress) -> None:
         """Only what is meant is cancelled, and all of it in the end."""
         is_open = [n for n, e in self.ledger.items() if not e.has_ended]
         ended = {n for n in is_open if self.world.field(n, "state") == ["cancelled"]}
@@ -342,12 +342,12 @@ class OperationsWalk(Walk):
         if said.state == "completed" and name in self.open:
             assert not self.meant(name) & self.first[name]
 
-    def report(self, name: str, said: Step) -> None:
+    def report(self, name: str, said: OperationProgress) -> None:
         """The jobs of a replay were submitted again."""
         entries = [self.ledger.get(name_of(each)) for each in said.job_ids]
         assert all(entry is None or entry.has_ended for entry in entries)
         counts = said.matched + len(entries), said.done + len(entries), said.failed
-        reported = Step(said.state, *counts, (), said.cursor)
+        reported = OperationProgress(said.state, *counts, (), said.cursor)
         told = self.one_step(name, self.held[name][0], reported=reported, max_jobs=0)
         assert told is None or (told.matched, told.done, told.failed) == counts
 

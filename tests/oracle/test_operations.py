@@ -6,7 +6,7 @@ import pytest
 
 from contract.function_types import Wanted
 from contract.jobs import JobStatus
-from contract.operations import OperationKind, Step
+from contract.operations import OperationKind, OperationProgress
 from tests.oracle.scripts import Calls, scripts
 from tests.oracle.world import LANES, LEASE_S, World, name_of
 
@@ -30,7 +30,7 @@ class OperationCalls(Calls):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.step_before: Step | None = None
+        self.step_before: OperationProgress | None = None
 
     def some(self) -> None:
         """Eight jobs of t, two in each second: t0 failed, t1 succeeded, t2 and t3 run; u1 waits."""
@@ -65,7 +65,7 @@ class OperationCalls(Calls):
         """State, matched, done, failed and the jobs of a step, or the error."""
         terms.setdefault("lease_s", LEASE_S)
         said = self._world.told(self._world.operations.step(name, str(token), **terms))
-        if not isinstance(said, Step):
+        if not isinstance(said, OperationProgress):
             return str(said)
         self.step_before = said
         counts = f"{said.matched}/{said.done}/{said.failed}"
@@ -74,7 +74,9 @@ class OperationCalls(Calls):
     def report(self, matched: int, done: int, failed: int, **terms: Any) -> str:
         """A step that reports the jobs of the one before."""
         assert self.step_before is not None
-        before = Step(self.step_before.state, matched, done, failed, (), self.step_before.cursor)
+        before = OperationProgress(
+            self.step_before.state, matched, done, failed, (), self.step_before.cursor
+        )
         return self.step(reported=before, **terms)
 
     def finish(self, name: str = "a", **terms: Any) -> str:

@@ -34,7 +34,7 @@ from contract.jobs import Endpoint, Job, JobStatus, ObjectRef, SamplingParams, S
 from contract.keys import Keys
 from contract.operations import Operations
 from contract.outbox import DoneVerdict, Outbox, Taken
-from contract.pauses import Line, Pauses
+from contract.pauses import PauseLine, Pauses
 from tests.clock import TEST_CLOCK, library_with_test_clock
 from tests.oracle.audit import Audit
 
@@ -195,10 +195,10 @@ class World:
         return self.run(self.functions.attend(list(map(job_id, names))))
 
     def pause(self, lane: str = "", tenant: str = "") -> None:
-        self.run(self.pauses.pause(Line("m", lane, tenant), "operator"))
+        self.run(self.pauses.pause(PauseLine("m", lane, tenant), "operator"))
 
     def resume(self, lane: str = "", tenant: str = "") -> bool:
-        return self.run(self.pauses.resume(Line("m", lane, tenant), "operator"))
+        return self.run(self.pauses.resume(PauseLine("m", lane, tenant), "operator"))
 
     # --- workers ------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from workers.ipc.channel import EngineClient
 from workers.ipc.messages import (
     EngineLoad,
     EngineOptions,
+    EngineReady,
     FromEngine,
     Loading,
-    Ready,
     Shutdown,
     StopJob,
 )
@@ -59,7 +59,7 @@ async def test_messages_of_an_engine_arrive_in_order_and_then_its_end() -> None:
 
     client = await EngineClient.start("tests.hash_engine", OPTIONS, take_in)
     assert isinstance(await received.get(), Loading)
-    assert isinstance(await received.get(), Ready)
+    assert isinstance(await received.get(), EngineReady)
     client.send([StopJob("unknown", 1)])
     client.send([Shutdown()])
     await client.end()

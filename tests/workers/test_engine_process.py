@@ -28,14 +28,14 @@ from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
     EngineOptions,
+    EngineReady,
     FromEngine,
     JobFailed,
     LoadFailed,
     Loading,
-    Ready,
     Reprioritise,
     Request,
-    Running,
+    RunningJobs,
     Shutdown,
     StrategyOptions,
     ToEngine,
@@ -129,7 +129,7 @@ def start_message(job_id: str, prompt: str = "hello", **changes: object) -> Requ
 
 
 def is_ready(message: FromEngine) -> bool:
-    return isinstance(message, Ready)
+    return isinstance(message, EngineReady)
 
 
 def is_idle(message: FromEngine) -> bool:
@@ -157,7 +157,7 @@ def test_a_worker_reports_its_model_and_completes_jobs(start_engine: StartEngine
 
     assert isinstance(greeting[0], Loading)
     can = Capabilities(structured_output=True)
-    assert greeting[-1] == Ready(
+    assert greeting[-1] == EngineReady(
         512, VOCAB_SIZE, (257,), hash_tokenizer(), 64, 16, None, can, num_step_tokens=2048
     )
     for job, choice in ((one, 0), (one, 1), (two, 0)):
@@ -254,10 +254,10 @@ def test_a_crash_is_blamed_on_the_jobs_of_its_step_alone(start_engine: StartEngi
     engine.receive_until(lambda m: isinstance(m, TokenOut))
 
     engine.send(start_message("poison", prompt="a secret!"), start_message("large", "x" * 400))
-    received = engine.receive_until(lambda m: isinstance(m, Running))
+    received = engine.receive_until(lambda m: isinstance(m, RunningJobs))
 
     assert engine.wait() == ExitCode.CRASHED
-    assert received[-1] == Running(("beside", "poison"))
+    assert received[-1] == RunningJobs(("beside", "poison"))
 
 
 def test_changes_of_the_running_jobs_are_reported(start_engine: StartEngine) -> None:
@@ -269,8 +269,8 @@ def test_changes_of_the_running_jobs_are_reported(start_engine: StartEngine) -> 
     engine.send(start_message("two", max_tokens=1))
     received += engine.receive_until(is_idle)
 
-    running = [m for m in received if isinstance(m, Running)]
-    assert running == [Running(("one",)), Running(("two",))]
+    running = [m for m in received if isinstance(m, RunningJobs)]
+    assert running == [RunningJobs(("one",)), RunningJobs(("two",))]
 
 
 def test_a_deadline_fails_its_job_unless_it_is_lifted(start_engine: StartEngine) -> None:

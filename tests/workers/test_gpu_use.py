@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes import hash_tokenizer
 from tests.nvidia_smi import fake_gpus
-from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.messages import EngineOptions, EngineReady
 from workers.supervisor.gpu_use import GpuUse
 from workers.supervisor.holding import EngineLink
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 def use_of(*uuids: str) -> GpuUse:
-    ready = Ready(512, 300, (), hash_tokenizer(), 64, 16, 4, gpu_uuids=uuids)
+    ready = EngineReady(512, 300, (), hash_tokenizer(), 64, 16, 4, gpu_uuids=uuids)
     return GpuUse(EngineLink(EngineOptions(model_path="hash"), ready=ready))
 
 

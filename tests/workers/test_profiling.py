@@ -18,11 +18,11 @@ from workers.profiling import (
     Bound,
     CannotProfile,
     ClassFinding,
+    DecoderShape,
     Demand,
-    Load,
     Operator,
     Profile,
-    Shape,
+    ProfiledLoad,
     advice,
     demand_of,
     shape_of,
@@ -50,7 +50,7 @@ FINDING = ClassFinding(
 
 def test_a_step_reads_weights_once_and_each_context_once() -> None:
     """Two streams after 10 and 20 tokens, and a chunk of 4 tokens after 6 that does not sample."""
-    shape = Shape(
+    shape = DecoderShape(
         weight_bytes=1000,
         num_body_weights=100,
         num_head_weights=50,
@@ -125,7 +125,7 @@ def test_advice_names_the_setting_that_moves_the_bound() -> None:
 def profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
     """A short profile of the demo model, on one core."""
     traces = tmp_path_factory.mktemp("traces")
-    return take_profile(OPTIONS, Load(4, 64, 3, num_profiled=2), traces), traces
+    return take_profile(OPTIONS, ProfiledLoad(4, 64, 3, num_profiled=2), traces), traces
 
 
 @pytest.mark.campaign
@@ -175,4 +175,4 @@ def test_traces_include_our_own_kernels(profile: tuple[Profile, Path]) -> None:
 def test_a_window_that_the_model_cannot_hold_is_refused() -> None:
     """Before anything is measured."""
     with pytest.raises(CannotProfile, match="ask for fewer"):
-        take_profile(OPTIONS, Load(1, 2000, 50), None)
+        take_profile(OPTIONS, ProfiledLoad(1, 2000, 50), None)

@@ -14,8 +14,8 @@ from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
     EngineOptions,
+    EngineReady,
     LaneOptions,
-    Ready,
     StrategyOptions,
     TokenOut,
 )
@@ -24,7 +24,7 @@ from workers.supervisor.held_job import HeldJob
 from workers.supervisor.holding import EngineLink, Holding
 
 NUM_PLACES = 4
-READY = Ready(512, VOCAB_SIZE, (), hash_tokenizer(), 64, 16, NUM_PLACES)
+READY = EngineReady(512, VOCAB_SIZE, (), hash_tokenizer(), 64, 16, NUM_PLACES)
 
 
 @pytest.fixture

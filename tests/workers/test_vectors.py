@@ -28,7 +28,7 @@ from tests.fakes import HashModelOptions, hash_tokenizer
 from tests.fleet import Answer, Caller, WorkerProcess, fleet, until
 from tests.tiny_encoders import save_embedder
 from tests.workers.held import hold, job_of
-from workers.ipc.messages import Ready, VectorOut
+from workers.ipc.messages import EngineReady, VectorOut
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.publisher import ResultKeeper
 from workers.supervisor.worker_broker import make_card
@@ -132,7 +132,7 @@ def test_many_vectors_are_due_for_the_object_store(tmp_path: Path) -> None:
 def test_the_card_of_a_model_for_vectors_names_its_lane_first() -> None:
     """Gateways take the first for jobs that name none."""
     pooling = PoolingCard(kind="embedding", num_outputs=4)
-    ready = Ready(10, 10, (), hash_tokenizer(), 1, 1, 1, pooling=pooling)
+    ready = EngineReady(10, 10, (), hash_tokenizer(), 1, 1, 1, pooling=pooling)
 
     card = make_card("m", ready, ("interactive", "standard", "scoring", "batch"))
 

@@ -35,9 +35,9 @@ from workers.callbacks.retries import (
     MAX_PROGRESS_FAILURES,
     RETRY_DELAYS_S,
     Delivered,
-    Failed,
+    DeliveryFailed,
+    DeliveryRefused,
     Outcome,
-    Refused,
     next_delay_s,
 )
 from workers.callbacks.webhook import WebhookSender, signed_headers
@@ -187,7 +187,7 @@ class Deliverer:
             try:
                 record = await self._outbox.start(taken, lease_s=self._settings.lease_s)
             except WireError:
-                await self._note(taken, None, Refused("its record is unreadable"))
+                await self._note(taken, None, DeliveryRefused("its record is unreadable"))
                 return
             if record is None:
                 return  # another process has leased the message
@@ -203,7 +203,7 @@ class Deliverer:
         except (BrokerUnavailable, CommandDenied):
             raise
         except Exception as exc:  # a URL, a log or a library may raise anything
-            return Failed(f"it could not be sent ({type(exc).__name__})")
+            return DeliveryFailed(f"it could not be sent ({type(exc).__name__})")
 
     @contextlib.asynccontextmanager
     async def _renewing(self, taken: Taken) -> AsyncIterator[None]:
@@ -240,20 +240,20 @@ class Deliverer:
     async def _deliver(self, record: OutboxRecord, traceparent: str = "") -> Outcome:
         callback = record.callback
         if callback is None:
-            return Refused("the record holds no callback")
+            return DeliveryRefused("the record holds no callback")
         secrets = self._settings.secrets.signing(callback, record.tenant)
         if callback.kind is CallbackKind.URL and not secrets:  # an operator may add one
-            return Failed("no secret signs it, also none of BATCHWAY_CALLBACK_SECRETS")
+            return DeliveryFailed("no secret signs it, also none of BATCHWAY_CALLBACK_SECRETS")
         try:
             body = await self._body(record, callback)
         except PayloadUnavailable:
-            return Failed("the object store does not answer")
+            return DeliveryFailed("the object store does not answer")
         headers = signed_headers(record.message_id, int(time.time()), body, secrets)
         if callback.kind is CallbackKind.URL:
             headers |= {"traceparent": traceparent} if traceparent else {}
             return await self._webhooks.send(callback.target, body, headers)
         if not is_open_target(callback, self._settings.aws_targets):
-            return Refused("BATCHWAY_CALLBACK_AWS does not name this target")
+            return DeliveryRefused("BATCHWAY_CALLBACK_AWS does not name this target")
         return await self._aws.send(callback, record.kind.event_type, body, headers)
 
     async def _body(self, record: OutboxRecord, callback: Callback) -> bytes:
@@ -337,7 +337,7 @@ class Deliverer:
         )
 
     def _delay_s(self, record: OutboxRecord, outcome: Outcome) -> float | None:
-        if not isinstance(outcome, Failed):
+        if not isinstance(outcome, DeliveryFailed):
             return None
         num_failures = record.failures + 1
         if not record.kind.is_end and num_failures > MAX_PROGRESS_FAILURES:

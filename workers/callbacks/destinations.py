@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.callbacks import Callback, CallbackKind
-from workers.callbacks.retries import Delivered, Failed, Outcome, Refused
+from workers.callbacks.retries import Delivered, DeliveryFailed, DeliveryRefused, Outcome
 
 MAX_BYTES = 250_000  # of a body: queues, topics and buses accept 256 KiB including attributes
 
@@ -44,7 +44,7 @@ class AwsSender:
         try:
             from botocore.exceptions import BotoCoreError, ClientError
         except ImportError:
-            return Failed("boto3 is not installed: `pip install 'batchway[aws]'`")
+            return DeliveryFailed("boto3 is not installed: `pip install 'batchway[aws]'`")
         try:
             client = self._client(_SERVICES[callback.kind])
             return _put(client, callback, event_type, body, headers)
@@ -52,10 +52,10 @@ class AwsSender:
             code = str(exc.response.get("Error", {}).get("Code", "unknown"))
             status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
             if status >= 500 or any(word in code for word in _TRANSIENT):
-                return Failed(f"AWS answered {code}")
-            return Refused(f"AWS answered {code}")
+                return DeliveryFailed(f"AWS answered {code}")
+            return DeliveryRefused(f"AWS answered {code}")
         except BotoCoreError as exc:  # for example no credentials or no route
-            return Failed(f"AWS was not reached ({type(exc).__name__})")
+            return DeliveryFailed(f"AWS was not reached ({type(exc).__name__})")
 
     def _client(self, service: str) -> Any:
         import boto3
@@ -96,7 +96,9 @@ def _put(
             entry = {"Source": "batchway", "DetailType": event_type, "EventBusName": target}
             reply = client.put_events(Entries=[entry | {"Detail": event}])
             if reply["FailedEntryCount"]:
-                return Failed(f"AWS answered {reply['Entries'][0].get('ErrorCode', 'unknown')}")
+                return DeliveryFailed(
+                    f"AWS answered {reply['Entries'][0].get('ErrorCode', 'unknown')}"
+                )
             return Delivered("on the bus")
         case CallbackKind.LAMBDA:
             client.invoke(FunctionName=target, InvocationType="Event", Payload=event.encode())

@@ -15,7 +15,7 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class DeliveryFailed:
     """A later attempt may succeed. `retry_after_s`: the wait that the receiver asked for."""
 
     note: str
@@ -23,13 +23,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class DeliveryRefused:
     """No attempt can succeed: the message becomes a dead letter at once."""
 
     note: str
 
 
-Outcome = Delivered | Failed | Refused
+Outcome = Delivered | DeliveryFailed | DeliveryRefused
 
 
 _MINUTE_S, _HOUR_S = 60.0, 3600.0

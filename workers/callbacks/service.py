@@ -24,7 +24,7 @@ from contract.telemetry.tracing import Tracing
 from workers.callbacks.deliverer import SERVICE, CallbackSettings, Deliverer
 from workers.callbacks.destinations import AwsSender
 from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
-from workers.callbacks.webhook import Guard, WebhookSender
+from workers.callbacks.webhook import AddressGuard, WebhookSender
 
 log = logging.getLogger("batchway.callbacks")
 
@@ -59,7 +59,7 @@ class CallbackService:
     def __init__(self, settings: CallbackSettings, tls: ssl.SSLContext | None = None) -> None:
         self._settings = settings
         self._shards = OpenShards(settings.redis_url, settings.namespace)
-        guard = Guard(settings.allow)
+        guard = AddressGuard(settings.allow)
         self._webhooks = WebhookSender(settings.allow, guard, timeout_s=settings.timeout_s, tls=tls)
         self._aws = AwsSender(timeout_s=settings.timeout_s)
         self._store = open_store(settings.object_store)

@@ -23,7 +23,13 @@ from contract.callback_urls import (
     why_blocked,
 )
 from contract.callbacks import SECRET_PREFIX
-from workers.callbacks.retries import Delivered, Failed, Outcome, Refused, parse_retry_after
+from workers.callbacks.retries import (
+    Delivered,
+    DeliveryFailed,
+    DeliveryRefused,
+    Outcome,
+    parse_retry_after,
+)
 
 MAX_ADDRESSES = 3  # per name, in the resolver's order
 
@@ -53,7 +59,7 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     return [str(address[0]) for *_, address in lookup.result()]
 
 
-class Guard:
+class AddressGuard:
     """Resolves a URL to the addresses that may be used."""
 
     def __init__(self, allow: AllowList, resolve: Resolve = resolve) -> None:
@@ -95,7 +101,7 @@ class WebhookSender:
     def __init__(
         self,
         allow: AllowList,
-        guard: Guard,
+        guard: AddressGuard,
         *,
         timeout_s: float,
         tls: ssl.SSLContext | None = None,
@@ -121,15 +127,17 @@ class WebhookSender:
             async with asyncio.timeout(self._timeout_s):
                 return await self._post(url, body, headers)
         except BadCallbackUrl as exc:
-            return Refused(f"the URL {exc}")
+            return DeliveryRefused(f"the URL {exc}")
         except BlockedAddress as exc:
-            return Refused(f"blocked: the host leads to an address that is not public ({exc})")
+            return DeliveryRefused(
+                f"blocked: the host leads to an address that is not public ({exc})"
+            )
         except Unresolvable as exc:
-            return Failed(f"the host's name is not known ({exc})")
+            return DeliveryFailed(f"the host's name is not known ({exc})")
         except (TimeoutError, httpx.TimeoutException):
-            return Failed(f"no answer within {self._timeout_s:g} s")
+            return DeliveryFailed(f"no answer within {self._timeout_s:g} s")
         except httpx.HTTPError as exc:
-            return Failed(f"the connection failed ({type(exc).__name__})")
+            return DeliveryFailed(f"the connection failed ({type(exc).__name__})")
 
     async def _post(self, url: CallbackUrl, body: bytes, headers: Mapping[str, str]) -> Outcome:
         addresses = await self._guard.addresses(url)
@@ -172,9 +180,9 @@ class WebhookSender:
         if response.is_success:
             return Delivered(note)
         if response.status_code == _GONE:
-            return Refused(f"{note}: the receiver wants no more messages")
+            return DeliveryRefused(f"{note}: the receiver wants no more messages")
         wanted = parse_retry_after(response.headers.get("retry-after"), datetime.now(UTC))
-        return Failed(note, wanted)
+        return DeliveryFailed(note, wanted)
 
 
 async def _read_some(response: httpx.Response) -> None:

@@ -14,7 +14,7 @@ from workers.engine.block_manager import BlockManager
 from workers.engine.interface import EngineLimits
 from workers.engine.order import Lanes
 from workers.engine.sequence import Sequence
-from workers.engine.step_plan import Running, StepPlan
+from workers.engine.step_plan import RunningSequences, StepPlan
 
 _MAX_NUM_HISTORIES = 1024
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 are evenly spread
@@ -224,7 +224,7 @@ class AdmissionCheck:
     limits: EngineLimits
     _lanes: Lanes
     _lengths: RecentLengths
-    _running: Running  # the scheduler's, which changes
+    _running: RunningSequences  # the scheduler's, which changes
 
     def __post_init__(self) -> None:
         self._forecast: KVForecast | None = None

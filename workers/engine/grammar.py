@@ -30,7 +30,7 @@ from contract.jobs import GRAMMAR_LIMITS
 T = TypeVar("T")
 
 
-class Turns:
+class TenantTurns:
     """At most one call of a tenant runs at a time, so that a tenant with many waits for itself; the
     tenant that has had the fewest is next.
 
@@ -216,10 +216,10 @@ class Grammars:
         self._limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._compiled: ByteCache[Compiled] = ByteCache(_MAX_KEPT_BYTES)
         self._lock = threading.Lock()  # of the compiled grammars
-        self._compilations = Turns(
+        self._compilations = TenantTurns(
             compiler or ThreadPoolExecutor(_NUM_THREADS, "compile", initializer=_give_way)
         )
-        self._masks = Turns(masker or ThreadPoolExecutor(_NUM_THREADS, "mask"))
+        self._masks = TenantTurns(masker or ThreadPoolExecutor(_NUM_THREADS, "mask"))
         self._num_at_once = max(1, 4 * (os.cpu_count() or 1) // 5)
         self._mask_threads = LLExecutor(self._num_at_once)
 

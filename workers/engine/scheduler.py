@@ -14,7 +14,7 @@ from workers.engine.interface import Chunk, EngineLimits, Padding
 from workers.engine.order import Lanes, Order, VirtualTokenCounters, WaitingQueue
 from workers.engine.sequence import Account, Sequence
 from workers.engine.speculation import add_drafts
-from workers.engine.step_plan import UNLIMITED, Running, StepPlan, Streams
+from workers.engine.step_plan import UNLIMITED, RunningSequences, StepPlan, Streams
 from workers.lanes import DEFAULT_LANES, Lane
 
 _SMALL_SHARE = 1 / 8  # of the budget: up to here streams are served without sorting
@@ -41,7 +41,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy = VirtualTokenCounters()
         self._lanes = Lanes(lanes, limits.max_num_batched_tokens)
-        self._running = Running()
+        self._running = RunningSequences()
         self._below_share_now: Collection[Account] = ()
         self._below_share_at = 0, 0  # change counters of running and waiting sequences then
         self._was_refused = False  # whether the last step lacked room for a sequence

@@ -53,7 +53,7 @@ class Streams:
         return Streams(sequences, num_kv, num_by_account)
 
 
-class Running:
+class RunningSequences:
     """The running sequences, all and by account; updated incrementally, as few change in a step."""
 
     def __init__(self) -> None:

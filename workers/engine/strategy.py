@@ -18,7 +18,7 @@ from workers.engine.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class AdmittedBatch:
     """Sequences admitted together; `sequences` are those that have not ended."""
 
     sequences: dict[Sequence, None]
@@ -32,7 +32,7 @@ class Waiting:
     now_s: float
     sequences: list[Sequence]  # in the policy's order
     since_s: Mapping[Sequence, float]  # when each came
-    batches: Collection[Batch]
+    batches: Collection[AdmittedBatch]
 
     def first_since_s(self, sequences: Collection[Sequence]) -> float:
         """When the first of them entered."""
@@ -151,14 +151,14 @@ class PaddingDebt:
     def __init__(self) -> None:
         self._due = deque[Padding]()
 
-    def owe_prompts(self, batch: Batch) -> None:
+    def owe_prompts(self, batch: AdmittedBatch) -> None:
         """Pads a new batch's rows to the longest prompt."""
         longest = max(sequence.num_known for sequence in batch.sequences)
         for sequence in batch.sequences:
             if sequence.num_known < longest:
                 self._due.append(Padding(sequence.num_known, longest - sequence.num_known))
 
-    def owe_rows(self, batches: Seq[Batch], chunks: Collection[Chunk]) -> None:
+    def owe_rows(self, batches: Seq[AdmittedBatch], chunks: Collection[Chunk]) -> None:
         """Continues ended rows of batches that sample in this step."""
         for batch in batches:
             num_ended = batch.num_rows - len(batch.sequences)
@@ -205,8 +205,8 @@ class Batches:
         self._wake_s: float | None = None
         self._new: dict[Sequence, None] = {}
         self._since_s: dict[Sequence, float] = {}
-        self._batch_of: dict[Sequence, Batch] = {}
-        self._open: dict[Strategy, dict[Batch, None]] = {}
+        self._batch_of: dict[Sequence, AdmittedBatch] = {}
+        self._open: dict[Strategy, dict[AdmittedBatch, None]] = {}
 
     @property
     def num_admitted(self) -> int:
@@ -281,7 +281,7 @@ class Batches:
         self._debt.owe_rows(self._padded(), chunks)
         return self._debt.pay(num_tokens)
 
-    def _padded(self) -> list[Batch]:
+    def _padded(self) -> list[AdmittedBatch]:
         return [
             batch for strategy in self._open if strategy.is_padded for batch in self._open[strategy]
         ]
@@ -301,7 +301,7 @@ class Batches:
         return num_held == 0 or num_held + num_rows <= self._max_num_rows
 
     def _open_batch(self, strategy: Strategy, chosen: list[Sequence]) -> None:
-        batch = Batch(dict.fromkeys(chosen), len(chosen))
+        batch = AdmittedBatch(dict.fromkeys(chosen), len(chosen))
         self._open.setdefault(strategy, {})[batch] = None
         for sequence in chosen:
             del self._since_s[sequence]
@@ -309,7 +309,7 @@ class Batches:
         if strategy.is_padded:
             self._debt.owe_prompts(batch)
 
-    def _close(self, batch: Batch) -> None:
+    def _close(self, batch: AdmittedBatch) -> None:
         for strategy, open_ in list(self._open.items()):
             open_.pop(batch, None)
             if not open_:

@@ -37,15 +37,15 @@ from workers.engine_process.engine_setup import (
 from workers.ipc.channel import Channel, PeerGone
 from workers.ipc.messages import (
     EngineOptions,
+    EngineReady,
     FromEngine,
     JobFailed,
     LoadFailed,
     Loading,
-    Ready,
     Reconfigure,
     Reprioritise,
     Request,
-    Running,
+    RunningJobs,
     Shutdown,
     StopChoice,
     StopJob,
@@ -68,7 +68,7 @@ Load = Callable[[EngineOptions, Callable[[str], None]], LoadedModel]
 
 # Loads a model and builds its engine. `Ready` says what it can; the number is the token budget of a
 # step where the options name none. Raises ModelRefused.
-Start = Callable[[EngineOptions, Callable[[str], None]], tuple[JobEngine, Ready, int]]
+Start = Callable[[EngineOptions, Callable[[str], None]], tuple[JobEngine, EngineReady, int]]
 
 
 @dataclass(eq=False)
@@ -103,13 +103,13 @@ class EngineLoop:
         def announce(chunks: Seq[Chunk]) -> None:
             computing.extend(dict.fromkeys(chunk.sequence.job_id for chunk in chunks))
             if self._computed != set(computing):
-                self._channel.send([Running(tuple(computing))])
+                self._channel.send([RunningJobs(tuple(computing))])
             self._computed = frozenset(computing)
 
         try:
             return self._engine.step(announce)
         except Exception:
-            self._channel.send([Running(tuple(computing))])
+            self._channel.send([RunningJobs(tuple(computing))])
             raise
 
     def _rest_s(self) -> float | None:
@@ -188,7 +188,7 @@ def start_own(load: Load) -> Start:
 
     def start(
         options: EngineOptions, progress: Callable[[str], None]
-    ) -> tuple[JobEngine, Ready, int]:
+    ) -> tuple[JobEngine, EngineReady, int]:
         loaded = load(options, progress)
         grammars = load_grammars(loaded) if loaded.pooling is None else None
         engine = build_engine(

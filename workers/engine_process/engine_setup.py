@@ -19,7 +19,7 @@ from workers.ipc.messages import (
     DYNAMIC_WINDOW_S,
     STATIC_WAIT_S,
     EngineOptions,
-    Ready,
+    EngineReady,
     StrategyOptions,
 )
 from workers.lanes import lanes_of
@@ -119,11 +119,11 @@ def load_grammars(loaded: LoadedModel) -> Grammars | None:
         return None
 
 
-def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities) -> Ready:
+def ready_message(loaded: LoadedModel, options: EngineOptions, can: Capabilities) -> EngineReady:
     """The message. The context length is limited to what the KV cache can hold for one sequence."""
     model = loaded.model
     num_kv_tokens = model.num_blocks * model.block_size
-    return Ready(
+    return EngineReady(
         context_length=min(loaded.context_length, model.max_model_len, num_kv_tokens),
         vocab_size=loaded.vocab_size,
         eos_token_ids=tuple(sorted(loaded.eos_token_ids)),

@@ -176,7 +176,7 @@ class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"
     message: str
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The engine can take work."""
 
     context_length: int
@@ -195,7 +195,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     gpu_uuids: tuple[str, ...] = ()  # of the GPUs that compute, as nvidia-smi names them
 
 
-class Running(msgspec.Struct, frozen=True, array_like=True, tag="running"):
+class RunningJobs(msgspec.Struct, frozen=True, array_like=True, tag="running"):
     """The jobs of the next step, sent if they are others than those of the last one. If the
     process dies, the supervisor knows which jobs it was computing."""
 
@@ -280,8 +280,8 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="load"):
 FromEngine = (
     Loading
     | LoadFailed
-    | Ready
-    | Running
+    | EngineReady
+    | RunningJobs
     | PromptLogprobs
     | TokenOut
     | VectorOut

@@ -14,7 +14,7 @@ from transformers import (
 
 from workers.engine.interface import ModelRefused
 from workers.model.files import DEFAULT_REVISION as DEFAULT_REVISION
-from workers.model.files import Files
+from workers.model.files import ModelFiles
 from workers.model.model_path import check_place
 from workers.model.rope import of_each_layer, scaled_length
 
@@ -93,7 +93,7 @@ def _check_files(model_path: str) -> None:
     """Refuses a local folder with a file that is not a JSON object of limited size and depth."""
     if not Path(model_path).expanduser().is_dir():
         return
-    files = Files(model_path, DEFAULT_REVISION)
+    files = ModelFiles(model_path, DEFAULT_REVISION)
     for name in _JSON_FILES:
         if files.find(name) is not None and not isinstance(files.read_json(name), dict):
             raise ModelRefused(f"{name} of {model_path} is no JSON object")

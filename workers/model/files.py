@@ -13,7 +13,7 @@ DEFAULT_REVISION = "main"
 _MAX_JSON_BYTES = 64 * 2**20
 
 
-class Files:
+class ModelFiles:
     def __init__(self, model_path: str, revision: str) -> None:
         self.model_path = model_path
         self.revision = revision

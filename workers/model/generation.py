@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from contract.model_cards import MAX_EOS_TOKENS, GenerationDefaults, TokenizerFiles
 from workers.engine.interface import ModelRefused
-from workers.model.files import Files
+from workers.model.files import ModelFiles
 
 _FILE = "generation_config.json"
 _NAMES = tuple(field.name for field in fields(GenerationDefaults))
@@ -24,7 +24,7 @@ _OLD_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_pena
 _MAX_TOKEN_ID = 2**31 - 1
 
 
-def sampling_defaults(files: Files, vocab_size: int) -> GenerationDefaults:
+def sampling_defaults(files: ModelFiles, vocab_size: int) -> GenerationDefaults:
     """The sampling settings of generation_config.json; without that file, those of an old
     config.json. As in vLLM, `do_sample` is not read. Raises ModelRefused."""
     found, name = files.read_object(_FILE), _FILE
@@ -55,7 +55,7 @@ def _old_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refusal(files: Files, name: str, exc: msgspec.ValidationError) -> str:
+def _refusal(files: ModelFiles, name: str, exc: msgspec.ValidationError) -> str:
     reason, _, path = str(exc).partition(" - at `$.")
     return (
         f"{name} of {files.model_path} has an impossible {path.rstrip('`')}: {reason}; "
@@ -64,7 +64,7 @@ def _refusal(files: Files, name: str, exc: msgspec.ValidationError) -> str:
 
 
 def end_token_ids(
-    files: Files, config: PretrainedConfig, tokenizer: TokenizerFiles
+    files: ModelFiles, config: PretrainedConfig, tokenizer: TokenizerFiles
 ) -> tuple[int, ...]:
     """The tokens that end an answer: those of the configuration, of generation_config.json, and the
     tokenizer's own, which alone is right in many fine-tunes. Raises ModelRefused."""
@@ -91,7 +91,7 @@ def end_token_ids(
     return tuple(sorted(token_id for token_id in found if token_id < text.vocab_size))
 
 
-def _tokenizer_ends(files: Files, tokenizer: TokenizerFiles) -> list[int | None]:
+def _tokenizer_ends(files: ModelFiles, tokenizer: TokenizerFiles) -> list[int | None]:
     """The tokenizer's end tokens; those of special_tokens_map.json are often missing in
     transformers."""
     tokens = {tokenizer.special_tokens.get("eos_token")}

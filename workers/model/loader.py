@@ -25,7 +25,7 @@ from workers.model.device import (
     dtype_name,
     gpu_uuids,
 )
-from workers.model.files import Files
+from workers.model.files import ModelFiles
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.loaded import Loaded
 from workers.model.machine import available_cores
@@ -76,7 +76,7 @@ def load_model(
         template_kwargs=options.chat_template_kwargs,
     )
     vocab_size = int(config.get_text_config().vocab_size)
-    files = Files(path, revision)
+    files = ModelFiles(path, revision)
     eos_ids = end_token_ids(files, config, tokenizer)
     generation = GenerationDefaults()
     if options.generation_config == "auto":
@@ -155,7 +155,7 @@ def _load_pooling(
 
 
 def _check_memory(
-    options: EngineOptions, files: Files, device: torch.device, dtype: torch.dtype
+    options: EngineOptions, files: ModelFiles, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Raises ModelRefused if the weights, by their files, exceed the memory that is free, or the
     worker's share. A model of the Hub must have been fetched before."""

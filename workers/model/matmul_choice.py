@@ -86,7 +86,7 @@ _Multiply = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LinearShape:
     """A linear layer; `dtype` is that of x, and of the weights unless they are int8."""
 
     num_in: int
@@ -124,9 +124,9 @@ class Products:
         self._kept_in = kept_in
         self._timed: dict[str, dict[str, list[float]]] = {} if kept_in is None else _read(kept_in)
         self._unknown: set[str] = set()
-        self._laid_out: Counter[Shape] = Counter()
+        self._laid_out: Counter[LinearShape] = Counter()
 
-    def fastest(self, shape: Shape) -> Product:
+    def fastest(self, shape: LinearShape) -> Product:
         """The fastest product for such a layer; TORCH if there is no other."""
         candidates = self._candidates(shape)
         if len(candidates) < 2:
@@ -141,22 +141,22 @@ class Products:
         is_own = sum(ratios) / len(ratios) <= math.log(_MARGIN)
         return Product.OWN if is_own else Product.ONEDNN
 
-    def note(self, shape: Shape) -> None:
+    def note(self, shape: LinearShape) -> None:
         """Counts a layer for `slowdown`."""
         self._laid_out[shape] += 1
 
     def slowdown(self) -> dict[int, float]:
         """Time of all layers' products by rows of x, relative to float32. Empty for float32, or if
         either cannot be timed."""
-        plain = Counter[Shape]()
+        plain = Counter[LinearShape]()
         for shape, count in self._laid_out.items():
-            plain[Shape(shape.num_in, shape.num_out, torch.float32)] += count
+            plain[LinearShape(shape.num_in, shape.num_out, torch.float32)] += count
         if plain == self._laid_out:
             return {}
         taken, beside = self._total_s(self._laid_out), self._total_s(plain)
         return {rows: a / b for rows, a, b in zip(ROWS, taken, beside, strict=False)}
 
-    def _total_s(self, layers: Counter[Shape]) -> list[float]:
+    def _total_s(self, layers: Counter[LinearShape]) -> list[float]:
         """Seconds of all layers for each of ROWS, each layer by its fastest product."""
         totals = [0.0] * len(ROWS)
         for shape, count in layers.items():
@@ -168,7 +168,7 @@ class Products:
                 totals[i] += count * wall_s
         return totals
 
-    def _candidates(self, shape: Shape) -> list[Product]:
+    def _candidates(self, shape: LinearShape) -> list[Product]:
         kernels, found = self._kernels.get(shape.dtype), []
         if kernels is not None and kernels.can_multiply_shape(shape.num_in, shape.num_out):
             found.append(Product.OWN)
@@ -176,7 +176,7 @@ class Products:
             found.append(Product.ONEDNN)
         return found
 
-    def _time(self, shape: Shape, candidates: list[Product]) -> dict[str, list[float]]:
+    def _time(self, shape: LinearShape, candidates: list[Product]) -> dict[str, list[float]]:
         """Seconds of one product for each of ROWS, by product; empty if unknown."""
         key = str(shape)
         if set(self._timed.get(key, ())) != set(candidates) and key not in self._unknown:
@@ -188,7 +188,7 @@ class Products:
         return self._timed[key]
 
     @torch.inference_mode()
-    def _measure(self, shape: Shape, candidates: list[Product]) -> dict[str, list[float]]:
+    def _measure(self, shape: LinearShape, candidates: list[Product]) -> dict[str, list[float]]:
         part = _part(shape)
         num_copies = max(1, self._working_set // part.num_bytes)
         makers = {Product.OWN: self._make_own, Product.ONEDNN: _make_onednn}
@@ -209,7 +209,7 @@ class Products:
         share = (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s)
         return found if share >= _LEAST_SHARE * torch.get_num_threads() else {}
 
-    def _make_own(self, shape: Shape) -> _Multiply:
+    def _make_own(self, shape: LinearShape) -> _Multiply:
         kernels = self._kernels[shape.dtype]
         weights = torch.randn(-(-shape.num_out // PANEL), shape.num_in, PANEL)
         if shape.is_int8:
@@ -220,7 +220,7 @@ class Products:
         return lambda x: kernels.linear(x, panels, shape.num_out)
 
 
-def _make_onednn(shape: Shape) -> _Multiply:
+def _make_onednn(shape: LinearShape) -> _Multiply:
     packed = pack(torch.randn(shape.num_out, shape.num_in).to(shape.dtype))
     return lambda x: multiply_packed(x, packed, None)
 
@@ -253,10 +253,10 @@ def _processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _part(shape: Shape) -> Shape:
+def _part(shape: LinearShape) -> LinearShape:
     """The layer, reduced to _MOST_WEIGHTS weights."""
     most = max(PANEL, _MOST_WEIGHTS // shape.num_in // PANEL * PANEL)
-    return Shape(shape.num_in, min(shape.num_out, most), shape.dtype, shape.is_int8)
+    return LinearShape(shape.num_in, min(shape.num_out, most), shape.dtype, shape.is_int8)
 
 
 def _wall_s(multiply: _Multiply, x: Tensor) -> float:
@@ -354,9 +354,9 @@ class Layout:
         return NativeGates(first, second, self.kernels)
 
 
-def _shape(weight: Weight) -> Shape:
+def _shape(weight: Weight) -> LinearShape:
     num_out, num_in = weight.shape
-    return Shape(num_in, num_out, weight.dtype, isinstance(weight, QuantizedWeight))
+    return LinearShape(num_in, num_out, weight.dtype, isinstance(weight, QuantizedWeight))
 
 
 def _side_by_side(weights: Seq[Weight]) -> Weight:

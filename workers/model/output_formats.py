@@ -48,7 +48,7 @@ _CUT_MARK = regex.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownAnswer:
     """An answer as the template shows it, with the text before and behind it."""
 
     prompt_end: str
@@ -66,7 +66,7 @@ class ShownChats:
     null_content: bool = False  # beside calls
     id_length: int = 9  # of calls
 
-    def calls(self, *calls: tuple[str, dict[str, Any]], content: str = "") -> Shown | None:
+    def calls(self, *calls: tuple[str, dict[str, Any]], content: str = "") -> ShownAnswer | None:
         """Renders an answer with calls; None if the template refuses it."""
         return self._answered(self._calling(calls, content))
 
@@ -78,7 +78,7 @@ class ShownChats:
             return f"{type(exc).__name__}: {exc}"[:_MAX_REFUSAL_CHARS]
         return ""
 
-    def reasoning(self) -> list[Shown]:
+    def reasoning(self) -> list[ShownAnswer]:
         """Renders an answer with reasoning, in each way that templates accept."""
         names = ("reasoning_content", "reasoning", "thinking", "thought")
         parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]
@@ -106,7 +106,7 @@ class ShownChats:
         given = json.dumps(arguments) if self.string_arguments else arguments
         return {"name": name, "arguments": given}
 
-    def _answered(self, message: dict[str, Any]) -> Shown | None:
+    def _answered(self, message: dict[str, Any]) -> ShownAnswer | None:
         try:
             prompt = self._render([], add_generation_prompt=True)
             text = self._render([message])
@@ -115,7 +115,7 @@ class ShownChats:
         start = len(os.path.commonprefix([prompt, text]))
         if (cut := _CUT_MARK.search(text, 0, start)) is not None:
             start = cut.start()
-        return Shown(text[:start], text[start:])
+        return ShownAnswer(text[:start], text[start:])
 
     def _render(self, answer: Sequence[dict[str, Any]], **options: Any) -> str:
         system = [{"role": "system", "content": "A system message."}] if self.has_system else []
@@ -233,7 +233,10 @@ def _begins_in(format_: ToolFormat, text: str) -> bool:
 
 
 def _fitted(
-    format_: ToolFormat, reasoning: ReasoningFormat | None, chats: ShownChats, two: Shown | None
+    format_: ToolFormat,
+    reasoning: ReasoningFormat | None,
+    chats: ShownChats,
+    two: ShownAnswer | None,
 ) -> ToolFormat:
     """The format without what the template refuses: several calls in an answer, or long ids."""
     if _calls_of(format_, reasoning, two) != [_CALL, _OTHER]:
@@ -264,7 +267,7 @@ def _reads(format_: ToolFormat, reasoning: ReasoningFormat | None, chats: ShownC
 
 
 def _calls_of(
-    format_: ToolFormat, reasoning: ReasoningFormat | None, shown: Shown | None
+    format_: ToolFormat, reasoning: ReasoningFormat | None, shown: ShownAnswer | None
 ) -> list[tuple[str, Any]]:
     if shown is None:
         return []
@@ -275,13 +278,13 @@ def _calls_of(
         return []
 
 
-def _reads_thought(format_: ReasoningFormat, shown: Shown) -> bool:
+def _reads_thought(format_: ReasoningFormat, shown: ShownAnswer) -> bool:
     message = _read(None, format_, shown)
     return message.reasoning == THOUGHT and message.content.startswith(ANSWER)
 
 
 def _read(
-    format_: ToolFormat | None, reasoning: ReasoningFormat | None, shown: Shown
+    format_: ToolFormat | None, reasoning: ReasoningFormat | None, shown: ShownAnswer
 ) -> ResponseDelta:
     parser = OutputParser(format_, reasoning, shown.prompt_end, TOOLS)
     message = parser.push(shown.text)
@@ -303,7 +306,7 @@ def _likeness(format_: ToolFormat | ReasoningFormat, text: str) -> int:
 
 
 def _learned(
-    chats: ShownChats, reasoning: ReasoningFormat | None, one: Shown, two: Shown | None
+    chats: ShownChats, reasoning: ReasoningFormat | None, one: ShownAnswer, two: ShownAnswer | None
 ) -> Iterator[ToolFormat]:
     """Yields the format that the answers show, if their calls are JSON between marks."""
     if (call := _json_call(one.text, 0, *_CALL)) is None:

@@ -27,7 +27,7 @@ from workers.engine.interface import (
 )
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
-from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep, Span
+from workers.model.attention.interface import STEP_KEYWORD, AttentionBackend, AttentionStep, RowSpan
 from workers.model.fusion.stack import Stack
 from workers.model.kv_cache import KVCache, PagedStep
 from workers.model.native.kernels import Kernels
@@ -40,7 +40,7 @@ _SLICE_ELEMENTS = 2**24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
+class StepTensors:
     """A step as tensors. input_ids and position_ids (1, T); slot_mapping (T,): the cache slot of
     each token; logits_index (num_rows,): the flat rows whose logits are needed, in chunk order:
     each chunk's `scored` positions, then its last ones, one for each of its `sampled`."""
@@ -49,7 +49,7 @@ class Batch:
     position_ids: Tensor
     slot_mapping: Tensor
     logits_index: Tensor
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
     scored: tuple[range, ...]
 
 
@@ -108,12 +108,12 @@ class ModelRunner:
         index = torch.arange(batch.input_ids.shape[1], device=self.device)
         return self._compute(dataclasses.replace(batch, logits_index=index))
 
-    def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> Batch:
+    def _batch(self, chunks: Seq[Chunk], padding: Seq[Padding]) -> StepTensors:
         self._copy_blocks(chunks)
         scratch_id = self.cache.scratch_block_id
         return build_batch(chunks, self.block_size, self.device, padding, scratch_id)
 
-    def _compute(self, batch: Batch) -> Tensor:
+    def _compute(self, batch: StepTensors) -> Tensor:
         prepared = self.backend.prepare(batch.spans, self.device)
         step = PagedStep(self.cache, prepared, batch.slot_mapping, self.kernels)
         return self.forward(batch.input_ids, batch.position_ids, batch.logits_index, step)
@@ -157,7 +157,7 @@ def build_batch(
     device: torch.device,
     padding: Seq[Padding] = (),
     scratch_block_id: int = 0,
-) -> Batch:
+) -> StepTensors:
     """Concatenates the chunks, then padding, whose KV goes to one scratch block."""
     token_ids: list[int] = []
     block_ids: list[int] = []
@@ -188,7 +188,7 @@ def build_batch(
     parts = (numbers[:num_tokens], layout.positions, mapping, numbers[num_tokens:])
     shipped = torch.as_tensor(np.concatenate(parts), device=device)
     ids, positions, slot_mapping = shipped[: 3 * num_tokens].view(3, num_tokens)
-    return Batch(
+    return StepTensors(
         input_ids=ids[None],
         position_ids=positions[None],
         slot_mapping=slot_mapping,
@@ -212,12 +212,12 @@ class _Layout:
         self.positions = rows + np.repeat(self._starts - self._firsts, self._counts)  # (T,)
         self.begins = np.repeat(self._begins, self._counts)  # (T,): of each token's sequence
 
-    def spans(self, slots: npt.NDArray[np.int64]) -> tuple[Span, ...]:
+    def spans(self, slots: npt.NDArray[np.int64]) -> tuple[RowSpan, ...]:
         """Returns a span for each part."""
         columns = (self._firsts, self._counts, self._starts, self._begins)
         return tuple(
             [
-                Span(first, count, start, slots[begin : begin + start + count])
+                RowSpan(first, count, start, slots[begin : begin + start + count])
                 for first, count, start, begin in zip(*(c.tolist() for c in columns), strict=True)
             ]
         )

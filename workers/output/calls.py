@@ -31,7 +31,7 @@ from workers.output.literals import (
     read_string,
     value_of,
 )
-from workers.output.message import Message
+from workers.output.message import MessageBuilder
 
 
 class CallReader(ABC):
@@ -44,7 +44,7 @@ class CallReader(ABC):
         format_: ToolFormat,
         tools: Mapping[str, tuple[str, ...]],
         text: GrowingText,
-        message: Message,
+        message: MessageBuilder,
     ) -> None:
         self._text, self._message, self._tools = text, message, tools
         self._is_bare = format_.is_bare
@@ -72,7 +72,7 @@ _QUOTE = compiled(r'\s*"')
 Read = Literal["whole", "cut", "none"]
 
 
-def read_arguments(text: GrowingText, message: Message, name: str) -> Reading[Read]:
+def read_arguments(text: GrowingText, message: MessageBuilder, name: str) -> Reading[Read]:
     """Reads a value as a call's arguments, which are an object, null, or a string that spells an
     object. Returns "cut" if the call has begun, but its arguments are broken or cut by the end."""
     value = yield from text.match(_ARGUMENTS)
@@ -288,7 +288,7 @@ _CDATA_END = compiled(r"\]\]>")
 class _Value:
     """An argument: a string is passed on as it comes, any other value once it is whole."""
 
-    message: Message
+    message: MessageBuilder
     key: str
     is_string: bool
     text: str = ""
@@ -383,7 +383,7 @@ def _or_none(space: str) -> str:
 
 
 _Tools = Mapping[str, tuple[str, ...]]
-_SYNTAXES: dict[str, Callable[[ToolFormat, _Tools, GrowingText, Message], CallReader]] = {
+_SYNTAXES: dict[str, Callable[[ToolFormat, _Tools, GrowingText, MessageBuilder], CallReader]] = {
     "object": ObjectCall,
     "json": JsonCall,
     "tags": TagCall,
@@ -393,7 +393,7 @@ _SYNTAXES: dict[str, Callable[[ToolFormat, _Tools, GrowingText, Message], CallRe
 _PYTHON_TAG = r"(?:<\|python_tag\|>)?"  # of Llama: before calls, at will
 
 
-class Calls:
+class CallsParser:
     """Reads calls into a message. `start` is a pattern of the beginning of the first; in a format
     without marks it counts only at the beginning of the answer."""
 
@@ -402,7 +402,7 @@ class Calls:
         format_: ToolFormat,
         tools: _Tools,
         text: GrowingText,
-        message: Message,
+        message: MessageBuilder,
     ) -> None:
         self._text, self._message = text, message
         self._call = _SYNTAXES[format_.syntax](format_, tools, text, message)

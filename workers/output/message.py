@@ -28,7 +28,7 @@ class ResponseDelta:
             self.tool_calls.append(call)
 
 
-class Message:
+class MessageBuilder:
     """Collects deltas. White space between parts of the output belongs to the content only if
     there is content before and behind it."""
 

@@ -11,9 +11,9 @@ message's header, or within a message.
 from collections.abc import Mapping
 
 from contract.output_formats import ReasoningFormat, ToolFormat
-from workers.output.calls import Calls, read_arguments
+from workers.output.calls import CallsParser, read_arguments
 from workers.output.growing_text import GrowingText, Reading, compiled, loose, pieces_of
-from workers.output.message import Message, ResponseDelta
+from workers.output.message import MessageBuilder, ResponseDelta
 
 MARKS = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"
@@ -39,7 +39,7 @@ class Harmony:
         self,
         tools: Mapping[str, tuple[str, ...]],
         text: GrowingText,
-        message: Message,
+        message: MessageBuilder,
         prompt_end: str,
     ) -> None:
         self._text, self._message, self._tools = text, message, tools
@@ -101,7 +101,7 @@ class OutputParser:
         prompt_end: str,
         tools: Mapping[str, tuple[str, ...]],
     ) -> None:
-        self._text, self._message = GrowingText(), Message()
+        self._text, self._message = GrowingText(), MessageBuilder()
         self._harmony: Harmony | None = None
         self._is_thinking = False
         if reasoning is not None and reasoning.is_harmony:
@@ -110,7 +110,7 @@ class OutputParser:
             return
         calls = None
         if tool_format is not None and tools:
-            calls = Calls(tool_format, tools, self._text, self._message)
+            calls = CallsParser(tool_format, tools, self._text, self._message)
         self._reading = self._read(reasoning, prompt_end, calls)
 
     @property
@@ -134,7 +134,7 @@ class OutputParser:
         return self._message.take()
 
     def _read(
-        self, reasoning: ReasoningFormat | None, prompt_end: str, calls: Calls | None
+        self, reasoning: ReasoningFormat | None, prompt_end: str, calls: CallsParser | None
     ) -> Reading[None]:
         tail: tuple[str, ...] = ()
         if reasoning is not None:
@@ -170,7 +170,7 @@ class OutputParser:
         if is_answer:
             self._message.end_part()
 
-    def _read_answer(self, tail: tuple[str, ...], calls: Calls | None) -> Reading[None]:
+    def _read_answer(self, tail: tuple[str, ...], calls: CallsParser | None) -> Reading[None]:
         """Reads content, and calls within it. `tail`: the parts of what may follow the content."""
         start = "(?!)" if calls is None or calls.is_bare else calls.start
         begins_call, ending = compiled(f"(?={start})"), "(?!)"

@@ -12,7 +12,7 @@ from workers.lanes import STANDARD, Lane
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPlaces:
     """A job that the worker holds: the places its choices need in the next step, and its cost."""
 
     lane: str
@@ -23,7 +23,7 @@ class Held:
 
 def rooms_by_lane(
     terms: Mapping[str, Lane],
-    held: Collection[Held],
+    held: Collection[HeldPlaces],
     waiting_lanes: Iterable[str],
     whole: LaneRoom,
 ) -> dict[str, LaneRoom]:
@@ -57,7 +57,7 @@ def rooms_by_lane(
     return rooms
 
 
-def _fair_room(asking: str, held: Iterable[Held], room: LaneRoom) -> FairRoom:
+def _fair_room(asking: str, held: Iterable[HeldPlaces], room: LaneRoom) -> FairRoom:
     """The lane's total (`room` plus what its jobs hold), and what each tenant holds of it."""
     num_jobs, num_tokens = room.max_jobs, room.max_tokens
     parts: dict[str, tuple[int, int]] = {}

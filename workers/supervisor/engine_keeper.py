@@ -25,14 +25,14 @@ from workers.ipc.channel import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
+    EngineReady,
     FromEngine,
     JobFailed,
     LoadFailed,
     Loading,
     Marked,
     PromptLogprobs,
-    Ready,
-    Running,
+    RunningJobs,
     StopChoice,
     StopJob,
     TokenOut,
@@ -155,7 +155,7 @@ class EngineKeeper:
                 self._take_output(message)
             case EngineLoad():
                 self._take_load(message)
-            case Running(job_ids):
+            case RunningJobs(job_ids):
                 self._engine.running = frozenset(job_ids)
                 self._engine.steps.begin(time.monotonic())
                 self._holding.spans.note_running(job_ids)
@@ -171,7 +171,7 @@ class EngineKeeper:
             case JobFailed(job_id, epoch, code, text):
                 if (job := self._holding.get(job_id, epoch)) is not None:
                     self._publisher.fail(job, code, text)
-            case Ready():
+            case EngineReady():
                 self.tokenizer = Tokenizer.from_str(message.tokenizer.tokenizer_json)
                 self._formats = OutputFormats(message.tokenizer, self.tokenizer)
                 self._engine.ready = message

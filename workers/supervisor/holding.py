@@ -20,9 +20,9 @@ from contract.function_types import MAX_CLAIM, LaneRoom, Release, WorkerCapacity
 from contract.jobs import JobStatus
 from contract.telemetry.tracing import Tracing
 from workers.ipc.channel import EngineClient
-from workers.ipc.messages import EngineLoad, EngineOptions, Ready, StopJob, ToEngine
+from workers.ipc.messages import EngineLoad, EngineOptions, EngineReady, StopJob, ToEngine
 from workers.lanes import Lane
-from workers.supervisor.displacing import Held, rooms_by_lane
+from workers.supervisor.displacing import HeldPlaces, rooms_by_lane
 from workers.supervisor.held_job import HeldJob
 from workers.supervisor.metrics import JobSpans
 
@@ -135,7 +135,7 @@ class EngineLink:
 
     options: EngineOptions  # including batching.yaml
     client: EngineClient | None = None
-    ready: Ready | None = None
+    ready: EngineReady | None = None
     load: EngineLoad = _IDLE
     running: frozenset[str] = frozenset()
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -309,7 +309,8 @@ class Holding:
             return {}
         places = self._places(now_s)
         held = [
-            Held(j.lane, j.job.tenant, places[j.job.id], j.held_tokens) for j in self.jobs.values()
+            HeldPlaces(j.lane, j.job.tenant, places[j.job.id], j.held_tokens)
+            for j in self.jobs.values()
         ]
         whole = LaneRoom(self.engine.num_places, self.max_tokens)
         rooms = rooms_by_lane(terms, held, self.engine.load.waiting_lanes, whole)

@@ -14,7 +14,7 @@ from contract.connection import SWEEP_PAUSE_S
 from contract.consumer import MAX_CONTROL, keep_leases
 from contract.errors import BrokerFull, BrokerUnavailable, BrokerUnfit, CommandDenied, WireError
 from contract.function_types import WorkerState
-from workers.ipc.messages import Ready, Reprioritise
+from workers.ipc.messages import EngineReady, Reprioritise
 from workers.settings import WorkerSettings
 from workers.supervisor.drain import Drain
 from workers.supervisor.engine_keeper import RESTART_S
@@ -108,7 +108,7 @@ class LeaseKeeper:
             return "draining"
         return "loading" if self._engine.ready is None else "up"
 
-    async def _publish(self, ready: Ready, lanes: tuple[str, ...]) -> None:
+    async def _publish(self, ready: EngineReady, lanes: tuple[str, ...]) -> None:
         try:
             await self._broker.ensure_library()
             settings = self._settings
@@ -122,7 +122,7 @@ class LeaseKeeper:
             log.warning("model not published: %s", exc)
             self._is_published = False
 
-    async def _announce(self, ready: Ready | None) -> None:
+    async def _announce(self, ready: EngineReady | None) -> None:
         """Tells about the engine's state once after each change."""
         if ready is None:
             await self._broker.announce_start(RESTART_S + self._engine.load_s)

@@ -38,7 +38,7 @@ from contract.partitions import MAX_PARTITIONS, PartitionsDiffer, known_number
 from contract.payloads.store import ObjectStore
 from contract.roster import Roster
 from contract.starts import Starts
-from workers.ipc.messages import Ready
+from workers.ipc.messages import EngineReady
 from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ class WorkerBroker:
 
 
 def make_card(
-    name: str, ready: Ready, lanes: tuple[str, ...], *, truncates: bool = False
+    name: str, ready: EngineReady, lanes: tuple[str, ...], *, truncates: bool = False
 ) -> ModelCard:
     """The model card that this worker publishes."""
     sha256, _ = encode_tokenizer(ready.tokenizer)

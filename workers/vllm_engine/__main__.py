@@ -19,7 +19,7 @@ from typing import NoReturn
 from workers.engine.interface import ModelRefused
 from workers.engine.jobs import JobEngine
 from workers.engine_process.engine_loop import ExitCode, main
-from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.messages import EngineOptions, EngineReady
 from workers.ipc.nodes import meet
 from workers.model.nvidia import unusable_gpu, visible_gpus
 
@@ -67,7 +67,9 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _start(options: EngineOptions, progress: Callable[[str], None]) -> tuple[JobEngine, Ready, int]:
+def _start(
+    options: EngineOptions, progress: Callable[[str], None]
+) -> tuple[JobEngine, EngineReady, int]:
     """Starts the engine. Does not return on a node other than node 0: that has ranks alone."""
     import torch
 

@@ -21,11 +21,11 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from contract.jobs import ResumeKind, SamplingParams, resume_kind
 from contract.model_cards import Capabilities, GenerationDefaults
 from workers.engine.interface import ModelRefused
-from workers.ipc.messages import EngineOptions, Ready, Request
+from workers.ipc.messages import EngineOptions, EngineReady, Request
 from workers.ipc.nodes import address_of
 from workers.lanes import lanes_of
 from workers.model.checkpoint import DEFAULT_REVISION, context_length, parse_config
-from workers.model.files import Files
+from workers.model.files import ModelFiles
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.nvidia import visible_gpus
 from workers.model.pooling.folder import read_folder
@@ -90,7 +90,7 @@ _NICENESS = 19  # the lowest priority
 
 def start_vllm(
     options: EngineOptions, progress: Callable[[str], None]
-) -> tuple[HostedEngine, Ready, int]:
+) -> tuple[HostedEngine, EngineReady, int]:
     """Loads the model into vLLM. Raises ModelRefused, also for an argument that vLLM refuses."""
     revision = options.revision or DEFAULT_REVISION
     if read_folder(options.model_path, revision) is not None:
@@ -125,7 +125,7 @@ def start_vllm(
         raise ModelRefused(f"vLLM does not load {options.model_path}: {line_of(exc)}") from exc
     model: Any = config.model_config
     vocab_size: int = model.get_vocab_size()
-    files = Files(options.model_path, revision)
+    files = ModelFiles(options.model_path, revision)
     eos = end_token_ids(files, model.hf_config, tokenizer)
     has_plugin = sampling.processor is not None
     generation = GenerationDefaults()
@@ -140,7 +140,7 @@ def start_vllm(
     try_step(engine, min(model.max_model_len, vocab_size), options.model_path)
     num_kv_tokens = engine.num_blocks * engine.block_size
     gpus = visible_gpus()[:1]
-    ready = Ready(
+    ready = EngineReady(
         context_length=min(model.max_model_len, num_kv_tokens),
         vocab_size=vocab_size,
         eos_token_ids=eos,

@@ -23,7 +23,7 @@ from workers.engine.interface import RowFailed
 from workers.engine.masks import StepMasks
 from workers.engine.sequence import Sequence
 from workers.model.sampler import sample
-from workers.vllm_engine.sampling import Choice, choice_of, grammars_of
+from workers.vllm_engine.sampling import ChoiceParams, choice_of, grammars_of
 
 
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed here
@@ -100,7 +100,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # vLLM is not inst
         return _known_choice(choice, prompt_ids, matcher)
 
 
-def _known_choice(choice: Choice, prompt_ids: list[int], matcher: Matcher | None) -> Sequence:
+def _known_choice(choice: ChoiceParams, prompt_ids: list[int], matcher: Matcher | None) -> Sequence:
     return Sequence(
         job_id="",
         epoch=0,

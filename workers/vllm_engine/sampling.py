@@ -19,7 +19,7 @@ from contract.jobs import SamplingParams
 from workers.engine.grammar import GrammarFailed, Grammars
 from workers.engine.sequence import RequestRefused, Sequence
 from workers.model.checkpoint import DEFAULT_REVISION
-from workers.model.files import Files
+from workers.model.files import ModelFiles
 from workers.model.generation import end_token_ids
 from workers.model.sampler import LOWEST_TEMPERATURE, asks_for_change
 from workers.model.tokenizer import read_tokenizer
@@ -27,7 +27,7 @@ from workers.model.tokenizer import read_tokenizer
 _EXTRA = "batchway"  # the key in vLLM's `SamplingParams.extra_args`
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ChoiceParams(msgspec.Struct, frozen=True):
     """What our processor must know of a choice; the token ids come from vLLM."""
 
     params: SamplingParams
@@ -54,14 +54,14 @@ def sampling_of(config: VllmConfig) -> Sampling:
     return Sampling(_by_processor, "workers.vllm_engine.runner_v1_compat:SeededSampling")
 
 
-def choice_of(params: VllmParams) -> Choice | None:
+def choice_of(params: VllmParams) -> ChoiceParams | None:
     """Returns what `Sampling.arguments` sent; None if the choice does not need the processor."""
     encoded = (params.extra_args or {}).get(_EXTRA)
-    return None if encoded is None else msgspec.json.decode(encoded, type=Choice)
+    return None if encoded is None else msgspec.json.decode(encoded, type=ChoiceParams)
 
 
 def _sent(sequence: Sequence) -> dict[str, str]:
-    choice = Choice(
+    choice = ChoiceParams(
         sequence.params, sequence.choice, sequence.num_prompt, tuple(sequence.ending_ids)
     )
     return {_EXTRA: msgspec.json.encode(choice).decode()}
@@ -122,7 +122,7 @@ def grammars_of(config: VllmConfig) -> Grammars | None:
     model = config.model_config
     revision = model.revision or DEFAULT_REVISION
     tokenizer = read_tokenizer(model.model, revision)
-    end_ids = end_token_ids(Files(model.model, revision), model.hf_config, tokenizer)
+    end_ids = end_token_ids(ModelFiles(model.model, revision), model.hf_config, tokenizer)
     try:
         return Grammars(tokenizer.tokenizer_json, model.get_vocab_size(), end_ids)
     except GrammarFailed:

@@ -41,7 +41,7 @@ _OTHER_SHAPE = "its answer has another number of choices or inputs than the call
 _FORGOTTEN = "its output is no longer kept, and the flow could not go on without it"
 
 
-class Call(msgspec.Struct, frozen=True):
+class FlowCall(msgspec.Struct, frozen=True):
     """A call of a model. `number`: its number among the flow's calls; `name`: of a pipeline's step;
     `can_fail`: others can answer in its place."""
 
@@ -62,7 +62,7 @@ class Call(msgspec.Struct, frozen=True):
         return MemberRun(self.model, self.job_id(parent_id), name=self.name)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CallOutcome(msgspec.Struct, frozen=True):
     """A call that has ended, with its output. It has no job if the call could not be made."""
 
     run: MemberRun
@@ -95,11 +95,11 @@ class MemberFailed(Exception):
         self.message = message
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Self:
+    def of(cls, outcome: CallOutcome) -> Self:
         return cls(outcome.run.code, f"{outcome.run.name or outcome.run.model}: {outcome.message}")
 
 
-class Calls:
+class FlowCalls:
     """The calls of one flow's job. Its `lane` and `deadline_s` (the broker's clock) may change."""
 
     def __init__(self, gateway: Gateway, parent: Job, *, lane: str, deadline_s: float) -> None:
@@ -110,7 +110,7 @@ class Calls:
         assert parent.flow is not None
         self._flow = parent.flow
 
-    async def prepare(self, call: Call) -> tuple[Job, Submission]:
+    async def prepare(self, call: FlowCall) -> tuple[Job, Submission]:
         """Returns the job of a call in the name of the parent's tenant, whose meter counts its
         tokens. Raises ApiError, TemplateFailed, ModelUnreadable."""
         deadline_s = max(_MIN_DEADLINE_S, self.deadline_s - self.gateway.broker.clock())
@@ -143,7 +143,7 @@ def parse_body(endpoint: Endpoint, fields: Mapping[str, object]) -> CallBody:
         raise translated({**error, "loc": error["loc"][1:] or ("body",)}, fields) from None
 
 
-def failed(call: Call, parent_id: str, exc: BatchwayError) -> Outcome:
+def failed(call: FlowCall, parent_id: str, exc: BatchwayError) -> CallOutcome:
     """The outcome of a call that could not begin. Raises `exc` again if a retry may help."""
     match exc:
         case ApiError() if exc.status == 503:
@@ -161,10 +161,10 @@ def failed(call: Call, parent_id: str, exc: BatchwayError) -> Outcome:
         case _:
             code, message = ErrorCode.ENGINE_ERROR, str(exc)
     run = replace(call.run(parent_id), status=JobStatus.FAILED, code=code)
-    return Outcome(run, message=message)
+    return CallOutcome(run, message=message)
 
 
-def _ended(call: Call, job: Job, end: End) -> Outcome:
+def _ended(call: FlowCall, job: Job, end: End) -> CallOutcome:
     code = {
         JobStatus.SUCCEEDED: "",
         JobStatus.FAILED: end.code or ErrorCode.ENGINE_ERROR,
@@ -175,7 +175,7 @@ def _ended(call: Call, job: Job, end: End) -> Outcome:
         call.model, job.id, end.status, end.prompt_tokens, end.output_tokens, code, call.name
     )
     why = "" if end.status is JobStatus.SUCCEEDED else f"its job is {end.status}"
-    return Outcome(run, job, end.message or why)
+    return CallOutcome(run, job, end.message or why)
 
 
 class Execution:
@@ -183,7 +183,7 @@ class Execution:
     pipeline."""
 
     def __init__(
-        self, calls: Calls, known: Mapping[str, MemberRun], stages: StageQueues | None
+        self, calls: FlowCalls, known: Mapping[str, MemberRun], stages: StageQueues | None
     ) -> None:
         self.stages = stages
         self.calls = calls
@@ -192,7 +192,7 @@ class Execution:
         self._known = known
         self._unlogged: list[MemberRun] = []
 
-    def log_begun(self, *calls: Call) -> Members:
+    def log_begun(self, *calls: FlowCall) -> Members:
         """The event that these calls begin, with the calls that have ended meanwhile."""
         for call in calls:
             self._note(call.run(self.parent.id))
@@ -222,13 +222,13 @@ class Execution:
         self.begun[run.job_id] = run
         self._unlogged.append(run)
 
-    async def run_call(self, call: Call) -> Outcome:
+    async def run_call(self, call: FlowCall) -> CallOutcome:
         """Makes a call, and returns it with all its output."""
         outcome = await self._collected(call)
         self._note(outcome.run)
         return outcome
 
-    async def run_calls(self, calls: Sequence[Call]) -> list[Outcome]:
+    async def run_calls(self, calls: Sequence[FlowCall]) -> list[CallOutcome]:
         """Makes calls at once. Their ends are logged in the order of the calls."""
         # Not a task group, which passes a cancellation on once only: redis-py may lose it.
         tasks = [asyncio.create_task(self._collected(call)) for call in calls]
@@ -240,22 +240,22 @@ class Execution:
             self._note(outcome.run)
         return outcomes
 
-    async def _collected(self, call: Call) -> Outcome:
+    async def _collected(self, call: FlowCall) -> CallOutcome:
         events: list[Output] = []
-        outcome: Outcome | None = None
+        outcome: CallOutcome | None = None
         async for item in self._follow(call):
-            if isinstance(item, Outcome):
+            if isinstance(item, CallOutcome):
                 outcome = item
             else:
                 events.append(item)
         assert outcome is not None
         return replace(outcome, events=tuple(events))
 
-    async def stream_call(self, call: Call) -> AsyncIterator[Output]:
+    async def stream_call(self, call: FlowCall) -> AsyncIterator[Output]:
         """Makes the call that decides, and yields its output as it comes. Raises MemberFailed."""
-        outcome: Outcome | None = None
+        outcome: CallOutcome | None = None
         async for item in self._follow(call):
-            if isinstance(item, Outcome):
+            if isinstance(item, CallOutcome):
                 outcome = item
                 continue
             for event in self.visible([item]):
@@ -280,11 +280,11 @@ class Execution:
             found.append(event)
         return found
 
-    async def _follow(self, call: Call) -> AsyncIterator[Output | Outcome]:
+    async def _follow(self, call: FlowCall) -> AsyncIterator[Output | CallOutcome]:
         """Yields a call's output from its first event on, and then its outcome."""
         calls, run = self.calls, self._known.get(call.job_id(self.parent.id))
         if run is not None and run.status not in (None, JobStatus.SUCCEEDED):
-            yield Outcome(run, message="it has failed before")
+            yield CallOutcome(run, message="it has failed before")
             return
         job, submitted_s = None, None
         try:
@@ -294,7 +294,7 @@ class Execution:
                     job = view.job
             if job is None and run is not None and run.status is not None:
                 lost = replace(run, status=JobStatus.FAILED, code=ErrorCode.RETRIES)
-                yield Outcome(lost, message=_FORGOTTEN)
+                yield CallOutcome(lost, message=_FORGOTTEN)
                 return
             if job is None:
                 job, submitted_s = await self._begin(call)
@@ -314,7 +314,7 @@ class Execution:
         except PayloadLost as exc:
             yield failed(call, self.parent.id, exc)
 
-    async def _begin(self, call: Call) -> tuple[Job, float | None]:
+    async def _begin(self, call: FlowCall) -> tuple[Job, float | None]:
         """Submits a call's job, unless an earlier run has done so. Returns the job, and the time if
         it was submitted here (the broker's clock)."""
         broker, (job, submission) = self.calls.gateway.broker, await self.calls.prepare(call)

@@ -25,13 +25,20 @@ from gateway.prepare.conditions import Facts, choose_target
 from gateway.prepare.flow_calls import split_point, text_of
 from gateway.prepare.job_bodies import CallBody
 from gateway.prepare.schemas import MAX_CHOICES_IN_ALL, CompletionBody
-from gateway.runners.flows.calls import Call, Execution, MemberFailed, Outcome, Output, parse_body
+from gateway.runners.flows.calls import (
+    CallOutcome,
+    Execution,
+    FlowCall,
+    MemberFailed,
+    Output,
+    parse_body,
+)
 from gateway.state import Gateway
 
 _SCORER = MAX_CHOICES_IN_ALL  # numbers of calls to scorers that each member may use
 
 
-def texts_of(outcome: Outcome) -> list[str]:
+def texts_of(outcome: CallOutcome) -> list[str]:
     """The text of each choice."""
     texts = [""] * outcome.num_choices
     for delta in outcome.deltas():
@@ -39,7 +46,7 @@ def texts_of(outcome: Outcome) -> list[str]:
     return texts
 
 
-def answers_of(outcome: Outcome) -> list[str]:
+def answers_of(outcome: CallOutcome) -> list[str]:
     """The text of each choice, with its tool calls; equal arguments have equal form."""
     assert outcome.job is not None
     deltas: list[list[ToolCallDelta]] = [[] for _ in range(outcome.num_choices)]
@@ -58,7 +65,7 @@ def _plain_call(name: str, arguments: str) -> str:
     return f"{name}({arguments})"
 
 
-def logprobs_of(outcome: Outcome) -> list[list[float]]:
+def logprobs_of(outcome: CallOutcome) -> list[list[float]]:
     """The log probabilities of each choice's tokens, without those of the reasoning before them."""
     found: list[list[float]] = [[] for _ in range(outcome.num_choices)]
     for delta in outcome.deltas():
@@ -67,13 +74,13 @@ def logprobs_of(outcome: Outcome) -> list[list[float]]:
     return found
 
 
-def vectors_of(outcome: Outcome) -> list[bytes]:
+def vectors_of(outcome: CallOutcome) -> list[bytes]:
     """The vector of each input."""
     found = {delta.choice: delta.vector for delta in outcome.deltas() if delta.vector}
     return [found[choice] for choice in sorted(found)]
 
 
-async def answer_of(gateway: Gateway, outcome: Outcome) -> dict[str, Any]:
+async def answer_of(gateway: Gateway, outcome: CallOutcome) -> dict[str, Any]:
     """Returns the answer as a caller would get it, as plain values. Raises BatchwayError."""
     job, run = outcome.job, outcome.run
     assert job is not None
@@ -193,7 +200,7 @@ def events_of(execution: Execution) -> AsyncGenerator[LogEvent]:
             return _pipeline(execution, definition)
 
 
-async def first_calls(parent: Job, templates: StepTemplates) -> list[Call]:
+async def first_calls(parent: Job, templates: StepTemplates) -> list[FlowCall]:
     """Returns the calls with which a flow may begin: a cascade with the first that can take the
     call, an ensemble with all of them. Raises MemberFailed, Busy."""
     assert parent.flow is not None
@@ -233,20 +240,22 @@ def _member_body(parent: Job) -> dict[str, Any]:
     return {name: value for name, value in body_of(parent).items() if name not in alone}
 
 
-def _call(parent: Job, number: int, model: str, *, can_fail: bool = False, **more: object) -> Call:
+def _call(
+    parent: Job, number: int, model: str, *, can_fail: bool = False, **more: object
+) -> FlowCall:
     body = {**_member_body(parent), **more}
-    return Call(number, model, _endpoint(parent), body, can_fail=can_fail)
+    return FlowCall(number, model, _endpoint(parent), body, can_fail=can_fail)
 
 
 # --- route ------------------------------------------------------------------------------------
 
 
-def _classifying(parent: Job, route: Route) -> Call:
+def _classifying(parent: Job, route: Route) -> FlowCall:
     body = {"input": text_of(parsed_body(parent)) or " "}
-    return Call(0, route.classifier, Endpoint.CLASSIFY, body)
+    return FlowCall(0, route.classifier, Endpoint.CLASSIFY, body)
 
 
-def chosen_call(parent: Job, route: Route, label: str | None) -> Call:
+def chosen_call(parent: Job, route: Route, label: str | None) -> FlowCall:
     """The call of the target. `label`: the classifier's; None if it could not read the text."""
     assert parent.flow is not None
     facts = Facts(
@@ -279,7 +288,7 @@ async def _route(execution: Execution, route: Route) -> AsyncGenerator[LogEvent]
 # --- cascade ----------------------------------------------------------------------------------
 
 
-def _cascading(parent: Job, cascade: Cascade, index: int) -> Call:
+def _cascading(parent: Job, cascade: Cascade, index: int) -> FlowCall:
     model, is_last = cascade.members[index].model, index == len(cascade.members) - 1
     if (
         is_last
@@ -316,19 +325,19 @@ async def _cascade(execution: Execution, cascade: Cascade) -> AsyncGenerator[Log
         yield event
 
 
-def _confidence(kind: Confidence, outcome: Outcome) -> float:
+def _confidence(kind: Confidence, outcome: CallOutcome) -> float:
     """The confidence of the choice of which the member is least sure."""
     choices = zip(logprobs_of(outcome), texts_of(outcome), strict=True)
     return min(confidence(kind, logprobs, text) for logprobs, text in choices)
 
 
-def _scoring(parent: Job, index: int, scorer: str, outcome: Outcome) -> list[Call]:
+def _scoring(parent: Job, index: int, scorer: str, outcome: CallOutcome) -> list[FlowCall]:
     """A call of the scorer for each choice of an answer, with the choice's prompt."""
     body, answers = parsed_body(parent), answers_of(outcome)
     num_each = len(answers) // (len(body.prompt) if isinstance(body, CompletionBody) else 1)
     bodies = [score_body(text_of(body, i // num_each), text) for i, text in enumerate(answers)]
     first = _SCORER * (index + 1)
-    return [Call(first + i, scorer, Endpoint.SCORE, each) for i, each in enumerate(bodies)]
+    return [FlowCall(first + i, scorer, Endpoint.SCORE, each) for i, each in enumerate(bodies)]
 
 
 def score_body(prompt: str, answer: str) -> dict[str, object]:
@@ -336,7 +345,7 @@ def score_body(prompt: str, answer: str) -> dict[str, object]:
     return {"text_1": prompt or " ", "text_2": answer or " "}
 
 
-async def _score(execution: Execution, outcome: Outcome) -> float:
+async def _score(execution: Execution, outcome: CallOutcome) -> float:
     """The score of an answer; -inf if the scorer failed."""
     if not outcome.has_succeeded:
         return -math.inf
@@ -346,7 +355,7 @@ async def _score(execution: Execution, outcome: Outcome) -> float:
 # --- ensemble ---------------------------------------------------------------------------------
 
 
-def _of_members(parent: Job, ensemble: Ensemble) -> list[Call]:
+def _of_members(parent: Job, ensemble: Ensemble) -> list[FlowCall]:
     """The calls of an ensemble. Each has its own seed: a model may be a member several times."""
     seed = body_of(parent).get("seed")
     calls = [_call(parent, i, model, can_fail=True) for i, model in enumerate(ensemble.members)]
@@ -366,7 +375,7 @@ async def _ensemble(execution: Execution, ensemble: Ensemble) -> AsyncGenerator[
     answered = [outcome for outcome in outcomes if outcome.has_succeeded]
     if not answered:
         raise MemberFailed.of(outcomes[0])
-    scored = list[Outcome]()
+    scored = list[CallOutcome]()
     if ensemble.scorer:
         scoring = [
             call
@@ -407,7 +416,7 @@ async def _step(
     pipeline: Pipeline,
     index: int,
     values: Mapping[str, Any],
-) -> Call:
+) -> FlowCall:
     """Returns the call of a step. Raises MemberFailed, Busy."""
     step = pipeline.steps[index]
     endpoint = Endpoint(step.endpoint)
@@ -416,7 +425,7 @@ async def _step(
     except TemplateFault as fault:
         message = f"{step.model}: {fault}"
         raise MemberFailed(ErrorCode.BAD_PARAMETER, message) from None
-    return Call(index, step.model, endpoint, body, step.name)
+    return FlowCall(index, step.model, endpoint, body, step.name)
 
 
 async def _pipeline(execution: Execution, pipeline: Pipeline) -> AsyncGenerator[LogEvent]:

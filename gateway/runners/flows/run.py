@@ -11,7 +11,7 @@ from contract.functions import Functions
 from contract.jobs import JobStatus
 from gateway.follow.members import cancel_whole
 from gateway.http.errors import UnknownJob
-from gateway.runners.flows.calls import Calls, Execution, MemberFailed
+from gateway.runners.flows.calls import Execution, FlowCalls, MemberFailed
 from gateway.runners.flows.kinds import events_of
 from gateway.runners.flows.stage_queues import StageQueues
 from gateway.state import Gateway
@@ -25,7 +25,7 @@ _RETRY_S = 0.2  # between attempts while Redis is unreachable
 _PAGE_EVENTS = 500
 
 
-class Publisher:
+class FlowPublisher:
     """Appends for one incarnation until `run` is cancelled. Each call takes all that waits."""
 
     def __init__(self, functions: Functions, incarnation: str, lease_s: float) -> None:
@@ -76,7 +76,7 @@ class Run:
     def __init__(
         self,
         gateway: Gateway,
-        publisher: Publisher,
+        publisher: FlowPublisher,
         claimed: Claimed,
         stages: StageQueues | None,
     ) -> None:
@@ -85,7 +85,7 @@ class Run:
         self.job = claimed.job
         self._broker = gateway.broker
         self._publisher = publisher
-        self._calls = Calls(
+        self._calls = FlowCalls(
             gateway,
             claimed.job,
             lane=claimed.job.lane,

@@ -23,7 +23,7 @@ from contract.keys import Keys
 from contract.library import ensure_library
 from contract.model_cards import ModelCard
 from gateway.runners.flows.definitions import FlowError, check_flows, flow_card, load_flows, members
-from gateway.runners.flows.run import Publisher, Run
+from gateway.runners.flows.run import FlowPublisher, Run
 from gateway.runners.flows.stage_queues import StageQueues
 from gateway.runners.flows.worker import FlowWorker
 from gateway.state import Gateway
@@ -189,7 +189,7 @@ class FlowService:
         worker.start()
         self._workers[place] = worker
 
-    def _run(self, publisher: Publisher, claimed: Claimed) -> Run:
+    def _run(self, publisher: FlowPublisher, claimed: Claimed) -> Run:
         return Run(self._gateway, publisher, claimed, self._stages_of(claimed.job))
 
     def _stages_of(self, job: Job) -> StageQueues | None:

@@ -15,7 +15,7 @@ from contract.errors import BatchwayError, BrokerUnavailable
 from contract.function_types import MAX_CLAIM, Claimed, Release, WorkerCapacity
 from contract.functions import Functions
 from contract.keys import Keys
-from gateway.runners.flows.run import Publisher, Run
+from gateway.runners.flows.run import FlowPublisher, Run
 
 log = logging.getLogger("batchway.flows")
 
@@ -35,7 +35,7 @@ class FlowWorker:
         keys: Keys,
         model: str,
         lanes: tuple[str, ...],
-        runs: Callable[[Publisher, Claimed], Run],
+        runs: Callable[[FlowPublisher, Claimed], Run],
     ) -> None:
         self.model = model
         self.lanes = lanes
@@ -45,7 +45,7 @@ class FlowWorker:
         self._functions = Functions(client, keys)
         self._lease_s = LEASE_S
         self._control: asyncio.Queue[str] = asyncio.Queue(MAX_CONTROL)
-        self._publisher = Publisher(self._functions, self.incarnation, LEASE_S)
+        self._publisher = FlowPublisher(self._functions, self.incarnation, LEASE_S)
         self._make_run = runs
         self._held: dict[str, tuple[Run, asyncio.Task[None]]] = {}
         self._ending: set[asyncio.Task[None]] = set()

@@ -9,7 +9,7 @@ from contract.jobs import Endpoint, SamplingParams
 from contract.keys import new_job_id
 from gateway.http.errors import ApiError
 from gateway.prepare.flow_calls import split_point
-from gateway.runners.flows.calls import Outcome, parse_body
+from gateway.runners.flows.calls import CallOutcome, parse_body
 from gateway.runners.flows.kinds import _scoring
 from tests.contract.some_calls import make_job
 
@@ -26,7 +26,7 @@ def test_each_choice_of_each_member_is_scored_by_a_call_of_its_own() -> None:
         prompt_list=((1,),) * 16,
         params=SamplingParams(max_tokens=1, seed=1, n=8),
     )
-    outcome = Outcome(MemberRun("a", member.id), member)
+    outcome = CallOutcome(MemberRun("a", member.id), member)
     ids = {
         each.job_id(parent.id)
         for index in range(2)
@@ -44,7 +44,7 @@ def test_a_choice_is_scored_beside_its_own_prompt() -> None:
     member = msgspec.structs.replace(
         make_job(), prompt_ids=(), prompt_list=((1,), (2,)), params=params
     )
-    calls = _scoring(parent, 0, "rank", Outcome(MemberRun("a", member.id), member))
+    calls = _scoring(parent, 0, "rank", CallOutcome(MemberRun("a", member.id), member))
     assert [call.body["text_1"] for call in calls] == ["x", "x", "y", "y"]
 
 

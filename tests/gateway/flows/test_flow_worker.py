@@ -11,7 +11,7 @@ from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from gateway.redis.broker import Broker
-from gateway.runners.flows.run import Publisher, Run
+from gateway.runners.flows.run import FlowPublisher, Run
 from gateway.runners.flows.worker import FlowWorker
 from gateway.state import Gateway
 from infra.embedded_redis import EmbeddedRedis
@@ -58,7 +58,7 @@ class Place:
         self._kind = kind
         self.worker = FlowWorker(client, keys, "m", ("standard",), self._make)  # type: ignore[arg-type]
 
-    def _make(self, _: Publisher, claimed: Claimed) -> StuckRun:
+    def _make(self, _: FlowPublisher, claimed: Claimed) -> StuckRun:
         self.runs.append(self._kind(self.functions, claimed))
         return self.runs[-1]
 
@@ -134,7 +134,7 @@ async def test_a_run_that_begins_again_has_the_deadline_that_its_job_has_now(
     [claimed] = await claim(functions)
     settings = make_settings(redis_server.url)
     broker = Broker(settings, clock=lambda: 0.0)
-    publisher = Publisher(functions, "w1", 10.0)
+    publisher = FlowPublisher(functions, "w1", 10.0)
     run = Run(Gateway(settings, broker), publisher, claimed, None)
     await run._read_log()
     before_s = run._calls.deadline_s

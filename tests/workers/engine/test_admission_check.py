@@ -11,7 +11,7 @@ from workers.engine.cost_model import CostModel
 from workers.engine.interface import EngineLimits
 from workers.engine.order import Lanes
 from workers.engine.sequence import Sequence
-from workers.engine.step_plan import Running, StepPlan
+from workers.engine.step_plan import RunningSequences, StepPlan
 from workers.lanes import DEFAULT_LANES
 
 _BLOCK_SIZE = 4
@@ -37,8 +37,8 @@ def sequence_of(arrival: int, shape: tuple[str, int, int, int, int]) -> Sequence
     return sequence
 
 
-def running_of(sequences: list[Sequence]) -> Running:
-    running = Running()
+def running_of(sequences: list[Sequence]) -> RunningSequences:
+    running = RunningSequences()
     for sequence in sequences:
         running.add(sequence)
     return running

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from workers.engine.grammar import Turns
+from workers.engine.grammar import TenantTurns
 
 WAIT_S = 20.0
 
@@ -27,7 +27,7 @@ class OnDemand(Executor):
 def test_tenants_take_turns() -> None:
     """The third call of one comes after the first calls of the others."""
     executor, order = OnDemand(), list[str]()
-    turns = Turns(executor)
+    turns = TenantTurns(executor)
     for name in ("a1", "a2", "a3", "b1", "c1", "b2"):
         turns.submit(name[0], lambda name=name: order.append(name))  # type: ignore[misc]
 
@@ -39,7 +39,7 @@ def test_tenants_take_turns() -> None:
 def test_a_cancelled_call_never_begins_and_costs_no_turn() -> None:
     """Of the last tenant nothing is left."""
     executor, order = OnDemand(), list[str]()
-    turns = Turns(executor)
+    turns = TenantTurns(executor)
     for name in ("a1", "a2", "b1", "b2", "c1"):
         future = turns.submit(name[0], lambda name=name: order.append(name))  # type: ignore[misc]
         if name in ("a1", "c1"):

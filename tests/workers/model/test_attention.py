@@ -10,7 +10,7 @@ import torch
 
 from workers.engine.interface import ModelRefused
 from workers.model.attention import varlen
-from workers.model.attention.interface import AttentionFlags, LayerShape, Span
+from workers.model.attention.interface import AttentionFlags, LayerShape, RowSpan
 from workers.model.attention.packed import PackedAttention
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.backend import choose_backend
@@ -36,14 +36,14 @@ BATCHES = {
 }
 
 
-def make_spans(chunks: list[tuple[int, int]], seed: int = 0) -> list[Span]:
+def make_spans(chunks: list[tuple[int, int]], seed: int = 0) -> list[RowSpan]:
     """Spans with block tables in random order."""
     blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
     spans, first = [], 0
     for start, num_tokens in chunks:
         end = start + num_tokens
         table = [blocks.pop() for _ in range(-(-end // BLOCK_SIZE))]
-        spans.append(Span(first, num_tokens, start, block_slots(table, end, BLOCK_SIZE)))
+        spans.append(RowSpan(first, num_tokens, start, block_slots(table, end, BLOCK_SIZE)))
         first += num_tokens
     return spans
 
@@ -129,7 +129,7 @@ def flash_attention(
     flags = AttentionFlags(scale, window_size[0] + 1 or None)
     out = torch.empty_like(query)
     for first, last in itertools.pairwise(bounds):
-        rows, span = slice(first, last), Span(0, last - first, 0, np.arange(last - first))
+        rows, span = slice(first, last), RowSpan(0, last - first, 0, np.arange(last - first))
         step = ReferenceAttention().prepare([span], CPU)
         out[rows] = step.attend(query[rows], key[rows], value[rows], flags)
     return out

@@ -11,7 +11,7 @@ from tests.tiny_models import EOS_ID, VOCAB_SIZE, edit_json
 from tests.workers.model.loading import load, refusal
 from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import read_config
-from workers.model.files import Files
+from workers.model.files import ModelFiles
 from workers.model.generation import end_token_ids, sampling_defaults
 from workers.model.tokenizer import read_tokenizer
 
@@ -25,9 +25,9 @@ def llama(llama: Path) -> Path:
     return llama
 
 
-def write(folder: Path, name: str = "generation_config.json", **settings: Any) -> Files:
+def write(folder: Path, name: str = "generation_config.json", **settings: Any) -> ModelFiles:
     (folder / name).write_text(json.dumps(settings))
-    return Files(str(folder), "main")
+    return ModelFiles(str(folder), "main")
 
 
 def defaults_of(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_without_the_file_an_old_configuration_tells(
 ) -> None:
     """Where transformers wrote its own defaults, they say nothing of the model."""
     edit_json(llama / "config.json", **settings)
-    files = Files(str(llama), "main")
+    files = ModelFiles(str(llama), "main")
 
     found = sampling_defaults(files, VOCAB_SIZE)
 
@@ -140,7 +140,7 @@ def test_an_impossible_setting_of_an_old_configuration_names_that_file(llama: Pa
     edit_json(llama / "config.json", temperature="hot")
 
     with pytest.raises(ModelRefused, match=r"config\.json of .* temperature"):
-        sampling_defaults(Files(str(llama), "main"), VOCAB_SIZE)
+        sampling_defaults(ModelFiles(str(llama), "main"), VOCAB_SIZE)
 
 
 def test_a_loaded_model_tells_its_settings_unless_they_are_ignored(llama: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_loaded_model_tells_its_settings_unless_they_are_ignored(llama: Path) 
 
 def ends_of(folder: Path) -> tuple[int, ...]:
     path = str(folder)
-    return end_token_ids(Files(path, "main"), read_config(path), read_tokenizer(path))
+    return end_token_ids(ModelFiles(path, "main"), read_config(path), read_tokenizer(path))
 
 
 def added(content: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tests.workers.model.loading import load, refusal
 from workers.engine_process.engine_setup import limits_of
 from workers.ipc.messages import EngineOptions
 from workers.model import loader, memory
-from workers.model.attention.interface import Span
+from workers.model.attention.interface import RowSpan
 from workers.model.attention.reference import ReferenceAttention
 
 
@@ -315,7 +315,7 @@ def test_unsupported_attention_is_not_paged(
 class _ForgetfulAttention(ReferenceAttention):
     """A back end with a bug: it reads only the newest tokens of each sequence."""
 
-    def prepare(self, spans: Seq[Span], device: torch.device) -> Any:
+    def prepare(self, spans: Seq[RowSpan], device: torch.device) -> Any:
         return super().prepare(
             [replace(s, slots=s.slots[-1:].repeat(len(s.slots))) for s in spans], device
         )

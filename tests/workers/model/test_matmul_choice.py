@@ -13,12 +13,19 @@ from tests.workers.model.processors import ISAS
 from workers.ipc.messages import EngineOptions
 from workers.model import matmul_choice
 from workers.model.loader import load_model
-from workers.model.matmul_choice import ROWS, Processor, Product, Products, Shape, find_processor
+from workers.model.matmul_choice import (
+    ROWS,
+    LinearShape,
+    Processor,
+    Product,
+    Products,
+    find_processor,
+)
 from workers.model.native.kernels import DTYPES, Kernels
 from workers.model.native.library import load_library
 
 KERNELS = {dtype: Kernels(load_library(ISAS[-1]), dtype) for dtype in DTYPES}
-SHAPE = Shape(64, 128, torch.float32)
+SHAPE = LinearShape(64, 128, torch.float32)
 
 
 def choose(kept_in: Path | None = None, *allowed: Product) -> Products:
@@ -107,9 +114,9 @@ def test_a_single_product_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Products, "_measure", fail)
 
-    assert choose().fastest(Shape(60, 100, torch.float32)) is Product.ONEDNN
-    assert choose().fastest(Shape(64, 128, torch.bfloat16, is_int8=True)) is Product.OWN
-    assert choose().fastest(Shape(64, 128, torch.float16)) is Product.TORCH
+    assert choose().fastest(LinearShape(60, 100, torch.float32)) is Product.ONEDNN
+    assert choose().fastest(LinearShape(64, 128, torch.bfloat16, is_int8=True)) is Product.OWN
+    assert choose().fastest(LinearShape(64, 128, torch.float16)) is Product.TORCH
     assert choose(None, Product.ONEDNN).fastest(SHAPE) is Product.ONEDNN
     assert choose(None, Product.TORCH).fastest(SHAPE) is Product.TORCH
 
@@ -121,7 +128,7 @@ def test_a_type_slower_than_float32_is_warned_of_once(
     folder = save_tiny_model("llama", tmp_path / "model")
     speeds = {torch.float32: 1.0, torch.bfloat16: 1.5}
 
-    def measure(self: Products, shape: Shape, candidates: list[Product]) -> Any:
+    def measure(self: Products, shape: LinearShape, candidates: list[Product]) -> Any:
         return {name: [speeds[shape.dtype]] * len(ROWS) for name in candidates}
 
     monkeypatch.setattr(Products, "_measure", measure)

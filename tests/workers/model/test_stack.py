@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.workers.model.fused import fused
 from tests.workers.model.processors import ISAS, PROCESSORS
-from workers.model.attention.interface import Span
+from workers.model.attention.interface import RowSpan
 from workers.model.fusion.stack import Stack
 from workers.model.kv_cache import PagedStep
 from workers.model.matmul_choice import Processor, Product
@@ -141,5 +141,5 @@ def test_only_requested_rows_reach_the_head() -> None:
 def _step(runner: Any, num_tokens: int) -> Any:
     """One sequence's first tokens in the cache's first block."""
     slots = np.arange(num_tokens, dtype=np.int64)
-    prepared = runner.backend.prepare([Span(0, num_tokens, 0, slots)], CPU)
+    prepared = runner.backend.prepare([RowSpan(0, num_tokens, 0, slots)], CPU)
     return PagedStep(runner.cache, prepared, torch.from_numpy(slots), runner.kernels)

@@ -18,10 +18,10 @@ from workers.ipc.channel import EngineClient
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineOptions,
+    EngineReady,
     FromEngine,
     JobFailed,
     LoadFailed,
-    Ready,
     Request,
     TokenOut,
 )
@@ -74,7 +74,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.client: EngineClient
-        self.ready: Ready | None = None
+        self.ready: EngineReady | None = None
         self.received: list[FromEngine] = []
         self.news = asyncio.Event()
 
@@ -92,7 +92,7 @@ class Engine:
         return [message for message in self.received if isinstance(message, kind)]
 
     async def until_ready(self) -> None:
-        await self.until(lambda: bool(self.of(Ready)))
+        await self.until(lambda: bool(self.of(EngineReady)))
 
     async def until_output(self) -> None:
         await self.until(lambda: bool(self.of(TokenOut)))
@@ -154,7 +154,7 @@ async def refusal_of(options: EngineOptions) -> str:
     await engine.start(options)
     await engine.client.end()
     await engine.client.stop()
-    assert not engine.of(Ready)
+    assert not engine.of(EngineReady)
     [refusal] = engine.of(LoadFailed)
     return refusal.message
 

@@ -30,9 +30,9 @@ from tests.workers.vllm_engine.driven import (
 from workers.ipc.messages import (
     ChoiceEnded,
     EngineLoad,
+    EngineReady,
     JobFailed,
     PromptLogprobs,
-    Ready,
     StopChoice,
     StopJob,
     TokenOut,
@@ -244,7 +244,7 @@ async def test_without_the_plugin_jobs_resume_by_distribution(model: Path) -> No
     run."""
     guesses = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
     engine = await started(options_of(model, speculative_config=guesses, max_logprobs="1"))
-    [ready] = engine.of(Ready)
+    [ready] = engine.of(EngineReady)
     assert ready.capabilities == Capabilities(resume="distribution")
 
     whole = (await engine.run(job("whole", temperature=1.0)))["whole", 0]

@@ -11,7 +11,7 @@ from tests.nvidia_smi import ROWS, fake_gpus
 from tests.tiny_models import EOS_ID, edit_json, save_tiny_model
 from tests.workers.model.driver import make_sequence, run_to_end
 from tests.workers.vllm_engine.driven import job, refusal_of, running
-from workers.ipc.messages import EngineOptions, Ready
+from workers.ipc.messages import EngineOptions, EngineReady
 from workers.model.loader import load_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.campaign]
@@ -52,7 +52,7 @@ async def test_settings_end_tokens_type_and_length_are_those_of_our_own_engine(
     ends = tuple(set(own.eos_token_ids))
     bias = dict.fromkeys(ends, 50.0)
     async with running(options_of_auto(folder)) as engine:
-        [ready] = engine.of(Ready)
+        [ready] = engine.of(EngineReady)
         found = await engine.run(
             job("greedy", prompt=PROMPT, temperature=0.0),
             job("ends", prompt=PROMPT, temperature=0.0, ignore_eos=False, logit_bias=bias),

@@ -90,7 +90,7 @@ class AttentionStep(Protocol):
 
 
 # Created for each chunk; creating a frozen dataclass takes seven times as long.
-class Span(Struct, frozen=True):
+class RowSpan(Struct, frozen=True):
     """The rows of one chunk in the flat batch, and the cache slots of its sequence.
 
     Rows `first .. first + num_tokens - 1` hold positions `start ..`; `slots[p]` is the slot of
@@ -115,7 +115,7 @@ class PreparedAttention(Protocol):
 class AttentionBackend(Protocol):
     """Attends through block tables."""
 
-    def prepare(self, spans: Seq[Span], device: torch.device) -> PreparedAttention: ...
+    def prepare(self, spans: Seq[RowSpan], device: torch.device) -> PreparedAttention: ...
 
 
 def paged_attention_forward(

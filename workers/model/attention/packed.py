@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.attention.interface import AttentionFlags, Span
+from workers.model.attention.interface import AttentionFlags, RowSpan
 from workers.model.attention.reference import attend_dense, causal_mask
 from workers.model.attention.varlen import WholePrompts, takes, whole_prompts
 
@@ -35,12 +35,12 @@ class PackedAttention:
         """`flash`: whole prompts by FlashAttention, in layers for which torch has it."""
         self._flash = flash
 
-    def prepare(self, spans: Seq[Span], device: torch.device) -> "_PreparedPacked":
+    def prepare(self, spans: Seq[RowSpan], device: torch.device) -> "_PreparedPacked":
         return _PreparedPacked(spans, device, flash=self._flash)
 
 
 class _PreparedPacked:
-    def __init__(self, spans: Seq[Span], device: torch.device, *, flash: bool) -> None:
+    def __init__(self, spans: Seq[RowSpan], device: torch.device, *, flash: bool) -> None:
         self._spans = spans
         self._device = device
         self._flash = flash
@@ -59,9 +59,9 @@ class _PreparedPacked:
         return out
 
 
-def _parts(spans: Seq[Span], device: torch.device, *, flash: bool) -> "list[_Part]":
-    groups: dict[int, list[Span]] = {}
-    whole: list[Span] = []
+def _parts(spans: Seq[RowSpan], device: torch.device, *, flash: bool) -> "list[_Part]":
+    groups: dict[int, list[RowSpan]] = {}
+    whole: list[RowSpan] = []
     parts: list[_Part] = []
     for span in spans:
         if span.num_tokens == 1:
@@ -78,7 +78,7 @@ def _parts(spans: Seq[Span], device: torch.device, *, flash: bool) -> "list[_Par
 class _Group:
     """Rows of one token each; their keys are gathered into one padded tensor."""
 
-    def __init__(self, spans: Seq[Span], device: torch.device) -> None:
+    def __init__(self, spans: Seq[RowSpan], device: torch.device) -> None:
         self._spans = spans
         self._device = device
         self._views: dict[int | None, tuple[Tensor, Tensor | None]] = {}
@@ -124,7 +124,7 @@ class _Prompt:
     memory is bounded whatever the context.
     """
 
-    def __init__(self, span: Span, device: torch.device) -> None:
+    def __init__(self, span: RowSpan, device: torch.device) -> None:
         self._span = span
         self._slots = torch.as_tensor(span.slots, device=device)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}

@@ -7,18 +7,18 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from workers.model.attention.interface import AttentionFlags, Span
+from workers.model.attention.interface import AttentionFlags, RowSpan
 
 
 class ReferenceAttention:
     """AttentionBackend that gathers a sequence's KV and attends, sequence by sequence."""
 
-    def prepare(self, spans: Seq[Span], device: torch.device) -> "_PreparedReference":
+    def prepare(self, spans: Seq[RowSpan], device: torch.device) -> "_PreparedReference":
         return _PreparedReference(spans)
 
 
 class _PreparedReference:
-    def __init__(self, spans: Seq[Span]) -> None:
+    def __init__(self, spans: Seq[RowSpan]) -> None:
         self._spans = spans
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.model.attention.interface import AttentionFlags, LayerShape, Span
+from workers.model.attention.interface import AttentionFlags, LayerShape, RowSpan
 from workers.model.attention.reference import ReferenceAttention
 from workers.model.checkpoint import first_line
 
@@ -71,7 +71,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, flags: AttentionFlags) ->
     )
 
 
-def whole_prompts(spans: Seq[Span], device: torch.device) -> WholePrompts:
+def whole_prompts(spans: Seq[RowSpan], device: torch.device) -> WholePrompts:
     """Prepares spans that begin at position 0."""
     first = [span.first for span in spans]
     counts = [span.num_tokens for span in spans]
@@ -105,8 +105,8 @@ def fault_of(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> str
         return None
     slots = np.random.default_rng(0).permutation(sum(_LENGTHS))
     spans = [
-        Span(0, _LENGTHS[0], 0, slots[: _LENGTHS[0]]),
-        Span(_LENGTHS[0], _LENGTHS[1], 0, slots[_LENGTHS[0] :]),
+        RowSpan(0, _LENGTHS[0], 0, slots[: _LENGTHS[0]]),
+        RowSpan(_LENGTHS[0], _LENGTHS[1], 0, slots[_LENGTHS[0] :]),
     ]
     expected = ReferenceAttention().prepare(spans, device).attend(query, keys, values, shape.flags)
     try:

@@ -36,7 +36,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
 @dataclass(slots=True)
-class Call:
+class ModuleCall:
     """One call of a module. Its tensors are copies: a model may modify them in place."""
 
     args: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Call:
         return module(*_copied(self.args), **_copied(self.kwargs))
 
 
-Calls = dict[str, list[Call]]  # by the module's name
+Calls = dict[str, list[ModuleCall]]  # by the module's name
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def noting_calls(decoder: nn.Module, names: Iterable[str]) -> Iterator[Calls]:
 
 def _note_calls(module: nn.Module, name: str, calls: Calls) -> tuple[Any, Any]:
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(name, []).append(Call(_copied(args), _copied(kwargs)))
+        calls.setdefault(name, []).append(ModuleCall(_copied(args), _copied(kwargs)))
 
     def end(_: nn.Module, args: Any, output: Any) -> None:
         calls[name][-1].output = _copied(output)
@@ -73,7 +73,7 @@ def _note_calls(module: nn.Module, name: str, calls: Calls) -> tuple[Any, Any]:
     return before, module.register_forward_hook(end)
 
 
-def agrees(module: nn.Module, calls: Seq[Call]) -> bool:
+def agrees(module: nn.Module, calls: Seq[ModuleCall]) -> bool:
     """Whether a module gives the recorded results."""
     try:
         return all(is_close(call.repeat(module), call.output) for call in calls)
@@ -176,7 +176,7 @@ class Exchange:
         is_linear = type(module) in (nn.Linear, QuantizedLinear)
         return LINEAR if is_linear and _can_take(module) else None
 
-    def _replacement(self, name: str, kind: str, calls: Seq[Call]) -> nn.Module | None:
+    def _replacement(self, name: str, kind: str, calls: Seq[ModuleCall]) -> nn.Module | None:
         old: Any = self._decoder.get_submodule(name)
         if kind == ATTENTION:
             return self._attention(old, self._shapes[name], calls)
@@ -190,7 +190,7 @@ class Exchange:
             new = self._layout.linear(weight_of(old), old.bias)
         return new if agrees(new, calls) else None
 
-    def _attention(self, old: Any, shape: LayerShape, calls: Seq[Call]) -> nn.Module | None:
+    def _attention(self, old: Any, shape: LayerShape, calls: Seq[ModuleCall]) -> nn.Module | None:
         dim = int(old.head_dim)
         is_known = (
             (shape.k_dim, shape.v_dim) == (dim, dim)
@@ -207,7 +207,7 @@ class Exchange:
         del layers[old if is_right else new]
         return new if is_right else None
 
-    def _can_turn(self, old: Any, shape: LayerShape, call: Call) -> bool:
+    def _can_turn(self, old: Any, shape: LayerShape, call: ModuleCall) -> bool:
         """Whether a kernel supports these heads and this family's rotary size."""
         cos, _ = call.kwargs["position_embeddings"]
         num_heads = old.q_proj.out_features // old.head_dim
@@ -230,7 +230,7 @@ def _has_known_norms(attention: Any, dim: int) -> bool:
     return norms is None or all(weight.shape == (dim,) for weight in norms[:2])
 
 
-def _norm(old: Any, kernels: Kernels, calls: Seq[Call]) -> nn.Module | None:
+def _norm(old: Any, kernels: Kernels, calls: Seq[ModuleCall]) -> nn.Module | None:
     try:
         eps = norm_eps(old)
     except AttributeError:

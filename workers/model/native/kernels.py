@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.attention.interface import AttentionFlags, PreparedAttention, Span
+from workers.model.attention.interface import AttentionFlags, PreparedAttention, RowSpan
 from workers.model.attention.packed import PackedAttention
 from workers.model.quantization import QuantizedWeight
 from workers.model.sampler import argmax
@@ -329,14 +329,14 @@ class NativeAttention:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def prepare(self, spans: Seq[Span], device: torch.device) -> "PreparedNative":
+    def prepare(self, spans: Seq[RowSpan], device: torch.device) -> "PreparedNative":
         return PreparedNative(self._kernels, spans)
 
 
 class PreparedNative:
     """A step's work as tiles for the kernel; a tile is some queries of one sequence."""
 
-    def __init__(self, kernels: Kernels, spans: Seq[Span]) -> None:
+    def __init__(self, kernels: Kernels, spans: Seq[RowSpan]) -> None:
         self._kernels = kernels
         self._spans = spans
         self.slots = torch.from_numpy(np.concatenate([span.slots for span in spans]))

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from workers.engine.interface import ModelRefused
-from workers.model.files import DEFAULT_REVISION, Files
+from workers.model.files import DEFAULT_REVISION, ModelFiles
 from workers.model.model_path import check_place
 
 Task = Literal["feature-extraction", "sequence-classification", "text-generation"]
@@ -82,7 +82,7 @@ Step = Pool | Dense | Normalize | ClassifierStep | LogitScore
 class PoolingFolder:
     """What the files say; None or empty for what they do not say."""
 
-    files: Files
+    files: ModelFiles
     task: Task
     steps: tuple[Step, ...]
     is_cross_encoder: bool = False
@@ -103,7 +103,7 @@ class PoolingFolder:
 def read_folder(model_path: str, revision: str = DEFAULT_REVISION) -> PoolingFolder | None:
     """Reads a folder; None for a model that generates text. Raises ModelRefused."""
     check_place(model_path)
-    files = Files(model_path, revision)
+    files = ModelFiles(model_path, revision)
     modules = files.read_json("modules.json")
     if modules is not None:
         return _SavedModules(files, modules).read()
@@ -114,7 +114,7 @@ def read_folder(model_path: str, revision: str = DEFAULT_REVISION) -> PoolingFol
     return _plain_classifier(files)
 
 
-def _plain_classifier(files: Files) -> PoolingFolder:
+def _plain_classifier(files: ModelFiles) -> PoolingFolder:
     config = files.read_object("config.json")
     named = config.get("sbert_ce_default_activation_function")
     settings = config.get("sentence_transformers")
@@ -132,7 +132,7 @@ def _plain_classifier(files: Files) -> PoolingFolder:
 class _SavedModules:
     """A folder that sentence-transformers has saved."""
 
-    def __init__(self, files: Files, modules: Any) -> None:
+    def __init__(self, files: ModelFiles, modules: Any) -> None:
         self._files = files
         self._modules = modules
 
@@ -277,7 +277,7 @@ class _SavedModules:
         return ModelRefused(f"modules.json of {self._files.model_path} {what}")
 
 
-def _activation(files: Files, name: Any) -> Activation:
+def _activation(files: ModelFiles, name: Any) -> Activation:
     """The activation with the name of a class of torch. Raises ModelRefused."""
     found = _ACTIVATIONS.get(str(name).rpartition(".")[2])
     if found is None or not str(name).startswith("torch.nn."):

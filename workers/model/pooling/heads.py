@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workers.engine.interface import ModelRefused
 from workers.model.checkpoint import first_line
-from workers.model.files import Files
+from workers.model.files import ModelFiles
 from workers.model.pooling import folder
 from workers.model.pooling.encoders import Text, runs_of_equal_length
 from workers.model.transformers_compat import EncoderOutput
@@ -141,7 +141,7 @@ class LogitHead:
 class DenseLayer(nn.Module):
     """A Dense of sentence-transformers, with its weights, in float32. Raises ModelRefused."""
 
-    def __init__(self, files: Files, step: folder.Dense) -> None:
+    def __init__(self, files: ModelFiles, step: folder.Dense) -> None:
         super().__init__()
         self.linear = nn.Linear(step.num_in, step.num_out, bias=step.has_bias)
         if step.adds_input and step.num_in != step.num_out:

@@ -18,8 +18,8 @@ _FIND = """
 import json, sys, time
 time.sleep = lambda seconds: None  # between huggingface_hub's tries
 from workers.engine.interface import ModelRefused
-from workers.model.files import Files
-files = Files(sys.argv[1], "main")
+from workers.model.files import ModelFiles
+files = ModelFiles(sys.argv[1], "main")
 found = []
 for name in sys.argv[2:]:
     try:
