@@ -12,17 +12,6 @@ from tests.contract.some_calls import claim, make_job, make_submission
 
 pytestmark = pytest.mark.anyio
 
-PAUSES = (
-    Line(lane="standard"),
-    Line(model="m", lane="standard"),
-    Line(tenant="t"),
-    Line(model="m", tenant="t"),
-    Line(lane="standard", tenant="t"),
-    Line("m", "standard", "t"),
-    Line(model="m"),
-)
-OTHERS = (Line(model="other"), Line(lane="interactive"), Line(tenant="u"), Line("m", "batch", "t"))
-
 
 @pytest.fixture
 def pauses(redis_client: redis.asyncio.Redis, keys: Keys) -> Pauses:
