@@ -2,6 +2,7 @@
 their worker's hash, and never different from the record."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -112,7 +113,7 @@ async def test_a_job_claimed_before_the_library_was_replaced_goes_on(
     """Earlier versions kept the progress only in the record; the next append finds it there."""
     [job_id] = await running_jobs(functions, 1)
     _, entries = await functions.read(job_id, "t", max_events=9) or (None, [])
-    progress = {"next": 2, "tokens": 1, "hash": entries[-1].hash}
+    progress: dict[str, Any] = {"next": 2, "tokens": 1, "hash": entries[-1].hash}
     await redis_client.hset(keys.of("job", job_id), mapping=progress)
     await redis_client.delete(keys.of("run", "w1"))
     for number in (2, 3):
