@@ -17,7 +17,7 @@ from tests.contract.some_calls import make_job, make_submission
 COST = 13  # tokens of each job
 
 
-async def hammer(
+async def submit_from_many(
     redis_url: str, keys: Keys, num_tasks: int, num_tries: int, limits: TenantLimits
 ) -> int:
     """Submits from as many gateways as tasks, each with its own connection. Returns the number of
@@ -39,4 +39,4 @@ if __name__ == "__main__":
     url, namespace, *numbers = sys.argv[1:]
     partition, tasks, tries, tokens = map(int, numbers)
     limit = TenantLimits(concurrent_tokens=tokens)
-    print(asyncio.run(hammer(url, Keys(namespace, partition), tasks, tries, limit)))
+    print(asyncio.run(submit_from_many(url, Keys(namespace, partition), tasks, tries, limit)))
