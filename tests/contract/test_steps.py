@@ -2,7 +2,6 @@
 their worker's hash, and never different from the record."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import redis.asyncio
@@ -113,8 +112,8 @@ async def test_a_job_claimed_before_the_library_was_replaced_goes_on(
     """Earlier versions kept the progress only in the record; the next append finds it there."""
     [job_id] = await running_jobs(functions, 1)
     _, entries = await functions.read(job_id, "t", max_events=9) or (None, [])
-    progress: dict[str, Any] = {"next": 2, "tokens": 1, "hash": entries[-1].hash}
-    await redis_client.hset(keys.of("job", job_id), mapping=progress)
+    record = keys.of("job", job_id)
+    await redis_client.hset(record, mapping={"next": 2, "tokens": 1, "hash": entries[-1].hash})
     await redis_client.delete(keys.of("run", "w1"))
     for number in (2, 3):
         assert await append(functions, "w1", said_by(job_id, number)) == [(Verdict.OK, number + 1)]
