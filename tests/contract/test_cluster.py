@@ -2,7 +2,6 @@
 it."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from contract.library import LIBRARY, check_fitness, ensure_library
-from contract.outbox import Taken
+from tests.callbacks.test_rq_attacks import LAST, Runner
 from tests.cluster import Node, RedisCluster, until
 from tests.contract.relay import with_tls
 from tests.contract.some_calls import append, claim, make_job, tokens
-from workers.callbacks.rq_runner import AttemptQueue, RqRunner, open_redis
+from workers.callbacks.rq_runner import open_redis
 
 pytestmark = pytest.mark.anyio
 
@@ -208,8 +207,8 @@ async def test_a_user_who_may_not_load_the_library_is_told_that_it_is_missing(
     cluster: RedisCluster,
 ) -> None:
     for node in cluster.nodes:
-        node.run("ACL", "SETUSER", "poor", "on", "nopass", "~*", "&*", "+@all", "-function")
-    url = cluster.url.replace("://", "://poor:x@")
+        node.run("ACL", "SETUSER", "no-functions", "on", "nopass", "~*", "&*", "+@all", "-function")
+    url = cluster.url.replace("://", "://no-functions:x@")
     async with connect(url, KEYS) as client:
         with pytest.raises(BrokerUnavailable, match="does not hold batchway's function library"):
             await submit(Functions(client, KEYS))
@@ -343,19 +342,6 @@ async def test_rq_runs_on_the_primary_of_its_slot(cluster: RedisCluster) -> None
 
 
 def deliver_with_rq(url: str) -> None:
-    client = open_redis(url)
-    attempts = AttemptQueue(client, "test", "a key")
-    delivered, is_done = [], threading.Event()
-
-    def deliver(taken: Taken) -> None:
-        delivered.append(taken)
-        is_done.set()
-
-    runner = RqRunner(attempts, client, deliver, lambda _: None, max_concurrent=1)
-    runner.start()
-    taken = Taken("job-0-" + "0" * 32, 1)
-    attempts.put([taken])
-    assert is_done.wait(20)
-    runner.stop()
-    client.close()
-    assert delivered == [taken]
+    runner = Runner(url)
+    runner.finish()
+    assert runner.delivered == [LAST]
