@@ -154,6 +154,7 @@ CALL: dict[str, Call] = {
     "read": lambda c, job: c.functions.read(*of(job), after=0, max_events=500),
     "snapshot": lambda c, _: c.functions.snapshot(MODEL, SERVED),
     "watch": lambda c, _: c.functions.watch(MODEL, SERVED),
+    "append": lambda c, _: c.run((*c.held, *c.long), 1),
     "drain": lambda c, _: c.functions.drain(WORKERS),
     "outbox_take": lambda c, _: c.taken(),
     "outbox_start": lambda c, taken: c.outbox.start(taken, lease_s=LEASE_S),
@@ -231,6 +232,7 @@ def claimed(found: dict[str, LaneRoom]) -> Call:
 
 
 BELOW_SHARE = claimed(dict.fromkeys(LANES, LaneRoom(0, 0, fair=FAIR)))
+each("append", "a step of 512 jobs with log probabilities", 5)
 each("claim", "all that a call may", call=claimed(ALL_ROOM))
 each("claim", "no waiting job fits", call=claimed(rooms(MAX_CLAIM, 1)))
 each("claim", "for tenants below their share of a full worker", 5, BELOW_SHARE)
@@ -265,12 +267,6 @@ async def _(crowd: CrowdedRedis) -> Calls:
     for _ in range(5):
         yield crowd.functions.mine(HOLDER, known, lease_s=LEASE_S)
     await crowd.finish(found)
-
-
-@case("append", "a step of 512 jobs with log probabilities")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for _ in range(5):
-        yield crowd.run((*crowd.held, *crowd.long), 1)
 
 
 @case("append", "the first output of 256 jobs, with marks")
