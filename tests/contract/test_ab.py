@@ -117,6 +117,7 @@ jobs of an arm without workers go to the candidate
   live b a; submit t0 t1 t2 t3; pass_time 10; live b; take b -> t1 t3
   take b -> -
   pass_time 6; take b -> t0 t2
+  live b; submit t4; field t4 arm -> None
 jobs of an arm without workers go to the control
   live b a; submit t0 t1 t2 t3; pass_time 10; live a; take a -> t0 t2
   take a -> -
