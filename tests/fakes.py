@@ -6,7 +6,6 @@ so a wrongly shared, stale or lost block causes a wrong token.
 
 import functools
 import hashlib
-import json
 import weakref
 from array import array
 from collections.abc import Callable, Iterable
@@ -278,41 +277,21 @@ def expected_output(
     eos_rate: float = EOS_RATE,
 ) -> tuple[list[int], FinishReason]:
     """All output tokens of one choice and its finish reason: what any engine must yield."""
-    if params.grammar:
-        return _expected_constrained(prompt_ids, params, choice, max_model_len)
+    matcher = hash_grammars().matcher(params.grammar) if params.grammar else None
     output_ids: list[int] = []
-    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos and not matcher else {EOS_ID})
     while len(output_ids) < params.max_tokens and len(prompt_ids) + len(output_ids) < max_model_len:
-        may_end = len(output_ids) >= params.min_tokens
-        token_id = next_token(
-            [*prompt_ids, *output_ids], params, choice, may_end=may_end, eos_rate=eos_rate
-        )
-        output_ids.append(token_id)
-        if may_end and token_id in ends:
-            return output_ids, FinishReason.STOP
-    return output_ids, FinishReason.LENGTH
-
-
-def _expected_constrained(
-    prompt_ids: Seq[int], params: SamplingParams, choice: int, max_model_len: int
-) -> tuple[list[int], FinishReason]:
-    grammars = hash_grammars()
-    matcher = grammars.matcher(params.grammar)
-    output_ids: list[int] = []
-    ends = {*params.stop_token_ids, EOS_ID}
-    num_tokens = min(params.max_tokens, max_model_len - len(prompt_ids))
-    while len(output_ids) < num_tokens:
-        forced = [] if params.logprobs is not None else matcher.forced()
-        prefix_ids = [*prompt_ids, *output_ids]
-        [forbidden] = grammars.forbidden([matcher])
-        token_id = (
-            forced[0]
-            if forced
-            else next_token(prefix_ids, params, choice, may_end=True, forbidden=forbidden)
-        )
-        matcher.consume(token_id)
-        output_ids.append(token_id)
-        if token_id in ends or matcher.is_complete:
+        may_end = matcher is not None or len(output_ids) >= params.min_tokens
+        token_ids = [] if matcher is None or params.logprobs is not None else matcher.forced()
+        if not token_ids:
+            terms: dict[str, Any] = {"may_end": may_end, "eos_rate": eos_rate}
+            if matcher is not None:
+                [terms["forbidden"]] = hash_grammars().forbidden([matcher])
+            token_ids = [next_token([*prompt_ids, *output_ids], params, choice, **terms)]
+        output_ids.append(token_ids[0])
+        if matcher is not None:
+            matcher.consume(token_ids[0])
+        if (may_end and token_ids[0] in ends) or (matcher is not None and matcher.is_complete):
             return output_ids, FinishReason.STOP
     return output_ids, FinishReason.LENGTH
 
@@ -457,40 +436,18 @@ _HASH_TEMPLATE = (
 )
 
 
+@functools.cache
 def hash_tokenizer() -> TokenizerFiles:
     """A lossless byte-level tokenizer for `tokenizers`: id = byte, then three specials."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     specials = {"<bos>": BOS_ID, "<eos>": EOS_ID, "<pad>": PAD_ID}
-    added = [
-        {
-            "id": token_id,
-            "content": content,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for content, token_id in specials.items()
-    ]
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": _byte_vocab() | specials, "merges": []},
-    }
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocab() | specials, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(specials))
     return TokenizerFiles(
-        tokenizer_json=json.dumps(tokenizer),
+        tokenizer_json=tokenizer.to_str(),
         chat_template=_HASH_TEMPLATE,
         special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
         tool_format=ToolFormat(open="<call>", close="</call>"),

@@ -53,13 +53,6 @@ def lint_imports(folder: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
-def test_import_contracts_hold() -> None:
-    """Each has its reason."""
-    done = lint_imports(ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 broken" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("importer", "imported"),
     [

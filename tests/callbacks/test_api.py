@@ -7,16 +7,15 @@ import pytest
 import redis.asyncio
 
 from contract.api_keys import ApiKeys, KeyTerms
-from contract.callbacks import Callback, CallbackKind
 from contract.functions import Functions
 from contract.keys import Keys
 from contract.outbox import Outbox, callback_state
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import Answer, Receiver, always
-from tests.callbacks.test_delivery import dead_letter, service, to_url
+from tests.callbacks.test_delivery import dead_letter as dead_letter_of
+from tests.callbacks.test_delivery import service, to_url
 from tests.clock import TEST_CLOCK
-from tests.contract.some_calls import make_job, make_submission
-from tests.gateway.conftest import gateway_url, http, idle_worker  # noqa: F401 - fixtures
+from tests.contract.some_calls import dead_letter, make_job, make_submission
 from tests.gateway.fake_worker import MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -41,15 +40,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def submit(http: httpx.AsyncClient, callback: object) -> httpx.Response:  # noqa: F811
+async def submit(http: httpx.AsyncClient, callback: object) -> httpx.Response:
     job = {"endpoint": "/v1/completions", "body": BODY, "callback": callback}
     return await http.post("/v1/jobs", json=job)
 
 
 @pytest.mark.parametrize(("callback", "param", "code"), REFUSED)
 async def test_an_invalid_callback_is_rejected_by_field(
-    http: httpx.AsyncClient,  # noqa: F811
-    idle_worker: FakeWorker,  # noqa: F811
+    http: httpx.AsyncClient,
+    idle_worker: FakeWorker,
     callback: dict[str, Any],
     param: str,
     code: str,
@@ -63,8 +62,7 @@ async def test_an_invalid_callback_is_rejected_by_field(
 
 
 async def test_exactly_one_target_is_needed(
-    http: httpx.AsyncClient,  # noqa: F811
-    idle_worker: FakeWorker,  # noqa: F811
+    http: httpx.AsyncClient, idle_worker: FakeWorker
 ) -> None:
     """The error for none or two names the field."""
     for callback in ({}, {"url": URL, "s3": "bucket"}):
@@ -73,10 +71,7 @@ async def test_exactly_one_target_is_needed(
 
 
 async def test_no_response_contains_the_callback(
-    http: httpx.AsyncClient,  # noqa: F811
-    idle_worker: FakeWorker,  # noqa: F811
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    http: httpx.AsyncClient, idle_worker: FakeWorker, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """It is stored with the job only."""
     answer = await submit(http, {"url": URL, "secret": SECRET, "payload": "full"})
@@ -89,27 +84,17 @@ async def test_no_response_contains_the_callback(
 
 
 async def test_dead_letters_are_listed_shown_and_replayed(
-    http: httpx.AsyncClient,  # noqa: F811
-    functions: Functions,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    http: httpx.AsyncClient, functions: Functions, outbox: Outbox
 ) -> None:
     """For their own tenant only, without the URL. A replay makes the message due again."""
-    outbox = Outbox(redis_client, keys)
-    callback = Callback(kind=CallbackKind.URL, target=URL, secret=SECRET)
-    for tenant in ("default", "other"):
-        job = make_job(tenant)
-        await functions.submit(job, make_submission(callback=callback))
-        await functions.cancel(job.id, tenant)
-    for taken in await outbox.take(lease_s=5, max_messages=9, max_per_target=9):
-        await outbox.done(taken, "dead", note="HTTP 410")
+    await dead_letter(functions, outbox, tenant="default")
+    foreign = f"/v1/callbacks/dead/{await dead_letter(functions, outbox, tenant='other')}"
 
     listed = await http.get("/v1/callbacks/dead")
     [letter] = listed.json()["data"]
     assert (letter["type"], letter["last_error"]) == ("job.cancelled", "HTTP 410")
     path = f"/v1/callbacks/dead/{letter['id']}"
     assert (await http.get(path)).json() == letter
-    foreign = f"/v1/callbacks/dead/{job.id}"
     assert (await http.get(foreign)).status_code == 404
     assert (await http.post(f"{foreign}/replay")).status_code == 404
     replayed = await http.post(f"{path}/replay")
@@ -123,37 +108,32 @@ async def test_dead_letters_are_listed_shown_and_replayed(
 
 
 async def test_a_key_replays_no_callback_of_another_lane(
-    gateway_url: str,  # noqa: F811
+    gateway_url: str,
     functions: Functions,
+    outbox: Outbox,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
     """403, and the letter stays dead. The key replays one of its own lane."""
-    outbox = Outbox(redis_client, keys)
-    callback = Callback(kind=CallbackKind.URL, target=URL, secret=SECRET)
-    jobs = {lane: make_job("acme", lane=lane) for lane in ("standard", "batch")}
-    for job in jobs.values():
-        await functions.submit(job, make_submission(callback=callback))
-        await functions.cancel(job.id, "acme")
-    for taken in await outbox.take(lease_s=5, max_messages=9, max_per_target=9):
-        await outbox.done(taken, "dead")
+    dead = "/v1/callbacks/dead"
+    other = await dead_letter(functions, outbox, tenant="acme")
+    own = await dead_letter(functions, outbox, tenant="acme", lane="batch")
     key, _ = await ApiKeys(redis_client, keys).create(KeyTerms(tenant="acme", lanes=("batch",)))
     headers = {"authorization": f"Bearer {key}"}
 
     async with httpx.AsyncClient(base_url=gateway_url, headers=headers) as client:
-        dead = "/v1/callbacks/dead"
-        refused = await client.post(f"{dead}/{jobs['standard'].id}/replay")
-        replayed = await client.post(f"{dead}/{jobs['batch'].id}/replay")
+        refused = await client.post(f"{dead}/{other}/replay")
+        replayed = await client.post(f"{dead}/{own}/replay")
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "lane_not_allowed")
     assert replayed.status_code == 202
-    [letter] = await outbox.dead("acme")
-    assert letter.record.job_id == jobs["standard"].id
+    assert [letter.record.job_id for letter in await outbox.dead("acme")] == [other]
 
 
 async def test_a_job_shows_the_state_of_its_callback(
-    http: httpx.AsyncClient,  # noqa: F811
-    idle_worker: FakeWorker,  # noqa: F811
+    http: httpx.AsyncClient,
+    idle_worker: FakeWorker,
+    outbox: Outbox,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
 ) -> None:
@@ -171,7 +151,6 @@ async def test_a_job_shows_the_state_of_its_callback(
     await http.post(f"{path}/cancel")
     ended = await shown()
     assert (ended["state"], ended["attempts"]) == ("pending", 0)
-    outbox = Outbox(redis_client, keys)
     [taken] = await outbox.take(lease_s=5, max_messages=1, max_per_target=1)
     await outbox.start(taken, lease_s=5)
     assert await shown() == {"state": "pending", "attempts": 1, "next_attempt_at": None}
@@ -188,14 +167,9 @@ async def test_a_job_shows_the_state_of_its_callback(
 
 
 async def test_a_job_shows_that_its_callback_was_given_up(
-    http: httpx.AsyncClient,  # noqa: F811
-    functions: Functions,
-    redis_server: EmbeddedRedis,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    http: httpx.AsyncClient, functions: Functions, redis_server: EmbeddedRedis, outbox: Outbox
 ) -> None:
     """After 410, and after the last retry. After a replay it is pending again."""
-    outbox = Outbox(redis_client, keys)
     behaviours = {"/gone": always(Answer(410)), "/bad": always(Answer(500))}
     attempts = {"/gone": 1, "/bad": 3}
     async with Receiver(behaviours) as receiver, service(redis_server, retry_delays_s=(0.05, 0.05)):
@@ -204,7 +178,7 @@ async def test_a_job_shows_that_its_callback_was_given_up(
             callback = to_url(receiver.url(path))
             await functions.submit(job, make_submission(callback=callback))
             await functions.cancel(job.id, "default")
-            await dead_letter(outbox, job)
+            await dead_letter_of(outbox, job)
             shown = (await http.get(f"/v1/jobs/{job.id}")).json()["callback"]
             expected = {"state": "given_up", "attempts": num_attempts, "next_attempt_at": None}
             assert shown == expected
@@ -214,8 +188,7 @@ async def test_a_job_shows_that_its_callback_was_given_up(
 
 
 async def test_a_job_without_a_callback_shows_null(
-    http: httpx.AsyncClient,  # noqa: F811
-    idle_worker: FakeWorker,  # noqa: F811
+    http: httpx.AsyncClient, idle_worker: FakeWorker
 ) -> None:
     answer = await http.post("/v1/jobs", json={"endpoint": "/v1/completions", "body": BODY})
     shown = (await http.get(f"/v1/jobs/{answer.json()['id']}")).json()

@@ -7,9 +7,9 @@ from typing import Any
 import boto3
 import httpx
 import pytest
-from moto.server import ThreadedMotoServer
 
 from contract.callbacks import Callback, CallbackKind, is_open_target
+from tests.payloads.bucket import CREDENTIALS, running_s3
 from workers.callbacks.destinations import AwsSender
 from workers.callbacks.retries import Delivered, DeliveryFailed, DeliveryRefused
 
@@ -24,26 +24,16 @@ HEADERS = {"webhook-id": "job-0-1-1", "webhook-timestamp": "1767225600"}
 
 @pytest.fixture(scope="module")
 def moto_url() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    # Functions answer without Docker.
-    httpx.post(f"{url}/moto-api/config", json={"lambda": {"use_docker": False}}).raise_for_status()
-    yield url
-    server.stop()
+    with running_s3() as url:  # and all other services
+        config = {"lambda": {"use_docker": False}}  # functions answer without Docker
+        httpx.post(f"{url}/moto-api/config", json=config).raise_for_status()
+        yield url
 
 
 @pytest.fixture
 def aws(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> AwsSender:
     """A sender that finds moto's server in the environment."""
-    environ = {
-        "AWS_ENDPOINT_URL": moto_url,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "eu-central-1",
-    }
-    for name, value in environ.items():
+    for name, value in {"AWS_ENDPOINT_URL": moto_url, **CREDENTIALS}.items():
         monkeypatch.setenv(name, value)
     return AwsSender(timeout_s=10.0)
 

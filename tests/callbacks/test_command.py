@@ -7,21 +7,16 @@ import subprocess
 import sys
 
 import pytest
-import redis.asyncio
 
-from contract.callbacks import Callback, CallbackKind
 from contract.functions import Functions
-from contract.keys import Keys
 from contract.outbox import Outbox
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import Answer, Receiver, always
 from tests.callbacks.test_delivery import ended_job, to_url
-from tests.contract.some_calls import make_job, make_submission
+from tests.contract.some_calls import dead_letter
 from tests.fleet import until
 
 pytestmark = pytest.mark.anyio
-
-URL = "https://receiver.example/hook?token=hush"
 
 
 def command(url: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
@@ -43,28 +38,18 @@ def run(url: str, *arguments: str, **environ: str) -> tuple[int, str]:
 
 
 async def test_commands_list_show_and_replay_dead_letters(
-    functions: Functions,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    redis_server: EmbeddedRedis,
+    functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis
 ) -> None:
     """As a table and as JSON, without the URL. A letter is replayed once; an unknown one is an
     error."""
-    outbox = Outbox(redis_client, keys)
-    job = make_job()
-    callback = Callback(kind=CallbackKind.URL, target=URL)
-    await functions.submit(job, make_submission(callback=callback))
-    await functions.cancel(job.id, "t")
-    [taken] = await outbox.take(lease_s=5, max_messages=1, max_per_target=1)
-    await outbox.done(taken, "dead", note="HTTP 410")
-
+    job_id = await dead_letter(functions, outbox)
     url = redis_server.url
     status, listed = run(url, "dead", "list", "--tenant", "t", "--json", "-")
-    assert (status, [row["job"] for row in json.loads(listed)["callbacks"]]) == (0, [job.id])
-    status, shown = run(url, "dead", "show", job.id, "--tenant", "t")
+    assert (status, [row["job"] for row in json.loads(listed)["callbacks"]]) == (0, [job_id])
+    status, shown = run(url, "dead", "show", job_id, "--tenant", "t")
     assert (status, "HTTP 410" in shown, "hush" in listed + shown) == (0, True, False)
-    assert run(url, "dead", "show", job.id)[0] == 1
-    assert run(url, "dead", "replay", job.id, "--tenant", "t") == (0, f"{job.id}: due\n")
+    assert run(url, "dead", "show", job_id)[0] == 1
+    assert run(url, "dead", "replay", job_id, "--tenant", "t") == (0, f"{job_id}: due\n")
     assert await outbox.dead("t") == []
 
 

@@ -78,11 +78,6 @@ async def dead_letter(outbox: Outbox, job: Job) -> DeadLetter:
     return found[0]
 
 
-@pytest.fixture
-def outbox(redis_client: redis.asyncio.Redis, keys: Keys) -> Outbox:
-    return Outbox(redis_client, keys)
-
-
 async def test_a_callback_is_signed_and_thin(
     functions: Functions, redis_server: EmbeddedRedis
 ) -> None:
@@ -256,8 +251,8 @@ async def test_an_unreadable_record_delays_no_other(
 ) -> None:
     """For each unreadable field: the message is lost and counted; the next one is delivered."""
     async with Receiver({"/": always(Answer())}) as receiver:
-        spoiled = await ended_job(functions, to_url(receiver.url("/")))
-        key = keys.of("out", spoiled.id)
+        damaged = await ended_job(functions, to_url(receiver.url("/")))
+        key = keys.of("out", damaged.id)
         if value is None:
             await redis_client.hdel(key, field)
         else:
@@ -298,18 +293,6 @@ async def test_progress_callbacks_precede_the_final_one(
         ("job.succeeded", f"{job.id}-3"),
     ]
     assert receiver.messages[1].body["data"]["usage"]["completion_tokens"] == 2
-
-
-async def test_the_final_message_replaces_undelivered_progress(
-    functions: Functions, redis_server: EmbeddedRedis
-) -> None:
-    """If the job ends while the receiver is down, only the final message is sent."""
-    async with Receiver({"/": always(Answer())}) as receiver:
-        callback = to_url(receiver.url("/"), notifies_start=True, progress_tokens=1)
-        await ended_job(functions, callback)
-        async with service(redis_server):
-            await receiver.until(lambda: len(receiver.messages) == 1)
-    assert receiver.messages[0].body["type"] == "job.succeeded"
 
 
 async def test_secrets_of_the_installation_sign_and_rotate(

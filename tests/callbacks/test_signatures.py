@@ -23,12 +23,7 @@ from tests.aws.lambda_events import event_bus_event, sns_event, sqs_event
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.callbacks.test_delivery import OTHER_SECRET, dead_letter, ended_job, service, to_url
 from tests.fleet import until
-from tests.gateway.conftest import (
-    idle_worker,  # noqa: F401 - a fixture
-    make_settings,
-    openapi_document,
-    running_gateway,
-)
+from tests.gateway.conftest import make_settings, openapi_document, running_gateway
 from tests.gateway.fake_worker import LEASE_S, MODEL, FakeWorker
 
 pytestmark = pytest.mark.anyio
@@ -69,14 +64,12 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("shared", "unsigned"), UNSIGNED)
 async def test_what_no_secret_signs_is_not_sent(
     functions: Functions,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
+    outbox: Outbox,
     redis_server: EmbeddedRedis,
     shared: Shared,
     unsigned: list[tuple[str, str | None]],
 ) -> None:
     """After the last retry it is a dead letter with the reason; the receiver has heard nothing."""
-    outbox = Outbox(redis_client, keys)
     async with (
         Receiver({"/": always(Answer())}) as receiver,
         service(redis_server, secrets=Secrets(shared), retry_delays_s=QUICK),
@@ -117,13 +110,9 @@ async def test_a_message_waits_for_a_secret_that_was_taken_away(
 
 
 async def test_a_dead_letter_is_delivered_once_there_is_a_secret(
-    functions: Functions,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    redis_server: EmbeddedRedis,
+    functions: Functions, outbox: Outbox, redis_server: EmbeddedRedis
 ) -> None:
     """By a replay, under the same id."""
-    outbox = Outbox(redis_client, keys)
     async with Receiver({"/": always(Answer())}) as receiver:
         async with service(redis_server, retry_delays_s=QUICK):
             job = await ended_job(functions, to_url(receiver.url("/"), secret=None))
@@ -132,27 +121,6 @@ async def test_a_dead_letter_is_delivered_once_there_is_a_secret(
         async with service(redis_server, secrets=Secrets.parse(SECRET)):
             await receiver.until(lambda: bool(receiver.accepted()))
     assert list(receiver.accepted()) == [letter.record.message_id]
-
-
-async def test_a_secret_for_one_tenant_signs_its_messages_alone(
-    functions: Functions,
-    redis_client: redis.asyncio.Redis,
-    keys: Keys,
-    redis_server: EmbeddedRedis,
-) -> None:
-    secrets = Secrets.parse(f"other={SECRET}")
-    async with (
-        Receiver({"/": always(Answer())}) as receiver,
-        service(redis_server, secrets=secrets, retry_delays_s=QUICK),
-    ):
-        without = await ended_job(functions, to_url(receiver.url("/"), secret=None))
-        with_one = await ended_job(
-            functions, to_url(receiver.url("/"), secret=None), tenant="other"
-        )
-        await receiver.until(lambda: bool(receiver.accepted()))
-        await dead_letter(Outbox(redis_client, keys), without)
-    assert [message.id for message in receiver.messages] == [f"{with_one.id}-1"]
-    assert receiver.forged == []
 
 
 # --- every way in -----------------------------------------------------------------------------
@@ -179,34 +147,28 @@ def is_refused(answer: httpx.Response) -> bool:
     return (answer.status_code, error.get("param")) == (400, "callback.secret")
 
 
-@pytest.mark.parametrize("secret", [None, *MALFORMED])
 async def test_a_gateway_refuses_what_nothing_signs(
-    redis_server: EmbeddedRedis,
-    tmp_path: Path,
-    idle_worker: FakeWorker,  # noqa: F811
-    secret: str | None,
+    redis_server: EmbeddedRedis, tmp_path: Path, idle_worker: FakeWorker
 ) -> None:
     """Jobs, quotes and batches; nothing is stored."""
-    callback = {"url": URL} | ({} if secret is None else {"secret": secret})
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": CALL}
+    lines = {"file": ("lines.jsonl", json.dumps(line).encode())}
     with running_gateway(make_settings(redis_server.url, object_store=str(tmp_path))) as url:
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            for endpoint, body in JOBS:
-                job = {"endpoint": endpoint, "body": body, "callback": callback}
-                assert is_refused(await http.post("/v1/jobs", json=job)), endpoint
-                assert is_refused(await http.post("/v1/quote", json=job)), endpoint
-            line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": CALL}
-            answer = await http.post(
-                "/v1/files",
-                data={"purpose": "batch"},
-                files={"file": ("lines.jsonl", json.dumps(line).encode())},
-            )
+            answer = await http.post("/v1/files", data={"purpose": "batch"}, files=lines)
             batch = {
                 "input_file_id": answer.json()["id"],
                 "endpoint": "/v1/completions",
                 "completion_window": "24h",
-                "callback": callback,
             }
-            assert is_refused(await http.post("/v1/batches", json=batch))
+            for secret in (None, *MALFORMED):
+                callback = {"url": URL} | ({} if secret is None else {"secret": secret})
+                for endpoint, body in JOBS:
+                    job = {"endpoint": endpoint, "body": body, "callback": callback}
+                    assert is_refused(await http.post("/v1/jobs", json=job)), (endpoint, secret)
+                    assert is_refused(await http.post("/v1/quote", json=job)), (endpoint, secret)
+                answer = await http.post("/v1/batches", json={**batch, "callback": callback})
+                assert is_refused(answer), secret
             assert (await http.get("/v1/jobs")).json()["data"] == []
             assert (await http.get("/v1/batches")).json()["data"] == []
 
@@ -215,7 +177,7 @@ async def test_a_gateway_signs_for_the_tenants_whose_secret_it_has(
     redis_server: EmbeddedRedis,
     redis_client: redis.asyncio.Redis,
     keys: Keys,
-    idle_worker: FakeWorker,  # noqa: F811
+    idle_worker: FakeWorker,
 ) -> None:
     job = {"endpoint": "/v1/completions", "body": CALL, "callback": {"url": URL}}
     settings = make_settings(redis_server.url, callback_secrets=f"a={SECRET}")
@@ -229,9 +191,7 @@ async def test_a_gateway_signs_for_the_tenants_whose_secret_it_has(
 
 
 async def test_a_job_is_not_replayed_once_its_secret_is_gone(
-    redis_server: EmbeddedRedis,
-    functions: Functions,
-    idle_worker: FakeWorker,  # noqa: F811
+    redis_server: EmbeddedRedis, functions: Functions, idle_worker: FakeWorker
 ) -> None:
     """Jobs with a secret of their own are; the operation counts the other as failed."""
     job: dict[str, Any] = {"endpoint": "/v1/completions", "body": CALL}
@@ -257,9 +217,7 @@ async def test_a_job_is_not_replayed_once_its_secret_is_gone(
 
 
 async def test_an_event_whose_callback_nothing_signs_becomes_no_job(
-    redis_server: EmbeddedRedis,
-    functions: Functions,
-    idle_worker: FakeWorker,  # noqa: F811
+    redis_server: EmbeddedRedis, functions: Functions, idle_worker: FakeWorker
 ) -> None:
     """Direct, of a bus, a topic or a queue: refused for good, with the field."""
     job = {"endpoint": "/v1/completions", "body": CALL, "callback": {"url": URL}}

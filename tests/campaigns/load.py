@@ -30,25 +30,29 @@ async def side_by_side(*coroutines: Coroutine[None, None, None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of a tenant; it fixes the length of its output."""
+    """One request of a tenant; it fixes the length of its output. `fields`: others of its body."""
 
     tenant: str
     lane: str
     prompt: Sequence[int] | str
     num_output: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
-    def request(self, model: str, *, is_job: bool) -> tuple[str, dict[str, Any]]:
-        """Path and body: of a streamed call, or of a job that nobody waits for."""
+    def request(
+        self, model: str, *, is_job: bool, is_stream: bool = True
+    ) -> tuple[str, dict[str, Any]]:
+        """Path and body: of a call, streamed or not, or of a job that nobody waits for."""
         body: dict[str, Any] = {
             "model": model,
             "prompt": self.prompt,
             "max_tokens": self.num_output,
             "ignore_eos": True,
             "service_tier": TIERS.get(self.lane, "default"),
+            **self.fields,
         }
         path = "/v1/completions"
         if not is_job:
-            return path, body | {"stream": True, "return_token_ids": True}
+            return path, body | {"stream": is_stream, "return_token_ids": True}
         lane = {"lane": self.lane} if self.lane else {}
         return "/v1/jobs", {"endpoint": path, "body": body, **lane}
 
@@ -135,23 +139,28 @@ class Callers:
         ask: Ask,
         *,
         is_job: bool = False,
+        is_stream: bool = True,
+        hang_up_after: int | None = None,
         due_s: float | None = None,
         is_second: bool = False,
     ) -> Attempt:
-        """One attempt, to the end of its response."""
+        """One attempt, to the end of its response, or to `hang_up_after` pieces of a stream."""
         due_s = time.time() if due_s is None else due_s
         number = len(self.attempts)
         attempt = Attempt(number, len(ask.prompt), due_s, due_s, ask=ask, is_second=is_second)
         self.attempts.append(attempt)
-        path, body = ask.request(self.model, is_job=is_job)
+        path, body = ask.request(self.model, is_job=is_job, is_stream=is_stream)
         key = self.api_keys.get(ask.tenant)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         url = self._rng.choice(self.urls) + path
+        terms: dict[str, Any] = {"headers": headers, "hang_up_after": hang_up_after}
         try:
             async with asyncio.timeout(self.timeout_s):
-                await exchange(self._http, attempt, url, body, time.time, headers=headers)
+                await exchange(self._http, attempt, url, body, time.time, **terms)
         except TimeoutError as exc:
             attempt.outcome, attempt.reason = Outcome.FAILED, type(exc).__name__
+        if attempt.status == 200 and not is_stream:  # `exchange` has looked for events
+            attempt.outcome, attempt.reason, attempt.is_done = Outcome.SUCCEEDED, "", True
         return attempt
 
     def _begin(self, due: tuple[float, Ask]) -> None:

@@ -44,9 +44,6 @@ class Relay:
         """Forwards nothing more, but closes no connection."""
         self._passes.clear()
 
-    def speak_again(self) -> None:
-        self._passes.set()
-
     def lose_next_answer(self) -> None:
         """Closes the connection instead of forwarding the server's next reply."""
         self._loses_answer = True

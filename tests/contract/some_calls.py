@@ -73,14 +73,14 @@ async def append(
 
 async def dead_letter(functions: Functions, outbox: Outbox, **names: Any) -> str:
     """The id of a job whose callback was given up."""
-    callback = Callback(kind=CallbackKind.URL, target="https://a.example/x")
+    callback = Callback(kind=CallbackKind.URL, target="https://a.example/x?token=hush")
     terms = {"deadline_s": 900, "retention_s": 900, "callback": callback}
     terms |= {"metadata": names.pop("metadata")} if "metadata" in names else {}
     job = make_job(**names)
     await functions.submit(job, make_submission(**terms))
     await functions.cancel(job.id, job.tenant)
     [taken] = await outbox.take(lease_s=10, max_messages=1, max_per_target=9)
-    await outbox.done(taken, "dead")
+    await outbox.done(taken, "dead", note="HTTP 410")
     return job.id
 
 

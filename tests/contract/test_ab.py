@@ -8,17 +8,19 @@ import pytest
 import redis.asyncio
 
 from contract.ab import AbJob, read_ab
-from contract.function_types import Append, Release
+from contract.function_types import Append
 from contract.functions import Functions
 from contract.jobs import JobStatus
 from contract.keys import Keys
 from infra.check_command import differences
+from tests.contract.conftest import on_one_server
 from tests.contract.some_calls import LEASE_S, append, make_job, make_submission, pass_time, tokens
+from tests.oracle.scripts import Calls, scripts
+from tests.oracle.world import LANES, World
 
 pytestmark = pytest.mark.anyio
 
 CONTROL, CANDIDATE = "aaaa", "bbbb"
-LIVE_S = 15.0  # from a heartbeat on, an arm counts as live
 
 
 async def beat(functions: Functions, version: str, share: float | None = None) -> None:
@@ -84,62 +86,58 @@ async def test_a_slow_arm_does_not_hide_the_jobs_of_the_other(functions: Functio
     assert num_control + len(await claim(functions, CANDIDATE)) == 260
 
 
-async def test_without_two_live_arms_no_job_is_assigned(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """A candidate alone serves everything, as a worker without an A/B does."""
-    await beat(functions, CANDIDATE, 0.5)
-    await submit(functions, 4)
-    claimed = await claim(functions, CANDIDATE)
-    assert [await arm_of(redis_client, keys, job_id) for job_id, _ in claimed] == [""] * 4
+class ArmCalls(Calls):
+    """Of two workers, `a` with the control and `b` with the candidate."""
+
+    def live(self, *arms: str) -> None:
+        for arm in arms:
+            share = {"candidate_share": 0.5} if arm == "b" else {}
+            self._world.beat(arm, info=json.dumps({"batching": arm, **share}))
+
+    def take(self, arm: str) -> list[str]:
+        version = f"{arm} candidate" if arm == "b" else arm
+        return self._world.claim(arm, config_version=version)
+
+    def oldest_s(self) -> float:
+        found = self._world.run(self._world.functions.snapshot("m", LANES))
+        return found.lanes[LANES[0]].oldest_wait_s
 
 
-@pytest.mark.parametrize("survivor", [CONTROL, CANDIDATE])
-async def test_the_jobs_of_an_arm_without_workers_go_to_the_other(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, survivor: str
-) -> None:
-    """No job waits for a worker that does not come back."""
-    await start(functions)
-    await submit(functions, 40)
-    num_own = len(await claim(functions, survivor))
-    assert 0 < num_own < 40
-    await pass_time(redis_client, keys, LIVE_S - 5)
-    await beat(functions, survivor, 0.5 if survivor == CANDIDATE else None)
-    assert await claim(functions, survivor) == []
-    await pass_time(redis_client, keys, 6)
-    assert len(await claim(functions, survivor)) == 40 - num_own
-
-
-async def test_a_returned_job_may_go_to_either_arm(functions: Functions) -> None:
-    """It stays assigned as it was; its sample says who served it."""
-    await start(functions)
-    await submit(functions, 20)
-    claimed = await claim(functions, CANDIDATE)
-    await functions.release(CANDIDATE, [Release(*job, "drain") for job in claimed])
-    assert len(await claim(functions, CONTROL)) == 20
-
-
-async def test_a_job_that_waits_in_an_engine_stays_with_its_arm(functions: Functions) -> None:
-    """Also if a worker of either arm has room."""
-    await start(functions)
-    await submit(functions, 20)
-    claimed = await claim(functions, CANDIDATE)
-    await functions.release(CANDIDATE, [Release(*job, "offer") for job in claimed])
-    await claim(functions, CONTROL)
-    assert await claim(functions, CONTROL) == []
-    assert await functions.heartbeat(CANDIDATE, "m", claimed, lease_s=LEASE_S, info="{}") == []
-
-
-async def test_a_job_that_changes_its_lane_keeps_its_arm(functions: Functions) -> None:
-    """It waits in the other lane for workers of the same arm."""
-    await start(functions)
-    jobs = [make_job(lane="batch") for _ in range(20)]
-    for job in jobs:
-        await functions.submit(job, make_submission())
-        await functions.reprioritise(job.id, job.tenant, lane="standard")
-    num_control = len(await claim(functions, CONTROL))
-    assert 0 < num_control < 20
-    assert num_control + len(await claim(functions, CANDIDATE)) == 20
+@on_one_server
+@scripts("""
+a candidate alone serves all, and nothing is assigned
+  live b; submit t0 t1; take b -> t0 t1
+  field t0 arm -> None
+a job is assigned by a hash of its id
+  live b a; submit t0 t1 t2 t3; field t0 arm -> control a
+  field t1 arm -> candidate b
+  take a -> t0 t2
+  take b -> t1 t3
+jobs of an arm without workers go to the candidate
+  live b a; submit t0 t1 t2 t3; pass_time 10; live b; take b -> t1 t3
+  take b -> -
+  pass_time 6; take b -> t0 t2
+  live b; submit t4; field t4 arm -> None
+jobs of an arm without workers go to the control
+  live b a; submit t0 t1 t2 t3; pass_time 10; live a; take a -> t0 t2
+  take a -> -
+  pass_time 6; take a -> t1 t3
+a returned job may go to either arm, and stays assigned
+  live b a; submit t0 t1; take b; release t1 drain b; take a -> t1 t0
+  field t1 arm -> candidate b
+a job that waits in an engine stays with its arm
+  live b a; submit t0 t1; take b; release t1 offer b; take a -> t0
+  take a -> -
+  beat b -> -
+a job that changes its lane keeps its arm
+  live b a; submit t0 t1 t2 t3 lane=batch; move t0 interactive; move t1 interactive
+  take a -> t0 t2
+  take b -> t1 t3
+the oldest wait is of both arms
+  live b a; submit t0 t1; take a; pass_time 3; oldest_s -> 3.0
+""")
+def test_an_arm_gets_its_jobs(world: World, script: list[str]) -> None:
+    ArmCalls(world).run(script)
 
 
 async def test_the_check_finds_nothing_wrong_in_either_arm(
@@ -154,18 +152,6 @@ async def test_the_check_finds_nothing_wrong_in_either_arm(
     await redis_client.delete(keys.of("q", "m", "standard", "t candidate"))
     found = await differences(redis_client, keys)
     assert {key for key, _ in found} == {"q:m:standard:t candidate"}
-
-
-async def test_the_oldest_wait_is_of_both_arms(
-    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """The control may have served all of its own."""
-    await start(functions)
-    await submit(functions, 20)
-    await claim(functions, CONTROL)
-    await pass_time(redis_client, keys, 3)
-    found = await functions.snapshot("m", ["standard"])
-    assert found.lanes["standard"].oldest_wait_s == pytest.approx(3, abs=0.5)
 
 
 async def test_an_ended_job_leaves_sizes_and_times_without_text(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from redis.exceptions import ConnectionError, ResponseError, TimeoutError
+from redis.exceptions import ConnectionError, TimeoutError
 
 from contract.connection import connect, repeated
 from contract.keys import Keys
@@ -21,13 +21,12 @@ from tests.fleet import until
 pytestmark = pytest.mark.anyio
 
 _LIBRARY = """#!lua name=echo
-redis.register_function('echo', function(_, args) return args[1] end)
-redis.register_function('fail', function(_, args) return redis.error_reply(args[1]) end)"""
+redis.register_function('echo', function(_, args) return args[1] end)"""
 
 
 @pytest.fixture
 async def echo(redis_client: redis.asyncio.Redis) -> AsyncIterator[redis.asyncio.Redis]:
-    """A client of a server with two functions: one returns its argument, the other fails."""
+    """A client of a server with a function that returns its argument."""
     await redis_client.function_load(_LIBRARY, replace=True)
     yield redis_client
     await redis_client.function_delete("echo")
@@ -41,19 +40,6 @@ async def paused(client: redis.asyncio.Redis) -> AsyncIterator[None]:
         yield
     finally:
         await client.client_unpause()
-
-
-async def test_concurrent_calls_get_their_own_replies(echo: redis.asyncio.Redis) -> None:
-    """Also calls that fail."""
-    for _ in range(3):
-        calls = [echo.fcall("fail" if i % 5 == 0 else "echo", 0, f"E {i}") for i in range(20)]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for i, answer in enumerate(answers):
-            if i % 5 == 0:
-                assert isinstance(answer, ResponseError)
-                assert str(answer) == f"E {i}"
-            else:
-                assert answer == b"E %d" % i
 
 
 async def test_a_client_can_be_used_after_a_cancelled_call(
@@ -118,14 +104,6 @@ async def test_a_call_cancelled_at_any_point_harms_no_other(
                 assert await client.fcall("echo", 0, str(i)) == str(i).encode()
 
 
-async def test_a_connection_closed_by_the_server_is_reopened(
-    echo: redis.asyncio.Redis,
-) -> None:
-    assert await echo.fcall("echo", 0, "1") == b"1"
-    await echo.client_kill_filter(_type="normal", skipme=True)
-    assert await echo.fcall("echo", 0, "2") == b"2"
-
-
 async def test_only_idempotent_calls_are_repeated(
     redis_client: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node, keys: Keys
 ) -> None:
@@ -142,13 +120,6 @@ async def test_only_idempotent_calls_are_repeated(
             await client.ping()
             relay.lose_next_answer()
             assert await repeated(lambda: client.incr(number)) == 3
-
-
-async def test_an_absent_server_fails_every_call(tmp_path: Path) -> None:
-    async with connect(f"unix://{tmp_path}/none", Keys("test", partition_of_test())) as client:
-        calls = [client.fcall("echo", 0, "x") for _ in range(5)]
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(answer, ConnectionError)
 
 
 async def test_a_server_that_closes_after_its_greeting_fails_the_call(
@@ -191,19 +162,3 @@ async def test_calls_work_over_tls(
         for text in ("short", "long" * 50_000):
             assert await client.fcall("echo", 0, text) == text.encode()
         assert relay.num_connections == 1
-
-
-async def test_values_come_back_as_they_were_written(
-    redis_client: redis.asyncio.Redis, keys: Keys
-) -> None:
-    """In single commands and in a pipeline."""
-    values = (b"\x00\r\n", b"", "größe".encode(), b"x" * 100_000)
-    for number, value in enumerate(values):
-        await redis_client.set(keys.of(f"alone {number}"), value)
-    async with redis_client.pipeline() as pipe:
-        for number, value in enumerate(values):
-            pipe.set(keys.of(f"piped {number}"), value)
-        await pipe.execute()
-    for number, value in enumerate(values):
-        assert await redis_client.get(keys.of(f"alone {number}")) == value
-        assert await redis_client.get(keys.of(f"piped {number}")) == value

@@ -135,22 +135,6 @@ async def test_a_call_is_never_refused_for_its_tenant_s_limit(
     audit.check()
 
 
-async def test_a_flow_s_output_may_be_longer_than_it_reserved(
-    functions: Functions, audit: Audit
-) -> None:
-    """A pipeline's caller limits the caller's own output, and each step has a limit of its own."""
-    parent = make_parent()
-    await functions.submit(parent, make_submission(max_output_tokens=1))
-    [claimed] = await claim(functions)
-    for number in (1, 2):
-        item = Append(parent.id, claimed.epoch, number, tokens(9 * (number - 1), *range(9)), 9)
-        assert await append(functions, "w1", item) == [(Verdict.OK, number + 1)]
-    view, _ = await functions.read(parent.id, "t") or (None, None)
-    assert view is not None
-    assert view.num_output_tokens == 18
-    audit.check()
-
-
 async def test_a_flow_s_bill_has_the_prompts_of_its_calls(
     functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys, audit: Audit
 ) -> None:

@@ -4,7 +4,8 @@ long, however much waits, runs and is kept.
 Processor time, not the clock, and as a multiple of the cheapest `submit` on the same machine.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from inspect import isawaitable
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ import pytest
 from contract.batches import BatchStatus, Part
 from contract.errors import BrokerFull, JobRefused
 from contract.function_types import MAX_CLAIM, Blame, FairRoom, JobMark, LaneRoom, Release, Wanted
-from contract.jobs import Job, JobStatus
+from contract.jobs import JobStatus
 from contract.library import library_source  # before tests set a clock in it
 from contract.operations import OperationKind
 from contract.pauses import PauseLine
@@ -44,6 +45,8 @@ MAX_MS, MAX_TIMES = 2.0, 10
 MAX_ENDS = 8  # of one append of a worker
 
 Calls = AsyncIterator[Awaitable[Any]]
+Items = Callable[[CrowdedRedis], Any]
+Call = Callable[[CrowdedRedis, Any], Awaitable[Any]]
 
 
 class Case(NamedTuple):
@@ -60,12 +63,14 @@ def case(function: str, what: str) -> Callable[[Callable[[CrowdedRedis], Calls]]
     return lambda calls: CASES.append(Case(function, what, calls))
 
 
-def simple(function: str, what: str, call: Callable[[CrowdedRedis, int], Any]) -> None:
-    """Adds fifteen calls without preparations."""
+def each(function: str, what: str, items: Items | int = 15, call: Call | None = None) -> None:
+    """Adds a call for each item, by default that of `CALL`. Items are prepared before the first
+    call; a number needs no preparation."""
 
     async def calls(crowd: CrowdedRedis) -> Calls:
-        for n in range(15):
-            yield call(crowd, n)
+        found = range(items) if isinstance(items, int) else items(crowd)
+        for item in await found if isawaitable(found) else found:
+            yield (call or CALL[function])(crowd, item)
 
     CASES.append(Case(function, what, calls))
 
@@ -75,124 +80,30 @@ async def refused(call: Awaitable[Any]) -> None:
         await call
 
 
-def new_jobs(crowd: CrowdedRedis, number: int, **fields: Any) -> Iterator[Job]:
-    return (crowd.job(TENANTS[n], LANES[n % 2], **fields) for n in range(number))
+def of(item: Any) -> tuple[str, str]:
+    """The id and the tenant of a job, or of one that is claimed."""
+    job = getattr(item, "job", item)
+    return job.id, job.tenant
 
 
-# --- callers
+def new_jobs(number: int, **fields: Any) -> Items:
+    return lambda c: (c.job(TENANTS[n], LANES[n % 2], **fields) for n in range(number))
 
 
-simple("enter", "counts a call", lambda c, n: c.functions.enter(TENANTS[n], LIMITS))
+def waiting(number: int, **terms: Any) -> Items:
+    return lambda c: c.submit_many(number, "", LANES[1], **terms)
 
 
-@case("submit", "with metadata and a callback")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job in new_jobs(crowd, 20):
-        yield crowd.submit(job, callback=crowd.callback())
+def running(number: int) -> Items:
+    return lambda c: c.running(number)
 
 
-@case("submit", "with the longest prompt that is kept in Redis")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job in new_jobs(crowd, 5, num_prompt=3_500, tools={f"f{n}": ("a", "b") for n in range(50)}):
-        yield crowd.submit(job, callback=crowd.callback())
+def long(number: int) -> Items:
+    return lambda c: c.take_long(number)
 
 
-@case("submit", "refused: the lane is full")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job in new_jobs(crowd, 5):
-        yield refused(crowd.submit(job, lane_bound_tokens=1_000))
-
-
-@case("quote", "with metadata and a callback")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job in new_jobs(crowd, 5):
-        yield crowd.functions.quote(job, crowd.submission(job, callback=crowd.callback()))
-
-
-async def waiting_jobs(crowd: CrowdedRedis, number: int, **terms: Any) -> list[Job]:
-    return await crowd.submit_many(number, "", LANES[1], **terms)
-
-
-simple("attend", "2,000 followed jobs", lambda c, n: c.functions.attend(c.attended[:2_000]))
-
-
-@case("reprioritise", "a waiting job: lane and deadline")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job in await waiting_jobs(crowd, 5):
-        yield crowd.functions.reprioritise(job.id, job.tenant, lane=LANES[0], deadline_s=FOREVER_S)
-
-
-@case("reprioritise", "a running job: lane and deadline")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for held in await crowd.running(5):
-        job = held.job
-        yield crowd.functions.reprioritise(job.id, job.tenant, lane=LANES[0], deadline_s=FOREVER_S)
-
-
-@case("detach", "a running job")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for held in await crowd.running(5):
-        terms = {"deadline_s": FOREVER_S, "retention_s": FOREVER_S}
-        yield crowd.functions.detach(held.job.id, held.job.tenant, **terms)
-
-
-@case("cancel", "a waiting job with a callback")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job in await waiting_jobs(crowd, 5, callback=crowd.callback()):
-        yield crowd.functions.cancel(job.id, job.tenant)
-
-
-@case("cancel", "a running job with a long answer")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for held in crowd.take_long(3):
-        yield crowd.functions.cancel(held.job.id, held.job.tenant)
-
-
-@case("delete", "a job with a long answer")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job in crowd.take_ended(3):
-        yield crowd.functions.delete(job.id, job.tenant)
-
-
-@case("read", "500 events of a long answer that runs")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for after in (0, 3_000, 6_000):
-        job = crowd.long[0].job
-        yield crowd.functions.read(job.id, job.tenant, after=after, max_events=500)
-
-
-@case("read", "500 events of a long answer that has ended")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for after in (0, 3_000, 6_000):
-        job = crowd.ended[0]
-        yield crowd.functions.read(job.id, job.tenant, after=after, max_events=500)
-
-
-@case("read", "the place of a job that waits")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job in await waiting_jobs(crowd, 5):
-        yield crowd.functions.read(job.id, job.tenant, after=0, max_events=500)
-
-
-# Their filters admit all, or nothing but what was looked at.
-ALL, NONE = Wanted(model=MODEL), Wanted(metadata={"team": "another"})
-simple("list", "100 jobs of a tenant", lambda c, n: c.functions.list_jobs(BIG, ALL, max_jobs=100))
-simple("list", "no match of a tenant", lambda c, n: c.functions.list_jobs(BIG, NONE, max_jobs=100))
-simple("list", "100 jobs of all", lambda c, n: c.functions.list_jobs("", ALL, max_jobs=100))
-simple("list", "no match of all", lambda c, n: c.functions.list_jobs("", NONE, max_jobs=100))
-
-
-@case("list", "100 jobs of all, from the middle")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for job_id in crowd.attended[1_000:1_003]:
-        yield crowd.functions.list_jobs("", ALL, after=job_id, max_jobs=100)
-
-
-simple("snapshot", "five lanes", lambda c, n: c.functions.snapshot(MODEL, SERVED))
-simple("watch", "five lanes", lambda c, n: c.functions.watch(MODEL, SERVED))
-
-
-# --- workers
+def tenants(first: int) -> Items:
+    return lambda c: TENANTS[first : first + 5]
 
 
 async def claim(crowd: CrowdedRedis, **terms: Any) -> None:
@@ -210,16 +121,121 @@ def rooms(max_jobs: int, max_tokens: int) -> dict[str, LaneRoom]:
     return dict.fromkeys(SERVED, LaneRoom(max_jobs, max_tokens))
 
 
-simple("claim", "all that a call may", lambda c, n: claim(c, rooms=rooms(MAX_CLAIM, 4_000_000)))
-simple("claim", "no waiting job fits", lambda c, n: claim(c, rooms=rooms(MAX_CLAIM, 1)))
+async def take_some(crowd: CrowdedRedis, number: int) -> list[Any]:
+    found: list[Any] = []
+    while len(found) < number:
+        found += await crowd.taken()
+    return found[:number]
 
 
-@case("claim", "for tenants below their share of a full worker")
+def line_of(tenant: str) -> PauseLine:
+    return PauseLine(model=MODEL, lane=URGENT, tenant=tenant)
+
+
+MOVED: dict[str, Any] = {"lane": LANES[0], "deadline_s": FOREVER_S}
+KEPT: dict[str, Any] = {"deadline_s": FOREVER_S, "retention_s": FOREVER_S}
+# Filters that admit all, or nothing but what was looked at.
+ALL, NONE = Wanted(model=MODEL), Wanted(metadata={"team": "another"})
+PAGE: dict[str, Any] = {"purpose": "", "after": "", "is_oldest_first": True, "max_files": 500}
+TO_CHECK: dict[str, Any] = {"lease_s": LEASE_S, "in_progress": False, "max_batches": 2}
+FAIR = FairRoom(256, 4_000_000, dict.fromkeys(TENANTS[::2], (1, 2_500)))
+ALL_ROOM = rooms(MAX_CLAIM, 4_000_000)
+POISON = '{"prompt": "ab12"}'
+
+CALL: dict[str, Call] = {
+    "enter": lambda c, n: c.functions.enter(TENANTS[n], LIMITS),
+    "submit": lambda c, job: c.submit(job, callback=c.callback()),
+    "quote": lambda c, job: c.functions.quote(job, c.submission(job, callback=c.callback())),
+    "attend": lambda c, _: c.functions.attend(c.attended[:2_000]),
+    "reprioritise": lambda c, job: c.functions.reprioritise(*of(job), **MOVED),
+    "detach": lambda c, job: c.functions.detach(*of(job), **KEPT),
+    "cancel": lambda c, job: c.functions.cancel(*of(job)),
+    "delete": lambda c, job: c.functions.delete(*of(job)),
+    "read": lambda c, job: c.functions.read(*of(job), after=0, max_events=500),
+    "snapshot": lambda c, _: c.functions.snapshot(MODEL, SERVED),
+    "watch": lambda c, _: c.functions.watch(MODEL, SERVED),
+    "append": lambda c, _: c.run((*c.held, *c.long), 1),
+    "drain": lambda c, _: c.functions.drain(WORKERS),
+    "outbox_take": lambda c, _: c.taken(),
+    "outbox_start": lambda c, taken: c.outbox.start(taken, lease_s=LEASE_S),
+    "outbox_dead": lambda c, _: c.outbox.dead(BIG, limit=100),
+    "outbox_replay": lambda c, letter: c.outbox.replay(letter.record.job_id, BIG),
+    "operation_add": lambda c, tenant: c.add_operation(tenant, Wanted()),
+    "operation_stop": lambda c, operation_id: c.operations.stop(operation_id),
+    "file_begin": lambda c, n: c.files.begin(f"file-{n:032}"),
+    "file_add": lambda c, _: c.add_file(BIG),
+    "file_read": lambda c, _: c.files.page(BIG, **PAGE),
+    "file_drop": lambda c, file_id: c.files.drop(file_id, BIG),
+    "batch_add": lambda c, tenant: c.add_batch(tenant),
+    "batch_take": lambda c, n: c.batches.take(f"token-{n}", **TO_CHECK),
+    "batch_cancel": lambda c, batch_id: c.batches.cancel(batch_id, BIG),
+    "pause": lambda c, tenant: c.pauses.pause(line_of(tenant), "tenant"),
+    "resume": lambda c, tenant: c.pauses.resume(line_of(tenant), "tenant"),
+}
+
+# --- callers
+
+each("enter", "counts a call")
+each("submit", "with metadata and a callback", new_jobs(20))
+TOOLS = {f"f{n}": ("a", "b") for n in range(50)}
+LONGEST = new_jobs(5, num_prompt=3_500, tools=TOOLS)
+each("submit", "with the longest prompt that is kept in Redis", LONGEST)
+each(
+    "submit",
+    "refused: the lane is full",
+    new_jobs(5),
+    lambda c, job: refused(c.submit(job, lane_bound_tokens=1_000)),
+)
+each("quote", "with metadata and a callback", new_jobs(5))
+each("attend", "2,000 followed jobs")
+each("reprioritise", "a waiting job: lane and deadline", waiting(5))
+each("reprioritise", "a running job: lane and deadline", running(5))
+each("detach", "a running job", running(5))
+each("cancel", "a waiting job with a callback", lambda c: waiting(5, callback=c.callback())(c))
+each("cancel", "a running job with a long answer", long(3))
+each("delete", "a job with a long answer", lambda c: c.take_ended(3))
+each("read", "the place of a job that waits", waiting(5))
+each("snapshot", "five lanes")
+each("watch", "five lanes")
+
+
+def read_after(job_of: Callable[[CrowdedRedis], Any]) -> tuple[Items, Call]:
+    """Pages of a long answer."""
+    return lambda c: (0, 3_000, 6_000), lambda c, after: c.functions.read(
+        *of(job_of(c)), after=after, max_events=500
+    )
+
+
+def listed(tenant: str, wanted: Wanted) -> Call:
+    return lambda c, _: c.functions.list_jobs(tenant, wanted, max_jobs=100)
+
+
+each("read", "500 events of a long answer that runs", *read_after(lambda c: c.long[0]))
+each("read", "500 events of a long answer that has ended", *read_after(lambda c: c.ended[0]))
+each("list", "100 jobs of a tenant", call=listed(BIG, ALL))
+each("list", "no match of a tenant", call=listed(BIG, NONE))
+each("list", "100 jobs of all", call=listed("", ALL))
+each("list", "no match of all", call=listed("", NONE))
+
+
+@case("list", "100 jobs of all, from the middle")
 async def _(crowd: CrowdedRedis) -> Calls:
-    held = dict.fromkeys(TENANTS[::2], (1, 2_500))
-    fair = LaneRoom(0, 0, fair=FairRoom(256, 4_000_000, held))
-    for _ in range(5):
-        yield claim(crowd, rooms=dict.fromkeys(LANES, fair))
+    for job_id in crowd.attended[1_000:1_003]:
+        yield crowd.functions.list_jobs("", ALL, after=job_id, max_jobs=100)
+
+
+# --- workers
+
+
+def claimed(found: dict[str, LaneRoom]) -> Call:
+    return lambda c, _: claim(c, rooms=found)
+
+
+BELOW_SHARE = claimed(dict.fromkeys(LANES, LaneRoom(0, 0, fair=FAIR)))
+each("append", "a step of 512 jobs with log probabilities", 5)
+each("claim", "all that a call may", call=claimed(ALL_ROOM))
+each("claim", "no waiting job fits", call=claimed(rooms(MAX_CLAIM, 1)))
+each("claim", "for tenants below their share of a full worker", 5, BELOW_SHARE)
 
 
 @case("claim", "past waiting jobs that have expired")
@@ -227,7 +243,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
     for _ in range(3):
         for job in await crowd.submit_many(256, "", URGENT):
             await crowd.functions.reprioritise(job.id, job.tenant, deadline_s=0)
-        yield claim(crowd, rooms=rooms(MAX_CLAIM, 4_000_000))
+        yield claim(crowd, rooms=ALL_ROOM)
         await crowd.sweep()
 
 
@@ -238,7 +254,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
     line = PauseLine(lane=URGENT, tenant=TENANTS[-1])
     await crowd.pauses.pause(line, "operator")
     for _ in range(3):
-        yield claim(crowd, rooms=rooms(MAX_CLAIM, 4_000_000))
+        yield claim(crowd, rooms=ALL_ROOM)
     await crowd.pauses.resume(line, "operator")
     for held_job in held:
         await crowd.functions.cancel(held_job.job.id, TENANTS[-1])
@@ -251,12 +267,6 @@ async def _(crowd: CrowdedRedis) -> Calls:
     for _ in range(5):
         yield crowd.functions.mine(HOLDER, known, lease_s=LEASE_S)
     await crowd.finish(found)
-
-
-@case("append", "a step of 512 jobs with log probabilities")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for _ in range(5):
-        yield crowd.run((*crowd.held, *crowd.long), 1)
 
 
 @case("append", "the first output of 256 jobs, with marks")
@@ -294,7 +304,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
         yield crowd.report(HOLDER, {"batching": "bea6cb1e"}, held, counted=counted)
 
 
-simple("drain", "64 workers", lambda c, n: c.functions.drain(WORKERS))
+each("drain", "64 workers")
 
 
 @case("release", "the 256 jobs of a worker that drains")
@@ -310,7 +320,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
 async def _(crowd: CrowdedRedis) -> Calls:
     for max_crashes in (9, 1):
         held = await crowd.running(256)
-        items = [Blame(each.job.id, each.epoch, '{"prompt": "ab12"}') for each in held]
+        items = [Blame(each.job.id, each.epoch, POISON) for each in held]
         yield crowd.functions.blame(HOLDER, items, max_crashes=max_crashes)
         if max_crashes > 1:
             await crowd.finish(await crowd.claimed(256))
@@ -319,7 +329,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
 @case("blame", "a job with a long answer, for the last time")
 async def _(crowd: CrowdedRedis) -> Calls:
     for held in crowd.take_long(3):
-        blamed = Blame(held.job.id, held.epoch, '{"prompt": "ab12"}')
+        blamed = Blame(held.job.id, held.epoch, POISON)
         yield crowd.functions.blame(HOLDER, [blamed], max_crashes=1)
 
 
@@ -355,7 +365,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
 @case("sweep", "200 jobs that nobody waits for")
 async def _(crowd: CrowdedRedis) -> Calls:
     for _ in range(3):
-        await waiting_jobs(crowd, 200, attendance_s=0.001)
+        await waiting(200, attendance_s=0.001)(crowd)
         yield crowd.functions.sweep()
         await crowd.sweep()
 
@@ -363,7 +373,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
 @case("sweep", "200 jobs after their retention")
 async def _(crowd: CrowdedRedis) -> Calls:
     for _ in range(3):
-        for job in await waiting_jobs(crowd, 200, retention_s=0.001):
+        for job in await waiting(200, retention_s=0.001)(crowd):
             await crowd.functions.cancel(job.id, job.tenant)
         yield crowd.functions.sweep()
         await crowd.sweep()
@@ -405,24 +415,10 @@ async def _(crowd: CrowdedRedis) -> Calls:
 
 # --- callbacks
 
-
-@case("outbox_take", "messages of 256 tenants")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for _ in range(4):
-        yield crowd.taken()
-
-
-async def take_some(crowd: CrowdedRedis, number: int) -> list[Any]:
-    found: list[Any] = []
-    while len(found) < number:
-        found += await crowd.taken()
-    return found[:number]
-
-
-@case("outbox_start", "an attempt")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for taken in await take_some(crowd, 5):
-        yield crowd.outbox.start(taken, lease_s=LEASE_S)
+each("outbox_take", "messages of 256 tenants", 4)
+each("outbox_start", "an attempt", lambda c: take_some(c, 5))
+each("outbox_dead", "a page")
+each("outbox_replay", "a dead letter", lambda c: c.outbox.dead(BIG, limit=5))
 
 
 @case("outbox_done", "a letter that is dead")
@@ -430,15 +426,6 @@ async def _(crowd: CrowdedRedis) -> Calls:
     for taken in await take_some(crowd, 5):
         await crowd.outbox.start(taken, lease_s=LEASE_S)
         yield crowd.outbox.done(taken, "dead", note="status 500")
-
-
-simple("outbox_dead", "a page", lambda c, n: c.outbox.dead(BIG, limit=100))
-
-
-@case("outbox_replay", "a dead letter")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for letter in await crowd.outbox.dead(BIG, limit=5):
-        yield crowd.outbox.replay(letter.record.job_id, BIG)
 
 
 @case("outbox_take", "of ten tenants, each with a hundred servers that are all busy")
@@ -453,11 +440,7 @@ async def _(crowd: CrowdedRedis) -> Calls:
 
 # --- operations
 
-
-@case("operation_add", "with 524 open ones")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for tenant in TENANTS[5:10]:
-        yield crowd.add_operation(tenant, Wanted())
+each("operation_add", "with 524 open ones", tenants(5))
 
 
 @case("operation_take", "the last that is free")
@@ -468,70 +451,35 @@ async def _(crowd: CrowdedRedis) -> Calls:
         yield crowd.operations.take(f"token-{n}", lease_s=LEASE_S)
 
 
-async def stepped(
-    crowd: CrowdedRedis,
-    tenant: str,
-    wanted: Wanted,
-    kind: OperationKind,
-    num: int = 3,
-    **terms: Any,
-) -> Calls:
-    operation_id = await crowd.add_operation(tenant, wanted, kind)
-    await crowd.operations.take("t", lease_s=LEASE_S, only=operation_id)
-    for _ in range(num):
-        yield crowd.operations.step(operation_id, "t", lease_s=LEASE_S, **terms)
-    await crowd.operations.stop(operation_id)
+def stepped(what: str, wanted: Wanted, kind: OperationKind, num: int = 3) -> None:
+    @case("operation_step", what)
+    async def _(crowd: CrowdedRedis) -> Calls:
+        operation_id = await crowd.add_operation(BIG, wanted, kind)
+        await crowd.operations.take("t", lease_s=LEASE_S, only=operation_id)
+        for _ in range(num):
+            yield crowd.operations.step(operation_id, "t", lease_s=LEASE_S)
+        await crowd.operations.stop(operation_id)
 
 
-@case("operation_step", "cancels waiting jobs of a tenant")
-async def _(crowd: CrowdedRedis) -> Calls:
-    wanted = Wanted(metadata={"team": "a"}, statuses=frozenset([JobStatus.QUEUED]))
-    async for call in stepped(crowd, BIG, wanted, OperationKind.CANCEL):
-        yield call
-
-
-@case("operation_step", "finds no job that it is for")
-async def _(crowd: CrowdedRedis) -> Calls:
-    async for call in stepped(crowd, BIG, NONE, OperationKind.CANCEL, num=1):
-        yield call
-
-
-@case("operation_step", "replays callbacks")
-async def _(crowd: CrowdedRedis) -> Calls:
-    async for call in stepped(crowd, BIG, Wanted(), OperationKind.REPLAY_CALLBACKS):
-        yield call
-
-
-@case("operation_stop", "an open one")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for tenant in TENANTS[20:25]:
-        operation_id = await crowd.add_operation(tenant, Wanted())
-        yield crowd.operations.stop(operation_id)
-
+WAITING = Wanted(metadata={"team": "a"}, statuses=frozenset([JobStatus.QUEUED]))
+stepped("cancels waiting jobs of a tenant", WAITING, OperationKind.CANCEL)
+stepped("finds no job that it is for", NONE, OperationKind.CANCEL, num=1)
+stepped("replays callbacks", Wanted(), OperationKind.REPLAY_CALLBACKS)
+each(
+    "operation_stop",
+    "an open one",
+    lambda c: at_once(c.add_operation(tenant, Wanted()) for tenant in TENANTS[20:25]),
+)
 
 # --- files and batches
 
-
-simple("file_begin", "a file", lambda c, n: c.files.begin(f"file-{n:032}"))
-
-
-@case("file_add", "a file")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for _ in range(5):
-        yield crowd.add_file(BIG)
-
-
-simple(
-    "file_read",
-    "a page of 500",
-    lambda c, n: c.files.page(BIG, purpose="", after="", is_oldest_first=True, max_files=500),
-)
-
-
-@case("file_drop", "a file")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for _ in range(5):
-        yield crowd.files.drop(await crowd.add_file(BIG), BIG)
+each("file_begin", "a file")
+each("file_add", "a file", 5)
+each("file_read", "a page of 500")
+each("file_drop", "a file", lambda c: at_once(c.add_file(BIG) for _ in range(5)))
+each("batch_add", "with 602 open ones", tenants(5))
+each("batch_take", "batches to check", 5)
+each("batch_cancel", "a batch", lambda c: at_once(c.add_batch(BIG) for _ in range(5)))
 
 
 @case("objects_due", "a page")
@@ -539,19 +487,6 @@ async def _(crowd: CrowdedRedis) -> Calls:
     await at_once(crowd.add_file(TENANTS[3], lifetime_s=0.001) for _ in range(200))
     for _ in range(5):
         yield crowd.files.due()
-
-
-@case("batch_add", "with 602 open ones")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for tenant in TENANTS[5:10]:
-        yield crowd.add_batch(tenant)
-
-
-@case("batch_take", "batches to check")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for n in range(5):
-        token = f"token-{n}"
-        yield crowd.batches.take(token, lease_s=LEASE_S, in_progress=False, max_batches=2)
 
 
 @case("batch_save", "a part, then the end, with errors of a thousand lines")
@@ -567,26 +502,10 @@ async def _(crowd: CrowdedRedis) -> Calls:
     yield crowd.batches.save(batch_id, "t", status=BatchStatus.FAILED, fields=fields, **terms)
 
 
-@case("batch_cancel", "a batch")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for tenant in TENANTS[30:35]:
-        yield crowd.batches.cancel(await crowd.add_batch(tenant), tenant)
-
-
 # --- pauses
 
-
-@case("pause", "with 100 others")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for tenant in TENANTS[120:125]:
-        yield crowd.pauses.pause(PauseLine(model=MODEL, lane=URGENT, tenant=tenant), "tenant")
-
-
-@case("resume", "with 100 others")
-async def _(crowd: CrowdedRedis) -> Calls:
-    for tenant in TENANTS[120:125]:
-        yield crowd.pauses.resume(PauseLine(model=MODEL, lane=URGENT, tenant=tenant), "tenant")
-
+each("pause", "with 100 others", tenants(120))
+each("resume", "with 100 others", tenants(120))
 
 # --- the measurement
 

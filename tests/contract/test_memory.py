@@ -41,6 +41,31 @@ async def fill(client: redis.asyncio.Redis, share: float) -> None:
     await client.config_set("maxmemory", int(used / share))
 
 
+async def submit_until_full(functions: Functions, most: int = 17) -> list[Job]:
+    """Submits; the last of the jobs was refused. By an older reading sixteen are accepted."""
+    jobs: list[Job] = []
+    for _ in range(most):
+        jobs.append(make_job())
+        try:
+            await functions.submit(jobs[-1], make_submission())
+        except BrokerFull as full:
+            if full.code == "memory_full":
+                return jobs
+            raise
+    raise AssertionError(f"{most} jobs were accepted")
+
+
+async def until_taken(functions: Functions) -> None:
+    """Returns once a job is accepted."""
+
+    async def is_taken() -> bool:
+        with contextlib.suppress(BrokerFull):
+            return (await functions.submit(make_job(), make_submission())).is_new
+        return False
+
+    await until(is_taken)
+
+
 async def test_jobs_are_refused_before_memory_is_full(
     small_redis: redis.asyncio.Redis, keys: Keys
 ) -> None:
@@ -52,27 +77,13 @@ async def test_jobs_are_refused_before_memory_is_full(
     await functions.submit(known, make_submission())
 
     await fill(small_redis, 0.99)  # not nearer to 80%: Redis frees some of what it counts
-
-    async def submit_seventeen() -> None:
-        for _ in range(17):
-            await functions.submit(make_job(), make_submission())
-
-    with pytest.raises(BrokerFull) as refused:
-        await submit_seventeen()
-    assert refused.value.code == "memory_full"
+    await submit_until_full(functions)
     assert not (await functions.submit(known, make_submission())).is_new
     of_a_flow = msgspec.structs.replace(make_job(), parent=known.id)
     assert (await functions.submit(of_a_flow, make_submission())).is_new
 
     await fill(small_redis, 0.7)
-
-    async def is_taken() -> bool:
-        try:
-            return (await functions.submit(make_job(), make_submission())).is_new
-        except BrokerFull:
-            return False
-
-    await until(is_taken)
+    await until_taken(functions)
 
 
 async def test_jobs_are_refused_before_anything_is_evicted(
@@ -109,15 +120,7 @@ async def test_running_jobs_end_although_memory_is_full(
     first, second, *_ = await claim(functions, max_jobs=2)
     await fill(small_redis, 1.2)
 
-    late: list[Job] = []
-
-    async def submit_seventeen() -> None:
-        for _ in range(17):  # by an older reading sixteen are accepted
-            late.append(make_job())
-            await functions.submit(late[-1], make_submission())
-
-    with pytest.raises(BrokerFull):
-        await submit_seventeen()
+    late = await submit_until_full(functions)
     assert await functions.read(late[-1].id, "t") is None
     for job in late[:-1]:
         await functions.cancel(job.id, "t")
@@ -188,12 +191,5 @@ async def test_a_full_disk_refuses_jobs_and_can_be_read(
     assert found[0].status is JobStatus.QUEUED
 
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-
-    async def is_taken() -> bool:
-        try:
-            return (await functions.submit(make_job(), make_submission())).is_new
-        except BrokerFull:
-            return False
-
-    await until(is_taken)
+    await until_taken(functions)
     await client.aclose()

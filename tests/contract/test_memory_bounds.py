@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from contract.callbacks import Callback, CallbackKind
 from contract.connection import connect
-from contract.errors import BrokerFull, JobRefused
+from contract.errors import JobRefused
 from contract.events import ChoiceDelta, Prompt, TokenLogprob, Tokens
 from contract.function_types import Append, Claimed
 from contract.functions import Functions
@@ -32,7 +32,7 @@ SIZES = (
 
 
 class Crowd:
-    """Tenants that submit jobs of every size to one server, a worker, and what was answered."""
+    """Tenants that submit jobs of every size to one server, and a worker."""
 
     def __init__(self, client: redis.asyncio.Redis, seed: int) -> None:
         self.client = client
@@ -40,8 +40,6 @@ class Crowd:
         self.functions = Functions(client, self.keys)
         self.rng = random.Random(seed)
         self.held: list[Claimed] = []
-        self.num_taken = 0
-        self.refusals: set[str] = set()
 
     def job(self, tenant: str, lane: str) -> Job:
         """Short or long prompts, grammars, tools, kept responses, log probabilities."""
@@ -64,10 +62,9 @@ class Crowd:
             response=b"r" * rng.choice([0, 0, 10_000, 100_000]),
         )
 
-    async def submit(self, tenant: str, lane: str, job: Job | None = None, **terms: Any) -> bool:
+    async def submit(self, job: Job) -> bool:
         """Whether the job was accepted. Raises BrokerFull."""
         rng = self.rng
-        job = job or self.job(tenant, lane)
         metadata = {f"m{n}": "v" * 500 for n in range(rng.choice([0, 0, 16]))}
         callback = Callback(kind=CallbackKind.URL, target="https://a/" + "x" * 500)
         submission = make_submission(
@@ -76,23 +73,27 @@ class Crowd:
             deadline_s=600.0,
             metadata=metadata,
             callback=rng.choice([None, None, callback]),
-            **terms,
         )
         try:
             await self.functions.submit(job, submission)
-        except JobRefused as refused:
-            self.refusals.add(refused.limit)
+        except JobRefused:
             return False
-        self.num_taken += 1
         return True
+
+    async def claim(self, max_jobs: int = 1) -> list[Claimed]:
+        terms = {"lease_s": 600, "max_jobs": max_jobs, "max_tokens": 10**9}
+        return await self.functions.claim("w", "m", LANES, **terms)  # type: ignore[arg-type]
+
+    async def append(self, claimed: Claimed, number: int, event: Any, num: int = 0) -> None:
+        """An event, or the end in place of one."""
+        fin = "" if event else JobStatus.SUCCEEDED
+        item = Append(claimed.job.id, claimed.epoch, number, event, num, fin)  # type: ignore[arg-type]
+        await self.functions.append("w", [item], lease_s=600)
 
     async def work(self) -> None:
         """Claims some jobs, gives some of them output, and ends some."""
         rng = self.rng
-        claims = await self.functions.claim(
-            "w", "m", LANES, lease_s=600, max_jobs=rng.randrange(4), max_tokens=10**9
-        )
-        self.held += claims
+        self.held += await self.claim(rng.randrange(4))
         for claimed in list(self.held):
             if rng.random() < 0.5:
                 await self.run(claimed)
@@ -107,32 +108,23 @@ class Crowd:
         rng, params, number = self.rng, claimed.job.params, 1
         scored = self.scores(params.prompt_logprobs, claimed.job.num_prompt_tokens)
         for start in range(0, len(scored), 100):
-            prompt = Prompt(start + 1, scored[start : start + 100])
-            item = Append(claimed.job.id, claimed.epoch, number, prompt, 0)
-            await self.functions.append("w", [item], lease_s=600)
+            await self.append(claimed, number, Prompt(start + 1, scored[start : start + 100]))
             number += 1
         for start in range(rng.choice([0, 1, 40]) if params.max_tokens > 20 else 1):
             logprobs = self.scores(params.logprobs, 1) or None
             delta = ChoiceDelta(0, start, (2**17,), "word ", None, logprobs)
-            item = Append(claimed.job.id, claimed.epoch, number, Tokens((delta,)), 1)
-            await self.functions.append("w", [item], lease_s=600)
+            await self.append(claimed, number, Tokens((delta,)), 1)
             number += 1
-        if rng.random() < 0.1:
-            self.held.remove(claimed)
-            return
-        end = Append(claimed.job.id, claimed.epoch, number, fin=JobStatus.SUCCEEDED)
-        await self.functions.append("w", [end], lease_s=600)
+        if rng.random() >= 0.1:
+            await self.append(claimed, number, None)
         self.held.remove(claimed)
 
     async def warm_up(self) -> None:
         """Redis allocates several hundred kilobytes at the first calls, once."""
         job = make_job("t", "batch")
-        await self.submit("t", "batch", job)
-        [claimed] = await self.functions.claim(
-            "w", "m", LANES, lease_s=600, max_jobs=1, max_tokens=10**9
-        )
-        self.held.append(claimed)
-        await self.run(claimed)
+        await self.submit(job)
+        self.held = await self.claim()
+        await self.run(self.held[0])
         await self.functions.cancel(job.id, "t")
         await self.functions.delete(job.id, "t")
 
@@ -190,7 +182,7 @@ async def test_the_sums_are_exact_and_bound_the_memory(
     for step in range(250):
         tenant, lane = crowd.rng.choice("tuv"), crowd.rng.choice(LANES)
         job = crowd.job(tenant, lane)
-        if await crowd.submit(tenant, lane, job):
+        if await crowd.submit(job):
             ids.append((job.id, tenant))
         await crowd.work()
         if ids and crowd.rng.random() < 0.3:
@@ -223,125 +215,29 @@ async def test_a_running_job_takes_no_more_than_is_counted(
     for _ in range(6):
         short = make_job("t", "batch")
         await crowd.functions.submit(short, make_submission())
-        [claimed] = await crowd.functions.claim(
-            "w", "m", LANES, lease_s=600, max_jobs=1, max_tokens=10**9
-        )
-        item = Append(short.id, claimed.epoch, 1, Tokens(()), 1, JobStatus.SUCCEEDED)
-        await crowd.functions.append("w", [item], lease_s=600)
+        [claimed] = await crowd.claim()
+        await crowd.append(claimed, 1, Tokens(()), 1)
+        await crowd.append(claimed, 2, None)
         await crowd.functions.delete(short.id, "t")
     params = SamplingParams(
         max_tokens=420, seed=1, logprobs=logprobs, prompt_logprobs=prompt_logprobs
     )
     job = replace(make_job("t", "batch", 300), params=params, return_token_ids=True)
     await crowd.functions.submit(job, make_submission(max_output_tokens=420))
-    [claimed] = await crowd.functions.claim(
-        "w", "m", LANES, lease_s=600, max_jobs=1, max_tokens=10**9
-    )
+    [claimed] = await crowd.claim()
     scored = crowd.scores(prompt_logprobs, job.num_prompt_tokens)
     events: list[tuple[Prompt | Tokens, int]] = [
         (Prompt(1 + start, scored[start : start + 50]), 0) for start in range(0, len(scored), 50)
     ]
     for start in range(0, 420, num_in_event):
-        ids = (2**17,) * num_in_event
+        ids, text = (2**17,) * num_in_event, "worte " * num_in_event
         entries = crowd.scores(logprobs, num_in_event) or None
-        events.append(
-            (Tokens((ChoiceDelta(0, start, ids, "worte " * num_in_event, None, entries),)), 1)
-        )
-    for number, (event, num_events) in enumerate(events, 1):
-        item = Append(job.id, claimed.epoch, number, event, num_events * num_in_event)
-        await crowd.functions.append("w", [item], lease_s=600)
+        delta = ChoiceDelta(0, start, ids, text, None, entries)
+        events.append((Tokens((delta,)), num_in_event))
+    for number, (event, num_tokens) in enumerate(events, 1):
+        await crowd.append(claimed, number, event, num_tokens)
     used = 0
     for kind in ("job", "log"):
         used += await client.memory_usage(crowd.keys.of(kind, job.id), samples=0) or 0
     assert used <= (await crowd.lanes())["batch"]
     await crowd.check_sums()
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("is_run", [False, True], ids=["waiting", "ended"])
-@pytest.mark.parametrize("flooded", [("batch",), ("batch", "standard", "scoring")])
-@pytest.mark.each_value
-async def test_a_flood_leaves_room_for_other_lanes_and_tenants(
-    client: redis.asyncio.Redis, flooded: tuple[str, ...], is_run: bool
-) -> None:
-    """One tenant submits until it is refused, whether its jobs wait or have ended and are kept. No
-    job is refused because the memory is full; another tenant's calls are accepted in every lane."""
-    crowd = Crowd(client, 1)
-    num_refused = 0
-    while num_refused < 60:
-        num_refused += not await crowd.submit("flood", crowd.rng.choice(flooded))
-        if is_run:
-            for claimed in await crowd.functions.claim(
-                "w", "m", LANES, lease_s=600, max_jobs=8, max_tokens=10**9
-            ):
-                crowd.held.append(claimed)
-                await crowd.run(claimed)
-    assert crowd.refusals <= {"lane_memory", "tenant_memory"}
-    assert crowd.num_taken > 3
-    for lane in LANES:
-        for _ in range(3):
-            call = replace(make_job("victim", lane), prompt_ids=tuple(range(200)))
-            assert (await crowd.functions.submit(call, make_submission())).is_new
-    await crowd.check_sums()
-
-
-async def test_each_lane_has_a_part_of_its_own(client: redis.asyncio.Redis) -> None:
-    """Many tenants take all that is common, each its part of what the others left. Every other lane
-    still accepts jobs, up to its own part."""
-    crowd = Crowd(client, 1)
-    await crowd.warm_up()
-    for number in range(60):
-        while await crowd.submit(f"flood{number}", "batch", make_job(f"flood{number}", "batch")):
-            pass
-        if number > 10 and crowd.refusals == {"lane_memory"}:
-            break
-        crowd.refusals.clear()
-    room = int(await client.get(crowd.keys.of("memory")) or 0)
-    for lane in ("interactive", "standard", "scoring"):
-        num_taken = 0
-        while num_taken < 1000:
-            job = make_job("victim", lane)
-            try:
-                await crowd.functions.submit(job, make_submission())
-            except JobRefused:
-                break
-            num_taken += 1
-        assert (await crowd.lanes())[lane] >= 0.9 * room / 32 - 12_000
-    await crowd.check_sums()
-
-
-async def test_results_of_calls_give_way(client: redis.asyncio.Redis) -> None:
-    """A lane full of ended synchronous calls accepts the next; ended jobs are kept."""
-    crowd = Crowd(client, 1)
-    kept = make_job("t", "interactive")
-    await crowd.submit("t", "interactive", kept)
-    for _ in range(3_000):
-        job = make_job("t", "interactive")
-        if not await crowd.submit("t", "interactive", job, is_ephemeral=True):
-            break
-        for claimed in await crowd.functions.claim(
-            "w", "m", LANES, lease_s=600, max_jobs=8, max_tokens=10**9
-        ):
-            crowd.held.append(claimed)
-            await crowd.run(claimed)
-    else:
-        pytest.skip("this memory holds them all")
-    passing = crowd.keys.of("stored", "passing", "interactive")
-    ended: Any = await client.zrange(passing, 0, -1)
-    await client.zadd(passing, dict.fromkeys(ended, 1))  # as if they had ended long ago
-    # As large as those: the sixteen results that one call may forget need not hold a larger one.
-    assert await crowd.submit("t", "interactive", make_job("t", "interactive"), is_ephemeral=True)
-    assert await crowd.functions.read(kept.id, "t") is not None
-    await crowd.check_sums()
-
-
-async def test_what_is_no_job_fills_the_memory(client: redis.asyncio.Redis) -> None:
-    """Then no lane has room, and the refusal says so."""
-    crowd = Crowd(client, 1)
-    most = (await client.info("memory"))["maxmemory"]
-    share = 0
-    while await crowd.used() < 0.82 * most:
-        await client.set(f"other{share}", b"x" * int(0.02 * most))
-        share += 1
-    with pytest.raises(BrokerFull):
-        await crowd.submit("t", "batch")

@@ -12,17 +12,7 @@ from contract.batches import Batches, NewBatch, new_batch_id
 from contract.callbacks import Callback, CallbackKind
 from contract.connection import connect
 from contract.events import ChoiceDelta, Tokens
-from contract.function_types import (
-    Append,
-    Blame,
-    Claimed,
-    FairRoom,
-    JobView,
-    LaneRoom,
-    Release,
-    Verdict,
-    Wanted,
-)
+from contract.function_types import Append, Blame, Claimed, JobView, Release, Verdict, Wanted
 from contract.functions import Functions
 from contract.jobs import Endpoint, JobStatus
 from contract.keys import Keys
@@ -190,17 +180,6 @@ async def test_returned_jobs_of_a_paused_tenant_hide_no_other(
     await pauses.resume(PauseLine(tenant="paused"), "operator")
     claimed = await claim(functions, max_jobs=50, max_tokens=9999)
     assert [each.job.id for each in claimed] == [each.job.id for each in jobs]
-
-
-async def test_a_full_worker_gets_the_jobs_of_tenants_below_their_share_in_parts(
-    functions: Functions,
-) -> None:
-    await submitted(functions, 12, "new")
-    rooms = {"standard": LaneRoom(0, 0, fair=FairRoom(20, 10**6, {"old": (20, 200)}))}
-    claimed = await functions.claim(
-        "w1", "m", ["standard"], lease_s=LEASE_S, max_jobs=0, max_tokens=0, rooms=rooms
-    )
-    assert len(claimed) == 3
 
 
 async def test_every_open_batch_is_taken_however_many_there_are(

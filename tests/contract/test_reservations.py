@@ -63,6 +63,17 @@ class Key:
         if fin:
             self.forget(job_id)
 
+    async def run(self, job: Job, number: int = 1) -> None:
+        """A job to its end, without limits."""
+        assert await self.submit(job, TenantLimits())
+        await self.claim()
+        await self.draw(job.id, number, JobStatus.SUCCEEDED)
+
+    async def train(self, lane: str = "standard") -> None:
+        """Six short outputs, from which the server learns."""
+        for _ in range(6):
+            await self.run(job_with(lane=lane))
+
     def forget(self, job_id: str) -> None:
         if job_id in self.held:
             self.num_metered += self.jobs[job_id].num_prompt_tokens + self.drawn[job_id]
@@ -85,6 +96,11 @@ class Key:
 @pytest.fixture
 def key(functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys) -> Key:
     return Key(functions, redis_client, keys)
+
+
+def job_with(lane: str = "standard", parent: str = "", **params: Any) -> Job:
+    sampling = SamplingParams(**({"max_tokens": CAP, "seed": 1} | params))
+    return replace(make_job("t", lane), params=sampling, parent=parent)
 
 
 def job_of(rng: random.Random) -> Job:
@@ -115,14 +131,9 @@ async def test_what_runs_is_reserved_whatever_callers_expect(
     short ones, the reservation grows with what is drawn. At the end nothing is reserved, and the
     meter holds what was used."""
     rng = random.Random(seed)
-    no_limits = TenantLimits()
     if is_trained:
-        for lane in ("interactive", "standard"):
-            for _ in range(6):
-                short = replace(make_job("t", lane), params=SamplingParams(max_tokens=CAP, seed=1))
-                assert await key.submit(short, no_limits)
-                await key.claim()
-                await key.draw(short.id, 1, JobStatus.SUCCEEDED)
+        await key.train("interactive")
+        await key.train()
     key.num_metered = 0
     limits = TenantLimits(concurrent_tokens=CONCURRENT, tokens_per_min=10**9)
     num_refused = 0
@@ -164,12 +175,10 @@ async def test_an_estimate_admits_no_second_job(
 ) -> None:
     """Where the limit has room for one job of full length, one is accepted, before and after its
     caller has said that it expects a single token; the tokens per minute likewise."""
-    params = SamplingParams(max_tokens=CAP, seed=1, expected_tokens=expected, stop=stop)
-    for limits in (
-        TenantLimits(concurrent_tokens=CAP + 10),
-        TenantLimits(tokens_per_min=CAP + 10),
-    ):
-        accepted = [await key.submit(replace(make_job(), params=params), limits) for _ in range(12)]
+    for limit in ("concurrent_tokens", "tokens_per_min"):
+        limits = TenantLimits(**{limit: CAP + 10})
+        jobs = [job_with(expected_tokens=expected, stop=stop) for _ in range(12)]
+        accepted = [await key.submit(job, limits) for job in jobs]
         assert sum(accepted) == 1
         await key.claim()
         await key.draw(next(iter(key.jobs)), CAP, JobStatus.SUCCEEDED)
@@ -178,56 +187,44 @@ async def test_an_estimate_admits_no_second_job(
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(max_tokens=1, seed=1),
-        SamplingParams(max_tokens=CAP, seed=1, stop=("e",)),
-        SamplingParams(max_tokens=CAP, seed=1, stop_token_ids=(3,)),
-        SamplingParams(max_tokens=CAP, seed=1, grammar="yes"),
-        SamplingParams(max_tokens=CAP, seed=1, logit_bias={2: 100.0}),
-        SamplingParams(max_tokens=1, seed=1, n=4),
+        {"max_tokens": 1},
+        {"stop": ("e",)},
+        {"stop_token_ids": (3,)},
+        {"grammar": "yes"},
+        {"logit_bias": {2: 100.0}},
+        {"max_tokens": 1, "n": 4},
     ],
     ids=["cap", "stop", "stop token", "grammar", "bias", "choices"],
 )
-async def test_a_caller_trains_its_own_limit_slowly(key: Key, params: SamplingParams) -> None:
+async def test_a_caller_trains_its_own_limit_slowly(key: Key, params: dict[str, Any]) -> None:
     """Twenty outputs of one token that caps, stop strings or the like have ended make no room for
     more long jobs than a tenth above what the limit holds at their caps."""
     for _ in range(20):
-        job = replace(make_job(), params=params)
-        assert await key.submit(job, TenantLimits())
-        await key.claim()
-        await key.draw(job.id, job.num_choices, JobStatus.SUCCEEDED)
-    long = SamplingParams(max_tokens=CAP, seed=1, expected_tokens=1, stop=("never",))
+        await key.run(job_with(**params), params.get("n", 1))
     limits = TenantLimits(concurrent_tokens=10 * (CAP + 3))
-    accepted = [await key.submit(replace(make_job(), params=long), limits) for _ in range(40)]
+    long = [job_with(expected_tokens=1, stop=("never",)) for _ in range(40)]
+    accepted = [await key.submit(job, limits) for job in long]
     assert 10 <= sum(accepted) <= 11
 
 
 async def test_outputs_beyond_a_prediction_grow_the_meter(key: Key) -> None:
     """Before the job has ended, the key's tokens per minute hold what it has drawn, and a job that
     no longer fits is refused; the running one goes on to its end."""
-    for _ in range(6):
-        job = replace(make_job(), params=SamplingParams(max_tokens=CAP, seed=1))
-        assert await key.submit(job, TenantLimits())
-        await key.claim()
-        await key.draw(job.id, 1, JobStatus.SUCCEEDED)
+    await key.train()
     limits = TenantLimits(tokens_per_min=CAP)
-    params = SamplingParams(max_tokens=CAP, seed=1)
-    long = replace(make_job(), params=params)
+    long = job_with()
     assert await key.submit(long, limits)
     await key.claim()
     await key.draw(long.id, 50)
-    assert not await key.submit(replace(make_job(), params=params), limits)
+    assert not await key.submit(job_with(), limits)
     await key.draw(long.id, 10, JobStatus.SUCCEEDED)
 
 
 async def test_a_call_of_a_flow_grows_its_tenant(key: Key) -> None:
     """It reserves nothing when it is submitted, as its flow has. What it draws beyond its own
     prediction is reserved as it is drawn, and given back at its end."""
-    for _ in range(6):
-        job = replace(make_job(), params=SamplingParams(max_tokens=CAP, seed=1))
-        assert await key.submit(job, TenantLimits())
-        await key.claim()
-        await key.draw(job.id, 1, JobStatus.SUCCEEDED)
-    call = replace(make_job(), params=SamplingParams(max_tokens=CAP, seed=1), parent="job-0-flow")
+    await key.train()
+    call = job_with(parent="job-0-flow")
     assert await key.submit(call, TenantLimits())
     await key.claim()
     assert await key.figure("reserved") == 0
@@ -243,7 +240,7 @@ async def test_a_job_of_an_earlier_version_grows_and_ends(
     key: Key, redis_client: redis.asyncio.Redis, keys: Keys
 ) -> None:
     """Its record lacks the newer fields, and its cost rests on its caller's estimate."""
-    job = replace(make_job(), params=SamplingParams(max_tokens=CAP, seed=1))
+    job = job_with()
     assert await key.submit(job, TenantLimits())
     await redis_client.hset(keys.of("job", job.id), "cost", 4)
     await redis_client.hset(keys.of("tenant", "t"), "reserved", 4)

@@ -1,4 +1,5 @@
-"""The output of one step in one call of `append`, packed and mixed."""
+"""The output of one step in one call of `append`, packed and mixed. Progress of running jobs is in
+their worker's hash, and never different from the record."""
 
 from collections import Counter
 
@@ -12,16 +13,13 @@ from contract.jobs import JobStatus, ObjectRef
 from contract.keys import Keys
 from contract.library import ensure_library
 from infra.embedded_redis import EmbeddedRedis
-from tests.contract.some_calls import (
-    LEASE_S,
-    append,
-    claim,
-    make_job,
-    make_submission,
-)
-from tests.contract.test_running import said_by
+from tests.contract.some_calls import LEASE_S, append, claim, make_job, make_submission, tokens
 
 pytestmark = pytest.mark.anyio
+
+
+def said_by(job_id: str, number: int) -> Append:
+    return Append(job_id, 1, number, tokens(number - 1, 7), 1)
 
 
 async def running_jobs(functions: Functions, num_jobs: int) -> list[str]:
@@ -97,3 +95,25 @@ async def test_a_step_needs_two_redis_commands_per_job(keys: Keys) -> None:
             few, many = await commands(client, 4), await commands(client, 12)
 
     assert many - few == {"cmdstat_xadd": 8, "cmdstat_publish": 8}
+
+
+async def test_a_job_may_appear_twice_in_one_append(functions: Functions) -> None:
+    """The second entry continues or repeats the first."""
+    [job_id] = await running_jobs(functions, 1)
+    verdicts = await append(functions, "w1", said_by(job_id, 2), said_by(job_id, 3))
+    assert verdicts == [(Verdict.OK, 3), (Verdict.OK, 4)]
+    again = await append(functions, "w1", said_by(job_id, 4), said_by(job_id, 4))
+    assert again == [(Verdict.OK, 5), (Verdict.OK, 5)]
+
+
+async def test_a_job_claimed_before_the_library_was_replaced_goes_on(
+    functions: Functions, redis_client: redis.asyncio.Redis, keys: Keys
+) -> None:
+    """Earlier versions kept the progress only in the record; the next append finds it there."""
+    [job_id] = await running_jobs(functions, 1)
+    _, entries = await functions.read(job_id, "t", max_events=9) or (None, [])
+    record = keys.of("job", job_id)
+    await redis_client.hset(record, mapping={"next": 2, "tokens": 1, "hash": entries[-1].hash})
+    await redis_client.delete(keys.of("run", "w1"))
+    for number in (2, 3):
+        assert await append(functions, "w1", said_by(job_id, number)) == [(Verdict.OK, number + 1)]

@@ -142,13 +142,13 @@ async def test_a_redis_user_without_a_channel_gets_an_error(
     redis_client: redis.asyncio.Redis, redis_node: EmbeddedRedis | Node
 ) -> None:
     await redis_client.acl_setuser(
-        "deaf", enabled=True, passwords=["+secret"], commands=["+@all"], reset=True
+        "without-channels", enabled=True, passwords=["+secret"], commands=["+@all"], reset=True
     )
-    url = redis_node.url.replace("unix://", "unix://deaf:secret@")
+    url = redis_node.url.replace("unix://", "unix://without-channels:secret@")
     with pytest.raises(NoPermissionError):
         async with listening(url, "one"):
             pass
-    await redis_client.acl_deluser("deaf")
+    await redis_client.acl_deluser("without-channels")
 
 
 async def test_a_subscription_works_over_tls(

@@ -8,12 +8,15 @@ import random
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
 
 from tests.callbacks.receiver import SECRET, Answer, Behaviour
+from tests.campaigns.load import Ask, Callers
 from tests.fakes import PAD_ID
+from tests.fleet import until
 from tests.infra.stack import MODEL
 from tests.streams import events_of, whole_answer
 
@@ -46,15 +49,17 @@ FLOWS = {
         ]
     },
 }
-_POLL_S, _MOST_POLLS = 0.2, 300
+_CHAT = "/v1/chat/completions"
+ALL_RIGHTS, LIMITED = "soak", "limited"  # tenants; the second has one request a minute
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a call is made with. `limited_key` has one request a minute; `callback_url` accepts."""
+    """What a call is made with: `callers` for completions, `http` with all rights for the rest;
+    `callback_url` accepts."""
 
+    callers: Callers
     http: httpx.AsyncClient
-    limited_key: str
     callback_url: str
 
 
@@ -81,14 +86,16 @@ BEHAVIOURS: dict[str, Behaviour] = {
 }
 
 
+def _ask(rng: random.Random, tenant: str = ALL_RIGHTS, **changes: Any) -> Ask:
+    prompt_ids = [rng.randrange(32, 127) for _ in range(rng.choice((3, 30, 200)))]
+    fields = {"n": rng.choice((1, 1, 2)), "ignore_eos": False, **changes}
+    return Ask(tenant, "standard", prompt_ids, rng.randrange(2, 40), fields)
+
+
 def _body(rng: random.Random, **changes: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "prompt": [rng.randrange(32, 127) for _ in range(rng.choice((3, 30, 200)))],
-        "max_tokens": rng.randrange(2, 40),
-        "n": rng.choice((1, 1, 2)),
-        **changes,
-    }
+    _, job = _ask(rng, **changes).request(MODEL, is_job=True)
+    body: dict[str, Any] = job["body"]
+    return body
 
 
 async def _submit(caller: Caller, body: dict[str, Any], **fields: Any) -> str:
@@ -99,13 +106,8 @@ async def _submit(caller: Caller, body: dict[str, Any], **fields: Any) -> str:
 
 
 async def _stream(caller: Caller, rng: random.Random) -> None:
-    body = _body(rng, stream=True)
-    async with caller.http.stream("POST", "/v1/completions", json=body) as answer:
-        await whole_answer(answer)
-
-
-async def _chat(caller: Caller, rng: random.Random) -> None:
-    await _asked(caller, "/v1/chat/completions", _messages(rng))
+    attempt = await caller.callers.call(_ask(rng))
+    assert attempt.is_whole, attempt.reason
 
 
 async def _job(caller: Caller, rng: random.Random) -> None:
@@ -130,22 +132,20 @@ async def _cancelled_job(caller: Caller, rng: random.Random) -> None:
 
 
 async def _closed_stream(caller: Caller, rng: random.Random) -> None:
-    body = _body(rng, stream=True, max_tokens=100)
-    async with caller.http.stream("POST", "/v1/completions", json=body) as answer:
-        await anext(answer.aiter_lines())
+    await caller.callers.call(_ask(rng, max_tokens=100), hang_up_after=1)
 
 
 async def _closed_call(caller: Caller, rng: random.Random) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(rng.random() / 2):
-            await caller.http.post("/v1/completions", json=_body(rng, max_tokens=100))
+            await caller.callers.call(_ask(rng, max_tokens=100), is_stream=False)
 
 
 async def _failing_job(caller: Caller, rng: random.Random) -> None:
     """A job that fails in the engine at each attempt."""
-    body = {"model": MODEL, "prompt": [BAD_ROW_ID] * rng.randrange(1, 50)}
-    answer = await caller.http.post("/v1/completions", json=body)
-    assert answer.status_code == 500, answer.text
+    ask = _ask(rng, prompt=[BAD_ROW_ID] * rng.randrange(1, 50))
+    attempt = await caller.callers.call(ask, is_stream=False)
+    assert attempt.status == 500, attempt.reason
 
 
 async def _asked(
@@ -156,14 +156,6 @@ async def _asked(
     assert answer.status_code == status, f"{path}: {answer.status_code} {answer.text}"
     found: dict[str, Any] = answer.json()
     return found
-
-
-async def _until(look: Callable[[], Awaitable[bool]], what: str) -> None:
-    for _ in range(_MOST_POLLS):
-        if await look():
-            return
-        await asyncio.sleep(_POLL_S)
-    raise AssertionError(f"{what} did not happen")
 
 
 def _text(rng: random.Random) -> str:
@@ -183,38 +175,36 @@ def _schema(rng: random.Random) -> dict[str, Any]:
 
 async def _chat_stream(caller: Caller, rng: random.Random) -> None:
     body = _messages(rng, stream=True, stream_options={"include_usage": True}, logprobs=True)
-    async with caller.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with caller.http.stream("POST", _CHAT, json=body) as answer:
         await whole_answer(answer)
 
 
-async def _structured(caller: Caller, rng: random.Random) -> None:
+def _structured(rng: random.Random) -> dict[str, Any]:
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": _schema(rng)}}
-    await _asked(caller, "/v1/chat/completions", _messages(rng, response_format=format_))
+    return _messages(rng, response_format=format_)
 
 
-async def _tools(caller: Caller, rng: random.Random) -> None:
+def _tools(rng: random.Random) -> dict[str, Any]:
     function = {"name": "f", "strict": True, "parameters": _schema(rng)}
     tools = [{"type": "function", "function": function}]
-    body = _messages(rng, tools=tools, tool_choice=rng.choice(("auto", "required")))
-    await _asked(caller, "/v1/chat/completions", body)
+    return _messages(rng, tools=tools, tool_choice=rng.choice(("auto", "required")))
 
 
-async def _embeddings(caller: Caller, rng: random.Random) -> None:
-    body = {"model": EMBEDDER, "input": [_text(rng)] * rng.randrange(1, 5)}
-    await _asked(caller, "/v1/embeddings", body)
+def _embeddings(rng: random.Random) -> dict[str, Any]:
+    return {"model": EMBEDDER, "input": [_text(rng)] * rng.randrange(1, 5)}
 
 
-async def _rerank(caller: Caller, rng: random.Random) -> None:
-    body = {"model": RANKER, "query": "a", "documents": [_text(rng) for _ in range(5)]}
-    await _asked(caller, "/v1/rerank", body)
+def _rerank(rng: random.Random) -> dict[str, Any]:
+    return {"model": RANKER, "query": "a", "documents": [_text(rng) for _ in range(5)]}
 
 
-async def _score(caller: Caller, rng: random.Random) -> None:
-    await _asked(caller, "/v1/score", {"model": RANKER, "text_1": "a", "text_2": _text(rng)})
+def _plain(path: str, body: Callable[[random.Random], dict[str, Any]]) -> Call:
+    """A call that is answered with 200."""
 
+    async def call(caller: Caller, rng: random.Random) -> None:
+        await _asked(caller, path, body(rng))
 
-async def _classify(caller: Caller, rng: random.Random) -> None:
-    await _asked(caller, "/v1/classify", {"model": CLASSIFIER, "input": _text(rng)})
+    return call
 
 
 async def _response(caller: Caller, rng: random.Random) -> None:
@@ -237,13 +227,6 @@ async def _chained_responses(caller: Caller, rng: random.Random) -> None:
     await caller.http.delete(f"/v1/responses/{first['id']}")
 
 
-def _flow(name: str) -> Call:
-    async def call(caller: Caller, rng: random.Random) -> None:
-        await _asked(caller, "/v1/chat/completions", _messages(rng, model=name, max_tokens=8))
-
-    return call
-
-
 async def _job_with_callback(caller: Caller, rng: random.Random) -> None:
     """Delivered at once, or at the second attempt."""
     url = f"{caller.callback_url}/{rng.choice(('ok', 'busy'))}?{uuid.uuid4().hex}"
@@ -259,7 +242,7 @@ async def _dead_callback(caller: Caller, rng: random.Random) -> None:
     async def is_dead() -> bool:
         return (await caller.http.get(path)).status_code == 200
 
-    await _until(is_dead, "a dead letter")
+    await until(is_dead)
     answer = await caller.http.post(f"{path}/replay")
     assert answer.status_code == 202, answer.text
 
@@ -288,7 +271,7 @@ async def _batch(caller: Caller, rng: random.Random) -> None:
 
     if rng.random() < 0.25:
         await caller.http.post(f"/v1/batches/{found['id']}/cancel")
-    await _until(has_ended, "the end of a batch")
+    await until(has_ended)
     for file_id in filter(None, (input_id, ended["output_file_id"], ended["error_file_id"])):
         assert (await caller.http.get(f"/v1/files/{file_id}/content")).status_code == 200
         assert (await caller.http.delete(f"/v1/files/{file_id}")).status_code == 200
@@ -360,9 +343,8 @@ async def _refused_call(caller: Caller, rng: random.Random) -> None:
 
 
 async def _call_over_the_limit(caller: Caller, rng: random.Random) -> None:
-    headers = {"authorization": f"Bearer {caller.limited_key}"}
-    answer = await caller.http.post("/v1/completions", json=_body(rng), headers=headers)
-    assert answer.status_code in (200, 429), answer.text  # one a minute is allowed
+    attempt = await caller.callers.call(_ask(rng, LIMITED), is_stream=False)
+    assert attempt.status in (200, 429), attempt.reason  # one a minute is allowed
 
 
 async def _reused_idempotency_key(caller: Caller, rng: random.Random) -> None:
@@ -389,17 +371,20 @@ _NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"ty
 
 CALLS: dict[str, Call] = {
     "stream": _stream,
-    "chat": _chat,
+    "chat": _plain(_CHAT, _messages),
     "chat stream": _chat_stream,
-    "structured": _structured,
-    "tools": _tools,
-    "embeddings": _embeddings,
-    "rerank": _rerank,
-    "score": _score,
-    "classify": _classify,
+    "structured": _plain(_CHAT, _structured),
+    "tools": _plain(_CHAT, _tools),
+    "embeddings": _plain("/v1/embeddings", _embeddings),
+    "rerank": _plain("/v1/rerank", _rerank),
+    "score": _plain("/v1/score", lambda r: {"model": RANKER, "text_1": "a", "text_2": _text(r)}),
+    "classify": _plain("/v1/classify", lambda rng: {"model": CLASSIFIER, "input": _text(rng)}),
     "response": _response,
     "chained responses": _chained_responses,
-    **{f"flow {name}": _flow(name) for name in FLOWS},
+    **{
+        f"flow {name}": _plain(_CHAT, partial(_messages, model=name, max_tokens=8))
+        for name in FLOWS
+    },
     "job": _job,
     "job with callback": _job_with_callback,
     "dead callback": _dead_callback,

@@ -23,7 +23,7 @@ from contract.function_types import JobView
 from contract.jobs import JobStatus
 from gateway.redis.key_ring import DEFAULT_TENANT
 from tests.campaigns.command_line import Progress, parser_of, run, silent
-from tests.campaigns.load import side_by_side
+from tests.campaigns.load import Ask, Callers, side_by_side
 from tests.campaigns.pool import MODEL, Pool, pool
 from tests.fakes import HashModelOptions, expected_output
 from tests.fleet import Answer, until
@@ -56,7 +56,7 @@ class Plan:
     """One caller's job and what the caller does to it, drawn from the seed and the job's number."""
 
     way: Way
-    body: dict[str, Any]
+    ask: Ask
     wait_s: float
     num_events: int
 
@@ -64,16 +64,11 @@ class Plan:
     def draw(cls, seed: int, number: int) -> "Plan":
         rng = random.Random(f"{seed} {number}")
         way = rng.choice(list(Way))
-        body = {
-            "model": MODEL,
-            "prompt": [rng.randrange(32, 127) for _ in range(rng.choice((4, 20, 200)))],
-            "max_tokens": rng.randrange(1, 8) if way is Way.AT_THE_END else rng.randrange(5, 80),
-            "n": rng.choice((1, 1, MAX_CHOICES)),
-            "temperature": rng.choice((0, 1)),
-            "seed": number,
-            "ignore_eos": True,
-        }
-        return cls(way, body, rng.random() ** 2 * LONGEST_WAIT_S, rng.randrange(1, 20))
+        prompt_ids = [rng.randrange(32, 127) for _ in range(rng.choice((4, 20, 200)))]
+        num_output = rng.randrange(1, 8) if way is Way.AT_THE_END else rng.randrange(5, 80)
+        fields = {"n": rng.choice((1, 1, MAX_CHOICES)), "temperature": rng.choice((0, 1))}
+        ask = Ask(DEFAULT_TENANT, "standard", prompt_ids, num_output, {**fields, "seed": number})
+        return cls(way, ask, rng.random() ** 2 * LONGEST_WAIT_S, rng.randrange(1, 20))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,45 +144,49 @@ async def _cancel_all(
     numbers = iter(range(count))
     cancelled: list[Cancelled] = []
 
-    async def caller(http: httpx.AsyncClient) -> None:
+    async def cancel_on(callers: Callers, http: httpx.AsyncClient) -> None:
         for number in numbers:
             plan = Plan.draw(report.seed, number)
             report.ways[plan.way] += 1
-            job_id = await _let_go(http, plan)
+            job_id = await _let_go(callers, http, plan)
             if job_id is not None:
                 cancelled.append(Cancelled(await _acknowledged(found, job_id)))
             say(f"{report.ways.total()} of {count} cancels")
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=found.url, timeout=60, limits=limits) as http:
-        await side_by_side(*(caller(http) for _ in range(NUM_CALLERS)))
+        callers = Callers(found.urls, MODEL, seed=report.seed)
+        await side_by_side(*(cancel_on(callers, http) for _ in range(NUM_CALLERS)))
     return cancelled
 
 
 # --- what callers do --------------------------------------------------------------------------
 
 
-async def _let_go(http: httpx.AsyncClient, plan: Plan) -> str | None:
-    """Submits the job and cancels or leaves it. Returns its id if the caller receives it."""
+async def _let_go(callers: Callers, http: httpx.AsyncClient, plan: Plan) -> str | None:
+    """Asks, and cancels or leaves. Returns the job's id if the caller receives it."""
     if plan.way is Way.STREAM_CLOSED:
-        return await _close_stream(http, plan)
-    if plan.way is Way.CALL_CLOSED:
-        await _close_call(http, plan)
+        attempt = await callers.call(plan.ask, hang_up_after=plan.num_events)
+        assert attempt.status == 200, attempt.reason
+        return attempt.job_id
+    if plan.way is Way.CALL_CLOSED:  # mostly before its response
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(plan.wait_s):
+                attempt = await callers.call(plan.ask, is_stream=False)
+                assert attempt.status == 200, attempt.reason
         return None
-    submission = {"endpoint": "/v1/completions", "body": plan.body}
-    submitted = await http.post("/v1/jobs", json=submission)
-    assert submitted.status_code == 202, submitted.text
-    job_id: str = submitted.json()["id"]
+    attempt = await callers.call(plan.ask, is_job=True)
+    assert attempt.status == 202, attempt.reason
     match plan.way:
         case Way.AFTER_A_WHILE | Way.TWICE:
             await asyncio.sleep(plan.wait_s)
         case Way.AT_A_TOKEN:
-            await _follow(http, job_id, plan.num_events)
+            await _follow(http, attempt.job_id, plan.num_events)
         case Way.AT_THE_END:
-            await _follow(http, job_id, plan.body["max_tokens"] - 1)
+            await _follow(http, attempt.job_id, plan.ask.num_output - 1)
     times = 2 if plan.way is Way.TWICE else 1
-    await asyncio.gather(*(_cancel(http, job_id) for _ in range(times)))
-    return job_id
+    await asyncio.gather(*(_cancel(http, attempt.job_id) for _ in range(times)))
+    return attempt.job_id
 
 
 async def _cancel(http: httpx.AsyncClient, job_id: str) -> None:
@@ -204,26 +203,6 @@ async def _follow(http: httpx.AsyncClient, job_id: str, num_events: int) -> None
             num_seen += event.id is not None
             if num_seen >= num_events:
                 return
-
-
-async def _close_stream(http: httpx.AsyncClient, plan: Plan) -> str:
-    """Closes a stream after some of its chunks; the job's id came with the headers."""
-    async with http.stream("POST", "/v1/completions", json={**plan.body, "stream": True}) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        num_seen = 0
-        async for _ in events_of(answer):
-            num_seen += 1
-            if num_seen >= plan.num_events:
-                break
-        return str(answer.headers["x-job-id"])
-
-
-async def _close_call(http: httpx.AsyncClient, plan: Plan) -> None:
-    """Closes the connection of a call, mostly before its response."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(plan.wait_s):
-            answer = await http.post("/v1/completions", json=plan.body)
-            assert answer.status_code == 200, answer.text
 
 
 # --- what must hold ---------------------------------------------------------------------------

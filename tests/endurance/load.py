@@ -4,13 +4,14 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import httpx
 
-from tests.campaigns.load import side_by_side
-from tests.endurance.calls import CALLS, Caller
+from tests.campaigns.load import Callers, side_by_side
+from tests.endurance.calls import ALL_RIGHTS, CALLS, Caller
+from tests.infra.stack import MODEL
 
 NUM_CALLERS = 12
 _MIN_CALLS = 3
@@ -22,8 +23,7 @@ class Load:
 
     url: str
     seed: int
-    key: str
-    limited_key: str
+    api_keys: Mapping[str, str]  # by tenant
     callback_url: str
     counts: Counter[str] = field(default_factory=Counter)
     surprises: list[str] = field(default_factory=list)
@@ -33,9 +33,10 @@ class Load:
         """Lasts at least so long, and until each kind was called three times. Returns once all
         callers have ended and closed their connections."""
         end_s = time.monotonic() + duration_s
-        headers = {"authorization": f"Bearer {self.key}"}
+        headers = {"authorization": f"Bearer {self.api_keys[ALL_RIGHTS]}"}
+        callers = Callers([self.url], MODEL, self.api_keys, self.seed)
         async with httpx.AsyncClient(base_url=self.url, timeout=60, headers=headers) as http:
-            caller = Caller(http, self.limited_key, self.callback_url)
+            caller = Caller(callers, http, self.callback_url)
             await side_by_side(*(self._call_on(caller, end_s) for _ in range(NUM_CALLERS)))
 
     async def _call_on(self, caller: Caller, end_s: float) -> None:

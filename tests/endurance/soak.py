@@ -31,11 +31,13 @@ from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import Receiver
 from tests.campaigns.command_line import Progress, parser_of, run, silent
 from tests.endurance.calls import (
+    ALL_RIGHTS,
     BAD_ROW_ID,
     BEHAVIOURS,
     CLASSIFIER,
     EMBEDDER,
     FLOWS,
+    LIMITED,
     RANKER,
 )
 from tests.endurance.footprint import Footprint, Tolerance, compare, take
@@ -133,7 +135,8 @@ async def run_soak(
             with stack_of_fleet as stack:
                 url = await asyncio.to_thread(lambda: stack.url)
                 await _until_flows_are_known(url)
-                load = Load(url, seed, _API_KEY, await _limited_key(server.url), receiver.url(""))
+                api_keys = {ALL_RIGHTS: _API_KEY, LIMITED: await _limited_key(server.url)}
+                load = Load(url, seed, api_keys, receiver.url(""))
                 soak = _Soak(server, stack, load, say)
                 return await soak.run(load_s, tolerance or Tolerance())
 
@@ -174,7 +177,7 @@ def _fleet(folder: Path) -> Path:
 
 async def _limited_key(redis_url: str) -> str:
     async with contextlib.aclosing(redis.asyncio.Redis.from_url(redis_url)) as client:
-        terms = KeyTerms(tenant="limited", requests_per_minute=1)
+        terms = KeyTerms(tenant=LIMITED, requests_per_minute=1)
         return (await ApiKeys(client, KEYS).create(terms))[0]
 
 

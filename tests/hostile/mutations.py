@@ -47,27 +47,27 @@ class Mutator:
             keys = sorted(self._admin.scan_iter(match=self._tag + b":*", count=1000))
             with contextlib.suppress(NoPermissionError, ResponseError):
                 if keys and self._rng.random() < 0.85:
-                    self.spoil(self._rng.choice(keys))
+                    self.damage(self._rng.choice(keys))
                 else:
                     self._publish(keys)
                 self.num_written += 1
 
-    def spoil(self, key: bytes) -> None:
+    def damage(self, key: bytes) -> None:
         """Damages a key, of any type. Raises NoPermissionError, ResponseError."""
         if self._rng.random() < 0.2:
             self._retype(key)
             return
         kind: Any = self._admin.type(key)
-        spoil: dict[bytes, Callable[[bytes], Any]] = {
-            b"hash": self._spoil_hash,
-            b"string": self._spoil_string,
-            b"zset": self._spoil_zset,
-            b"set": self._spoil_set,
-            b"list": self._spoil_list,
-            b"stream": self._spoil_stream,
+        damage: dict[bytes, Callable[[bytes], Any]] = {
+            b"hash": self._damage_hash,
+            b"string": self._damage_string,
+            b"zset": self._damage_zset,
+            b"set": lambda key: self._user.sadd(key, self._garbage(b"")),
+            b"list": lambda key: self._user.lpush(key, self._garbage(b"")),
+            b"stream": self._damage_stream,
         }
-        if kind in spoil:
-            spoil[kind](key)
+        if kind in damage:
+            damage[kind](key)
 
     def _retype(self, key: bytes) -> None:
         """Replaces a key by one of another type."""
@@ -83,7 +83,7 @@ class Mutator:
         self._user.delete(key)
         make()
 
-    def _spoil_hash(self, key: bytes) -> None:
+    def _damage_hash(self, key: bytes) -> None:
         fields: Any = self._admin.hkeys(key)
         field = self._rng.choice(sorted(fields) or [b"a"])
         if self._rng.random() < 0.3:
@@ -92,22 +92,16 @@ class Mutator:
             original: Any = self._admin.hget(key, field)
             self._user.hset(key, field, self._garbage(original or b""))
 
-    def _spoil_string(self, key: bytes) -> None:
+    def _damage_string(self, key: bytes) -> None:
         original: Any = self._admin.get(key)
         self._user.set(key, self._garbage(original or b""))
 
-    def _spoil_zset(self, key: bytes) -> None:
+    def _damage_zset(self, key: bytes) -> None:
         members: Any = self._admin.zrange(key, 0, -1)
         score = self._rng.choice([float("-inf"), -1.0, 0.0, 1e300, float("inf"), 1.5])
         self._user.zadd(key, {self._rng.choice([*members, self._garbage(b"")]): score})
 
-    def _spoil_set(self, key: bytes) -> None:
-        self._user.sadd(key, self._garbage(b""))
-
-    def _spoil_list(self, key: bytes) -> None:
-        self._user.lpush(key, self._garbage(b""))
-
-    def _spoil_stream(self, key: bytes) -> None:
+    def _damage_stream(self, key: bytes) -> None:
         """Adds an entry with missing or wrong fields."""
         number = self._rng.choice(["*", "*", "99999-0"])
         fields = self._rng.choice([b"s", b"c", b"e", b"id"])

@@ -76,7 +76,7 @@ class Case:
         for _ in range(self._rng.choice([1, 1, 2, 3])):
             key = record if self._rng.random() < 0.6 else log
             with contextlib.suppress(redis.ResponseError):
-                mutator.spoil(key.encode())
+                mutator.damage(key.encode())
 
     async def requests(self) -> AsyncIterator[tuple[str, httpx.Response]]:
         """Everything that a caller may do with its job."""
@@ -182,7 +182,7 @@ async def test_a_damaged_file_or_batch_gets_a_clear_error_and_breaks_no_list(
             mutator = Mutator(client, client, keys.tag, seed)
             (path, key), (sound, _) = await make(redis_client, keys), await make(redis_client, keys)
             with contextlib.suppress(redis.ResponseError):
-                await asyncio.to_thread(mutator.spoil, key.encode())
+                await asyncio.to_thread(mutator.damage, key.encode())
             listed = await http.get(listed_at, params={"limit": 100})
             assert listed.status_code == 200, (seed, listed.text)
             assert sound.rpartition("/")[2] in [each["id"] for each in listed.json()["data"]], seed

@@ -17,7 +17,7 @@ from tests.fleet import Caller, fleet, until
 
 pytestmark = pytest.mark.anyio
 
-SPOILED = [b"", b"\xff\xfe", b"\x91" * 5000, b"nan", msgspec.msgpack.encode({"id": 1})]
+DAMAGED = [b"", b"\xff\xfe", b"\x91" * 5000, b"nan", msgspec.msgpack.encode({"id": 1})]
 
 
 def absurd() -> list[bytes]:
@@ -34,17 +34,17 @@ async def test_an_unreadable_record_fails_as_poison_and_the_next_job_runs(
     """With a gateway's permissions, before any worker runs. Both workers live on, and the jobs
     queued behind succeed."""
     caller = Caller(functions, redis_client, keys)
-    spoiled = []
-    for record in [*SPOILED, *absurd()]:
+    damaged = []
+    for record in [*DAMAGED, *absurd()]:
         job = make_job()
         await functions.submit(job, make_submission())
         await redis_client.hset(keys.of("job", job.id), "job", record)
-        spoiled.append(keys.of("job", job.id))
+        damaged.append(keys.of("job", job.id))
     async with fleet(redis_server.url, 2) as workers:
         sound = [await caller.submit(f"prompt {number}") for number in range(4)]
         for job in sound:
             assert (await caller.answer(job)).ends[0].status is JobStatus.SUCCEEDED
-        for key in spoiled:
+        for key in damaged:
 
             async def has_failed(key: str = key) -> bool:
                 return await redis_client.hget(key, "state") == b"failed"

@@ -5,8 +5,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +24,9 @@ from contract.library import library_source
 from infra.embedded_redis import EmbeddedRedis
 from tests.callbacks.receiver import SECRET, Answer, Receiver, always
 from tests.fakes import HashModelOptions
-from tests.fleet import until
+from tests.fleet import Program, until
 from tests.hash_engine import HASH_MODEL_VARIABLE
 from tests.hostile.mutations import Mutator
-from tests.infra.processes import is_alive
 from tests.infra.test_redis_roles import make_users, role_url
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e]
@@ -41,13 +38,8 @@ NUM_WRITES = 60  # of a round
 LOOKS_A_ROUND = 3
 ROLES = ("gateway", "worker", "callbacks", "pool", "housekeeper", "operator")
 SLOW = HashModelOptions(step_s=0.01, eos_rate=0.0)
-KEPT = (
-    b":model:",
-    b":models",
-    b":tokenizer:",
-    b":api_key",
-    b":key_pepper",
-)  # written once, at a start
+# Written once, at a start.
+KEPT = (b":model:", b":models", b":tokenizer:", b":api_key", b":key_pepper")
 LOOKS = ("/v1/models", "/metrics", "/readyz", "/livez", "/v1/jobs", "/v1/jobs/{id}")
 
 
@@ -57,32 +49,23 @@ class Stack:
 
     redis_url: str
     folder: Path
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    programs: dict[str, Program] = field(default_factory=dict)
 
-    def start(self, name: str, role: str, arguments: list[str], **environ: str) -> None:
+    def start(self, name: str, role: str, *words: str, **environ: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                env=os.environ | {"REDIS_URL": role_url(self.redis_url, role)} | environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            environ["REDIS_URL"] = role_url(self.redis_url, role)
+            self.programs[name] = Program(*words, environ=environ, output=log)
 
     def lost(self) -> list[str]:
-        """Names of processes that have ended."""
-        return [name for name, process in self.processes.items() if not is_alive(process.pid)]
+        """Names of programs that have ended."""
+        return [name for name, program in self.programs.items() if not program.is_alive]
 
     def log(self, name: str) -> bytes:
         return (self.folder / f"{name}.log").read_bytes()
 
-    async def stop(self) -> dict[str, int]:
+    async def stop(self) -> list[int]:
         """Sends SIGTERM to all; returns their exit statuses."""
-        for process in self.processes.values():
-            process.terminate()
-        waits = [asyncio.to_thread(process.wait, 60) for process in self.processes.values()]
-        return dict(zip(self.processes, await asyncio.gather(*waits), strict=True))
+        return await asyncio.gather(*(program.stop() for program in self.programs.values()))
 
 
 @pytest.fixture
@@ -100,12 +83,11 @@ async def stack(server: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Stack]:
     model = {HASH_MODEL_VARIABLE: msgspec.json.encode(SLOW).decode()}
     for name in ("worker-1", "worker-2"):
         worker = json.dumps({"redis_url": role_url(server.url, "worker"), "drain_s": 1.0})
-        stack.start(name, "worker", ["tests.hash_worker", worker], **model)
+        stack.start(name, "worker", "tests.hash_worker", worker, **model)
     settings = json.dumps({"redis_url": role_url(server.url, "callbacks"), "drain_s": 1.0})
-    stack.start("callbacks", "callbacks", ["tests.callbacks.callbacks_process", settings])
-    gateway = ["infra", "gateway", "--namespace=test", "--port=0", "--drain-s=1"]
-    allow = {"BATCHWAY_CALLBACK_ALLOW": "127.0.0.1"}
-    stack.start("gateway", "gateway", gateway, **allow)
+    stack.start("callbacks", "callbacks", "tests.callbacks.callbacks_process", settings)
+    gateway = ("infra", "gateway", "--namespace=test", "--port=0", "--drain-s=1")
+    stack.start("gateway", "gateway", *gateway, BATCHWAY_CALLBACK_ALLOW="127.0.0.1")
     try:
         yield stack
     finally:
@@ -223,7 +205,6 @@ async def test_no_process_ends_while_a_role_writes_garbage(
                     cleared(admin, kept)
                     await answers_again(http, receiver)
                 assert mutator.num_written == NUM_ROUNDS * NUM_WRITES
-    statuses = await stack.stop()
-    assert set(statuses.values()) == {0}
-    for name in stack.processes:
+    assert set(await stack.stop()) == {0}
+    for name in stack.programs:
         assert CANARY.encode() not in stack.log(name)

@@ -19,11 +19,10 @@ import redis.asyncio
 
 from contract.connection import end_tasks
 from gateway.prepare.calls import INTERACTIVE_TARGET_S
-from infra.tables import percentile
 from tests.campaigns.command_line import Progress, parser_of, run, silent
 from tests.campaigns.load import Ask, Attempt, Callers, side_by_side
 from tests.campaigns.pool import stack_without_settings
-from tests.overload.report import REASONS
+from tests.overload.report import answers, seconds, undocumented
 
 CALL_TOKENS = 100
 INTERACTIVE_TOKENS = 16
@@ -58,6 +57,9 @@ class FloodReport:
     memory_bytes: int
     max_memory_bytes: int
 
+    def _by_kind(self) -> dict[str, Sequence[Attempt]]:
+        return {"jobs": self.jobs, "calls": self.calls, "interactive calls": self.interactive}
+
     @property
     def violations(self) -> list[str]:
         return [*self.faults(), *self.misses()]
@@ -65,11 +67,8 @@ class FloodReport:
     def faults(self) -> list[str]:
         """Violations on any machine."""
         found = []
-        every = {"jobs": self.jobs, "calls": self.calls, "interactive": self.interactive}
-        for kind, calls in every.items():
-            for (status, reason), num in _answers(calls).items():
-                if status not in (200, 202) and REASONS.get(reason) != status:
-                    found.append(f"{num} {kind} were answered {status} {reason}")
+        for kind, calls in self._by_kind().items():
+            found += undocumented(kind, calls)
             without = [c for c in calls if c.status == 429 and c.retry_after_s is None]
             if without:
                 found.append(f"{len(without)} {kind} were refused without Retry-After")
@@ -92,24 +91,17 @@ class FloodReport:
         return {
             "jobs in the lane": self.options.lane or "of no name",
             "all jobs were answered within (s)": round(self.took_s, 1),
-            **{
-                kind: {f"{s} {reason}".strip(): n for (s, reason), n in _answers(calls).items()}
-                for kind, calls in (
-                    ("jobs", self.jobs),
-                    ("calls", self.calls),
-                    ("interactive calls", self.interactive),
-                )
-            },
-            "answer to a job (s)": _seconds([call.head_s for call in self.jobs]),
+            **{kind: answers(calls) for kind, calls in self._by_kind().items()},
+            "answer to a job (s)": seconds([call.head_s for call in self.jobs]),
             "TTFT (s)": {
-                "calls": _seconds(self.ttfts(self.calls)),
-                "interactive calls": _seconds(self.ttfts(self.interactive)),
+                kind: seconds(self.ttfts(calls))
+                for kind, calls in self._by_kind().items()
+                if kind != "jobs"
             },
             "calls that their deadline ended": sum(map(_is_late, self.calls)),
             "Retry-After (s)": {
-                "jobs": _seconds(_retries(self.jobs)),
-                "calls": _seconds(_retries(self.calls)),
-                "interactive calls": _seconds(_retries(self.interactive)),
+                kind: seconds([s for call in calls if (s := call.retry_after_s) is not None])
+                for kind, calls in self._by_kind().items()
             },
             "Redis (MiB)": {
                 "at most": round(self.memory_bytes / 2**20, 1),
@@ -201,27 +193,12 @@ class _Flood:
             await asyncio.sleep(_MEMORY_EVERY_S)
 
 
-def _answers(calls: Sequence[Attempt]) -> Counter[tuple[int, str]]:
-    return Counter((c.status, "" if c.is_admitted else c.reason) for c in calls)
-
-
 def _is_late(call: Attempt) -> bool:
     return call.status == 200 and call.reason in ("deadline", "deadline_exceeded")
 
 
 def _is_broken(call: Attempt) -> bool:
     return call.status == 200 and not call.is_whole and not _is_late(call)
-
-
-def _retries(calls: Sequence[Attempt]) -> list[float]:
-    return [call.retry_after_s for call in calls if call.retry_after_s is not None]
-
-
-def _seconds(values: Sequence[float]) -> str:
-    p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
-    if p50 is None or p99 is None:
-        return "-"
-    return f"{p50:.2f}, p99 {p99:.2f}, longest {max(values):.2f} of {len(values)}"
 
 
 def main() -> int:

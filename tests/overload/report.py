@@ -176,9 +176,7 @@ class OverloadReport:
     def faults(self) -> list[str]:
         """Violations on any machine."""
         found = list(self.audit)
-        for (status, reason), num in sorted(self._answers(self.calls).items()):
-            if status not in (200, 202) and REASONS.get(reason) != status:
-                found.append(f"{num} calls were answered {status} {reason}")
+        found += undocumented("calls", self.calls)
         for call in self.calls:
             if call.is_admitted and not call.is_whole:
                 found.append(f"{call.job_id}: its stream broke off ({call.reason or 'no end'})")
@@ -224,11 +222,9 @@ class OverloadReport:
             "calls under overload": {
                 "a second": round(len(sent) / (overload.end_s - overload.begin_s), 1),
                 "lag of the callers (ms)": _ms([call.sent_s - call.arrival_s for call in sent]),
-                **{f"{s} {reason}".strip(): n for (s, reason), n in self._answers(sent).items()},
+                **answers(sent),
             },
-            "calls afterwards": {
-                f"{s} {reason}".strip(): n for (s, reason), n in self._answers(after).items()
-            },
+            "calls afterwards": answers(after),
             "admission (ms)": {
                 "at the gateway, unloaded": _ms(self._admissions("unloaded")),
                 "whole call, unloaded": _ms([c.head_s for c in self.of("unloaded")]),
@@ -251,7 +247,7 @@ class OverloadReport:
             "TTFT of the interactive lane (ms)": {"overload": _ms(self.interactive_ttfts)},
             "shares of tokens": {lane: round(share, 3) for lane, share in self.shares.items()},
             "light tenants' calls admitted": _admitted(self._lights()),
-            "Retry-After (s)": {"overload": _seconds(_known(c.retry_after_s for c in sent))},
+            "Retry-After (s)": {"overload": seconds(_known(c.retry_after_s for c in sent))},
             "came when told": {
                 "under overload": _admitted(self.second_tries("overload")),
                 "afterwards": _admitted(self.second_tries("afterwards")),
@@ -264,9 +260,6 @@ class OverloadReport:
                 "jobs kept": len(self.ended),
             },
         }
-
-    def _answers(self, calls: Sequence[Attempt]) -> Counter[tuple[int, str]]:
-        return Counter((c.status, "" if c.is_admitted else c.reason) for c in calls)
 
     def _admissions(self, phase: str) -> list[float]:
         return _known(call.admission_s for call in self.of(phase))
@@ -283,14 +276,25 @@ def _admitted(calls: Sequence[Attempt]) -> str:
     return f"{sum(call.is_admitted for call in calls)} of {len(calls)}"
 
 
-def _ms(values: Sequence[float]) -> str:
-    """p50, p99 and the number of values."""
+def answers(calls: Sequence[Attempt]) -> dict[str, int]:
+    """How many calls were answered so: the status, and the reason of a refusal."""
+    return Counter(f"{c.status} {'' if c.is_admitted else c.reason}".strip() for c in calls)
+
+
+def undocumented(kind: str, calls: Sequence[Attempt]) -> list[str]:
+    """A sentence for each answer that docs/api.md does not give to load."""
+    refused = [c for c in calls if not c.is_admitted and REASONS.get(c.reason) != c.status]
+    return [f"{num} {kind} were answered {said}" for said, num in sorted(answers(refused).items())]
+
+
+def seconds(values: Sequence[float], scale: float = 1.0) -> str:
+    """p50, p99, the largest and the number of values. `scale`: 1000 for milliseconds."""
     p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
     if p50 is None or p99 is None:
         return "-"
-    return f"{1000 * p50:.1f}, p99 {1000 * p99:.1f} of {len(values)}"
+    p50, p99, longest = (scale * value for value in (p50, p99, max(values)))
+    return f"{p50:.2f}, p99 {p99:.2f}, longest {longest:.2f} of {len(values)}"
 
 
-def _seconds(values: Sequence[float]) -> str:
-    p50, largest = percentile(values, 0.5), max(values, default=None)
-    return "-" if p50 is None else f"{p50:.0f}, longest {largest:.0f}"
+def _ms(values: Sequence[float]) -> str:
+    return seconds(values, 1000.0)

@@ -37,11 +37,11 @@ PROMPTS = (12_000, 12_000, 3_000, 100)
 class Flood:
     """Tenants that post jobs of every kind, and one that calls and waits."""
 
-    def __init__(self, url: str, flooders: list[str], victim: str) -> None:
+    def __init__(self, url: str, flooders: list[str], caller: str) -> None:
         self._rng = random.Random(1)
         self._url = url
         self._flooders = flooders
-        self._victim = victim
+        self._caller = caller
         self.jobs: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
@@ -67,7 +67,7 @@ class Flood:
     async def _call(self, http: httpx.AsyncClient) -> None:
         for tier in ("default", "priority", "flex"):  # standard, interactive, batch
             body = {"model": MODEL, "prompt": "ab", "max_tokens": 8, "service_tier": tier}
-            answer = await http.post("/v1/completions", json=body, headers=_bearer(self._victim))
+            answer = await http.post("/v1/completions", json=body, headers=_bearer(self._caller))
             self.calls[_outcome(answer)] += 1
 
 
@@ -89,7 +89,7 @@ async def flood(request: pytest.FixtureRequest) -> AsyncIterator[Flood]:
         await ensure_library(client)
         await publish_model(client, keys, context_length=16_384, lanes=LANES)
         api_keys = ApiKeys(client, keys)
-        made = [await api_keys.create(KeyTerms(tenant=name)) for name in ("a", "b", "victim")]
+        made = [await api_keys.create(KeyTerms(tenant=name)) for name in ("a", "b", "caller")]
         worker = FakeWorker(Functions(client, keys), lanes=LANES, script=says("a", "b"))
         await worker.beat()
         serving = asyncio.create_task(worker.serve())
