@@ -209,7 +209,7 @@ async def test_log_probabilities_are_those_of_the_text(
     told = [logprob.token for delta in deltas for logprob in delta.logprobs]
     assert told == [logprob.token for logprob in done.part.logprobs]
     response = await client.responses.create(model=MODEL, input="Hi", **fields)
-    part = response.output[0].content[0]  # type: ignore[union-attr]
+    part = response.output[0].content[0]
     assert part.type == "output_text"
     assert [logprob.token for logprob in part.logprobs or ()] == told
     assert "".join(told).startswith("Hello w")

@@ -178,7 +178,12 @@ async def test_calls_with_unknown_names_are_answered(
     """Whole, as a stream, as a job and as a job's body; a header names them where there is one."""
     messages = [{"role": "user", "content": "Hi", "id": 7}, *_CHAT["messages"][1:]]
     messages[1] |= {"tool_calls": [_CALL | {"index": 0}], "timestamp": 1}
-    body = {"model": MODEL, "messages": messages, "user": "u", "safety_identifier": "b"}
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": messages,
+        "user": "u",
+        "safety_identifier": "b",
+    }
     body |= {"prompt_cache_key": "c", "metadata": None}  # null asks for nothing
     expected = (
         "prompt_cache_key, safety_identifier, user, messages.id, messages.timestamp, "
